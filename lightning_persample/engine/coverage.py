@@ -1,0 +1,97 @@
+"""Every trainable parameter is reached, unused, or unsupported with a reason; and the texts that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from lightning_persample.engine.record import PerSampleRecord
+
+__all__ = ["Coverage", "classify", "warning_texts"]
+
+_OUTSIDE = (
+    "its gradient comes only from calls without a tensor of the batch: a term of the loss that belongs to no "
+    "sample, or "
+    "data that is not in the batch (created in the training step, or turned into a tensor there)"
+)
+_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The trainable parameters of one backward.
+
+    Attributes:
+        reached: parameters whose per-sample gradient is known.
+        unsupported: parameters that got a gradient whose parts per sample are not known, with the reason.
+        unused: parameters that got no gradient.
+        share: entries of `reached` over entries of `reached` and `unsupported`.
+    """
+
+    reached: tuple[str, ...]
+    unsupported: Mapping[str, str]
+    unused: tuple[str, ...]
+    share: float
+
+
+def classify(
+    sizes: Mapping[str, int], got_gradient: Collection[str], reported: Collection[str], refused: Mapping[str, str]
+) -> Coverage:
+    """Sort the trainable parameters.
+
+    Args:
+        sizes: number of entries of each trainable parameter.
+        got_gradient: parameters whose gradient was accumulated in this backward.
+        reported: parameters with a contribution of at least one call.
+        refused: parameters with a call that could not be split by sample, with the reason.
+
+    Returns:
+        Each parameter in exactly one place.
+    """
+    unsupported = {name: refused[name] for name in sizes if name in refused}
+    unsupported |= {
+        name: _OUTSIDE for name in sizes if name in got_gradient and name not in reported and name not in refused
+    }
+    reached = tuple(name for name in sizes if name in reported and name not in unsupported)
+    unused = tuple(name for name in sizes if name not in reported and name not in unsupported)
+    known, unknown = sum(sizes[name] for name in reached), sum(sizes[name] for name in unsupported)
+    share = known / (known + unknown) if known + unknown else 1.0
+    return Coverage(reached, unsupported, unused, share)
+
+
+def warning_texts(record: PerSampleRecord) -> list[str]:
+    """What a user must know about a record: at most one text on each kind of trouble."""
+    texts = []
+    if record.unsupported:
+        reasons: dict[str, list[str]] = {}
+        for name, reason in record.unsupported.items():
+            reasons.setdefault(reason, []).append(name)
+        lines = [f"- {_listed(names)}: {reason}" for reason, names in reasons.items()]
+        texts.append(
+            f"Per-sample gradients are missing for {len(record.unsupported)} parameters, which the reported norms "
+            "leave "
+            "out:\n" + "\n".join(lines)
+        )
+    if record.mixing:
+        texts.append(
+            "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each "
+            "sample's "
+            "contribution to the batch gradient.\n" + _bullets(record.mixing)
+        )
+    if record.weighting:
+        texts.append(
+            "The samples weigh unequally in the loss, so their own gradients are off by a factor; give the weight "
+            "of each "
+            "sample in the loss as loss_reduction.\n" + _bullets(record.weighting)
+        )
+    return texts
+
+
+def _bullets(texts: tuple[str, ...]) -> str:
+    more = [f"- and {len(texts) - _NAMED} more"] if len(texts) > _NAMED else []
+    return "\n".join([f"- {text}" for text in texts[:_NAMED]] + more)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

@@ -1,0 +1,43 @@
+"""Make the torch calls inside torch's own Python functions visible.
+
+Functions of torch.nn.functional written in Python (multi_head_attention_forward, layer_norm, dropout, ...) are
+offered to a torch function mode as one call. A copy of such a function whose globals answer False to
+``has_torch_function`` runs its body as it stands: the same code, the same numerics, and each primitive call in it is
+seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["decomposed", "is_composite"]
+
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_MODULES = ("torch.nn.functional", "torch.functional")
+
+
+def _no(*_: object) -> bool:
+    return False
+
+
+def is_composite(function: Callable[..., Any]) -> bool:
+    """Whether this is one of torch's Python functions that can be run in the open."""
+    return (
+        isinstance(function, types.FunctionType)
+        and function.__module__ in _MODULES
+        and any(question in function.__code__.co_names for question in _QUESTIONS)
+    )
+
+
+@functools.cache
+def decomposed(function: types.FunctionType) -> types.FunctionType:
+    """A copy of the function that runs its body instead of offering itself to the mode again."""
+    namespace = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no)}
+    copy = types.FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -1,0 +1,37 @@
+"""Follow the batch axis through torch calls.
+
+`follow` answers, for one call that has run, along which axis of each output the samples lie. Ops are grouped into
+families that move an axis alike. An op of no family is tried out on a single sample: its output must shrink along
+exactly one axis and hold the values that the whole call gave that sample. What cannot be followed is `Lost`, with the
+reason.
+"""
+
+from lightning_persample.engine.following import layers, reductions, shapes  # (registers the families)
+from lightning_persample.engine.following.after_reduction import after_reduction
+from lightning_persample.engine.following.base import FOLLOWERS, Followed, lost
+from lightning_persample.engine.following.pointwise import FACTORIES, POINTWISE
+from lightning_persample.engine.following.trial import try_on_one_sample
+from lightning_persample.engine.observed import ObservedCall
+
+__all__ = ["POINTWISE", "Followed", "follow", "layers", "reductions", "shapes"]
+
+
+def follow(call: ObservedCall) -> Followed:
+    """Where the batch lies in the outputs of a call that has at least one operand depending on the batch.
+
+    Args:
+        call: the call, after it has run.
+
+    Returns:
+        One `BatchAxis` or `Lost` per output tensor; none for ops that only take a size from their operand.
+    """
+    if call.op in FACTORIES:
+        return Followed(())
+    if not call.located:
+        return after_reduction(call)
+    known = FOLLOWERS.get(call.op)
+    if known is not None:
+        return known(call)
+    if all(output.dim() == 0 for output in call.outputs):
+        return lost(call, "reduces over the batch axis", mixes=True)
+    return try_on_one_sample(call)

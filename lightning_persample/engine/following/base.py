@@ -1,0 +1,96 @@
+"""The pieces from which every family of ops is followed: the answer, the registry, and the two common answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lightning_persample.engine.batch_axis import BatchAxis, Lost
+from lightning_persample.engine.observed import ObservedCall, user_line
+
+__all__ = ["FOLLOWERS", "Followed", "Follower", "broadcast", "dims_argument", "follower", "keep", "lost"]
+
+Alignment = Callable[[Tensor], int | None]
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Where the batch lies in each output of a call.
+
+    Attributes:
+        outputs: one entry per output tensor.
+        aligned: gives, for another operand, the axis of it that the op lays along the batch axis, or None.
+        mixing: where samples influence each other in this call, or None.
+        weighting: where the loss gives samples weights that only the caller knows, or None.
+    """
+
+    outputs: tuple[BatchAxis | Lost, ...]
+    aligned: Alignment | None = None
+    mixing: str | None = None
+    weighting: str | None = None
+
+
+Follower = Callable[[ObservedCall], Followed]
+FOLLOWERS: dict[object, Follower] = {}
+
+
+def follower(*ops: str) -> Callable[[Follower], Follower]:
+    """Register the decorated function as the way to follow these canonical ops."""
+
+    def register(function: Follower) -> Follower:
+        for op in ops:
+            if op in FOLLOWERS:
+                raise ValueError(f"{op} is followed by {FOLLOWERS[op].__name__} already")
+            FOLLOWERS[op] = function
+        return function
+
+    return register
+
+
+def keep(call: ObservedCall, axis: BatchAxis | Lost, aligned: Alignment | None = None) -> Followed:
+    """All outputs hold the batch alike."""
+    return Followed((axis,) * len(call.outputs), aligned)
+
+
+def lost(call: ObservedCall, what: str, *, mixes: bool = False) -> Followed:
+    """No output holds the batch along an axis any more; `mixes` where one sample now influences another."""
+    reason = f"`{call.name}` {what} (sizes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
+    mixing = reason if mixes and any(o.requires_grad for o in call.outputs) else None
+    return Followed((Lost(reason, noted=mixing is not None),) * len(call.outputs), mixing=mixing)
+
+
+def dims_argument(value: object, ndim: int) -> tuple[int, ...] | None:
+    """A ``dim`` argument as non-negative axes; None where it names all axes."""
+    if value is None or isinstance(value, bool):
+        return None
+    items: Iterable[object] = value if isinstance(value, (tuple, list)) else (value,)
+    dims = tuple(int(item) % max(ndim, 1) for item in items if isinstance(item, (int, Tensor)))
+    return dims or None
+
+
+def broadcast(call: ObservedCall) -> Followed:
+    """Operands are laid over each other from the right."""
+    located = call.located
+    first, axis = located[0]
+    from_right = axis.dim - first.dim()
+    for tensor, other in located[1:]:
+        if (other.dim - tensor.dim() != from_right or not other.same_layout(axis)) and call.batch_size > 1:
+            return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
+    mixing = next((other.mixing for _, other in located if other.mixing), None)
+    event = None
+    for tensor, _ in call.lost:
+        reason = f"`{call.name}` combines samples with a value computed over the whole batch{user_line()}"
+        mixing = mixing or reason
+        if tensor.requires_grad and any(output.requires_grad for output in call.outputs):
+            event = reason
+    axis = replace(axis, mixing=mixing)
+    size = first.size(axis.dim)
+
+    def aligned(tensor: Tensor) -> int | None:
+        dim = tensor.dim() + from_right
+        return dim if call.batch_size > 1 and dim >= 0 and tensor.size(dim) == size else None
+
+    outputs = tuple(axis.moved(output.dim() + from_right) for output in call.outputs)
+    return Followed(outputs, aligned, event)

@@ -1,0 +1,218 @@
+"""How products, layers and losses move the batch axis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from lightning_persample.engine.batch_axis import BatchAxis
+from lightning_persample.engine.following.base import Followed, broadcast, follower, keep, lost
+from lightning_persample.engine.observed import ObservedCall
+
+__all__: list[str] = []
+
+_MEET = "meets two tensors of the batch with their batch axes at different places"
+
+
+@follower("linear", "bilinear")
+def _follow_linear(call: ObservedCall) -> Followed:
+    data = [call.argument(0, "input", "input1")]
+    if call.op == "bilinear":
+        data.append(call.argument(1, "input2"))
+    if call.lost or any(all(tensor is not item for item in data) for tensor, _ in call.located):
+        return lost(call, "has a weight that depends on the batch", mixes=True)
+    if any(axis.dim == tensor.dim() - 1 for tensor, axis in call.located):
+        return lost(call, "sums over the batch axis", mixes=True)
+    return broadcast(call)
+
+
+@follower("embedding")
+def _follow_embedding(call: ObservedCall) -> Followed:
+    indices = call.argument(1, "indices")
+    axis = call.axis_of(indices)
+    if not isinstance(axis, BatchAxis) or len(call.located) > 1 or call.lost:
+        return lost(call, "has a table that depends on the batch", mixes=True)
+    return keep(call, axis)
+
+
+@follower(
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "group_norm", "instance_norm", "batch_norm",
+)  # fmt: skip
+def _follow_channels(call: ObservedCall) -> Followed:
+    """Layers on (N, C, ...): samples must lie along N."""
+    first = call.argument(0, "input")
+    axis = call.axis_of(first)
+    if not isinstance(axis, BatchAxis) or len(call.located) > 1 or call.lost:
+        return lost(call, "has a weight that depends on the batch", mixes=True)
+    unbatched = call.name.startswith("conv") and first.dim() == _spatial_axes(call) + 1
+    if axis.dim != 0 or unbatched:
+        return lost(call, "needs the samples along its first axis", mixes=True)
+    return keep(call, axis)
+
+
+def _spatial_axes(call: ObservedCall) -> int:
+    """The number in the op's name: 2 for conv2d."""
+    return next(int(character) for character in call.name if character.isdigit())
+
+
+@follower("layer_norm", "rms_norm")
+def _follow_layer_norm(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    if len(call.located) > 1 or call.lost or tensor is not call.argument(0, "input"):
+        return lost(call, "has a weight that depends on the batch", mixes=True)
+    if axis.dim >= tensor.dim() - len(call.argument(1, "normalized_shape")):
+        return lost(call, "normalises over the batch axis", mixes=True)
+    return keep(call, axis)
+
+
+@follower(
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices",
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "_adaptive_avg_pool2d",
+)  # fmt: skip
+def _follow_pool(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    if axis.dim >= tensor.dim() - _spatial_axes(call):
+        return lost(call, "pools over the batch axis", mixes=True)
+    return keep(call, axis)
+
+
+@follower("pad", "constant_pad_nd")
+def _follow_pad(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    padding = tuple(call.argument(1, "pad"))
+    from_end = tensor.dim() - 1 - axis.dim
+    if any(padding[2 * from_end : 2 * from_end + 2]):
+        return lost(call, "pads the batch axis")
+    return keep(call, axis)
+
+
+@follower("one_hot")
+def _follow_one_hot(call: ObservedCall) -> Followed:
+    return keep(call, call.located[0][1])
+
+
+@follower("triu", "tril")
+def _follow_triangle(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    if axis.dim >= tensor.dim() - 2:
+        return lost(call, "works along the batch axis", mixes=True)
+    return keep(call, axis)
+
+
+@follower("multinomial")
+def _follow_multinomial(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    return keep(call, axis) if axis.dim == 0 and tensor.dim() == 2 else lost(call, "draws across the batch", mixes=True)
+
+
+@follower("scaled_dot_product_attention")
+def _follow_attention(call: ObservedCall) -> Followed:
+    if any(axis.dim - tensor.dim() > -3 for tensor, axis in call.located):
+        return lost(call, "attends from one sample to another", mixes=True)
+    return broadcast(call)
+
+
+@follower("matmul", "mm", "bmm", "mv")
+def _follow_matmul(call: ObservedCall) -> Followed:
+    return _product(call, call.argument(0, "input", "self"), call.argument(1, "other", "mat2", "vec"))
+
+
+@follower("rmatmul")
+def _follow_reflected_matmul(call: ObservedCall) -> Followed:
+    return _product(call, call.args[1], call.args[0])
+
+
+@follower("addmm", "addmv", "baddbmm")
+def _follow_added_product(call: ObservedCall) -> Followed:
+    added = call.argument(0, "input", "self")
+    left, right = call.argument(1, "mat1", "batch1", "mat"), call.argument(2, "mat2", "batch2", "vec")
+    if call.axis_of(left) is None and call.axis_of(right) is None:
+        return broadcast(call)
+    product = _product(call, left, right)
+    where = call.axis_of(added)
+    if where is None or where == product.outputs[0]:
+        return product
+    return lost(call, _MEET, mixes=True)
+
+
+def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
+    """Rows of the left, columns of the right, or a shared leading axis may hold the batch."""
+    if call.lost:
+        return lost(call, "combines samples with a value computed over the whole batch", mixes=True)
+    output = call.outputs[0]
+    places: list[BatchAxis] = []
+    for tensor, other, is_left in ((left, right, True), (right, left, False)):
+        axis = call.axis_of(tensor)
+        if not isinstance(axis, BatchAxis):
+            continue
+        from_right = axis.dim - tensor.dim()
+        summed = -1 if is_left or tensor.dim() == 1 else -2
+        if from_right == summed:
+            return lost(call, "sums over the batch axis", mixes=True)
+        if from_right >= -2:  # the rows of the left or the columns of the right
+            dim = output.dim() - (1 if not is_left or other.dim() == 1 else 2)
+        else:
+            dim = output.dim() + from_right + (other.dim() == 1)
+        places.append(axis.moved(dim))
+    apart = len(places) == 2 and (places[0].dim != places[1].dim or not places[0].same_layout(places[1]))
+    if apart and call.batch_size > 1:
+        return lost(call, _MEET, mixes=True)
+    place = replace(places[0], mixing=next((p.mixing for p in places if p.mixing), None))
+    size = output.size(place.dim)
+    behind = output.dim() - place.dim
+
+    def aligned(tensor: Tensor) -> int | None:
+        dim = tensor.dim() - behind
+        shared = call.batch_size > 1 and behind > 2 and dim >= 0
+        return dim if shared and tensor.size(dim) == size else None
+
+    return keep(call, place, aligned)
+
+
+@follower("einsum")
+def _follow_einsum(call: ObservedCall) -> Followed:
+    equation = call.argument(0, "equation")
+    if not isinstance(equation, str) or call.lost:
+        return lost(call, "combines samples in a way that cannot be followed", mixes=True)
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if "->" not in equation:
+        letters = inputs.replace(",", "").replace(".", "")
+        result = "".join(["..."] * ("..." in inputs) + sorted(c for c in set(letters) if letters.count(c) == 1))
+    if any(len(set(term) - {"."}) < len(term.replace("...", "")) for term in terms):
+        return lost(call, "takes a diagonal", mixes=True)
+    spelled = [_spell(term, o.tensor.dim()) for term, o in zip(terms, call.operands, strict=True)]
+    result_letters = _spell(result, call.outputs[0].dim())
+    letters_of_batch = {
+        letters[o.axis.dim] for letters, o in zip(spelled, call.operands, strict=True) if isinstance(o.axis, BatchAxis)
+    }
+    if len(letters_of_batch) > 1 and call.batch_size > 1:
+        return lost(call, _MEET, mixes=True)
+    letter = letters_of_batch.pop()
+    _, axis = call.located[0]
+    if letter not in result_letters:
+        return lost(call, "sums over the batch axis")
+    if any(not other.same_layout(axis) for _, other in call.located):
+        return lost(call, _MEET, mixes=True)
+    by_tensor = {id(o.tensor): letters for o, letters in zip(call.operands, spelled, strict=True)}
+    sizes = {call.located[0][0].size(axis.dim)}
+
+    def aligned(tensor: Tensor) -> int | None:
+        letters = by_tensor[id(tensor)]
+        found = letters.index(letter) if letter in letters else None
+        return found if found is not None and tensor.size(found) in sizes and call.batch_size > 1 else None
+
+    mixing = next((other.mixing for _, other in call.located if other.mixing), None)
+    return keep(call, replace(axis, dim=result_letters.index(letter), mixing=mixing), aligned)
+
+
+def _spell(term: str, ndim: int) -> list[str]:
+    """One name per axis; axes under an ellipsis are numbered from the right, as einsum aligns them."""
+    before, dots, after = term.partition("...")
+    if not dots:
+        return list(before)
+    hidden = ndim - len(before) - len(after)
+    return [*before, *(f"...{hidden - position}" for position in range(hidden)), *after]

@@ -1,0 +1,84 @@
+"""An op of no known family is tried out on one sample alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_persample.engine.batch_axis import BatchAxis, one_sample
+from lightning_persample.engine.following.base import Followed, keep, lost
+from lightning_persample.engine.observed import ObservedCall, tensors_in
+
+__all__ = ["try_on_one_sample"]
+
+
+def try_on_one_sample(call: ObservedCall) -> Followed:
+    """Run the op on the last sample alone, without gradient, and compare with what the whole call gave."""
+    batch_size = call.batch_size
+    _, axis = call.located[0]
+    if call.inplace:
+        return _follow_inplace(call)
+    if call.lost:
+        return lost(call, "combines samples with a value computed over the whole batch", mixes=True)
+    if any(not other.same_layout(axis) for _, other in call.located):
+        return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
+
+    def last_sample(leaf: object) -> object:
+        where = call.axis_of(leaf) if isinstance(leaf, Tensor) else None
+        if not isinstance(leaf, Tensor) or not isinstance(where, BatchAxis):
+            return leaf
+        return one_sample(leaf, where, batch_size, batch_size - 1).detach()
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(call)):
+            result = call.function(*tree_map(last_sample, call.args), **tree_map(last_sample, dict(call.kwargs)))
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+        return lost(call, f"cannot be followed ({type(error).__name__} on one sample alone)", mixes=True)
+    alone = tuple(tensors_in(result))
+    if len(alone) != len(call.outputs):
+        return lost(call, "gives another number of outputs for one sample alone", mixes=True)
+    placed = [_place(call, whole, part, axis) for whole, part in zip(call.outputs, alone, strict=True)]
+    if any(place is None for place in placed):
+        return lost(call, "gives a sample another value alone than in its batch", mixes=True)
+    return Followed(tuple(place for place in placed if place is not None))
+
+
+def _place(call: ObservedCall, whole: Tensor, part: Tensor, axis: BatchAxis) -> BatchAxis | None:
+    batch_size = call.batch_size
+    if batch_size == 1:
+        dim = min(axis.dim, whole.dim() - 1)
+        return axis.moved(dim) if dim >= 0 and whole.size(dim) == axis.rows else None
+    if whole.dim() != part.dim():
+        return None
+    changed = [dim for dim in range(whole.dim()) if whole.size(dim) != part.size(dim)]
+    if len(changed) != 1:
+        return None
+    (dim,) = changed
+    if part.size(dim) != axis.rows or whole.size(dim) != axis.rows * batch_size:
+        return None
+    moved = axis.moved(dim)
+    own = one_sample(whole.detach(), moved, batch_size, batch_size - 1)
+    if not (part.is_floating_point() or part.is_complex()):
+        return moved if torch.equal(own, part) else None
+    tolerance = 1e-3 if part.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    same = torch.allclose(own, part, rtol=tolerance, atol=tolerance * _scale(part), equal_nan=True)
+    return moved if same else None
+
+
+def _scale(tensor: Tensor) -> float:
+    finite = tensor.abs()[torch.isfinite(tensor)]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _cuda_devices(call: ObservedCall) -> list[torch.device]:
+    return list({o.tensor.device for o in call.operands if o.tensor.device.type == "cuda"})
+
+
+def _follow_inplace(call: ObservedCall) -> Followed:
+    """An op that writes into its first argument keeps that argument's shape; no more is known of an unlisted one."""
+    target = call.argument(0, "self", "input")
+    where = call.axis_of(target) if isinstance(target, Tensor) else None
+    if isinstance(where, BatchAxis) and len(call.located) == 1 and not call.lost:
+        return keep(call, where)
+    return lost(call, "writes in place in a way that cannot be followed", mixes=True)

@@ -1,0 +1,82 @@
+"""Which autograd nodes a call made, and which gradients reach a weight through a call that was not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+__all__ = ["Node", "accumulator", "boundary", "ends_below", "nodes_between", "unseen_edges"]
+
+Nodes: TypeAlias = set[Node]
+
+
+def accumulator(parameter: Tensor) -> Node:
+    """The node that adds to the gradient of a leaf."""
+    return get_gradient_edge(parameter).node
+
+
+def boundary(tensors: Iterable[Tensor]) -> Nodes:
+    """The nodes that made these tensors and, for views, their bases."""
+    found: Nodes = set()
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            found.add(tensor.grad_fn)
+            if tensor._base is not None and tensor._base.grad_fn is not None:
+                found.add(tensor._base.grad_fn)
+    return found
+
+
+def nodes_between(outputs: Iterable[Tensor], stop: Nodes) -> Nodes:
+    """The nodes that one call added to the graph: from its outputs down to the nodes of its inputs."""
+    stack = [output.grad_fn for output in outputs if output.grad_fn is not None and output.grad_fn not in stop]
+    found: Nodes = set(stack)
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is not None and following not in stop and following not in found and following.next_functions:
+                found.add(following)
+                stack.append(following)
+    return found
+
+
+def ends_below(node: Node, inside: Nodes) -> Nodes:
+    """The nodes outside of `inside` that a walk down from a node within it ends at."""
+    found: Nodes = set()
+    stack, visited = [node], {node}
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is None or following in visited:
+                continue
+            visited.add(following)
+            if following in inside:
+                stack.append(following)
+            else:
+                found.add(following)
+    return found
+
+
+def unseen_edges(losses: Iterable[Tensor], watched: Nodes, seen: Nodes) -> Iterator[tuple[Node, Node]]:
+    """Edges from a node outside of `seen` to a node in `watched`, anywhere below the losses.
+
+    Args:
+        losses: the tensors that backward starts from.
+        watched: nodes of weights.
+        seen: nodes of the calls that were seen.
+
+    Yields:
+        (node, watched node) for every such edge.
+    """
+    stack = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    visited: Nodes = set(stack)
+    while stack:
+        node = stack.pop()
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if following in watched and node not in seen:
+                yield node, following
+            if following not in visited:
+                visited.add(following)
+                stack.append(following)

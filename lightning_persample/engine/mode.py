@@ -1,0 +1,353 @@
+"""The context form: observe the torch calls of a training step and its backward, and give a record."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from lightning_persample.engine.batch import batch_tensors, place_in_batch, read_batch_size
+from lightning_persample.engine.coverage import classify, warning_texts
+from lightning_persample.engine.decompose import decomposed
+from lightning_persample.engine.dispatch import Dispatcher
+from lightning_persample.engine.graph import accumulator, unseen_edges
+from lightning_persample.engine.observed import tensors_in
+from lightning_persample.engine.record import PerSampleRecord
+from lightning_persample.engine.weight import Weight, pull_back
+from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
+from lightning_persample.gradients import SampleGradient, add_up
+
+__all__ = ["QUANTITIES", "Capture", "expanded_weights"]
+
+QUANTITIES = ("sq_norm", "grad_sample")
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+
+
+def expanded_weights(
+    module: nn.Module,
+    batch: Any,
+    *,
+    loss_reduction: Literal["mean", "sum"] | Tensor = "mean",
+    batch_dim: int = 0,
+    batch_size: int | None = None,
+    quantities: Collection[str] = ("sq_norm",),
+    unsupported: Literal["warn", "error", "ignore"] = "warn",
+) -> Capture:
+    """Let every trainable parameter behave as if it had one copy per sample, in forward and backward in this context.
+
+    The calls run natively on the real parameters: outputs, ``.grad`` and random numbers are those of a run without it.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.randn(4, 2)
+    >>> with expanded_weights(model, (x, y)) as capture:
+    ...     nn.functional.mse_loss(model(x), y).backward()
+    >>> capture.record.norms().shape
+    torch.Size([4])
+
+    Args:
+        module: the module whose parameters are followed.
+        batch: whatever holds the batch's tensors: nested tuples, lists, mappings, dataclasses or plain objects.
+        loss_reduction: how the loss combines the samples' own losses: "mean" (w_i = 1/B), "sum" (w_i = 1) or the
+            weights w_i as a tensor (B,). Values are divided by w_i.
+        batch_dim: the axis that holds the samples in the batch's tensors.
+        batch_size: number of samples B; by default the size on which all tensors of the batch agree.
+        quantities: what the record holds: "sq_norm", and "grad_sample" for the gradients themselves.
+        unsupported: what to do about parameters whose per-sample gradient cannot be told: "warn", raise an "error" at
+            the end of the backward, or "ignore" (the record names them in any case).
+
+    Returns:
+        A context manager; after a backward under it, ``record`` holds the values.
+    An option with a value that is not allowed gives an `OptionError`, a batch whose size cannot be read a
+    `BatchSizeError`.
+    """
+    return Capture(
+        module,
+        batch,
+        loss_reduction=loss_reduction,
+        batch_dim=batch_dim,
+        batch_size=batch_size,
+        quantities=quantities,
+        unsupported=unsupported,
+    )
+
+
+class Capture:
+    """One observed training step; see `expanded_weights` for the arguments.
+
+    Attributes:
+        batch_size: number of samples B.
+        records: one record per backward, in order.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: Any,
+        *,
+        loss_reduction: Literal["mean", "sum"] | Tensor = "mean",
+        batch_dim: int = 0,
+        batch_size: int | None = None,
+        quantities: Collection[str] = ("sq_norm",),
+        unsupported: Literal["warn", "error", "ignore"] = "warn",
+    ) -> None:
+        _check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
+        tensors = list(batch_tensors(batch))
+        self.batch_size = read_batch_size(tensors, batch_dim) if batch_size is None else batch_size
+        self.records: list[PerSampleRecord] = []
+        self._unsupported = unsupported
+        self._quantities = frozenset(quantities)
+        self._weighting = loss_reduction
+        self._check_weighting(loss_reduction)
+        self._parameters = dict(module.named_parameters())
+        self._scale: Tensor | None = None
+        self._got_gradient: set[str] = set()
+        self._handles: list[RemovableHandle] = []
+        self._dispatcher = Dispatcher(self._parameters, self.batch_size, "grad_sample" in self._quantities)
+        for path, tensor in tensors:
+            place = place_in_batch(path, tensor, batch_dim, self.batch_size)
+            if place is not None:
+                self._dispatcher.mark_batch(tensor, place)
+        self._watch_parameters()
+        self._mode = _Mode(self)
+        self._depth = 0
+
+    @property
+    def record(self) -> PerSampleRecord:
+        """The record of the last backward.
+
+        Raises:
+            PerSampleError: no backward has run under observation.
+        """
+        if not self.records:
+            raise PerSampleError(
+                "there is no record: no backward has reached a parameter of the module under expanded_weights; call "
+                "loss.backward() inside the context"
+            )
+        return self.records[-1]
+
+    def __enter__(self) -> Capture:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._mode.__exit__(*exception)
+        self.close()
+
+    @contextmanager
+    def observe(self) -> Iterator[Capture]:
+        """Observe the calls inside this context and keep what is known for a later one, such as the backward."""
+        with self._mode:
+            yield self
+
+    def attach_loss(self, loss: Tensor, weights: Tensor | None = None) -> None:
+        """Read the factor between this loss and what backward is called on: accumulation, loss scaling and the like.
+
+        Args:
+            loss: the loss of the training step, sum_i w_i l_i.
+            weights: w_i, shape (B,), in place of the `loss_reduction` given at the start; another shape gives an
+                `OptionError`.
+        """
+        if weights is not None:
+            self._check_weighting(weights)
+            self._weighting = weights
+        if loss.requires_grad:
+            self._handles.append(loss.register_hook(self._keep_scale))
+
+    def close(self) -> None:
+        """Forget every mark and remove every hook; the records stay."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._dispatcher.close()
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer one torch call under the mode."""
+        if function in _BACKWARD:
+            return self._backward(function, args, kwargs)
+        if function is torch.autograd.grad:
+            return self._gradient_aside(args, kwargs)
+        return self._dispatcher.call(function, args, kwargs, self._mode)
+
+    def _keep_scale(self, grad: Tensor) -> None:
+        self._scale = grad.detach()
+
+    def _check_weighting(self, weighting: str | Tensor) -> None:
+        if isinstance(weighting, Tensor) and tuple(weighting.shape) != (self.batch_size,):
+            raise OptionError(
+                f"the weights of the samples in the loss have sizes {tuple(weighting.shape)}; allowed is one weight "
+                "per "
+                f"sample, ({self.batch_size},)"
+            )
+
+    def _watch_parameters(self) -> None:
+        by_name = {name: weight for weight in self._dispatcher.weights for name in weight.names}
+        for name, parameter in self._parameters.items():
+            if not parameter.requires_grad or isinstance(parameter, UninitializedParameter):
+                continue
+            self._dispatcher.watch(accumulator(parameter), by_name[name])
+            self._handles.append(parameter.register_hook(self._noting(name)))
+
+    def _noting(self, name: str) -> Callable[[Tensor], None]:
+        def note(grad: Tensor) -> None:
+            if self._dispatcher.accepting:
+                self._got_gradient.add(name)
+
+        return note
+
+    def _gradient_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``torch.autograd.grad`` asks for a gradient other than the training gradient: report nothing of it."""
+        before, self._dispatcher.accepting = self._dispatcher.accepting, False
+        try:
+            return torch.autograd.grad(*args, **kwargs)
+        finally:
+            self._dispatcher.accepting = before
+
+    def _backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        visible = decomposed(function)
+        if self._depth:
+            with self._mode:
+                return visible(*args, **kwargs)
+        self._find_unseen(list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors"))))
+        self._depth += 1
+        try:
+            with self._mode:
+                result = visible(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        self._finish()
+        return result
+
+    def _find_unseen(self, losses: list[Tensor]) -> None:
+        dispatcher = self._dispatcher
+        for node, below in unseen_edges(losses, set(dispatcher.nodes), dispatcher.seen):
+            dispatcher.refuse(
+                dispatcher.nodes[below],
+                f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen (a "
+                "custom "
+                "autograd function, a gradient of a gradient, or a tensor computed before this step)",
+            )
+
+    def _finish(self) -> None:
+        dispatcher = self._dispatcher
+        for weight in reversed(dispatcher.weights):
+            if weight.derivation is not None:
+                try:
+                    with torch.no_grad(), torch.autocast(weight.derivation.value.device.type, enabled=False):
+                        pull_back(weight)
+                except UnsupportedError as error:
+                    dispatcher.refuse([weight], str(error))
+        if self._got_gradient:
+            record = self._build()
+            self.records.append(record)
+        for weight in dispatcher.weights:
+            weight.forget()
+        dispatcher.refused.clear()
+        reached, self._got_gradient = self._got_gradient, set()
+        if reached:
+            _report(record, self._unsupported)
+
+    def _build(self) -> PerSampleRecord:
+        sq_norms: dict[str, Tensor] = {}
+        grad_samples: dict[str, Tensor] = {}
+        scale, self._scale = self._scale, None
+        wanted = "grad_sample" in self._quantities
+        by_name = {next(iter(w.names)): w for w in self._dispatcher.weights if w.derivation is None}
+        trainable = {n: p.numel() for n, p in self._parameters.items() if p.requires_grad}
+        reported = [name for name in trainable if _has_value(by_name[name])]
+        coverage = classify(trainable, self._got_gradient, reported, self._dispatcher.refused)
+        with torch.no_grad():
+            for name in coverage.reached:
+                weight = by_name[name]
+                total = add_up(weight.contributions) if weight.contributions else None
+                sq_norms[name] = self._own(_sq_norm(weight, total), 2, scale)
+                if wanted and total is not None:
+                    grad_samples[name] = self._own(total.dense(), 1, scale)
+        return PerSampleRecord(
+            batch_size=self.batch_size,
+            sq_norms=sq_norms,
+            coverage=coverage.share,
+            grad_samples=grad_samples,
+            unsupported=coverage.unsupported,
+            unused=coverage.unused,
+            mixing=tuple(self._dispatcher.mixing),
+            weighting=() if isinstance(self._weighting, Tensor) else tuple(self._dispatcher.weighting),
+        )
+
+    def _own(self, values: Tensor, power: int, scale: Tensor | None) -> Tensor:
+        """Contributions as each sample's own: without w_i and the scale of the loss, to `power`."""
+        if isinstance(self._weighting, Tensor):
+            weights = self._weighting.detach().to(values.device, values.dtype)
+            values = values / weights.pow(power).reshape(-1, *(1,) * (values.dim() - 1))
+        elif self._weighting == "mean":
+            values = values * float(self.batch_size) ** power
+        return values if scale is None else values / scale.to(values.dtype).pow(power)
+
+
+class _Mode(TorchFunctionMode):
+    """Offers every torch call to a capture."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand the call on; torch calls this with the mode itself switched off."""
+        return self._capture.call(func, args, kwargs or {})
+
+
+def _has_value(weight: Weight) -> bool:
+    return weight.sq_norm is not None or bool(weight.contributions)
+
+
+def _sq_norm(weight: Weight, total: SampleGradient | None) -> Tensor:
+    if weight.sq_norm is not None:
+        return weight.sq_norm
+    if total is None:
+        raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
+    return total.sq_norm()
+
+
+def _report(record: PerSampleRecord, unsupported: str) -> None:
+    texts = warning_texts(record)
+    if unsupported == "error" and record.unsupported:
+        raise UnsupportedError(texts[0])
+    if unsupported != "ignore":
+        for text in texts:
+            warnings.warn(text, PerSampleWarning, stacklevel=2)
+
+
+def _check_options(
+    loss_reduction: object, batch_dim: object, batch_size: object, quantities: Collection[str], unsupported: object
+) -> None:
+    def whole(value: object, least: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    if not isinstance(loss_reduction, Tensor) and loss_reduction not in ("mean", "sum"):
+        raise OptionError(
+            f"loss_reduction is {loss_reduction!r}; allowed are 'mean', 'sum' or a tensor of weights (B,)"
+        )
+    if not whole(batch_dim, 0):
+        raise OptionError(f"batch_dim is {batch_dim!r}; allowed is an integer of at least 0")
+    if batch_size is not None and not whole(batch_size, 1):
+        raise OptionError(f"batch_size is {batch_size!r}; allowed is None or an integer of at least 1")
+    unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
+    if isinstance(quantities, str) or unknown:
+        raise OptionError(
+            f"quantities is {quantities!r}; allowed is a collection of {', '.join(map(repr, QUANTITIES))}"
+        )
+    if unsupported not in ("warn", "error", "ignore"):
+        raise OptionError(f"unsupported is {unsupported!r}; allowed are 'warn', 'error' and 'ignore'")

@@ -1,0 +1,93 @@
+"""What one backward gave: the values handed to callbacks and users."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_persample.errors import OptionError
+
+__all__ = ["PerSampleRecord"]
+
+
+@dataclass(frozen=True, eq=False)
+class PerSampleRecord:
+    """Per-sample gradients of one backward, of each sample's OWN loss.
+
+    With the training loss ``L = sum_i w_i l_i``, entry i belongs to ``d l_i / d theta``, whatever the reduction of the
+    loss (mean: w_i = 1/B, sum: w_i = 1), gradient accumulation or loss scaling multiplied in.
+
+    Attributes:
+        batch_size: number of samples B.
+        sq_norms: squared norm of each sample's gradient by parameter name, shape (B,); a parameter whose per-sample
+            gradient is not known is left out.
+        grad_samples: each sample's gradient by parameter name, shape (B, *parameter.shape); empty unless asked for.
+        coverage: entries of the parameters in `names` over entries of all parameters that got a gradient, in [0, 1].
+        unsupported: parameters that got a gradient but have no value here, with the reason.
+        unused: trainable parameters that got no gradient in this backward.
+        mixing: where samples influence each other (batch normalisation in training): each value is then the sample's
+            contribution to the batch gradient, not what the sample alone would give.
+        weighting: where the loss gives samples unequal weights w_i that `loss_reduction` does not tell: each value is
+            then off by the factor between the true w_i and the assumed one.
+        sample_index: dataset index of each sample (B,), or None where it is not known.
+    """
+
+    batch_size: int
+    sq_norms: Mapping[str, Tensor]
+    coverage: float
+    grad_samples: Mapping[str, Tensor] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    mixing: tuple[str, ...] = ()
+    weighting: tuple[str, ...] = ()
+    sample_index: Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that have values."""
+        return tuple(self.sq_norms)
+
+    def norms(self) -> Tensor:
+        """Norm of each sample's gradient over all parameters in `names`: sqrt(sum_p ||g_i,p||^2), shape (B,).
+
+        Returns:
+            One norm per sample, in the units of the loss per unit of parameter; NaN where no parameter has values.
+        """
+        return _root_of_sum(list(self.sq_norms.values()), self.batch_size)
+
+    def group_norms(self, depth: int) -> dict[str, Tensor]:
+        """Norm of each sample's gradient over groups of parameters.
+
+        Args:
+            depth: how many leading parts of a parameter's module path name its group; parameters of the root module
+                are grouped under their own name.
+
+        Returns:
+            Norm (B,) by group name, in the order of the parameters.
+
+        Raises:
+            OptionError: `depth` is less than 1.
+        """
+        if depth < 1:
+            raise OptionError(f"depth is {depth!r}; allowed is an integer of at least 1")
+        groups: dict[str, list[Tensor]] = {}
+        for name, sq_norm in self.sq_norms.items():
+            groups.setdefault(group_name(name, depth), []).append(sq_norm)
+        return {group: _root_of_sum(terms, self.batch_size) for group, terms in groups.items()}
+
+
+def group_name(parameter: str, depth: int) -> str:
+    """The group of a parameter: the first `depth` parts of its module's path, or its own name at the root."""
+    *path, own = parameter.split(".")
+    return ".".join(path[:depth]) if path else own
+
+
+def _root_of_sum(sq_norms: list[Tensor], batch_size: int) -> Tensor:
+    if not sq_norms:
+        return torch.full((batch_size,), float("nan"))
+    device = sq_norms[0].device
+    dtype = max((term.dtype for term in sq_norms), key=lambda dtype: torch.finfo(dtype).bits)
+    return torch.stack([term.to(device, dtype) for term in sq_norms]).sum(0).sqrt()

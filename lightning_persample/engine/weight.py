@@ -1,0 +1,191 @@
+"""Parameters and what is made of them: the weights whose per-sample gradients are collected.
+
+A call with a weight and nothing of the batch makes a *derived weight* u = f(w): a transpose, weight_norm, B @ A of
+LoRA, a broadcast position embedding. Contributions to u are summed first and then pulled back to w through the
+vector-Jacobian product of f, sample by sample; a transpose keeps the structure.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from lightning_persample.engine.observed import tensors_in
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
+
+__all__ = ["Derivation", "Weight", "pull_back"]
+
+_SAME_ENTRIES = frozenset(
+    {"clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16", "alias", "cuda", "cpu"}
+)
+_TRANSPOSES = frozenset(
+    {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "H", "mH"}
+)
+_BUDGET = 64 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Derivation:
+    """How a derived weight was computed.
+
+    Attributes:
+        op: canonical op.
+        function: what was called.
+        leaves: flattened arguments, detached.
+        spec: how the leaves make up (args, kwargs).
+        parents: weights among the leaves, by position.
+        output: which of the call's output tensors this is.
+        value: the derived weight itself, detached.
+        inplace: whether the call wrote into its first argument.
+        text: op, sizes and the user's line, for messages.
+    """
+
+    op: object
+    function: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    parents: Mapping[int, Weight]
+    output: int
+    value: Tensor
+    inplace: bool
+    text: str
+
+    def compute(self, *parents: Tensor) -> Tensor:
+        """The derived weight as a function of its parents, in the order of `self.parents`."""
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.parents, parents, strict=True):
+            leaves[position] = tensor
+        if self.inplace:
+            leaves[0] = leaves[0].clone()
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        result = self.function(*args, **kwargs)
+        return list(tensors_in(leaves[0] if result is None else result))[self.output]
+
+
+@dataclass(eq=False)
+class Weight:
+    """A parameter, or a tensor computed from parameters alone.
+
+    Attributes:
+        names: the parameters it is made of; a parameter has its own name only.
+        shape: shape of the tensor.
+        derivation: how it was computed; None for a parameter.
+        uses: calls seen that use it together with the batch.
+        children: weights derived from it.
+        contributions: what those calls contributed in the present backward.
+        sq_norm: the squared norm (B,), where it could be taken at once and the structure let go.
+    """
+
+    names: frozenset[str]
+    shape: torch.Size
+    derivation: Derivation | None = None
+    uses: int = 0
+    children: int = 0
+    contributions: list[SampleGradient] = field(default_factory=list)
+    sq_norm: Tensor | None = None
+
+    def forget(self) -> None:
+        """Drop what the last backward left."""
+        self.contributions.clear()
+        self.sq_norm = None
+
+
+def pull_back(weight: Weight) -> None:
+    """Move the contributions of a derived weight to the weights it was computed from.
+
+    A computation that gives another value when it is repeated (it is random, or its inputs were changed in place since)
+    gives an `UnsupportedError`.
+
+    Args:
+        weight: a weight with a derivation.
+    """
+    derivation = weight.derivation
+    if derivation is None or not weight.contributions:
+        return
+    blocks = [term for term in weight.contributions if isinstance(term, Block)]
+    others = [term for term in weight.contributions if not isinstance(term, Block)]
+    weight.contributions.clear()
+    for terms in (blocks, others):
+        if terms:
+            _pull_back_one(derivation, add_up(terms))
+
+
+def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
+    parents = list(derivation.parents.values())
+    if len(parents) == 1:
+        kept = _keep_structure(derivation, parents[0], gradient)
+        if kept is not None:
+            parents[0].contributions.append(kept)
+            return
+    inputs = [derivation.leaves[position] for position in derivation.parents]
+    with torch.enable_grad():
+        value, pull = vjp(derivation.compute, *inputs)  # type: ignore[misc]
+    _check_repeats(derivation, value)
+    step = max(1, _BUDGET // (value.element_size() * max(1, math.prod(gradient.shape))))
+    pieces: list[tuple[Tensor, ...]] = []
+    for start in range(0, gradient.batch_size, step):
+        cotangents = gradient.samples(start, min(start + step, gradient.batch_size)).dense().to(value.dtype)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "There is a performance drop because we have not yet implemented the batching"
+                )
+                pieces.append(vmap(pull)(cotangents))
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            RuntimeError,
+            NotImplementedError,
+        ):  # no batching rule for the backward of this op: one sample at a time
+            pieces.append(tuple(torch.stack(column) for column in zip(*map(pull, cotangents), strict=True)))
+    for position, parent in enumerate(parents):
+        parent.contributions.append(Dense(torch.cat([piece[position] for piece in pieces])))
+
+
+def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGradient) -> SampleGradient | None:
+    if derivation.op in _SAME_ENTRIES and parent.shape == gradient.shape:
+        return gradient
+    matrix = len(parent.shape) == 2 and len(gradient.shape) == 2
+    if derivation.op in _TRANSPOSES and matrix and isinstance(gradient, Outer):
+        moved = derivation.compute(torch.empty(2, 3, device="meta"))
+        return gradient if moved.shape == (2, 3) else Outer(gradient.right, gradient.left)
+    expanded = derivation.op in ("expand", "expand_as", "broadcast_to")
+    if expanded and isinstance(gradient, Block):
+        return _collapse(gradient, parent.shape)
+    return None
+
+
+def _collapse(gradient: Block, shape: torch.Size) -> SampleGradient | None:
+    """Through an expand that laid one row of the parent over every sample: sum over what was repeated."""
+    dim = gradient.dim - (len(gradient.shape) - len(shape))
+    if dim >= 0 and shape[dim] != 1:
+        return None
+    grad = gradient.grad
+    extra = grad.dim() - 1 - len(shape)
+    summed = [1 + axis for axis in range(grad.dim() - 1) if axis < extra or shape[axis - extra] != grad.size(1 + axis)]
+    total = grad.sum(summed, keepdim=True) if summed else grad
+    return Dense(total.reshape(grad.size(0), *shape))
+
+
+def _check_repeats(derivation: Derivation, value: Tensor) -> None:
+    recorded = derivation.value
+    if value.shape == recorded.shape:
+        if not recorded.numel() or not recorded.is_floating_point():
+            return
+        tolerance = 1e-2 * float(recorded.abs().max())
+        if torch.allclose(value, recorded.to(value.dtype), rtol=1e-2, atol=tolerance, equal_nan=True):
+            return
+    raise UnsupportedError(
+        f"{derivation.text} computes a weight, but gives another value when it is repeated: it is random, or its "
+        "inputs "
+        "were changed in place before the backward; keep such an op away from the weights"
+    )

@@ -1,0 +1,36 @@
+"""Every error and warning this package raises."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BatchSizeError",
+    "OptionError",
+    "PerSampleError",
+    "PerSampleWarning",
+    "RuleRegistrationError",
+    "UnsupportedError",
+]
+
+
+class PerSampleError(RuntimeError):
+    """Base of every error of this package."""
+
+
+class UnsupportedError(PerSampleError):
+    """A per-sample gradient that was asked for cannot be given exactly; the text names op, parameter and remedy."""
+
+
+class BatchSizeError(PerSampleError):
+    """The batch size cannot be read from the batch, or the sizes found disagree."""
+
+
+class OptionError(PerSampleError, ValueError):
+    """An option has a value that is not allowed; the text names the value and what is allowed."""
+
+
+class RuleRegistrationError(PerSampleError):
+    """A rule is registered twice, or names an argument that its op does not have."""
+
+
+class PerSampleWarning(UserWarning):
+    """Something about the reported values that a user must know: a missing parameter, a layer that mixes samples."""

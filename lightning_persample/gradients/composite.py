@@ -1,0 +1,247 @@
+"""Structures of a parameter that holds the batch itself, and sums of structures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_persample.gradients import norms
+from lightning_persample.gradients.cost import chunks, memory_budget
+from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
+
+__all__ = ["Block", "Sum", "add_up"]
+
+
+@dataclass(frozen=True, eq=False)
+class Block(SampleGradient):
+    """The gradient of a parameter along whose axis `dim` the batch lies, which is zero outside the sample's own rows.
+
+    The axis has size outer_size * total * inner_size, and sample number n of the total owns the entries
+    (o * total + n) * inner_size + i for all o and i. The squared norm is that of `grad`.
+
+    Example:
+        >>> Block(torch.ones(2, 3), dim=0, outer_size=1, inner_size=3).dense()  # a parameter of shape (6,)
+        tensor([[1., 1., 1., 0., 0., 0.],
+                [0., 0., 0., 1., 1., 1.]])
+
+    Attributes:
+        grad: (B, *shape with shape[dim] replaced by outer_size * inner_size), o before i.
+        dim: axis of the parameter, counted without the axis B.
+        outer_size: number of times that the batch is repeated along the axis.
+        inner_size: number of neighbouring entries that belong to one sample.
+        position: (B,) int64, the number n of each sample; range(B) if it is left out.
+        total: number of samples in the parameter; B if it is left out or 0.
+
+    Raises:
+        ValueError: when grad's size along the axis is not outer_size * inner_size, or position is not (B,).
+    """
+
+    grad: Tensor
+    dim: int
+    outer_size: int
+    inner_size: int
+    position: Tensor = None  # type: ignore[assignment]  # filled in below, so that it is always a tensor
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.grad.shape)
+        if not 0 <= self.dim < len(shape) - 1 or shape[self.dim + 1] != self.outer_size * self.inner_size:
+            raise ValueError(
+                f"Block: grad has shape (B, *shape) with {self.outer_size} * {self.inner_size} entries along axis "
+                f"{self.dim} of shape, got grad {shape}."
+            )
+        if self.position is None:
+            object.__setattr__(self, "position", torch.arange(shape[0], device=self.grad.device))
+        elif self.position.shape != shape[:1]:
+            raise ValueError(f"Block: position has shape ({shape[0]},), got {tuple(self.position.shape)}.")
+        object.__setattr__(self, "total", self.total or shape[0])
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+        size = list(self.grad.shape[1:])
+        size[self.dim] = self.outer_size * self.total * self.inner_size
+        return torch.Size(size)
+
+    def _sq_norm(self) -> Tensor:
+        return norms.dense_sq_norm(self.grad)
+
+    def _dense(self) -> Tensor:
+        result = torch.zeros(self.batch_size, *self.shape, dtype=self.dtype, device=self.device)
+        self._own_axis_first(result)[self._own_rows()] = self._own_axis_first(self.grad.to(self.dtype), 1)[:, 0]
+        return result
+
+    def _inner(self, other: SampleGradient) -> Tensor | None:
+        if isinstance(other, Sum):
+            return None
+        if isinstance(other, Block) and self._layout() == other._layout():
+            return norms.dense_inner(self.grad, other.grad).where(self.position == other.position, 0)
+        result = norms.zeros(self.grad, torch.promote_types(self.dtype, other.dtype))
+        for part in chunks(self.batch_size, 3 * other._dense_bytes(), self.device):
+            mine, theirs = self.samples(part.start, part.stop), other.samples(part.start, part.stop)._dense()
+            own = self._own_axis_first(theirs)[mine._own_rows()]
+            result[part] = norms.dense_inner(self._own_axis_first(mine.grad, 1)[:, 0], own)
+        return result
+
+    def _layout(self) -> tuple[int, int, int, int]:
+        return self.dim, self.outer_size, self.total, self.inner_size
+
+    def _own_rows(self) -> tuple[Tensor, Tensor]:
+        """Where the own rows lie in what `_own_axis_first` returns."""
+        return torch.arange(self.batch_size, device=self.device), self.position
+
+    def _own_axis_first(self, tensor: Tensor, total: int | None = None) -> Tensor:
+        """View (b, *shape) as (b, total, ..., outer_size, inner_size, ...)."""
+        sizes = (self.outer_size, self.total if total is None else total, self.inner_size)
+        view: Tensor = tensor.unflatten(self.dim + 1, sizes)
+        return view.movedim(self.dim + 2, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Sum(SampleGradient):
+    """The sum of structures of one parameter, g[b] = sum_n terms[n][b]; squared norms alone do not add.
+
+    |g|^2 = sum_n |terms[n]|^2 + 2 sum_{n < m} <terms[n], terms[m]>, or the terms are added up one by one where the
+    gradient is no larger than what they hold.
+
+    Attributes:
+        terms: structures of the same samples and the same parameter, at least one.
+
+    Raises:
+        ValueError: when there is no term, or terms differ in batch size or shape.
+    """
+
+    terms: Sequence[SampleGradient]
+
+    def __post_init__(self) -> None:
+        if error := _disagreement(self.terms):
+            raise ValueError(f"Sum: {error}")
+        object.__setattr__(self, "terms", tuple(self.terms))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+        return self.terms[0].shape
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for term in self.terms for tensor in term._tensors()]
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Sum:
+        return Sum(tuple(term._map(function) for term in self.terms))
+
+    def _dense(self) -> Tensor:
+        result = self.terms[0]._dense().to(self.dtype)
+        for term in self.terms[1:]:
+            result = result + term._dense()
+        return result
+
+    def _sq_norm(self) -> Tensor:
+        if self._fits_dense() and prod(self.shape) <= self._numbers():
+            return self._sq_norm_by_adding()
+        value, scale = self._sq_norm_by_pairs()
+        suspect = norms.cancelled(value, scale)
+        if suspect.any():
+            wide = self._map(lambda tensor: tensor[suspect])._widened()
+            again = wide._sq_norm_by_adding() if wide._fits_dense() else wide._sq_norm_by_pairs()[0]
+            value[suspect] = again.to(value.dtype).clamp_min(0)
+        return value
+
+    def _terms_sq_norm(self) -> Tensor:
+        return torch.stack([term._terms_sq_norm() for term in self.terms]).sum(0)
+
+    def _inner(self, other: SampleGradient) -> Tensor | None:
+        return torch.stack([term.inner(other) for term in self.terms]).sum(0)
+
+    def _fits_dense(self) -> bool:
+        """Is one sample's gradient within the memory budget?"""
+        return 2 * self._dense_bytes() <= memory_budget(self.device)
+
+    def _sq_norm_by_adding(self) -> Tensor:
+        result = norms.zeros(self._tensors()[0], self.dtype)
+        for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
+            result[part] = norms.dense_sq_norm(self.samples(part.start, part.stop)._dense())
+        return result
+
+    def _sq_norm_by_pairs(self) -> tuple[Tensor, Tensor]:
+        """The squared norm, and the size of what was added up for it."""
+        squares = [term._sq_norm() for term in self.terms]
+        value = torch.stack(squares).sum(0)
+        for one, two in itertools.combinations(self.terms, 2):
+            value = value + 2 * one.inner(two)
+        scales = [torch.maximum(sq, term._terms_sq_norm()) for sq, term in zip(squares, self.terms, strict=True)]
+        return value, torch.stack(scales).sum(0)
+
+
+def _disagreement(terms: Sequence[SampleGradient]) -> str:
+    """Why these terms cannot be added, empty if they can."""
+    if not terms:
+        return "got no terms; without a term the shape of the gradient is unknown."
+    if len({(term.batch_size, tuple(term.shape)) for term in terms}) == 1:
+        return ""
+    got = ", ".join(f"{type(term).__name__} {term.batch_size} x {tuple(term.shape)}" for term in terms)
+    return f"terms belong to the same samples and the same parameter, got {got}."
+
+
+def add_up(terms: Sequence[SampleGradient]) -> SampleGradient:
+    """Add structures of one parameter: what is of one kind becomes one structure, the rest a `Sum`.
+
+    Dense adds, Outer and Indexed concatenate along T, Patches of equal geometry and sizes along k.
+
+    Example:
+        >>> one = Outer(torch.ones(5, 2, 3), torch.ones(5, 2, 4))
+        >>> add_up([one, one]).left.shape
+        torch.Size([5, 4, 3])
+
+    Args:
+        terms: structures of the same samples and the same parameter, at least one.
+
+    Returns:
+        One structure, equal to the sum of all.
+
+    Raises:
+        ValueError: when there is no term, or terms differ in batch size or shape.
+    """
+    if error := _disagreement(terms):
+        raise ValueError(f"add_up: {error}")
+    if len(terms) == 1:
+        return terms[0]
+    flat: list[SampleGradient] = []
+    for term in terms:
+        flat.extend(term.terms if isinstance(term, Sum) else [term])
+    merged: list[SampleGradient] = []
+    by_kind: dict[object, list[SampleGradient]] = {}
+    for term in flat:
+        by_kind.setdefault(_kind(term), []).append(term)
+    for same in by_kind.values():
+        merged.append(same[0] if len(same) == 1 else _merge(same))
+    return merged[0] if len(merged) == 1 else Sum(merged)
+
+
+def _kind(term: SampleGradient) -> object:
+    """Terms of equal kind can become one structure."""
+    if isinstance(term, Patches):
+        return Patches, term.geometry, term.grad_out.shape[2:], term.input.shape[2:]
+    return type(term) if isinstance(term, Dense | Outer | Indexed) else object()
+
+
+def _merge(terms: Sequence[SampleGradient]) -> SampleGradient:
+    """One structure for terms of one kind."""
+    first = terms[0]
+    if isinstance(first, Dense):
+        grad = first._dense()
+        for term in terms[1:]:
+            grad = grad + term._dense()
+        return Dense(grad)
+    tensors = [torch.cat(same, 1) for same in zip(*(term._tensors() for term in terms), strict=True)]
+    if isinstance(first, Outer):
+        return Outer(*tensors)
+    if isinstance(first, Indexed):
+        return Indexed(tensors[0], tensors[1], first.num_rows)
+    if isinstance(first, Patches):
+        return Patches(tensors[0], tensors[1], first.geometry)
+    raise TypeError(f"{type(first).__name__} has no merged form.")  # pragma: no cover

@@ -1,0 +1,348 @@
+"""Squared norms and inner products of sums of outer products, by the cheapest kernel.
+
+Axis letters: b samples, t and s positions, p rows, d columns. Complex numbers: |.|^2, and Re(conj(a) b) summed. Every
+result is real, and low precision (float16, bfloat16) is summed in float32. Temporaries stay within the memory budget
+of `lightning_persample.gradients.cost`. A Gram kernel adds up numbers that may cancel and leave little but their
+rounding errors; `cancelled` finds the samples for which this matters.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_persample.gradients.cost import chunks, outer_inner_kernel
+
+__all__ = [
+    "accumulation_dtype",
+    "cancelled",
+    "dense_indexed_inner",
+    "dense_inner",
+    "dense_outer_inner",
+    "dense_sq_norm",
+    "indexed_dense",
+    "indexed_inner",
+    "indexed_outer_inner",
+    "indexed_sq_norm",
+    "indexed_terms_sq_norm",
+    "outer_direct_sq_norm",
+    "outer_gram_inner",
+    "outer_inner",
+    "outer_terms_sq_norm",
+    "wide_dtype",
+    "zeros",
+]
+
+_ROW = 4096  # numbers added up in a row; longer sums in float32 are split, for their error grows with the length
+_CANCELLATION = 1e-2  # a result smaller than this part of what was added up is computed again another way
+
+
+def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
+    """The dtype in which sums over these tensors are taken: their common dtype, and float32 at least.
+
+    Example:
+        >>> accumulation_dtype(torch.zeros(1, dtype=torch.float16), torch.zeros(1, dtype=torch.bfloat16))
+        torch.float32
+
+    Args:
+        *tensors: of a floating point or complex dtype.
+
+    Returns:
+        The dtype.
+    """
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The widest dtype of the same kind that the tensor's device has."""
+    if tensor.device.type == "mps":  # which has no float64
+        return accumulation_dtype(tensor)
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def cancelled(value: Tensor, scale: Tensor) -> Tensor:
+    """Which squared norms are so much smaller than what was added up for them that rounding errors may show.
+
+    Args:
+        value: (B,), squared norms.
+        scale: (B,), what they would be if the terms were orthogonal.
+
+    Returns:
+        (B,) bool. NaN counts as cancelled, since an overflow may have made it.
+    """
+    return ~(value >= _CANCELLATION * scale)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same numbers as reals: a complex tensor gets a last axis of size 2."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _sq_sum(tensor: Tensor) -> Tensor:
+    """Sum |tensor[b]|^2 over all but the first axis, in the tensor's own precision: (b,)."""
+    flat: Tensor = _real(tensor).unsqueeze(-1).flatten(1)
+    whole = flat.shape[1] // _ROW * _ROW
+    rows: Tensor = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (whole // _ROW, _ROW)), dim=2)
+    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1)
+    return rows.square().sum(1) + rest.square()
+
+
+def _dot_sum(a: Tensor, b: Tensor) -> Tensor:
+    """Sum Re(conj(a[b]) b[b]) over all but the first axis: (b,)."""
+    return (_real(a) * _real(b)).unsqueeze(-1).flatten(1).sum(1)
+
+
+def _row_sq_norms(tensor: Tensor) -> Tensor:
+    """|tensor[b, t]|^2: (b, t, d) to (b, t)."""
+    return _sq_sum(tensor.flatten(0, 1)).view(tensor.shape[:2])
+
+
+def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """One real zero for each sample, in the precision of `dtype`: (B,)."""
+    return torch.zeros(like.shape[0], dtype=dtype.to_real(), device=like.device)
+
+
+def _size(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Bytes of one sample of the tensor in `dtype`."""
+    return tensor[:1].numel() * dtype.itemsize if tensor.shape[0] else 0
+
+
+def dense_sq_norm(grad: Tensor) -> Tensor:
+    """Sum |grad[b]|^2, grad (B, *shape): (B,)."""
+    dtype = accumulation_dtype(grad)
+    result = zeros(grad, dtype)
+    for part in chunks(grad.shape[0], _size(grad, dtype), grad.device):
+        result[part] = _sq_sum(grad[part].to(dtype))
+    return result
+
+
+def dense_inner(a: Tensor, b: Tensor) -> Tensor:
+    """Sum Re(conj(a[b]) b[b]), both (B, *shape): (B,)."""
+    dtype = accumulation_dtype(a, b)
+    result = zeros(a, dtype)
+    for part in chunks(a.shape[0], _size(a, dtype), a.device):
+        result[part] = _dot_sum(a[part].to(dtype), b[part].to(dtype))
+    return result
+
+
+def outer_terms_sq_norm(left: Tensor, right: Tensor) -> Tensor:
+    """sum_t |left[t]|^2 |right[t]|^2, the squared norm if the terms were orthogonal: (B,)."""
+    dtype = accumulation_dtype(left, right)
+    result = zeros(left, dtype)
+    for part in chunks(left.shape[0], _size(left, dtype) + _size(right, dtype), left.device):
+        result[part] = (_row_sq_norms(left[part].to(dtype)) * _row_sq_norms(right[part].to(dtype))).sum(1)
+    return result
+
+
+def outer_gram_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:
+    """sum_ts Re(conj(left[t]) . other_left[s] conj(right[t]) . other_right[s]).
+
+    Args:
+        left: (B, T, p).
+        right: (B, T, d).
+        other_left: (B, S, p).
+        other_right: (B, S, d).
+
+    Returns:
+        (B,).
+    """
+    dtype = accumulation_dtype(left, right, other_left, other_right)
+    (B, T), S = left.shape[:2], other_left.shape[1]
+    result = zeros(left, dtype)
+    for part in chunks(B, 3 * T * S * dtype.itemsize, left.device):
+        samples = part.stop - part.start
+        transposed = [x[part].to(dtype).transpose(1, 2) for x in (other_left, other_right)]
+        for rows in chunks(T, 3 * samples * S * dtype.itemsize, left.device):
+            left_gram = torch.bmm(left[part, rows].to(dtype).conj(), transposed[0])
+            right_gram = torch.bmm(right[part, rows].to(dtype).conj(), transposed[1])
+            result[part] += (left_gram * right_gram).flatten(1).sum(1).real
+    return result
+
+
+def outer_direct_sq_norm(left: Tensor, right: Tensor) -> Tensor:
+    """|left^T right|^2, left (B, T, p) and right (B, T, d), a block of rows at a time: (B,)."""
+    dtype = accumulation_dtype(left, right)
+    p, d = left.shape[2], right.shape[2]
+    result = zeros(left, dtype)
+    for part in chunks(left.shape[0], p * d * dtype.itemsize, left.device):
+        samples, columns = part.stop - part.start, right[part].to(dtype)
+        for rows in chunks(p, samples * d * dtype.itemsize, left.device):
+            result[part] += _sq_sum(torch.bmm(left[part, :, rows].to(dtype).transpose(1, 2), columns))
+    return result
+
+
+def outer_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:
+    """Inner product of sum_t left[t] (x) right[t] with sum_s other_left[s] (x) other_right[s], the cheaper way.
+
+    Args:
+        left: (B, T, p).
+        right: (B, T, d).
+        other_left: (B, S, p).
+        other_right: (B, S, d).
+
+    Returns:
+        (B,).
+    """
+    (B, T, p), d, S = left.shape, right.shape[2], other_left.shape[1]
+    if outer_inner_kernel(T, S, p, d) == "gram":
+        return outer_gram_inner(left, right, other_left, other_right)
+    dtype = accumulation_dtype(left, right, other_left, other_right)
+    result = zeros(left, dtype)
+    for part in chunks(B, 3 * p * d * dtype.itemsize, left.device):
+        samples, columns, other_columns = part.stop - part.start, right[part].to(dtype), other_right[part].to(dtype)
+        for rows in chunks(p, 3 * samples * d * dtype.itemsize, left.device):
+            mine = torch.bmm(left[part, :, rows].to(dtype).transpose(1, 2), columns)
+            others = torch.bmm(other_left[part, :, rows].to(dtype).transpose(1, 2), other_columns)
+            result[part] += _dot_sum(mine, others)
+    return result
+
+
+def dense_outer_inner(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """sum_t left[t]^T grad right[t] (conjugated as it must be): (B,).
+
+    Args:
+        grad: (B, p, d).
+        left: (B, T, p).
+        right: (B, T, d).
+
+    Returns:
+        (B,).
+    """
+    dtype = accumulation_dtype(grad, left, right)
+    result = zeros(grad, dtype)
+    each = 2 * _size(right, dtype) + (_size(grad, dtype) if grad.dtype != dtype else 0)
+    for part in chunks(grad.shape[0], each, grad.device):
+        rows = torch.bmm(left[part].to(dtype).conj(), grad[part].to(dtype))
+        result[part] = _dot_sum(right[part].to(dtype), rows)
+    return result
+
+
+def _number_groups(index: Tensor) -> Tensor:
+    """Number the distinct indices of all samples: (b, T) int64 to (b, T) in range(b T).
+
+    Two positions get the same number if and only if sample and index are equal. The work does not depend on how many
+    numbers there are, so that an accelerator need not wait for the count.
+
+    Returns:
+        (b, T) int64.
+    """
+    ordered, order = index.sort(dim=1)
+    rank = F.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
+    first = torch.arange(index.shape[0], device=index.device).unsqueeze(1) * index.shape[1]
+    return torch.empty_like(index).scatter_(1, order, rank + first)
+
+
+def _add_groups(group: Tensor, right: Tensor, num_groups: int) -> Tensor:
+    """Sum right (b, T, d) over the positions of each group, group (b, T) in range(num_groups): (num_groups, d)."""
+    sums = torch.zeros(num_groups, right.shape[2], dtype=right.dtype, device=right.device)
+    return sums.index_add_(0, group.flatten(), right.flatten(0, 1))
+
+
+def indexed_dense(index: Tensor, right: Tensor, num_rows: int) -> Tensor:
+    """sum_t onehot(index[t]) (x) right[t].
+
+    Args:
+        index: (B, T) int64.
+        right: (B, T, d).
+        num_rows: V.
+
+    Returns:
+        (B, V, d).
+    """
+    first = torch.arange(index.shape[0], device=index.device).unsqueeze(1) * num_rows
+    rows = right.to(accumulation_dtype(right))
+    return _add_groups(index + first, rows, index.shape[0] * num_rows).view(-1, num_rows, right.shape[2])
+
+
+def indexed_sq_norm(index: Tensor, right: Tensor) -> Tensor:
+    """|sum_t onehot(index[t]) (x) right[t]|^2 in O(T d): what has the same index adds up before it is squared.
+
+    Args:
+        index: (B, T) int64.
+        right: (B, T, d).
+
+    Returns:
+        (B,).
+    """
+    dtype = accumulation_dtype(right)
+    result = zeros(right, dtype)
+    for part in chunks(right.shape[0], 2 * _size(right, dtype), right.device):
+        group = _number_groups(index[part])
+        sums = _add_groups(group, right[part].to(dtype), group.numel())
+        result[part] = _sq_sum(sums.view(group.shape[0], -1))
+    return result
+
+
+def indexed_terms_sq_norm(right: Tensor) -> Tensor:
+    """sum_t |right[t]|^2, the squared norm if no index came twice: (B, T, d) to (B,)."""
+    return dense_sq_norm(right)
+
+
+def indexed_inner(index: Tensor, right: Tensor, other_index: Tensor, other_right: Tensor) -> Tensor:
+    """Inner product of two sums of onehot(index[t]) (x) right[t] in O((T + S) d).
+
+    Args:
+        index: (B, T) int64.
+        right: (B, T, d).
+        other_index: (B, S) int64.
+        other_right: (B, S, d).
+
+    Returns:
+        (B,).
+    """
+    dtype = accumulation_dtype(right, other_right)
+    T = right.shape[1]
+    result = zeros(right, dtype)
+    for part in chunks(right.shape[0], 4 * (_size(right, dtype) + _size(other_right, dtype)), right.device):
+        group = _number_groups(torch.cat([index[part], other_index[part]], 1))
+        mine = _add_groups(group[:, :T], right[part].to(dtype), group.numel())
+        others = _add_groups(group[:, T:], other_right[part].to(dtype), group.numel())
+        result[part] = _dot_sum(mine.view(group.shape[0], -1), others.view(group.shape[0], -1))
+    return result
+
+
+def indexed_outer_inner(index: Tensor, right: Tensor, left: Tensor, outer_right: Tensor) -> Tensor:
+    """sum_st left[t, index[s]] (right[s] . outer_right[t]), so that no (V, d) matrix is built.
+
+    Args:
+        index: (B, S) int64.
+        right: (B, S, d).
+        left: (B, T, V).
+        outer_right: (B, T, d).
+
+    Returns:
+        (B,).
+    """
+    dtype = accumulation_dtype(right, left, outer_right)
+    S, T = right.shape[1], left.shape[1]
+    result = zeros(right, dtype)
+    for part in chunks(right.shape[0], 3 * S * T * dtype.itemsize, right.device):
+        samples, transposed = part.stop - part.start, right[part].to(dtype).transpose(1, 2)
+        for rows in chunks(T, 3 * samples * S * dtype.itemsize, right.device):
+            columns = index[part].unsqueeze(1).expand(-1, rows.stop - rows.start, -1)
+            chosen = left[part, rows].gather(2, columns).to(dtype)
+            result[part] += _dot_sum(chosen, torch.bmm(outer_right[part, rows].to(dtype).conj(), transposed))
+    return result
+
+
+def dense_indexed_inner(grad: Tensor, index: Tensor, right: Tensor) -> Tensor:
+    """sum_t grad[index[t]] . right[t]: (B,).
+
+    Args:
+        grad: (B, V, d).
+        index: (B, T) int64.
+        right: (B, T, d).
+
+    Returns:
+        (B,).
+    """
+    dtype = accumulation_dtype(grad, right)
+    result = zeros(grad, dtype)
+    for part in chunks(grad.shape[0], 3 * _size(right, dtype), grad.device):
+        rows = grad[part].gather(1, index[part].unsqueeze(2).expand(-1, -1, grad.shape[2]))
+        result[part] = _dot_sum(rows.to(dtype), right[part].to(dtype))
+    return result

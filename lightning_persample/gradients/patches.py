@@ -1,0 +1,293 @@
+"""Convolutions: the geometry of their patches, and the per-sample weight gradient and its squared norm.
+
+Axis letters: b samples, k rows of one sample, c input channels, o output channels, t positions of the output. A
+convolution's weight gradient is the sum over k and t of grad_out[k, :, t] (x) patch[k, t], where patch[k, t] holds the
+input under the kernel at output position t.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_persample.gradients.cost import PatchKernel, chunks, patch_kernel
+from lightning_persample.gradients.norms import accumulation_dtype, cancelled, dense_sq_norm, wide_dtype, zeros
+
+__all__ = ["PatchGeometry", "patches_dense", "patches_sq_norm", "patches_terms_sq_norm"]
+
+
+@dataclass(frozen=True)
+class PatchGeometry:
+    """Where a convolution's patches lie in its input, with one entry per spatial axis.
+
+    Example:
+        >>> geometry = PatchGeometry((3, 3), stride=(2, 2), padding=((1, 1), (1, 1)), dilation=(1, 1))
+        >>> geometry.output_size((8, 9))
+        (4, 5)
+
+    Attributes:
+        kernel_size: size of the kernel.
+        stride: distance of neighbouring patches.
+        padding: zeros (before, after) the input.
+        dilation: distance of neighbouring elements of a patch.
+        groups: number of groups of channels that do not see each other.
+
+    Raises:
+        ValueError: when the tuples differ in length, or an entry is out of range.
+    """
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        lengths = [len(self.kernel_size), len(self.stride), len(self.padding), len(self.dilation)]
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"PatchGeometry: kernel_size, stride, padding and dilation have {lengths} entries; "
+                "each needs one entry per spatial axis."
+            )
+        if min((*self.kernel_size, *self.stride, *self.dilation, self.groups)) < 1:
+            raise ValueError(f"PatchGeometry: kernel_size, stride, dilation and groups are at least 1, got {self}.")
+        if any(min(pair) < 0 for pair in self.padding):
+            raise ValueError(
+                f"PatchGeometry: padding has a pair (before, after) of numbers >= 0 per axis, got {self.padding}."
+            )
+
+    def output_size(self, in_size: tuple[int, ...]) -> tuple[int, ...]:
+        """Number of patches that fit along each spatial axis of an input of size `in_size`."""
+        axes = zip(in_size, self.padding, self.extent((1,) * len(in_size)), self.stride, strict=True)
+        return tuple(max(0, (size + sum(pad) - one) // step + 1) for size, pad, one, step in axes)
+
+    def extent(self, out_size: tuple[int, ...]) -> tuple[int, ...]:
+        """Number of padded input positions that `out_size` patches read along each spatial axis."""
+        axes = zip(out_size, self.stride, self.dilation, self.kernel_size, strict=True)
+        return tuple((out - 1) * step + gap * (size - 1) + 1 for out, step, gap, size in axes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Some samples of a convolution's grad_out (b, k, O, *out) and input (b, k, C, *in), as the kernels see them."""
+
+    grad_out: Tensor
+    input: Tensor
+    geometry: PatchGeometry
+
+    @property
+    def out_size(self) -> tuple[int, ...]:
+        return tuple(self.grad_out.shape[3:])
+
+    @property
+    def group_shape(self) -> tuple[int, int]:
+        """(b G, T)."""
+        b, k = self.grad_out.shape[:2]
+        return b * self.geometry.groups, k * prod(self.out_size)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """(O, C/G, *kernel)."""
+        return self.grad_out.shape[2], self.input.shape[2] // self.geometry.groups, *self.geometry.kernel_size
+
+    def output_rows(self) -> Tensor:
+        """grad_out as (b G, O/G, T)."""
+        groups, positions = self.group_shape
+        return self.grad_out.transpose(1, 2).reshape(groups, self.weight_shape[0] // self.geometry.groups, positions)
+
+    def read(self) -> Tensor:
+        """The input positions that are read, padded and cropped: (b, C, k, *extent)."""
+        extent = self.geometry.extent(self.out_size)
+        axes = list(zip(self.input.shape[3:], self.geometry.padding, extent, strict=True))
+        pad = [number for size, (before, _), end in reversed(axes) for number in (before, end - size - before)]
+        return (F.pad(self.input, pad) if any(pad) else self.input).transpose(1, 2)
+
+    def windows(self, read: Tensor) -> Tensor:
+        """Every patch of (b, c, k, *extent), as a view: (b, c, *kernel, k, *out)."""
+        size = (*read.shape[:2], *self.geometry.kernel_size, read.shape[2], *self.out_size)
+        strides = read.stride()[3:]
+        along_kernel = (gap * stride for gap, stride in zip(self.geometry.dilation, strides, strict=True))
+        along_output = (step * stride for step, stride in zip(self.geometry.stride, strides, strict=True))
+        stride = (*read.stride()[:2], *along_kernel, read.stride(2), *along_output)
+        return read.as_strided(size, stride, read.storage_offset())
+
+    def unfolded(self) -> Tensor:
+        """Every patch: (b G, C K / G, T)."""
+        groups, positions = self.group_shape
+        return self.windows(self.read()).reshape(groups, prod(self.weight_shape[1:]), positions)
+
+
+def _dense_unfolded(rows: _Rows) -> Tensor:
+    return torch.bmm(rows.output_rows(), rows.unfolded().transpose(1, 2)).view(-1, *rows.weight_shape)
+
+
+def _dense_grouped(rows: _Rows) -> Tensor:
+    """The weight gradient of one convolution that has every sample's channels as groups of its own, and batch k."""
+    geometry, inputs, out_size = rows.geometry, rows.input, rows.out_size
+    padding = tuple(before for before, _ in geometry.padding)
+    natural = out_size == geometry.output_size(tuple(inputs.shape[3:]))
+    if not natural or any(before != after for before, after in geometry.padding):
+        inputs, padding = rows.read().transpose(1, 2), (0,) * len(out_size)
+    b = inputs.shape[0]
+    weight_grad: Tensor = torch.ops.aten.convolution_backward(
+        rows.grad_out.transpose(0, 1).flatten(1, 2).contiguous(),
+        inputs.transpose(0, 1).flatten(1, 2).contiguous(),
+        inputs.new_empty((b * rows.weight_shape[0], *rows.weight_shape[1:])),  # only its shape is read
+        None,
+        geometry.stride,
+        padding,
+        geometry.dilation,
+        False,
+        (0,) * len(out_size),
+        b * geometry.groups,
+        (False, True, False),
+    )[1]
+    return weight_grad.reshape(b, *rows.weight_shape)
+
+
+def _gram_autocorrelation(rows: _Rows) -> Tensor:
+    """The Gram matrices of the patches (b G, T, T), from that of the input: the sum of its windows shifted alike."""
+    geometry, read = rows.geometry, rows.read()
+    groups, positions = rows.group_shape
+    columns = read.reshape(groups, -1, prod(read.shape[2:]))
+    gram = torch.bmm(columns.transpose(1, 2), columns).view(groups, *read.shape[2:], *read.shape[2:])
+    result = read.new_zeros(groups, *(read.shape[2], *rows.out_size) * 2)
+    for offset in itertools.product(*map(range, geometry.kernel_size)):
+        axes = zip(offset, geometry.dilation, geometry.stride, rows.out_size, strict=True)
+        window = tuple(slice(o * gap, o * gap + step * (out - 1) + 1, step) for o, gap, step, out in axes)
+        whole = slice(None)
+        result += gram[(whole, whole, *window, whole, *window)]
+    return result.view(groups, positions, positions)
+
+
+def _gram_unfolded(rows: _Rows) -> Tensor:
+    unfolded = rows.unfolded()
+    return torch.bmm(unfolded.transpose(1, 2), unfolded)
+
+
+_DENSE: dict[PatchKernel, Callable[[_Rows], Tensor]] = {"unfolded": _dense_unfolded, "grouped": _dense_grouped}
+_GRAM: dict[PatchKernel, Callable[[_Rows], Tensor]] = {
+    "autocorrelation": _gram_autocorrelation,
+    "unfolded gram": _gram_unfolded,
+}
+
+
+def _choose(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, dtype: torch.dtype, dense: bool) -> PatchKernel:
+    out_size = tuple(grad_out.shape[3:])
+    return patch_kernel(
+        rows=inputs.shape[1],
+        in_channels=inputs.shape[2],
+        out_channels=grad_out.shape[2],
+        groups=geometry.groups,
+        kernel_size=geometry.kernel_size,
+        extent=geometry.extent(out_size),
+        out_size=out_size,
+        item_size=dtype.itemsize,
+        device=inputs.device,
+        dense=dense,
+    )
+
+
+def _bytes_each(kernel: PatchKernel, rows: _Rows, dtype: torch.dtype) -> int:
+    """Bytes of a kernel's temporaries for one sample."""
+    _, positions = rows.group_shape
+    result, unfolded = prod(rows.weight_shape), positions * rows.input.shape[2] * prod(rows.geometry.kernel_size)
+    read = rows.input.shape[1] * prod(rows.geometry.extent(rows.out_size))
+    numbers = {
+        "unfolded": unfolded + result,
+        "grouped": 2 * result + read * rows.input.shape[2] + positions * rows.weight_shape[0],
+        "unfolded gram": unfolded + 3 * rows.geometry.groups * positions**2,
+        "autocorrelation": rows.geometry.groups * (read**2 + 3 * positions**2),
+    }
+    return numbers[kernel] * dtype.itemsize
+
+
+def _real_and_imaginary(grad_out: Tensor, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Real and imaginary part of a complex gradient as two real ones, with twice the rows."""
+    a, b, x, y = grad_out.real, grad_out.imag, inputs.real, inputs.imag
+    return [(torch.cat([a, -b], 1), torch.cat([x, y], 1)), (torch.cat([a, b], 1), torch.cat([y, x], 1))]
+
+
+def patches_dense(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:
+    """sum_kt grad_out[k, :, t] (x) patch[k, t], by the cheapest kernel.
+
+    Args:
+        grad_out: (B, k, O, *out).
+        inputs: (B, k, C, *in).
+        geometry: where the patches lie.
+
+    Returns:
+        (B, O, C/groups, *kernel).
+    """
+    dtype = accumulation_dtype(grad_out, inputs)
+    whole = _Rows(grad_out, inputs, geometry)
+    if dtype.is_complex:
+        parts = _real_and_imaginary(grad_out.to(dtype), inputs.to(dtype))
+        return torch.complex(*(patches_dense(*part, geometry) for part in parts))
+    size = (inputs.shape[0], *whole.weight_shape)
+    if not (grad_out.numel() and inputs.numel()):
+        return torch.zeros(size, dtype=dtype, device=inputs.device)
+    result = torch.empty(size, dtype=dtype, device=inputs.device)
+    kernel = _choose(grad_out, inputs, geometry, dtype, dense=True)
+    for part in chunks(inputs.shape[0], _bytes_each(kernel, whole, dtype), inputs.device):
+        result[part] = _DENSE[kernel](_Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry))
+    return result
+
+
+def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:
+    """|sum_kt grad_out[k, :, t] (x) patch[k, t]|^2, by the cheapest kernel.
+
+    Args:
+        grad_out: (B, k, O, *out).
+        inputs: (B, k, C, *in).
+        geometry: where the patches lie.
+
+    Returns:
+        (B,).
+    """
+    dtype = accumulation_dtype(grad_out, inputs)
+    if dtype.is_complex:
+        parts = _real_and_imaginary(grad_out.to(dtype), inputs.to(dtype))
+        return patches_sq_norm(*parts[0], geometry) + patches_sq_norm(*parts[1], geometry)
+    whole = _Rows(grad_out, inputs, geometry)
+    value, scale = zeros(inputs, dtype), zeros(inputs, dtype)
+    if not (grad_out.numel() and inputs.numel()):
+        return value
+    kernel = _choose(grad_out, inputs, geometry, dtype, dense=False)
+    for part in chunks(inputs.shape[0], _bytes_each(kernel, whole, dtype), inputs.device):
+        rows = _Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry)
+        if kernel in _DENSE:
+            value[part] = dense_sq_norm(_DENSE[kernel](rows))
+            continue
+        outputs = rows.output_rows()
+        products = torch.bmm(outputs.transpose(1, 2), outputs) * _GRAM[kernel](rows)
+        value[part] = products.flatten(1).sum(1).unflatten(0, (-1, geometry.groups)).sum(1)
+        diagonal = products.diagonal(dim1=1, dim2=2).sum(1)
+        scale[part] = diagonal.unflatten(0, (-1, geometry.groups)).sum(1)
+    suspect = cancelled(value, scale)
+    if kernel in _GRAM and suspect.any():
+        wide = wide_dtype(value)
+        dense = patches_dense(grad_out[suspect].to(wide), inputs[suspect].to(wide), geometry)
+        value[suspect] = dense_sq_norm(dense).to(value.dtype)
+    return value
+
+
+def patches_terms_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:
+    """sum_kt |grad_out[k, :, t]|^2 |patch[k, t]|^2, the squared norm if the terms were orthogonal: (B,)."""
+    dtype = accumulation_dtype(grad_out, inputs)
+    if not (grad_out.numel() and inputs.numel()):
+        return zeros(inputs, dtype)
+    groups = geometry.groups
+    squares = [
+        x.to(dtype).abs().square().unflatten(2, (groups, -1)).sum(3).to(dtype.to_real()) for x in (grad_out, inputs)
+    ]
+    rows = _Rows(squares[0], squares[1], geometry)
+    kernel_axes = tuple(range(2, 2 + len(geometry.kernel_size)))
+    products: Tensor = squares[0].transpose(1, 2) * rows.windows(rows.read()).sum(kernel_axes)
+    return products.flatten(1).sum(1)

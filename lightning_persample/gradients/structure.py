@@ -1,0 +1,356 @@
+"""What one use of one parameter contributes to each sample's gradient, in the form that is cheapest to hold.
+
+A rule returns one of these structures. Every quantity (squared norm, inner product, the gradient itself) is a method
+of the structure, so that a new op never touches a quantity and a new quantity never touches an op. Nothing is
+rescaled: the gradients are those of whatever was differentiated. Low precision (float16, bfloat16) is added up and
+returned in float32. Complex parameters have |.|^2 as squared norm and Re(conj(a) b), summed, as inner product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_persample.gradients import norms
+from lightning_persample.gradients.cost import chunks, outer_kernel
+from lightning_persample.gradients.patches import (
+    PatchGeometry,
+    patches_dense,
+    patches_sq_norm,
+    patches_terms_sq_norm,
+)
+
+__all__ = ["Dense", "Indexed", "Outer", "Patches", "SampleGradient"]
+
+AnyGradient = TypeVar("AnyGradient", bound="SampleGradient")
+
+
+@dataclass(frozen=True, eq=False)
+class SampleGradient(ABC):
+    """The gradient of each of B samples with respect to one parameter.
+
+    A subclass is a frozen dataclass whose tensors all have the batch as their first axis. It defines `shape` and
+    `_dense`, which give the default, slow way to every quantity, and overrides what it can do cheaper.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+
+    @abstractmethod
+    def _dense(self) -> Tensor: ...
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples, B."""
+        return self._tensors()[0].shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the gradient is added up: float32 at least."""
+        return norms.accumulation_dtype(*(x for x in self._tensors() if x.is_floating_point() or x.is_complex()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self._tensors()[0].device
+
+    def dense(self) -> Tensor:
+        """The gradient of each sample.
+
+        Returns:
+            (B, *shape), float32 at least.
+        """
+        with self._full_precision():
+            return self._dense()
+
+    def sq_norm(self) -> Tensor:
+        """The squared norm of each sample's gradient, sum |g[b]|^2.
+
+        Returns:
+            (B,), real, float32 at least, never negative; NaN or infinite where the gradient is.
+        """
+        with self._full_precision():
+            return self._sq_norm()
+
+    def inner(self, other: SampleGradient) -> Tensor:
+        """The inner product of each sample's gradient with the same sample's in `other`, sum Re(conj(g[b]) h[b]).
+
+        Args:
+            other: another structure of the same samples and parameter.
+
+        Returns:
+            (B,), real, float32 at least.
+
+        Raises:
+            ValueError: when batch size or shape differ.
+        """
+        if (self.batch_size, self.shape) != (other.batch_size, other.shape):
+            raise ValueError(
+                f"inner: {_describe(self)} and {_describe(other)} do not belong to the same samples and parameter."
+            )
+        with self._full_precision():
+            for one, two in ((self, other), (other, self)):
+                known = one._inner(two)
+                if known is not None:
+                    return known
+            result = torch.zeros(self.batch_size, dtype=self.dtype.to_real(), device=self.device)
+            for part in chunks(self.batch_size, 3 * self._dense_bytes(), self.device):
+                ours, theirs = (x.samples(part.start, part.stop)._dense() for x in (self, other))
+                result[part] = norms.dense_inner(ours, theirs)
+            return result
+
+    def samples(self: AnyGradient, start: int, stop: int) -> AnyGradient:
+        """The same structure for samples start to stop - 1 alone; its tensors are views."""
+        return self._map(lambda tensor: tensor[start:stop])
+
+    def _sq_norm(self) -> Tensor:
+        return norms.dense_sq_norm(self._dense())
+
+    def _terms_sq_norm(self) -> Tensor:
+        """Squared norm if what is added up were orthogonal; `_sq_norm` where it is far below this has cancelled."""
+        return self._sq_norm()
+
+    def _inner(self, other: SampleGradient) -> Tensor | None:
+        """Inner product with a kind for which this structure knows a cheap way, else None."""
+        return None
+
+    def _tensors(self) -> list[Tensor]:
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def _map(self: AnyGradient, function: Callable[[Tensor], Tensor]) -> AnyGradient:
+        """The same structure with `function` applied to each of its tensors."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{k: function(v) for k, v in values.items() if isinstance(v, Tensor)})
+
+    def _widened(self: AnyGradient) -> AnyGradient:
+        """The same structure in the widest precision of its device."""
+        return self._map(lambda x: x.to(norms.wide_dtype(x)) if x.is_floating_point() or x.is_complex() else x)
+
+    def _numbers(self) -> int:
+        """How many numbers the structure holds for one sample."""
+        return sum(prod(tensor.shape[1:]) for tensor in self._tensors())
+
+    def _dense_bytes(self) -> int:
+        """Bytes of one sample's gradient."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def _full_precision(self) -> contextlib.AbstractContextManager[object]:
+        """Autocast, were it on, would round the inputs of every matrix product."""
+        device_type = self.device.type
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            return torch.autocast(device_type, enabled=False)
+        return contextlib.nullcontext()
+
+
+def _describe(gradient: SampleGradient) -> str:
+    return f"{type(gradient).__name__} of {gradient.batch_size} samples and shape {tuple(gradient.shape)}"
+
+
+def _shapes(**tensors: Tensor) -> str:
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(SampleGradient):
+    """The gradient itself, g[b] = grad[b].
+
+    Attributes:
+        grad: (B, *shape).
+
+    Raises:
+        ValueError: when grad has no batch axis.
+    """
+
+    grad: Tensor
+
+    def __post_init__(self) -> None:
+        if self.grad.ndim < 1:
+            raise ValueError("Dense: grad has shape (B, *shape), got a tensor without axes.")
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+        return self.grad.shape[1:]
+
+    def _dense(self) -> Tensor:
+        return self.grad.to(self.dtype)
+
+    def _sq_norm(self) -> Tensor:
+        return norms.dense_sq_norm(self.grad)
+
+    def _inner(self, other: SampleGradient) -> Tensor | None:
+        if isinstance(other, Dense):
+            return norms.dense_inner(self.grad, other.grad)
+        if isinstance(other, Outer):
+            return norms.dense_outer_inner(self.grad, other.left, other.right)
+        if isinstance(other, Indexed):
+            return norms.dense_indexed_inner(self.grad, other.index, other.right)
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Outer(SampleGradient):
+    """A sum of outer products, g[b] = sum_t left[b, t] (x) right[b, t]; nothing is conjugated.
+
+    Example:
+        >>> gradient = Outer(left=torch.ones(5, 3, 2), right=torch.ones(5, 3, 4))
+        >>> gradient.shape, gradient.sq_norm().round()
+        (torch.Size([2, 4]), tensor([72., 72., 72., 72., 72.]))
+
+    Attributes:
+        left: (B, T, p).
+        right: (B, T, d).
+
+    Raises:
+        ValueError: when left and right do not have three axes, or differ in B or T.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def __post_init__(self) -> None:
+        if self.left.ndim != 3 or self.right.ndim != 3 or self.left.shape[:2] != self.right.shape[:2]:
+            shapes = _shapes(left=self.left, right=self.right)
+            raise ValueError(f"Outer: left has shape (B, T, p) and right (B, T, d), got {shapes}.")
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter, (p, d)."""
+        return torch.Size((self.left.shape[2], self.right.shape[2]))
+
+    def _dense(self) -> Tensor:
+        return torch.bmm(self.left.to(self.dtype).transpose(1, 2), self.right.to(self.dtype))
+
+    def _sq_norm(self) -> Tensor:
+        positions = self.left.shape[1]
+        if positions == 1:
+            return self._terms_sq_norm()
+        if outer_kernel(positions, *self.shape) == "direct":
+            return norms.outer_direct_sq_norm(self.left, self.right)
+        value = norms.outer_gram_inner(self.left, self.right, self.left, self.right)
+        suspect = norms.cancelled(value, self._terms_sq_norm())
+        if suspect.any():
+            wide = self._map(lambda tensor: tensor[suspect])._widened()
+            value[suspect] = norms.outer_direct_sq_norm(wide.left, wide.right).to(value.dtype)
+        return value
+
+    def _terms_sq_norm(self) -> Tensor:
+        return norms.outer_terms_sq_norm(self.left, self.right)
+
+    def _inner(self, other: SampleGradient) -> Tensor | None:
+        if isinstance(other, Outer):
+            return norms.outer_inner(self.left, self.right, other.left, other.right)
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Indexed(SampleGradient):
+    """A sum of rows put in their places, g[b] = sum_t onehot(index[b, t]) (x) right[b, t].
+
+    Example:
+        >>> gradient = Indexed(torch.tensor([[7, 7, 2]]), torch.ones(1, 3, 1), num_rows=10)
+        >>> gradient.sq_norm().round()  # 2^2 + 1^2
+        tensor([5.])
+
+    Attributes:
+        index: (B, T) integers in range(num_rows); this is not checked.
+        right: (B, T, d).
+        num_rows: number of rows of the parameter.
+
+    Raises:
+        ValueError: when index or right have other shapes, or index is not of an integer dtype.
+    """
+
+    index: Tensor
+    right: Tensor
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        if self.index.ndim != 2 or self.right.ndim != 3 or self.index.shape != self.right.shape[:2]:
+            shapes = _shapes(index=self.index, right=self.right)
+            raise ValueError(f"Indexed: index has shape (B, T) and right (B, T, d), got {shapes}.")
+        if self.index.is_floating_point() or self.index.is_complex() or self.index.dtype is torch.bool:
+            raise ValueError(f"Indexed: index has an integer dtype, got {self.index.dtype}.")
+        object.__setattr__(self, "index", self.index.long())
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter, (num_rows, d)."""
+        return torch.Size((self.num_rows, self.right.shape[2]))
+
+    def _dense(self) -> Tensor:
+        return norms.indexed_dense(self.index, self.right, self.num_rows)
+
+    def _sq_norm(self) -> Tensor:
+        return norms.indexed_sq_norm(self.index, self.right)
+
+    def _terms_sq_norm(self) -> Tensor:
+        return norms.indexed_terms_sq_norm(self.right)
+
+    def _inner(self, other: SampleGradient) -> Tensor | None:
+        if isinstance(other, Indexed):
+            return norms.indexed_inner(self.index, self.right, other.index, other.right)
+        if isinstance(other, Outer):
+            return norms.indexed_outer_inner(self.index, self.right, other.left, other.right)
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Patches(SampleGradient):
+    """A convolution's weight gradient, g[b] = sum_kt grad_out[b, k, :, t] (x) patch[b, k, t]; nothing is conjugated.
+
+    patch[b, k, t] is what the kernel covers at output position t of input[b, k]; it is not built unless this is the
+    cheapest way. With groups, each group of output channels sees its own group of input channels.
+
+    Attributes:
+        grad_out: (B, k, O, *out), k rows per sample.
+        input: (B, k, C, *in).
+        geometry: where the patches lie in the input.
+
+    Raises:
+        ValueError: when the shapes do not agree with each other or with the geometry.
+    """
+
+    grad_out: Tensor
+    input: Tensor
+    geometry: PatchGeometry
+
+    def __post_init__(self) -> None:
+        axes, groups = 3 + len(self.geometry.kernel_size), self.geometry.groups
+        shapes = _shapes(grad_out=self.grad_out, input=self.input)
+        if not (self.grad_out.ndim == self.input.ndim == axes) or self.grad_out.shape[:2] != self.input.shape[:2]:
+            raise ValueError(
+                f"Patches: grad_out has shape (B, k, O, *out) and input (B, k, C, *in) with {axes - 3} spatial axes, "
+                f"got {shapes}."
+            )
+        if self.grad_out.shape[2] % groups or self.input.shape[2] % groups:
+            raise ValueError(f"Patches: O and C are multiples of groups, got {shapes} and {groups} groups.")
+        most = self.geometry.output_size(tuple(self.input.shape[3:]))
+        if any(out > limit for out, limit in zip(self.grad_out.shape[3:], most, strict=True)):
+            raise ValueError(f"Patches: at most {most} patches fit into the input, got {shapes} and {self.geometry}.")
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter, (O, C/groups, *kernel_size)."""
+        channels = self.input.shape[2] // self.geometry.groups
+        return torch.Size((self.grad_out.shape[2], channels, *self.geometry.kernel_size))
+
+    def _dense(self) -> Tensor:
+        return patches_dense(self.grad_out, self.input, self.geometry)
+
+    def _sq_norm(self) -> Tensor:
+        return patches_sq_norm(self.grad_out, self.input, self.geometry)
+
+    def _terms_sq_norm(self) -> Tensor:
+        return patches_terms_sq_norm(self.grad_out, self.input, self.geometry)

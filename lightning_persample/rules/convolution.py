@@ -1,0 +1,96 @@
+"""Convolutions in one, two and three dimensions, with every option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import Dense, Patches, PatchGeometry, SampleGradient
+from lightning_persample.rules.elementwise import sum_to_shape
+from lightning_persample.rules.registry import Call, register_rule
+
+__all__ = ["convolution", "resolve_padding"]
+
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+@register_rule(torch.conv1d, arguments=_ARGUMENTS, batched=("input",), weights=("weight", "bias"))
+@register_rule(torch.conv2d, arguments=_ARGUMENTS, batched=("input",), weights=("weight", "bias"))
+@register_rule(torch.conv3d, arguments=_ARGUMENTS, batched=("input",), weights=("weight", "bias"))
+def convolution(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
+    """``y = conv(x, W) + b``: dW = sum over output positions t of g_t (x) patch_t(x), db = sum_t g_t.
+
+    Args:
+        call: input (B, k, c, *in); weight (o, c / groups, *kernel); bias (o,); stride, padding, dilation as integers or
+            sequences of them, padding also as "same" or "valid"; groups.
+        grad_output: (B, k, o, *out).
+
+    Returns:
+        weight: `Patches`; bias: `Dense`.
+
+    Raises:
+        UnsupportedError: the op saw an input without a batch axis of its own, (c, *in).
+    """
+    found: dict[str, SampleGradient] = {}
+    if "weight" in call.weights:
+        kernel_size = tuple(call.arguments["weight"].shape[2:])
+        axes = len(kernel_size)
+        x = call.arguments["input"].to(grad_output.dtype).conj()
+        if x.dim() != axes + 3:
+            raise UnsupportedError(
+                f"conv{axes}d was called on one sample without a batch axis (batch-first shape {tuple(x.shape)}); "
+                f"give it an input of {axes + 2} axes"
+            )
+        dilation = _per_axis(call.get("dilation", 1), axes)
+        geometry = PatchGeometry(
+            kernel_size=kernel_size,
+            stride=_per_axis(call.get("stride", 1), axes),
+            padding=resolve_padding(call.get("padding", 0), kernel_size, dilation),
+            dilation=dilation,
+            groups=call.get("groups", 1),
+        )
+        found["weight"] = Patches(grad_output, x, geometry)
+    if "bias" in call.weights:
+        channels = call.arguments["bias"].shape[0]
+        found["bias"] = Dense(sum_to_shape(grad_output.flatten(3), (channels, 1)).squeeze(-1))
+    return found
+
+
+def resolve_padding(
+    padding: str | int | Sequence[int], kernel_size: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """The padding before and after each spatial axis, as torch resolves it.
+
+    "same" pads dilation * (kernel - 1) in total; where that is odd, the extra element goes after.
+
+    >>> resolve_padding("same", (4, 3), (1, 2))
+    ((1, 2), (2, 2))
+
+    Args:
+        padding: "same", "valid", an integer, or a sequence of one integer (for all axes) or of one per axis.
+        kernel_size: one integer per axis.
+        dilation: one integer per axis.
+
+    Returns:
+        A pair (before, after) per axis.
+
+    Raises:
+        UnsupportedError: any other string.
+    """
+    if padding == "valid":
+        return ((0, 0),) * len(kernel_size)
+    if padding == "same":
+        totals = [step * (size - 1) for size, step in zip(kernel_size, dilation, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    if isinstance(padding, str):
+        raise UnsupportedError(f"padding={padding!r} is not a padding of a convolution: 'same', 'valid' or integers")
+    return tuple((size, size) for size in _per_axis(padding, len(kernel_size)))
+
+
+def _per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
+    """One integer per spatial axis; torch also takes a sequence of one for all."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * axes if len(values) == 1 else values

@@ -1,0 +1,159 @@
+"""Addition, subtraction, multiplication and division by a weight: a scale, a shift, a gate.
+
+The weight may be either operand (or both). It broadcasts from the right against the per-sample shape of the output, and
+its gradient is summed, per sample, over the axes along which it was broadcast.
+
+A weight with more axes than the input, x (B, d) * w (h, 1, d), pushes the batch axis inwards: the op's output is
+(h, B, d). The engine keeps ranks consistent: every batched operand is given leading axes of size 1 before it is made
+batch-first, so that x is (B, 1, k, d), the gradient of the output is (B, h, k, d), and arithmetic on them broadcasts as
+the op itself did. A weight whose own shape spans the batch axis does not come here: the engine answers for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import Dense
+from lightning_persample.rules.registry import Call, register_rule
+
+__all__ = ["align_rank", "sum_to_shape", "widen"]
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype in which it is summed: float32 for float16 and bfloat16, its own dtype otherwise."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def align_rank(tensor: Tensor, rank: int) -> Tensor:
+    """Give a batch-first tensor axes of size 1 after the batch axis until it has `rank`: (B, 1, ..., 1, *shape)."""
+    return tensor[(slice(None),) + (None,) * (rank - tensor.dim())]
+
+
+def sum_to_shape(grad: Tensor, shape: Sequence[int]) -> Tensor:
+    """Undo the broadcasting of a weight, one sample at a time.
+
+    Args:
+        grad: (B, *out), gradient with respect to the weight after it was broadcast to the per-sample shape ``out``.
+        shape: shape of the weight, which broadcasts to ``out`` from the right.
+
+    Returns:
+        (B, *shape), in float32 where `grad` is float16 or bfloat16.
+
+    Raises:
+        UnsupportedError: `shape` does not broadcast to ``out``.
+    """
+    extra = grad.dim() - 1 - len(shape)
+    if extra < 0 or any(size not in (1, full) for size, full in zip(shape, grad.shape[1 + extra :], strict=True)):
+        raise UnsupportedError(
+            f"a weight of shape {tuple(shape)} does not broadcast to the per-sample shape {tuple(grad.shape[1:])}: "
+            "its own axes must not span the batch"
+        )
+    summed = [*range(1, 1 + extra), *(1 + extra + axis for axis, size in enumerate(shape) if size == 1)]
+    grad = widen(grad)
+    if summed:
+        grad = grad.sum(summed)
+    return grad.reshape(grad.shape[0], *shape)
+
+
+def _contribution(grad: Tensor, weight: Tensor) -> Dense:
+    if grad.is_complex() and not weight.is_complex():
+        grad = grad.real
+    return Dense(sum_to_shape(grad, weight.shape))
+
+
+def _operand(call: Call, name: str, grad_output: Tensor) -> Tensor | complex:
+    """The value of an operand, ready to be multiplied with the gradient: conjugated, of its rank if it is batched."""
+    value: Tensor | complex = call.arguments[name]
+    if not isinstance(value, Tensor):
+        return value.conjugate()
+    if name not in call.weights:
+        value = align_rank(value, grad_output.dim())
+    return widen(value).conj()
+
+
+@register_rule(
+    torch.add, arguments=("input", "other", "alpha"), batched=("input", "other"), weights=("input", "other"), reads=()
+)
+def add(call: Call, grad_output: Tensor) -> dict[str, Dense]:
+    """``input + alpha * other``: dw = sum g over broadcast axes, times alpha for `other`."""
+    return _linear_combination(call, grad_output, {"input": 1, "other": call.get("alpha", 1)})
+
+
+@register_rule(
+    torch.sub, arguments=("input", "other", "alpha"), batched=("input", "other"), weights=("input", "other"), reads=()
+)
+def sub(call: Call, grad_output: Tensor) -> dict[str, Dense]:
+    """``input - alpha * other``."""
+    return _linear_combination(call, grad_output, {"input": 1, "other": -call.get("alpha", 1)})
+
+
+@register_rule(
+    torch.rsub, arguments=("input", "other", "alpha"), batched=("input", "other"), weights=("input", "other"), reads=()
+)
+def rsub(call: Call, grad_output: Tensor) -> dict[str, Dense]:
+    """``other - alpha * input``."""
+    return _linear_combination(call, grad_output, {"input": -call.get("alpha", 1), "other": 1})
+
+
+def _linear_combination(call: Call, grad_output: Tensor, factors: dict[str, complex]) -> dict[str, Dense]:
+    found = {}
+    for name in call.weights:
+        factor = factors[name].conjugate()
+        grad = grad_output if factor == 1 else widen(grad_output) * factor
+        found[name] = _contribution(grad, call.arguments[name])
+    return found
+
+
+@register_rule(torch.mul, arguments=("input", "other"), batched=("input", "other"), weights=("input", "other"))
+def mul(call: Call, grad_output: Tensor) -> dict[str, Dense]:
+    """``input * other``: d input = sum g conj(other) over broadcast axes, d other = sum g conj(input)."""
+    grad = widen(grad_output)
+    partner = {"input": "other", "other": "input"}
+    return {
+        name: _contribution(grad * _operand(call, partner[name], grad), call.arguments[name]) for name in call.weights
+    }
+
+
+@register_rule(
+    torch.div, arguments=("input", "other", "rounding_mode"), batched=("input", "other"), weights=("input", "other")
+)
+def div(call: Call, grad_output: Tensor) -> dict[str, Dense]:
+    """``input / other``: d input = sum g / conj(other), d other = -sum g conj(input / other^2), over broadcast axes.
+
+    Args:
+        call: input and other, either of them batched. With a rounding mode the op is constant almost everywhere, and
+            the gradient is zero.
+        grad_output: (B, *out).
+
+    Returns:
+        input, other: `Dense` of the weight's shape.
+    """
+    if call.get("rounding_mode") is not None:
+        return {name: _contribution(torch.zeros_like(grad_output), call.arguments[name]) for name in call.weights}
+    return _quotient(call, grad_output, numerator="input", denominator="other")
+
+
+@register_rule(
+    torch.Tensor.__rdiv__, arguments=("input", "other"), batched=("input", "other"), weights=("input", "other")
+)
+def rdiv(call: Call, grad_output: Tensor) -> dict[str, Dense]:
+    """``other / input``, the reflected division."""
+    return _quotient(call, grad_output, numerator="other", denominator="input")
+
+
+def _quotient(call: Call, grad_output: Tensor, *, numerator: str, denominator: str) -> dict[str, Dense]:
+    found: dict[str, Dense] = {}
+    if not call.weights:
+        return found
+    grad = widen(grad_output)
+    below = _operand(call, denominator, grad)
+    if numerator in call.weights:
+        found[numerator] = _contribution(grad / below, call.arguments[numerator])
+    if denominator in call.weights:
+        above = _operand(call, numerator, grad)
+        found[denominator] = _contribution(-grad * above / (below * below), call.arguments[denominator])
+    return found

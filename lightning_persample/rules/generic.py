@@ -1,0 +1,184 @@
+"""The rule for an op that has no rule of its own: differentiate the op itself, one sample at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.rules.elementwise import widen
+from lightning_persample.rules.registry import canonical_op
+
+__all__ = ["generic_rule"]
+
+_IN_PLACE_OPERATORS = frozenset({
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__",
+    "__ipow__",
+})  # fmt: skip
+
+
+def generic_rule(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batched: Mapping[int, Tensor],
+    weights: frozenset[int],
+    grad_output: Tensor | Sequence[Tensor | None],
+    *,
+    chunk_size: int | None = None,
+) -> dict[int, Tensor]:
+    """Per-sample gradients of any op by ``vmap`` over the op's vector-Jacobian product.
+
+    Sample i's gradient is what calling ``function`` on the i-th entry of every batched leaf gives. The op is run again,
+    on copies where it works in place, so nothing of the caller is modified; float16 and bfloat16 leaves are computed in
+    float32. An op that mixes samples, or whose plain arguments (an index, an axis, a size) address the batch axis,
+    means something else on one sample: the caller must not bring it here.
+
+    Args:
+        function: the op.
+        args: its positional arguments, any pytree.
+        kwargs: its keyword arguments, any pytree. Leaves are numbered in the order of ``tree_leaves((args, kwargs))``,
+            counting every leaf, tensor or not.
+        batched: the leaves that depend on the sample, batch-first: (B, *the shape that the op sees for one sample).
+        weights: the leaves whose per-sample gradients are asked for. One that is also in `batched` is a weight with
+            rows of its own for each sample.
+        grad_output: (B, *per-sample out) for an op with one tensor output. For several outputs a sequence with one
+            entry per floating point output in order, or one per tensor output; None for an output without a gradient.
+        chunk_size: how many samples are computed at once, by default all.
+
+    Returns:
+        {leaf: (B, *shape of the weight)}, the per-sample shape for a leaf in `batched`.
+
+    Raises:
+        UnsupportedError: the op writes to `out`, is random, has outputs that do not match `grad_output`, or cannot be
+            batched.
+        torch.OutOfMemoryError: as the device raised it; a smaller `chunk_size` needs less.
+    """
+    call = _Call(function, args, kwargs, batched, weights)
+    grads = [grad_output] if isinstance(grad_output, Tensor) else list(grad_output)
+    present = [widen(grad) for grad in grads if grad is not None]
+    if call.has_out:
+        raise UnsupportedError(call.complaint("it writes to the argument `out`; call it without"))
+    batch_size = next(iter([*batched.values(), *present])).shape[0] if batched or present else 0
+    if not present or batch_size == 0:
+        return {leaf: call.zeros(leaf, batch_size) for leaf in weights}
+    wanted = [grad is not None for grad in grads]
+    sample_leaves = call.sample_leaves(batch_size)
+
+    def one_sample(values: dict[int, Tensor], cotangents: list[Tensor]) -> dict[int, Tensor]:
+        asked = {leaf: values.get(leaf, call.start[leaf]) for leaf in weights}
+
+        def outputs(asked: dict[int, Tensor]) -> list[Tensor]:
+            return call.outputs({**values, **asked}, wanted)
+
+        found, pull_back = torch.func.vjp(outputs, asked)[:2]
+        matched = []
+        for output, cotangent in zip(found, cotangents, strict=True):
+            if output.shape != cotangent.shape:
+                raise UnsupportedError(
+                    call.complaint(
+                        f"on one sample its output has shape {tuple(output.shape)}, its output's gradient "
+                        f"{tuple(cotangent.shape)}: a size among its arguments addresses the batch axis"
+                    )
+                )
+            matched.append(cotangent.to(output.dtype))
+        gradients: dict[int, Tensor] = pull_back(matched)[0]
+        return gradients
+
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # An op that torch cannot batch runs sample by sample, and the values are right all the same.
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            per_sample = torch.vmap(one_sample, randomness="error", chunk_size=chunk_size)
+            result: dict[int, Tensor] = per_sample(sample_leaves, present)
+    except (UnsupportedError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        reason = f"running it batched over samples raised {type(error).__name__}"
+        raise UnsupportedError(call.complaint(reason)) from error
+    return result
+
+
+class _Call:
+    """One call of an op, taken apart into leaves so that it can be repeated on one sample."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        batched: Mapping[int, Tensor],
+        weights: frozenset[int],
+    ) -> None:
+        self.function = function
+        self.op = canonical_op(function)
+        self.has_out = kwargs.get("out") is not None
+        leaves, self.spec = _flatten(args, dict(kwargs))
+        self.start = [widen(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.batched = {leaf: widen(value.detach()) for leaf, value in batched.items()}
+        self.weights = weights
+        # The target of an in-place op is the first leaf.
+        self.in_place = _is_in_place(function) and (0 in batched or isinstance(self.start[0], Tensor))
+
+    def sample_leaves(self, batch_size: int) -> dict[int, Tensor]:
+        """The leaves that `vmap` slices: the batched ones, and the target of an in-place op, which becomes so."""
+        if self.in_place and 0 not in self.batched:
+            target: Tensor = self.start[0]
+            return {**self.batched, 0: target.expand(batch_size, *target.shape)}
+        return dict(self.batched)
+
+    def zeros(self, leaf: int, batch_size: int) -> Tensor:
+        """The gradient of a weight that no output with a gradient depends on."""
+        weight: Tensor = self.batched.get(leaf, self.start[leaf])
+        shape = weight.shape[1:] if leaf in self.batched else weight.shape
+        return weight.new_zeros((batch_size, *shape))
+
+    def outputs(self, values: Mapping[int, Tensor], wanted: Sequence[bool]) -> list[Tensor]:
+        """Run the op on one sample and return those of its outputs that have a gradient."""
+        leaves = [values.get(leaf, value) for leaf, value in enumerate(self.start)]
+        if self.in_place:
+            leaves[0] = leaves[0].clone()
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        result = self.function(*args, **kwargs)
+        if self.in_place and result is None:
+            result = leaves[0]
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if len(tensors) != len(wanted):
+            tensors = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+        if len(tensors) != len(wanted):
+            raise UnsupportedError(
+                self.complaint(f"it has {len(tensors)} floating point outputs, but {len(wanted)} gradients were given")
+            )
+        return [tensor for tensor, asked in zip(tensors, wanted, strict=True) if asked]
+
+    def complaint(self, reason: str) -> str:
+        """The text of an error: the op, why, the shapes of its leaves, and what to do."""
+        shapes = []
+        for leaf, value in enumerate(self.start):
+            note = " (weight)" if leaf in self.weights else ""
+            if leaf in self.batched:
+                shapes.append(f"{leaf}: {tuple(self.batched[leaf].shape[1:])} per sample{note}")
+            elif isinstance(value, Tensor):
+                shapes.append(f"{leaf}: {tuple(value.shape)}{note}")
+        name = self.op if isinstance(self.op, str) else getattr(self.op, "__qualname__", repr(self.op))
+        return (
+            f"no per-sample gradient of the op {name!r}: {reason}. Tensor leaves: {', '.join(shapes)}. "
+            "Give the op a rule of its own with lightning_persample.register_rule."
+        )
+
+
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    return tree_flatten((args, kwargs))
+
+
+def _is_in_place(function: Callable[..., Any]) -> bool:
+    """Does the op write to its first argument: ``mul_``, ``__imul__``, ``__setitem__``?"""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__") and name.endswith("__"):
+        return name in _IN_PLACE_OPERATORS
+    return name.endswith("_")

@@ -1,0 +1,90 @@
+"""Linear maps: ``F.linear`` and a matrix product with a weight on the right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import Dense, Outer, SampleGradient
+from lightning_persample.rules.elementwise import align_rank, sum_to_shape, widen
+from lightning_persample.rules.registry import Call, register_rule
+
+__all__ = ["linear", "matmul", "mm"]
+
+
+@register_rule(F.linear, arguments=("input", "weight", "bias"), batched=("input",), weights=("weight", "bias"))
+def linear(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
+    """``y = x W^T + b``: dW = sum_t g_t (x) x_t, db = sum_t g_t.
+
+    Args:
+        call: input (B, *t, d); weight (p, d) or (d,); bias broadcasts from the right to the output.
+        grad_output: (B, *t, p), or (B, *t) for a weight of shape (d,).
+
+    Returns:
+        weight: `Outer` of shape (p, d), `Dense` for a weight of shape (d,). bias: `Dense`.
+    """
+    found: dict[str, SampleGradient] = {}
+    if "weight" in call.weights:
+        x = call.arguments["input"].to(grad_output.dtype).conj()
+        if call.arguments["weight"].dim() == 1:
+            _require_positions("linear", x.shape[:-1], grad_output.shape)
+            found["weight"] = _vector(x, grad_output)
+        else:
+            _require_positions("linear", x.shape[:-1], grad_output.shape[:-1])
+            found["weight"] = Outer(grad_output.flatten(1, -2), x.flatten(1, -2))
+    if "bias" in call.weights:
+        found["bias"] = Dense(sum_to_shape(grad_output, call.arguments["bias"].shape))
+    return found
+
+
+@register_rule(torch.matmul, arguments=("input", "other"), batched=("input",), weights=("other",))
+def matmul(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
+    """``y = x @ W``: dW = sum_t x_t (x) g_t.
+
+    Args:
+        call: input (B, *t, d); other (d, p), (d,), or a stack of matrices (*h, d, p) that broadcasts with input.
+        grad_output: (B, *t, p), or (B, *t) for a weight of shape (d,).
+
+    Returns:
+        other: `Outer` of shape (d, p) for a matrix, `Dense` for a vector or a stack.
+    """
+    return _product("matmul", call, "other", grad_output)
+
+
+@register_rule(torch.mm, arguments=("input", "mat2"), batched=("input",), weights=("mat2",))
+def mm(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
+    """``y = x @ W`` for matrices, as `matmul`."""
+    return _product("mm", call, "mat2", grad_output)
+
+
+def _product(op: str, call: Call, name: str, grad_output: Tensor) -> dict[str, SampleGradient]:
+    if name not in call.weights:
+        return {}
+    weight = call.arguments[name]
+    x = call.arguments["input"].to(grad_output.dtype).conj()
+    if weight.dim() == 1:
+        _require_positions(op, x.shape[:-1], grad_output.shape)
+        return {name: _vector(x, grad_output)}
+    if weight.dim() == 2:
+        _require_positions(op, x.shape[:-1], grad_output.shape[:-1])
+        return {name: Outer(x.flatten(1, -2), grad_output.flatten(1, -2))}
+    x = align_rank(x, grad_output.dim())
+    _require_positions(op, x.shape[-2:-1], grad_output.shape[-2:-1])
+    return {name: Dense(sum_to_shape(widen(x).mT @ widen(grad_output), weight.shape))}
+
+
+def _vector(x: Tensor, grad_output: Tensor) -> Dense:
+    """The gradient of a weight (d,) that maps x (B, *t, d) to (B, *t): sum_t g_t x_t."""
+    x, grad = widen(x).flatten(1, -2), widen(grad_output).flatten(1)
+    return Dense((grad.unsqueeze(1) @ x).squeeze(1))
+
+
+def _require_positions(op: str, of_input: torch.Size, of_output: torch.Size) -> None:
+    """A linear map keeps every axis but the last; where it does not, the op has summed over the batch axis."""
+    if of_input != of_output:
+        raise UnsupportedError(
+            f"{op} sums over the batch axis: its input has the batch-first positions {tuple(of_input)}, its output "
+            f"{tuple(of_output)}; move the batch to an axis that {op} keeps"
+        )

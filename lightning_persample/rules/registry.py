@@ -1,0 +1,174 @@
+"""Which rule answers for which op.
+
+A rule is a function ``(call, grad_output) -> {argument name: SampleGradient}``. It is maths only: it reads the tensors
+of one call of one op and the gradient with respect to the op's output, and returns the structure of what this use
+contributes to the gradient of each weight among the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from lightning_persample.errors import RuleRegistrationError
+from lightning_persample.gradients import SampleGradient
+
+__all__ = ["Call", "Rule", "RuleFunction", "canonical_op", "find_rule", "register_rule", "supported_ops"]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of an op as a rule sees it: batch first.
+
+    Attributes:
+        batch_size: number of samples B.
+        arguments: value of every argument that was passed, by name. A tensor named in `Rule.batched` is batch-first,
+            (B, *shape): ``shape`` is the shape the op saw, with the batch axis reduced to the k rows that belong to
+            one sample (k = 1 unless samples were flattened together with another axis). All else is as it was passed.
+        weights: names of the arguments whose per-sample gradients are asked for.
+    """
+
+    batch_size: int
+    arguments: Mapping[str, Any]
+    weights: frozenset[str]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of an argument, or `default` where the call left it out."""
+        return self.arguments.get(name, default)
+
+
+RuleFunction: TypeAlias = Callable[[Call, Tensor], Mapping[str, SampleGradient]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A registered rule.
+
+    Attributes:
+        op: canonical op, see `canonical_op`.
+        function: the rule itself.
+        arguments: names of the op's arguments in positional order.
+        batched: names of the arguments that may depend on the batch.
+        weights: names of the arguments whose gradient the rule knows.
+        reads: names of the arguments whose values the rule reads; what is not read is not kept alive for the backward.
+        mixes_samples: given the arguments by name, does this call let one sample influence another's output?
+    """
+
+    op: object
+    function: RuleFunction
+    arguments: tuple[str, ...]
+    batched: frozenset[str]
+    weights: frozenset[str]
+    reads: frozenset[str]
+    mixes_samples: Callable[[Mapping[str, Any]], bool] | None = None
+
+
+_RULES: dict[object, Rule] = {}
+
+_OPERATORS = {
+    "__add__": "add", "__radd__": "add", "__iadd__": "add",
+    "__sub__": "sub", "__isub__": "sub", "__rsub__": "rsub",
+    "__mul__": "mul", "__rmul__": "mul", "__imul__": "mul",
+    "__div__": "div", "__truediv__": "div", "__itruediv__": "div", "__idiv__": "div",
+    "__rdiv__": "rdiv", "__rtruediv__": "rdiv",
+    "__matmul__": "matmul", "__rmatmul__": "rmatmul",
+    "__pow__": "pow", "__ipow__": "pow", "__rpow__": "rpow",
+    "__getitem__": "getitem", "__setitem__": "setitem",
+    "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
+}  # fmt: skip
+
+
+def canonical_op(op: Callable[..., Any]) -> object:
+    """The key under which an op is known.
+
+    Every spelling of one torch op (``torch.add``, ``Tensor.add``, ``Tensor.add_``, ``a + b``, ``a += b``) has the op's
+    plain name as key. A function that is not torch's own is its own key.
+
+    >>> import torch
+    >>> {canonical_op(op) for op in (torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__iadd__)}
+    {'add'}
+
+    Returns:
+        The name of a torch op, or the function itself.
+    """
+    name = getattr(op, "__name__", None)
+    if name is None or not _is_torch_op(op):
+        return op
+    if name in _OPERATORS:
+        return _OPERATORS[name]
+    if name.startswith("__"):
+        return name.strip("_")
+    plain = name.rstrip("_")
+    return _OPERATORS.get(plain, plain)
+
+
+def _is_torch_op(op: object) -> bool:
+    owner = getattr(op, "__objclass__", None)
+    module = getattr(op, "__module__", None) or getattr(owner, "__module__", None) or ""
+    return module == "torch" or module.startswith(
+        ("torch._C", "torch._tensor", "torch.nn.functional", "torch.functional")
+    )
+
+
+def register_rule(
+    op: Callable[..., Any],
+    *,
+    arguments: tuple[str, ...],
+    batched: tuple[str, ...],
+    weights: tuple[str, ...],
+    reads: tuple[str, ...] | None = None,
+    mixes_samples: Callable[[Mapping[str, Any]], bool] | None = None,
+    overwrite: bool = False,
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Register the decorated function as the rule of an op.
+
+    Args:
+        op: the op as torch dispatches it; every spelling of a torch op counts as the same op.
+        arguments: names of the op's arguments in positional order.
+        batched: names of the arguments that may depend on the batch; a call in which another argument depends on the
+            batch goes to the generic rule.
+        weights: names of the arguments whose gradient the rule knows; a call in which another argument is a tracked
+            weight goes to the generic rule.
+        reads: names of the arguments whose values the rule reads, by default `batched`. The others are not kept alive.
+        mixes_samples: tells from the arguments by name whether the call lets samples influence each other.
+        overwrite: replace a rule that is already there.
+
+    Returns:
+        A decorator that returns the rule unchanged.
+
+    Raises:
+        RuleRegistrationError: the op has a rule and `overwrite` is False, or `batched`, `weights` or `reads` names
+            something that is not in `arguments`.
+    """
+    key = canonical_op(op)
+    read = batched if reads is None else reads
+    unknown = [name for name in (*batched, *weights, *read) if name not in arguments]
+    if unknown:
+        raise RuleRegistrationError(f"rule for {key!r} names {unknown}, but the op's arguments are {list(arguments)}")
+
+    def register(function: RuleFunction) -> RuleFunction:
+        if key in _RULES and not overwrite:
+            known = _RULES[key].function
+            raise RuleRegistrationError(
+                f"{key!r} already has the rule {known.__module__}.{known.__qualname__}; "
+                f"pass overwrite=True to replace it by {function.__module__}.{function.__qualname__}"
+            )
+        _RULES[key] = Rule(
+            key, function, arguments, frozenset(batched), frozenset(weights), frozenset(read), mixes_samples
+        )
+        return function
+
+    return register
+
+
+def find_rule(op: Callable[..., Any]) -> Rule | None:
+    """The rule of an op in any of its spellings, or None where only the generic rule can answer."""
+    return _RULES.get(canonical_op(op))
+
+
+def supported_ops() -> tuple[str, ...]:
+    """The names of all ops with a rule of their own, sorted."""
+    return tuple(sorted(str(op) for op in _RULES))

@@ -1,0 +1,380 @@
+"""Small models, each with one way in which a parameter meets the batch; built when a test asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+B = 5  # also the sequence length of the sequences below, so that a size never tells the axes apart
+
+
+def mean_of_squares(module: nn.Module, *inputs: Tensor) -> Tensor:
+    """Mean over samples of the mean square of a sample's output."""
+    return module(*inputs).flatten(1).square().mean(1).mean()
+
+
+def mean_of_all(module: nn.Module, *inputs: Tensor) -> Tensor:
+    """Mean square of the output, for outputs whose first axis is not the batch."""
+    return module(*inputs).square().mean()
+
+
+class Model(nn.Module):
+    """A forward function with the modules, parameters and constants it uses."""
+
+    def __init__(self, function: Callable[..., Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self, *inputs)
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """What a test needs: a module, a batch and a loss."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, ...]]
+    loss: Callable[..., Tensor] = mean_of_squares
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES: dict[str, ModelCase] = {}
+
+
+def case(name: str, build: Callable[[], nn.Module], batch: Callable[[], tuple[Tensor, ...]], **more: Any) -> None:
+    assert name not in CASES, name
+    CASES[name] = ModelCase(build, batch, **more)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def vectors() -> tuple[Tensor, ...]:
+    return (torch.randn(B, 6),)
+
+
+def sequences() -> tuple[Tensor, ...]:
+    return (torch.randn(B, B, 6),)
+
+
+def time_major() -> tuple[Tensor, ...]:
+    return (torch.randn(7, B, 6),)
+
+
+def images() -> tuple[Tensor, ...]:
+    return (torch.randn(B, 4, 6, 6),)
+
+
+def tokens() -> tuple[Tensor, ...]:
+    return (torch.randint(0, 9, (B, B)),)
+
+
+# Linear layers --------------------------------------------------------------------------------------------------------
+case("linear", lambda: nn.Linear(6, 4), vectors)
+case("linear-3d", lambda: nn.Linear(6, 4), sequences)
+case("linear-4d", lambda: nn.Linear(6, 4), lambda: (torch.randn(B, 3, 4, 6),))
+case("linear-by-keyword", lambda: Model(lambda m, x: m.a(input=x), a=nn.Linear(6, 4)), sequences)
+case(
+    "linear-keywords-reversed", lambda: Model(lambda m, x: F.linear(weight=m.w, input=x), w=parameter(4, 6)), sequences
+)
+case("linear-of-non-contiguous", lambda: Model(lambda m, x: m.a(x.permute(0, 2, 1)), a=nn.Linear(5, 4)), sequences)
+case("linear-in-place-relu", lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)), sequences)
+
+
+def residual_in_place(m: Any, x: Tensor) -> Tensor:
+    hidden = m.a(x)
+    hidden += x
+    hidden.mul_(2)
+    return F.relu(hidden, inplace=True)
+
+
+case("linear-in-place-residual", lambda: Model(residual_in_place, a=nn.Linear(6, 6)), sequences)
+case("time-major", lambda: nn.Linear(6, 4), time_major, loss=mean_of_all, options={"batch_dim": 1})
+case(
+    "transposed-inside",
+    lambda: Model(lambda m, x: m.a(x.transpose(0, 1)).transpose(0, 1), a=nn.Linear(6, 4)),
+    sequences,
+)
+case(
+    "transposed-and-flattened-inside",
+    lambda: Model(lambda m, x: m.a(x.transpose(0, 1).reshape(-1, 6)).view(B, -1, 4).transpose(0, 1), a=nn.Linear(6, 4)),
+    sequences,
+)
+case("flattened-samples", lambda: Model(lambda m, x: m.a(x.view(-1, 6)).view(len(x), -1), a=nn.Linear(6, 4)), sequences)
+case("called-twice", lambda: Model(lambda m, x: m.a(m.a(x).tanh()), a=nn.Linear(6, 6)), sequences)
+case(
+    "module-and-functional",
+    lambda: Model(lambda m, x: F.linear(m.a(x), m.a.weight) + x @ m.a.weight.mT, a=nn.Linear(6, 6)),
+    sequences,
+)
+case("bilinear", lambda: Model(lambda m, x: m.a(x[..., :3], x[..., 3:]), a=nn.Bilinear(3, 3, 4)), sequences)
+
+
+def frozen(part: str) -> nn.Module:
+    layer = nn.Linear(6, 4)
+    getattr(layer, part).requires_grad_(False)
+    return nn.Sequential(layer, nn.LayerNorm(4))
+
+
+case("frozen-weight", lambda: frozen("weight"), sequences)
+case("frozen-bias", lambda: frozen("bias"), sequences)
+case(
+    "rows-repeated",
+    lambda: Model(lambda m, x: m.a(x.repeat_interleave(3, 0)).view(len(x), 3, -1), a=nn.Linear(6, 4)),
+    vectors,
+)
+case(
+    "two-views-joined",
+    lambda: Model(lambda m, x: torch.stack(m.a(torch.cat([x, -x])).chunk(2), 1), a=nn.Linear(6, 4)),
+    vectors,
+)
+
+# Custom parameters ----------------------------------------------------------------------------------------------------
+case("position-of-length-B", lambda: Model(lambda m, x: m.a(x + m.p), a=nn.Linear(6, 4), p=parameter(B, 6)), sequences)
+case(
+    "position-table",
+    lambda: Model(lambda m, x: m.a(x + m.p(torch.arange(B)[None])), a=nn.Linear(6, 4), p=nn.Embedding(B, 6)),
+    sequences,
+)
+for spread in ("expand", "repeat"):
+    size = (-1, -1) if spread == "expand" else (1, 1)
+    case(
+        f"class-token-{spread}",
+        lambda spread=spread, size=size: Model(
+            lambda m, x: m.a(torch.cat([getattr(m.c, spread)(len(x), *size), x], 1)),
+            a=nn.Linear(6, 4),
+            c=parameter(1, 1, 6),
+        ),
+        sequences,
+    )
+case(
+    "class-token-plus-position",
+    lambda: Model(
+        lambda m, x: m.a(torch.cat([m.c.expand(len(x), -1, -1) + m.p, x], 1)),
+        a=nn.Linear(6, 4),
+        c=parameter(1, 1, 6),
+        p=parameter(6),
+    ),
+    sequences,
+)
+case("expand-as", lambda: Model(lambda m, x: m.a(x) * m.p.expand_as(x), a=nn.Linear(6, 6), p=parameter(6)), sequences)
+case(
+    "scale-shift-divide",
+    lambda: Model(
+        lambda m, x: (1 - m.a * x) / (2 + m.b.exp()) - m.c, a=parameter(6), b=parameter(1, 6), c=parameter(B, 1)
+    ),
+    sequences,
+)
+case("more-axes-than-input", lambda: Model(lambda m, x: (x * m.w).permute(1, 0, 2), w=parameter(3, 1, 6)), vectors)
+case("einsum", lambda: Model(lambda m, x: torch.einsum("bti,io->bto", x, m.w), w=parameter(6, 3)), sequences)
+case("einsum-heads", lambda: Model(lambda m, x: torch.einsum("bti,hio->bhto", x, m.w), w=parameter(2, 6, 3)), sequences)
+case("einsum-ellipsis", lambda: Model(lambda m, x: torch.einsum("...i,oi->...o", x, m.w), w=parameter(3, 6)), sequences)
+case(
+    "addmm",
+    lambda: Model(
+        lambda m, x: torch.addmm(m.b, x.reshape(-1, 6), m.w).view(len(x), -1), w=parameter(6, 3), b=parameter(3)
+    ),
+    sequences,
+)
+case("matmul", lambda: Model(lambda m, x: x @ m.w + m.b, w=parameter(6, 3), b=parameter(3)), sequences)
+case("matmul-from-left", lambda: Model(lambda m, x: m.w @ x.transpose(1, 2), w=parameter(3, 6)), sequences)
+case("matmul-vector", lambda: Model(lambda m, x: x @ m.w, w=parameter(6)), sequences)
+case("bmm-expanded", lambda: Model(lambda m, x: torch.bmm(x, m.w.expand(len(x), -1, -1)), w=parameter(6, 3)), sequences)
+case("prelu", lambda: nn.Sequential(nn.Linear(6, 4), nn.PReLU(4)), vectors)
+case("where", lambda: Model(lambda m, x: torch.where(x > 0, x, m.t), t=parameter(6)), sequences)
+case("table-indexed", lambda: Model(lambda m, x: m.w[x], w=parameter(9, 6)), tokens)
+case("sliced-weight", lambda: Model(lambda m, x: F.linear(x, m.w[:3]), w=parameter(5, 6)), vectors)
+case(
+    "lora-merged",
+    lambda: Model(
+        lambda m, x: F.linear(x, m.a.weight + m.u @ m.d), a=nn.Linear(6, 4), d=parameter(2, 6), u=parameter(4, 2)
+    ),
+    sequences,
+)
+case(
+    "lora-beside",
+    lambda: Model(lambda m, x: m.a(x) + m.u(m.d(x)), a=nn.Linear(6, 4), d=nn.Linear(6, 2), u=nn.Linear(2, 4)),
+    sequences,
+)
+case(
+    "relative-positions",
+    lambda: Model(
+        lambda m, x: (m.a(x) @ x.transpose(1, 2) + m.t[m.index].squeeze(-1)).softmax(-1) @ x,
+        a=nn.Linear(6, 6),
+        t=parameter(9, 1),
+        index=torch.arange(5)[:, None] - torch.arange(5)[None] + 4,
+    ),
+    sequences,
+)
+
+
+def multiply_in_place(m: Any, x: Tensor) -> Tensor:
+    return m.a(x).mul_(m.w).add_(m.b)
+
+
+def add_through_view(m: Any, x: Tensor) -> Tensor:
+    hidden = m.a(x) * 1.0
+    first = hidden[:, 0]
+    first += m.w
+    return hidden
+
+
+def written_into_buffer(m: Any, x: Tensor) -> Tensor:
+    padded = x.new_zeros(x.shape[0], x.shape[1] + 1, 6)
+    padded[:, 1:] = x
+    return m.a(padded)
+
+
+case("scaled-in-place", lambda: Model(multiply_in_place, a=nn.Linear(6, 6), w=parameter(6), b=parameter(6)), sequences)
+case("shifted-through-view", lambda: Model(add_through_view, a=nn.Linear(6, 6), w=parameter(6)), sequences)
+case("written-into-buffer", lambda: Model(written_into_buffer, a=nn.Linear(6, 4)), sequences)
+for name in ("weight_norm", "spectral_norm", "orthogonal"):
+    case(name, lambda name=name: getattr(parametrizations, name)(nn.Linear(6, 4)).eval(), sequences)
+case(
+    "cosine-to-prototype",
+    lambda: Model(lambda m, x: F.cosine_similarity(m.a(x), m.p[None, None], dim=-1), a=nn.Linear(6, 6), p=parameter(6)),
+    sequences,
+)
+case("distance-to-prototypes", lambda: Model(lambda m, x: torch.cdist(x, m.p), p=parameter(3, 6)), vectors)
+case(
+    "normalised-weight",
+    lambda: Model(lambda m, x: F.linear(F.normalize(x, dim=-1), F.normalize(m.w, dim=-1)), w=parameter(3, 6)),
+    vectors,
+)
+
+# Sequences ------------------------------------------------------------------------------------------------------------
+
+
+class HandWrittenRecurrence(nn.Module):
+    """A recurrence that starts from zeros of the batch's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(6, 4)
+        self.hidden = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], 4)
+        for step in range(x.shape[1]):
+            state = torch.tanh(self.inputs(x[:, step]) + self.hidden(state))
+        return state
+
+
+def last_token(m: Any, x: Tensor) -> Tensor:
+    lengths = (x[..., 0] > 0).sum(1).clamp(max=x.shape[1] - 1)
+    return m.a(x)[torch.arange(len(x)), lengths]
+
+
+def attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (t.view(len(x), -1, 2, 3).transpose(1, 2) for t in m.a(x).chunk(3, -1))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+case("recurrence-by-hand", HandWrittenRecurrence, sequences)
+case("last-token", lambda: Model(last_token, a=nn.Linear(6, 4)), sequences)
+case("first-token", lambda: Model(lambda m, x: m.b(m.a(x)[:, 0]), a=nn.Linear(6, 4), b=nn.Linear(4, 2)), sequences)
+case("mean-pool", lambda: Model(lambda m, x: m.b(m.a(x).mean(1)), a=nn.Linear(6, 4), b=nn.Linear(4, 2)), sequences)
+case("max-pool", lambda: Model(lambda m, x: m.b(m.a(x).max(1).values), a=nn.Linear(6, 4), b=nn.Linear(4, 2)), sequences)
+case("attention", lambda: Model(attention, a=nn.Linear(6, 18)), sequences)
+case(
+    "learned-query",
+    lambda: Model(lambda m, x: F.scaled_dot_product_attention(m.q, x, x), q=parameter(1, 2, 6)),
+    sequences,
+)
+case(
+    "learned-query-expanded",
+    lambda: Model(lambda m, x: F.scaled_dot_product_attention(m.q.expand(len(x), -1, -1), x, x), q=parameter(1, 2, 6)),
+    sequences,
+)
+case(
+    "multihead-batch-first",
+    lambda: Model(lambda m, x: m.a(x, x, x)[0], a=nn.MultiheadAttention(6, 2, batch_first=True)),
+    sequences,
+)
+case(
+    "multihead-time-first",
+    lambda: Model(
+        lambda m, x: m.a(x.transpose(0, 1), x.transpose(0, 1), x.transpose(0, 1))[0].transpose(0, 1),
+        a=nn.MultiheadAttention(6, 2),
+    ),
+    sequences,
+)
+case(
+    "multihead-kdim-vdim-bias",
+    lambda: Model(
+        lambda m, x: m.a(x, x[..., :4], x[..., :3])[0],
+        a=nn.MultiheadAttention(6, 2, kdim=4, vdim=3, add_bias_kv=True, batch_first=True),
+    ),
+    sequences,
+)
+case("transformer-encoder-layer", lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), sequences)
+case(
+    "transformer",
+    lambda: Model(lambda m, x: m.a(x, x), a=nn.Transformer(6, 2, 1, 1, 8, dropout=0.0, batch_first=True)),
+    sequences,
+)
+
+# Embeddings -----------------------------------------------------------------------------------------------------------
+for options in ({"padding_idx": 0}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}, {"sparse": True}):
+    case(
+        f"embedding-{next(iter(options))}",
+        lambda options=options: Model(lambda m, x: m.e(x), e=nn.Embedding(9, 6, **options)),
+        tokens,
+    )
+case("tied-head", lambda: Model(lambda m, x: m.e(x) @ m.e.weight.t(), e=nn.Embedding(9, 6)), tokens)
+case("tied-head-linear", lambda: Model(lambda m, x: F.linear(m.e(x), m.e.weight), e=nn.Embedding(9, 6)), tokens)
+
+# Images ---------------------------------------------------------------------------------------------------------------
+case("conv", lambda: nn.Conv2d(4, 6, 3, padding=1), images)
+case("conv-circular-grouped", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular", groups=2), images)
+case("conv-reflect-same", lambda: nn.Conv2d(4, 6, (3, 2), padding="same", padding_mode="reflect"), images)
+case("conv-transpose", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2), images)
+case("conv1d", lambda: nn.Conv1d(5, 6, 3, padding="same", dilation=2), lambda: (torch.randn(B, 5, 9),))
+case("conv3d", lambda: nn.Conv3d(2, 4, 2, dilation=2), lambda: (torch.randn(B, 2, 4, 4, 4),))
+case(
+    "group-norm", lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(True), nn.MaxPool2d(2)), images
+)
+case(
+    "instance-norm",
+    lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.InstanceNorm2d(6, affine=True, track_running_stats=True)),
+    images,
+)
+case("batch-norm-eval", lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).eval(), images)
+case("layer-norm-first", lambda: nn.Sequential(nn.LayerNorm([B, 6]), nn.Linear(6, 2)), sequences)
+case("rms-norm", lambda: nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 2)), sequences)
+case(
+    "patches",
+    lambda: Model(lambda m, x: m.a(m.c(x).flatten(2).transpose(1, 2)), c=nn.Conv2d(4, 6, 2, 2), a=nn.Linear(6, 4)),
+    images,
+)
+case(
+    "windows",
+    lambda: Model(
+        lambda m, x: m.a(
+            x.roll((1, 1), (2, 3)).reshape(len(x), 4, 2, 3, 2, 3).permute(0, 2, 4, 3, 5, 1).reshape(-1, 9, 4)
+        ).view(len(x), -1),
+        a=nn.Linear(4, 4),
+    ),
+    images,
+)
+
+# Ops of no known family, tried out on one sample ----------------------------------------------------------------------
+case("unfold", lambda: Model(lambda m, x: m.a(F.unfold(x, 2).transpose(1, 2)), a=nn.Linear(16, 4)), images)
+case(
+    "interpolate",
+    lambda: Model(lambda m, x: m.c(F.interpolate(x, scale_factor=2, mode="bilinear")), c=nn.Conv2d(4, 2, 3)),
+    images,
+)
+case("pixel-shuffle", lambda: Model(lambda m, x: m.c(F.pixel_shuffle(x, 2)), c=nn.Conv2d(1, 2, 3)), images)
+case("fourier", lambda: Model(lambda m, x: m.a(torch.fft.rfft(x, dim=-1).abs()), a=nn.Linear(4, 4)), sequences)
+case("sort", lambda: Model(lambda m, x: m.a(x.sort(-1).values), a=nn.Linear(6, 4)), sequences)

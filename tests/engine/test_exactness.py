@@ -1,0 +1,42 @@
+"""Every per-sample gradient and norm equals the one-sample loop's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.model_cases import CASES
+from tests.engine.reference import assert_exact
+from tests.models import MODELS, Model, gpt
+
+DTYPES = {"float64": (torch.float64, 1e-10), "float32": (torch.float32, 1e-4)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_one_way_to_meet_the_batch(name: str, dtype: str) -> None:
+    case = CASES[name]
+    kind, tolerance = DTYPES[dtype]
+    module = case.build().to(kind)
+    batch = tuple(tensor.to(kind) if tensor.is_floating_point() else tensor for tensor in case.batch())
+    assert_exact(module, case.loss, batch, tolerance=tolerance, **case.options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch_size", [1, 3, 6])
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str, batch_size: int, dtype: str) -> None:
+    kind, tolerance = DTYPES[dtype]
+    _check_model(MODELS[name](dtype=kind), batch_size, tolerance)
+
+
+@pytest.mark.parametrize("manual_attention", [False, True])
+def test_gpt_with_as_many_samples_as_tokens(manual_attention: bool) -> None:
+    _check_model(gpt(length=6, manual_attention=manual_attention), 6, 1e-10)
+
+
+def _check_model(model: Model, batch_size: int, tolerance: float) -> None:
+    record = assert_exact(model.module, model.loss_fn, model.make_batch(batch_size), tolerance=tolerance)
+    assert set(record.names) == {name for name, _ in model.module.named_parameters()}
+    assert record.mixing == ()
+    assert record.weighting == ()
