@@ -270,6 +270,8 @@ class Capture:
                 sq_norms[name] = self._own(_sq_norm(weight, total), 2, scale)
                 if wanted and total is not None:
                     grad_samples[name] = self._own(total.dense(), 1, scale)
+        mixing = self._dispatcher.mixing
+        weighting = [text for text in self._dispatcher.weighting if text not in mixing]
         return PerSampleRecord(
             batch_size=self.batch_size,
             sq_norms=sq_norms,
@@ -277,8 +279,8 @@ class Capture:
             grad_samples=grad_samples,
             unsupported=coverage.unsupported,
             unused=coverage.unused,
-            mixing=tuple(self._dispatcher.mixing),
-            weighting=() if isinstance(self._weighting, Tensor) else tuple(self._dispatcher.weighting),
+            mixing=tuple(mixing),
+            weighting=() if isinstance(self._weighting, Tensor) else tuple(weighting),
         )
 
     def _own(self, values: Tensor, power: int, scale: Tensor | None) -> Tensor:

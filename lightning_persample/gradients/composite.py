@@ -98,8 +98,7 @@ class Block(SampleGradient):
     def _own_axis_first(self, tensor: Tensor, total: int | None = None) -> Tensor:
         """View (b, *shape) as (b, total, ..., outer_size, inner_size, ...)."""
         sizes = (self.outer_size, self.total if total is None else total, self.inner_size)
-        view: Tensor = tensor.unflatten(self.dim + 1, sizes)
-        return view.movedim(self.dim + 2, 1)
+        return torch.unflatten(tensor, self.dim + 1, sizes).movedim(self.dim + 2, 1)
 
 
 @dataclass(frozen=True, eq=False)

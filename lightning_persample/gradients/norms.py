@@ -86,7 +86,7 @@ def _sq_sum(tensor: Tensor) -> Tensor:
     """Sum |tensor[b]|^2 over all but the first axis, in the tensor's own precision: (b,)."""
     flat: Tensor = _real(tensor).unsqueeze(-1).flatten(1)
     whole = flat.shape[1] // _ROW * _ROW
-    rows: Tensor = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (whole // _ROW, _ROW)), dim=2)
+    rows: Tensor = torch.linalg.vector_norm(flat[:, :whole].reshape(flat.shape[0], whole // _ROW, _ROW), dim=2)
     rest: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1)
     return rows.square().sum(1) + rest.square()
 

@@ -267,9 +267,9 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -
             continue
         outputs = rows.output_rows()
         products = torch.bmm(outputs.transpose(1, 2), outputs) * _GRAM[kernel](rows)
-        value[part] = products.flatten(1).sum(1).unflatten(0, (-1, geometry.groups)).sum(1)
+        value[part] = products.flatten(1).sum(1).view(-1, geometry.groups).sum(1)
         diagonal = products.diagonal(dim1=1, dim2=2).sum(1)
-        scale[part] = diagonal.unflatten(0, (-1, geometry.groups)).sum(1)
+        scale[part] = diagonal.view(-1, geometry.groups).sum(1)
     suspect = cancelled(value, scale)
     if kernel in _GRAM and suspect.any():
         wide = wide_dtype(value)
@@ -285,7 +285,8 @@ def patches_terms_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeome
         return zeros(inputs, dtype)
     groups = geometry.groups
     squares = [
-        x.to(dtype).abs().square().unflatten(2, (groups, -1)).sum(3).to(dtype.to_real()) for x in (grad_out, inputs)
+        torch.unflatten(x.to(dtype).abs().square(), 2, (groups, -1)).sum(3).to(dtype.to_real())
+        for x in (grad_out, inputs)
     ]
     rows = _Rows(squares[0], squares[1], geometry)
     kernel_axes = tuple(range(2, 2 + len(geometry.kernel_size)))

@@ -21,12 +21,7 @@ from torch import Tensor
 
 from lightning_persample.gradients import norms
 from lightning_persample.gradients.cost import chunks, outer_kernel
-from lightning_persample.gradients.patches import (
-    PatchGeometry,
-    patches_dense,
-    patches_sq_norm,
-    patches_terms_sq_norm,
-)
+from lightning_persample.gradients.patches import PatchGeometry, patches_dense, patches_sq_norm, patches_terms_sq_norm
 
 __all__ = ["Dense", "Indexed", "Outer", "Patches", "SampleGradient"]
 
@@ -103,7 +98,7 @@ class SampleGradient(ABC):
                 known = one._inner(two)
                 if known is not None:
                     return known
-            result = torch.zeros(self.batch_size, dtype=self.dtype.to_real(), device=self.device)
+            result = norms.zeros(self._tensors()[0], torch.promote_types(self.dtype, other.dtype))
             for part in chunks(self.batch_size, 3 * self._dense_bytes(), self.device):
                 ours, theirs = (x.samples(part.start, part.stop)._dense() for x in (self, other))
                 result[part] = norms.dense_inner(ours, theirs)
@@ -125,8 +120,7 @@ class SampleGradient(ABC):
         return None
 
     def _tensors(self) -> list[Tensor]:
-        values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return [value for value in values if isinstance(value, Tensor)]
+        return [x for x in (getattr(self, f.name) for f in dataclasses.fields(self)) if isinstance(x, Tensor)]
 
     def _map(self: AnyGradient, function: Callable[[Tensor], Tensor]) -> AnyGradient:
         """The same structure with `function` applied to each of its tensors."""

@@ -1,0 +1,452 @@
+"""What cannot be told by sample is named with its reason and left out; nothing of it is guessed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_persample.engine import PerSampleRecord, expanded_weights
+from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, PerSampleWarning, UnsupportedError
+from tests.engine.model_cases import B, Model, mean_of_all, mean_of_squares, parameter
+from tests.engine.reference import loop
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+
+@pytest.fixture
+def double_precision() -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+class DoubledByNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class OwnMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
+
+
+def record_of(module: nn.Module, loss: Callable[..., Tensor], *batch: Tensor, **options: Any) -> PerSampleRecord:
+    quantities = ("sq_norm", "grad_sample")
+    with expanded_weights(module, batch, quantities=quantities, unsupported="ignore", **options) as capture:
+        loss(module, *batch).backward()
+    return capture.record
+
+
+def assert_missing(record: PerSampleRecord, module: nn.Module, expected: dict[str, str]) -> None:
+    assert set(record.unsupported) == set(expected)
+    for name, text in expected.items():
+        assert re.search(text, record.unsupported[name]), record.unsupported[name]
+    sizes = {name: p.numel() for name, p in module.named_parameters() if name not in record.unused}
+    known = sum(size for name, size in sizes.items() if name not in expected)
+    assert record.coverage == pytest.approx(known / sum(sizes.values()))
+    assert not set(record.names) & set(expected)
+
+
+def assert_values(record: PerSampleRecord, expected: dict[str, Tensor]) -> None:
+    for name in record.names:
+        torch.testing.assert_close(record.grad_samples[name], expected[name], rtol=1e-10, atol=1e-12)
+
+
+def two_layers(between: Callable[[Tensor], Tensor]) -> nn.Module:
+    return Model(lambda m, x: m.b(between(m.a(x))), a=nn.Linear(6, 4), b=nn.Linear(4, 2))
+
+
+def vectors() -> Tensor:
+    return torch.randn(B, 6)
+
+
+def sequences() -> Tensor:
+    return torch.randn(B, B, 6)
+
+
+AFTER_THE_BATCH = {
+    "mean-over-batch": (lambda h: h.mean(0), r"`linear` on \(4,\), .*with `b.bias`, `b.weight`.*`mean` reduces over"),
+    "single-samples": (
+        lambda h: torch.stack([row * 2 for row in h]),
+        r"`linear` on .*`unbind` takes single samples out",
+    ),
+    "own-function-without-torch-calls": (DoubledByNumpy.apply, r"passed through DoubledByNumpyBackward"),
+    "half-of-the-samples": (
+        lambda h: h[:2],
+        r"`getitem` takes some of the samples \(sizes \[\(5, 4\)\] at test_absent.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AFTER_THE_BATCH)
+def test_a_lost_batch_axis_is_named_where_a_weight_needs_it(name: str) -> None:
+    between, text = AFTER_THE_BATCH[name]
+    module = two_layers(between)
+    record = record_of(module, mean_of_all, vectors())
+    assert_missing(record, module, {"b.weight": text, "b.bias": text})
+
+
+def test_tokens_picked_by_a_mask() -> None:
+    module = Model(lambda m, x: m.b(m.a(x)[x[..., 0] > 0]), a=nn.Linear(6, 4), b=nn.Linear(4, 2))
+    text = r"`linear` on .* at test_absent.py:\d+ with `b.bias`, `b.weight`.*`getitem` picks entries by a mask"
+    assert_missing(record_of(module, mean_of_all, sequences()), module, {"b.weight": text, "b.bias": text})
+
+
+def test_samples_along_an_axis_that_the_op_does_not_keep() -> None:
+    module = nn.Conv1d(B, 4, 3)
+    record = record_of(module, mean_of_all, torch.randn(7, B, 6), batch_dim=1)
+    text = r"`conv1d` on \(7, 5, 6\), \(4, 5, 3\), \(4,\).*needs the samples along its first axis"
+    assert_missing(record, module, {"weight": text, "bias": text})
+
+
+def test_a_batch_size_that_the_batch_does_not_hold() -> None:
+    module = nn.Linear(6, 4)
+    record = record_of(module, mean_of_all, vectors(), batch_size=2)
+    text = r"batch\[0\] has sizes \(5, 6\), which do not hold 2 samples along axis 0"
+    assert_missing(record, module, {"weight": text, "bias": text})
+
+
+def test_an_op_without_a_batch_dimension() -> None:
+    module = Model(lambda m, x: F.linear(m.w, x), w=parameter(3, 6))
+    record = record_of(module, mean_of_all, vectors())
+    assert_missing(
+        record, module, {"w": r"`linear` on \(3, 6\), \(5, 6\).*with `w`.*has a weight that depends on the batch"}
+    )
+
+
+def test_an_op_that_cannot_be_repeated_by_sample() -> None:
+    def fill_masked(m: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[x[..., 0] > 0] = m.t
+        return m.a(x)
+
+    module = Model(fill_masked, a=nn.Linear(6, 4), t=parameter(6))
+    batch = sequences()
+    record = record_of(module, mean_of_squares, batch)
+    assert_missing(record, module, {"t": r"no per-sample gradient of the op 'setitem'.*register_rule"})
+    assert_values(record, loop(module, mean_of_squares, (batch,)))
+
+
+def test_a_weight_used_by_a_custom_autograd_function() -> None:
+    module = Model(lambda m, x: OwnMatmul.apply(x, m.w) + x @ m.w, w=parameter(6, 4))
+    text = r"its gradient also arrives through OwnMatmulBackward, which is not a torch call that can be seen"
+    assert_missing(record_of(module, mean_of_squares, vectors()), module, {"w": text})
+
+
+def test_a_custom_autograd_function_of_torch_calls_on_activations_is_exact() -> None:
+    module, batch = two_layers(Square.apply), sequences()
+    record = record_of(module, mean_of_squares, batch)
+    assert record.coverage == 1.0
+    assert_values(record, loop(module, mean_of_squares, (batch,)))
+
+
+def test_a_gradient_penalty() -> None:
+    module = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+    batch = vectors().requires_grad_()
+
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        output = module(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output.mean() + slope.square().sum(1).mean()
+
+    record = record_of(module, loss, batch)
+    text = "its gradient also arrives through TBackward"
+    assert_missing(record, module, {"0.weight": text, "2.weight": text})
+    assert_values(record, loop(module, loss, (batch,)))
+
+
+def test_a_gradient_asked_for_aside_is_not_the_training_gradient() -> None:
+    module = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+    batch = vectors().requires_grad_()
+
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        output = module(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+        return (output.flatten() * slope.square().sum(1)).mean()
+
+    record = record_of(module, loss, batch)
+    assert record.coverage == 1.0
+    assert_values(record, loop(module, loss, (batch,)))
+
+
+def test_a_penalty_belongs_to_no_sample() -> None:
+    module = Model(lambda m, x: m.a(x), a=nn.Linear(6, 4), w=parameter(3))
+    batch = vectors()
+
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        return mean_of_squares(module, x) + 0.1 * sum(p.square().sum() for p in module.parameters())
+
+    record = record_of(module, loss, batch)
+    assert_missing(record, module, {"w": "its gradient comes only from calls without a tensor of the batch"})
+    assert_values(record, loop(module, mean_of_squares, (batch,)))
+
+
+def test_a_learned_weight_of_a_loss() -> None:
+    module = Model(lambda m, x: m.a(x), a=nn.Linear(6, 4), s=parameter())
+
+    def loss(module: Any, x: Tensor) -> Tensor:
+        return mean_of_squares(module, x) * (-module.s).exp() + module.s
+
+    record = record_of(module, loss, vectors())
+    assert_missing(record, module, {"s": r"`mul` on \(\), \(\).*`mean` reduces over the batch axis"})
+
+
+def test_noise_alone_is_not_the_batch() -> None:
+    module = Model(lambda m, x: m.a(torch.randn(len(x), 6)), a=nn.Linear(6, 4))
+    text = "data that is not in the batch"
+    assert_missing(record_of(module, mean_of_squares, vectors()), module, {"a.weight": text, "a.bias": text})
+
+
+def test_a_random_op_on_a_weight() -> None:
+    module = Model(lambda m, x: F.linear(x, F.dropout(m.w, 0.5)), w=parameter(40, 6))
+    text = r"`dropout` on \(40, 6\).*gives another value when it is repeated"
+    assert_missing(record_of(module, mean_of_squares, vectors()), module, {"w": text})
+
+
+def test_a_value_changed_in_place_before_the_backward() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        mask = torch.ones(B, B, 1)
+        hidden = torch.lerp(x, m.w, mask.detach())
+        mask.zero_()
+        return hidden
+
+    module = Model(forward, w=parameter(6))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        record_of(module, mean_of_squares, sequences())
+
+
+def test_a_weight_used_inside_vmap() -> None:
+    module = Model(lambda m, x: torch.vmap(lambda row: F.linear(row, m.w))(x), w=parameter(4, 6))
+    record = record_of(module, mean_of_squares, vectors())
+    assert set(record.unsupported) == {"w"}
+
+
+def test_frozen_unused_and_detached_parameters() -> None:
+    module = Model(lambda m, x: m.b(m.a(x).detach()), a=nn.Linear(6, 4), b=nn.Linear(4, 2), c=nn.Linear(2, 2))
+    module.b.bias.requires_grad_(False)
+    record = record_of(module, mean_of_squares, vectors())
+    assert record.names == ("b.weight",)
+    assert record.unused == ("a.weight", "a.bias", "c.weight", "c.bias")
+    assert record.coverage == 1.0
+
+
+MIXING = {
+    "batch-norm": (
+        nn.BatchNorm1d(4),
+        mean_of_squares,
+        r"`batch_norm` on .* with `b.bias`, `b.weight` normalises with the",
+    ),
+    "centred": (
+        lambda h: h - h.mean(0),
+        mean_of_squares,
+        "`sub` combines samples with a value computed over the whole batch",
+    ),
+    "contrastive": (
+        nn.Identity(),
+        lambda m, x: F.cross_entropy(m(x) @ m(x).T, torch.arange(len(x))),
+        "`matmul` meets two tensors of the batch with their batch axes at different places",
+    ),
+    "root-of-mean": (
+        nn.Identity(),
+        lambda m, x: mean_of_squares(m, x).sqrt(),
+        "`sqrt` of a value computed over the whole",
+    ),
+    "product-of-means": (
+        nn.Identity(),
+        lambda m, x: mean_of_squares(m, x) * m(x).abs().mean(),
+        "`mul` of a value computed over the whole batch is not a sum over samples",
+    ),
+    "norm-over-batch": (nn.Identity(), lambda m, x: m(x).norm(), "`norm` reduces over the batch axis"),
+    "shuffled": (lambda h: 0.3 * h + 0.7 * h[torch.arange(B).flip(0)], mean_of_squares, "`add` combines samples with"),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_samples_that_influence_each_other(name: str) -> None:
+    """The values are then each sample's contribution: their weighted sum is the gradient of the batch."""
+    after, loss, text = MIXING[name]
+    module = Model(lambda m, x: m.b(m.a(x)) if isinstance(after, nn.Module) else after(m.a(x)), a=nn.Linear(6, 4))
+    if isinstance(after, nn.Module):
+        module.b = after.to(torch.float64)
+    record = record_of(module, loss, vectors())
+    assert any(re.search(text, entry) for entry in record.mixing), record.mixing
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(record.grad_samples[name].mean(0), p.grad, rtol=1e-10, atol=1e-12)
+
+
+def half_masked(x: Tensor) -> Tensor:
+    return torch.where(x[..., 0] > 0, -100, 1)
+
+
+WEIGHTED = {
+    "class-weights": lambda m, x: F.cross_entropy(
+        m(x[:, 0]), (x[:, 0, 0] > 0).long(), weight=torch.tensor([1.0, 2.0, 3.0, 4.0])
+    ),
+    "ignored-tokens": lambda m, x: F.cross_entropy(m(x).flatten(0, 1), half_masked(x).flatten()),
+    "masked-mean": lambda m, x: (m(x).sum(-1) * (x[..., 0] > 0)).sum() / (x[..., 0] > 0).sum(),
+    "picked-tokens": lambda m, x: m(x)[x[..., 0] > 0].square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_unequal_weights_in_the_loss_are_named(name: str) -> None:
+    torch.manual_seed(1)
+    record = record_of(nn.Linear(6, 4), WEIGHTED[name], sequences())
+    assert len(record.weighting) == 1
+    assert re.search(r"averages over|scales the loss", record.weighting[0])
+    assert "test_absent.py" in record.weighting[0]
+    weights = torch.full((B,), 0.5)
+    told = record_of(nn.Linear(6, 4), WEIGHTED[name], sequences(), loss_reduction=weights)
+    assert told.weighting == ()
+
+
+PLAIN_LOSSES = {
+    "two-terms": lambda m, x: 0.5 * F.mse_loss(m(x), x[..., :4]) + m(x).abs().mean() / 2,
+    "equal-ignored-tokens": lambda m, x: F.cross_entropy(
+        m(x).flatten(0, 1), torch.tensor([1, -100, 2, 0, -100]).repeat(len(x))
+    ),
+    "no-reduction": lambda m, x: (
+        F.cross_entropy(m(x).flatten(0, 1), torch.ones(x[..., 0].numel(), dtype=torch.long), reduction="none")
+        .view(len(x), -1)
+        .mean(1)
+        .mean()
+    ),
+    "divergence": lambda m, x: F.kl_div(m(x).log_softmax(-1), x[..., :4].softmax(-1), reduction="batchmean"),
+    "triplet": lambda m, x: F.triplet_margin_loss(m(x), m(x + 1), m(x - 1)),
+    "smooth": lambda m, x: F.smooth_l1_loss(m(x), x[..., :4]) + F.huber_loss(m(x), x[..., 1:5]),
+    "binary": lambda m, x: F.binary_cross_entropy_with_logits(m(x), (x[..., :4] > 0).double()),
+    "label-smoothing": lambda m, x: F.cross_entropy(m(x).mT, (x[..., 0] > 0).long(), label_smoothing=0.1),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_LOSSES)
+def test_common_losses_raise_no_alarm(name: str) -> None:
+    module, batch = nn.Linear(6, 4), sequences()
+    record = record_of(module, PLAIN_LOSSES[name], batch)
+    assert record.mixing == ()
+    assert record.weighting == ()
+    assert_values(record, loop(module, PLAIN_LOSSES[name], (batch,)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_values(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+            self.inner = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4))
+            self.on = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            return checkpoint(self.inner, hidden, use_reentrant=reentrant) if self.on else self.inner(hidden)
+
+    module, batch = Checkpointed(), sequences()
+    record = record_of(module, mean_of_squares, batch)
+    module.on = False
+    assert record.unsupported == {}
+    assert_values(record, loop(module, mean_of_squares, (batch,)))
+
+
+def test_two_backwards_give_two_records() -> None:
+    module, batch = nn.Linear(6, 4), vectors()
+    with expanded_weights(module, batch) as capture:
+        loss = mean_of_squares(module, batch)
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+    first, second = capture.records
+    torch.testing.assert_close(second.norms(), 2 * first.norms())
+
+
+def test_warnings_name_parameters_and_reasons() -> None:
+    module = two_layers(lambda h: h.mean(0))
+    with pytest.warns(PerSampleWarning) as caught, expanded_weights(module, vectors()) as capture:
+        mean_of_all(module, torch.randn(B, 6)).backward()
+    assert "missing for 4 parameters" in str(caught[0].message)
+    assert capture.record.names == ()
+    assert capture.record.norms().isnan().all()
+
+
+def test_unsupported_as_an_error() -> None:
+    module, batch = two_layers(lambda h: h.mean(0)), vectors()
+    with (
+        pytest.raises(UnsupportedError, match=r"missing for 2 parameters.*\n- `b.weight`, `b.bias`: `linear` on"),
+        expanded_weights(module, batch, unsupported="error"),
+    ):
+        mean_of_all(module, batch).backward()
+
+
+BAD_OPTIONS = {
+    "loss_reduction": ("median", "loss_reduction is 'median'; allowed are 'mean', 'sum' or a tensor of weights"),
+    "batch_dim": (-1, "batch_dim is -1; allowed is an integer of at least 0"),
+    "batch_size": (0, "batch_size is 0; allowed is None or an integer of at least 1"),
+    "quantities": ("sq_norm", "quantities is 'sq_norm'; allowed is a collection of 'sq_norm', 'grad_sample'"),
+    "unsupported": ("raise", "unsupported is 'raise'; allowed are 'warn', 'error' and 'ignore'"),
+}
+
+
+@pytest.mark.parametrize("option", BAD_OPTIONS)
+def test_bad_options(option: str) -> None:
+    value, text = BAD_OPTIONS[option]
+    with pytest.raises(OptionError, match=re.escape(text)):
+        expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), **{option: value})
+
+
+def test_weights_of_another_shape() -> None:
+    with pytest.raises(OptionError, match=re.escape("have sizes (3,); allowed is one weight per sample, (5,)")):
+        expanded_weights(nn.Linear(6, 4), vectors(), loss_reduction=torch.ones(3))
+
+
+BAD_BATCHES: dict[str, tuple[Any, str]] = {
+    "sizes-differ": (
+        {"x": torch.zeros(5, 6), "y": torch.zeros(4)},
+        "do not agree on a size along axis 0 (batch_dim=0): batch['x']: (5, 6), batch['y']: (4,); pass batch_dim",
+    ),
+    "no-tensor": (["text", 3], "the batch holds no tensor with an axis to read a batch size from; pass batch_size"),
+    "empty": (torch.zeros(0, 6), "the batch is empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_bad_batches(name: str) -> None:
+    batch, text = BAD_BATCHES[name]
+    with pytest.raises(BatchSizeError, match=re.escape(text)):
+        expanded_weights(nn.Linear(6, 4), batch)
+
+
+def test_no_record_without_a_backward() -> None:
+    with expanded_weights(nn.Linear(6, 4), torch.randn(B, 6)) as capture:
+        pass
+    with pytest.raises(PerSampleError, match=re.escape("there is no record: no backward has reached a parameter")):
+        _ = capture.record

@@ -1,0 +1,154 @@
+"""Observing changes nothing: outputs, gradients, random numbers, buffers, hooks and memory are those of a plain run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_persample.engine import expanded_weights, loop_per_sample_grads
+from tests.engine.model_cases import CASES, mean_of_squares
+from tests.models import MODELS
+
+
+def _run(module: nn.Module, loss_fn: object, batch: tuple[Tensor, ...], observed: bool, options: dict) -> list[Tensor]:
+    torch.manual_seed(3)
+    if observed:
+        with expanded_weights(module, batch, unsupported="ignore", **options):
+            loss = loss_fn(module, *batch)
+            loss.backward()
+    else:
+        loss = loss_fn(module, *batch)
+        loss.backward()
+    grads = [torch.zeros(()) if p.grad is None else p.grad.to_dense() for p in module.parameters()]
+    return [loss.detach(), *grads, *module.buffers(), torch.get_rng_state()]
+
+
+def _assert_same(module: nn.Module, loss_fn: object, batch: tuple[Tensor, ...], options: dict) -> None:
+    plain, observed = copy.deepcopy(module), copy.deepcopy(module)
+    copied = tuple(tensor.clone() for tensor in batch)
+    expected = _run(plain, loss_fn, batch, False, options)
+    found = _run(observed, loss_fn, copied, True, options)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(batch, copied, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_to_meet_the_batch(name: str) -> None:
+    case = CASES[name]
+    _assert_same(case.build().train(), case.loss, case.batch(), case.options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    model = MODELS[name](dtype=torch.float32)
+    _assert_same(model.module, model.loss_fn, model.make_batch(4), {})
+
+
+def test_random_layers_draw_the_same_numbers() -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.RReLU(), nn.Linear(8, 2))
+    _assert_same(module, mean_of_squares, (torch.randn(5, 6),), {})
+
+
+def test_recurrent_layers_without_a_rule_yet() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent = nn.LSTM(6, 4, dropout=0.5, num_layers=2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.recurrent(x)[0][:, -1]
+
+    _assert_same(Last(), mean_of_squares, (torch.randn(5, 3, 6),), {})
+
+
+def test_double_backward_is_the_same() -> None:
+    module, batch = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 6, requires_grad=True)
+
+    def second_order(observed: bool) -> list[Tensor]:
+        def slopes() -> Tensor:
+            (slope,) = torch.autograd.grad(module(batch).sum(), batch, create_graph=True)
+            return slope.square().sum()
+
+        if observed:
+            with expanded_weights(module, batch, unsupported="ignore"):
+                return list(torch.autograd.grad(slopes(), list(module.parameters()), allow_unused=True))
+        return list(torch.autograd.grad(slopes(), list(module.parameters()), allow_unused=True))
+
+    for one, other in zip(second_order(False), second_order(True), strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_module_is_clean_afterwards() -> None:
+    module, batch = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), torch.randn(5, 6)
+    before = {name: dict(vars(part)) for name, part in module.named_modules()}
+    with pytest.warns(match="Samples of a batch influence"), expanded_weights(module, batch):
+        mean_of_squares(module, batch).backward()
+    assert {name: dict(vars(part)) for name, part in module.named_modules()} == before
+    for tensor in (*module.parameters(), *module.buffers(), batch):
+        assert vars(tensor) == {}
+        assert not tensor._backward_hooks
+
+
+def test_hooks_are_removed_after_an_exception() -> None:
+    module, batch = nn.Linear(6, 4), torch.randn(5, 6)
+
+    def interrupted() -> None:
+        with expanded_weights(module, batch):
+            module(batch)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not module.weight._backward_hooks
+    mean_of_squares(module, batch).backward()
+
+
+def test_nothing_is_kept_alive() -> None:
+    module, batch = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(5, 6)
+    with expanded_weights(module, batch) as capture:
+        hidden = module[0](batch)
+        seen = weakref.ref(hidden)
+        loss = mean_of_squares(module[1:], hidden)
+        loss.backward()
+    del hidden, loss
+    gc.collect()
+    assert seen() is None
+    assert capture.record.norms().shape == (5,)
+
+
+def test_forwards_without_gradient_keep_nothing() -> None:
+    module, batch = nn.Linear(6, 4), torch.randn(5, 6)
+    with expanded_weights(module, batch) as capture, torch.no_grad():
+        for _ in range(100):
+            module(batch)
+        weights = capture._dispatcher.weights
+        assert [weight.uses for weight in weights] == [0, 0]
+        assert len(capture._dispatcher.marks._entries) < 30
+
+
+def test_the_reference_loop_restores_buffers_and_random_numbers() -> None:
+    module = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.5), nn.InstanceNorm1d(3, track_running_stats=True))
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    state = torch.get_rng_state()
+    losses, grads = loop_per_sample_grads(module, mean_of_squares, torch.randn(5, 3, 6))
+    assert losses.shape == (5,)
+    assert grads["0.weight"].shape == (5, 4, 6)
+    assert not torch.equal(torch.get_rng_state(), state)  # drawn by torch.randn above
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, buffers[name])
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_no_warning_where_there_is_nothing_to_say() -> None:
+    module, batch = nn.Linear(6, 4), torch.randn(5, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with expanded_weights(module, batch):
+            mean_of_squares(module, batch).backward()
