@@ -22,16 +22,22 @@ class Marks(Generic[Mark]):
         self._entries: dict[int, tuple[weakref.ref[Tensor], Mark]] = {}
 
     def __setitem__(self, tensor: Tensor, mark: Mark) -> None:
-        self._entries[id(tensor)] = (weakref.ref(tensor), mark)
+        key = id(tensor)
+
+        def drop(gone: weakref.ref[Tensor]) -> None:
+            entry = self._entries.get(key)
+            if entry is not None and entry[0] is gone:
+                del self._entries[key]
+
+        self._entries[key] = (weakref.ref(tensor, drop), mark)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def get(self, tensor: Tensor) -> Mark | None:
         """The mark of this tensor object, or None."""
         entry = self._entries.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
-
-    def forget(self, tensor: Tensor) -> None:
-        """Remove the mark of a tensor, if it has one."""
-        self._entries.pop(id(tensor), None)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -44,7 +44,7 @@ class Use:
         self.rule: Rule | None = None
         self.arguments: dict[str, Any] = {}
         self.mixing: str | None = None
-        arguments = _bind(rule, call) if rule is not None else None
+        arguments = rule.bind(call.args, call.kwargs) if rule is not None else None
         if rule is None or arguments is None:
             return
         if rule.mixes_samples is not None and rule.mixes_samples(arguments):
@@ -133,13 +133,6 @@ def _gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
         return grad.as_strided(size, stride, grad.storage_offset() + offset)
 
     return read
-
-
-def _bind(rule: Rule, call: ObservedCall) -> dict[str, Any] | None:
-    """The call's arguments by name, or None where they do not fit the rule's names."""
-    if len(call.args) > len(rule.arguments) or any(name not in rule.arguments for name in call.kwargs):
-        return None
-    return {**dict(zip(rule.arguments, call.args, strict=False)), **call.kwargs}
 
 
 def _answers(rule: Rule, arguments: Mapping[str, Any], use: Use) -> bool:

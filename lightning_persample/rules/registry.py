@@ -65,6 +65,12 @@ class Rule:
     reads: frozenset[str]
     mixes_samples: Callable[[Mapping[str, Any]], bool] | None = None
 
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A call's arguments by name, or None where they do not fit the names of this rule."""
+        if len(args) > len(self.arguments) or any(name not in self.arguments for name in kwargs):
+            return None
+        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+
 
 _RULES: dict[object, Rule] = {}
 

@@ -146,6 +146,13 @@ case(
     lambda: Model(lambda m, x: m.a(x + m.p(torch.arange(B)[None])), a=nn.Linear(6, 4), p=nn.Embedding(B, 6)),
     sequences,
 )
+case(
+    "position-table-expanded",
+    lambda: Model(
+        lambda m, x: m.a(x + m.p(torch.arange(B).expand(len(x), B))), a=nn.Linear(6, 4), p=nn.Embedding(B, 6)
+    ),
+    sequences,
+)
 for spread in ("expand", "repeat"):
     size = (-1, -1) if spread == "expand" else (1, 1)
     case(

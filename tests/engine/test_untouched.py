@@ -130,7 +130,7 @@ def test_forwards_without_gradient_keep_nothing() -> None:
             module(batch)
         weights = capture._dispatcher.weights
         assert [weight.uses for weight in weights] == [0, 0]
-        assert len(capture._dispatcher.marks._entries) < 30
+        assert len(capture._dispatcher.marks) == 3  # the batch and two parameters
 
 
 def test_the_reference_loop_restores_buffers_and_random_numbers() -> None:
