@@ -67,3 +67,15 @@ def assert_exact(
     for found in (record, lean):
         torch.testing.assert_close(found.norms(), total.sqrt(), rtol=tolerance, atol=0.0)
     return record
+
+
+def record_of(module: nn.Module, loss: Callable[..., Tensor], *batch: Tensor, **options: Any) -> PerSampleRecord:
+    quantities = ("sq_norm", "grad_sample")
+    with expanded_weights(module, batch, quantities=quantities, unsupported="ignore", **options) as capture:
+        loss(module, *batch).backward()
+    return capture.record
+
+
+def assert_values(record: PerSampleRecord, expected: dict[str, Tensor]) -> None:
+    for name in record.names:
+        torch.testing.assert_close(record.grad_samples[name], expected[name], rtol=1e-10, atol=1e-12)

@@ -13,19 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_persample.engine import PerSampleRecord, expanded_weights
-from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, PerSampleWarning, UnsupportedError
+from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from tests.engine.model_cases import B, Model, mean_of_all, mean_of_squares, parameter
-from tests.engine.reference import loop
+from tests.engine.reference import assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
-
-
-@pytest.fixture
-def double_precision() -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 class Square(torch.autograd.Function):
@@ -61,13 +53,6 @@ class OwnMatmul(torch.autograd.Function):
         return grad @ weight.T, x.T @ grad
 
 
-def record_of(module: nn.Module, loss: Callable[..., Tensor], *batch: Tensor, **options: Any) -> PerSampleRecord:
-    quantities = ("sq_norm", "grad_sample")
-    with expanded_weights(module, batch, quantities=quantities, unsupported="ignore", **options) as capture:
-        loss(module, *batch).backward()
-    return capture.record
-
-
 def assert_missing(record: PerSampleRecord, module: nn.Module, expected: dict[str, str]) -> None:
     assert set(record.unsupported) == set(expected)
     for name, text in expected.items():
@@ -76,11 +61,6 @@ def assert_missing(record: PerSampleRecord, module: nn.Module, expected: dict[st
     known = sum(size for name, size in sizes.items() if name not in expected)
     assert record.coverage == pytest.approx(known / sum(sizes.values()))
     assert not set(record.names) & set(expected)
-
-
-def assert_values(record: PerSampleRecord, expected: dict[str, Tensor]) -> None:
-    for name in record.names:
-        torch.testing.assert_close(record.grad_samples[name], expected[name], rtol=1e-10, atol=1e-12)
 
 
 def two_layers(between: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -261,104 +241,6 @@ def test_frozen_unused_and_detached_parameters() -> None:
     assert record.coverage == 1.0
 
 
-MIXING = {
-    "batch-norm": (
-        nn.BatchNorm1d(4),
-        mean_of_squares,
-        r"`batch_norm` on .* with `b.bias`, `b.weight` normalises with the",
-    ),
-    "centred": (
-        lambda h: h - h.mean(0),
-        mean_of_squares,
-        "`sub` combines samples with a value computed over the whole batch",
-    ),
-    "contrastive": (
-        nn.Identity(),
-        lambda m, x: F.cross_entropy(m(x) @ m(x).T, torch.arange(len(x))),
-        "`matmul` meets two tensors of the batch with their batch axes at different places",
-    ),
-    "root-of-mean": (
-        nn.Identity(),
-        lambda m, x: mean_of_squares(m, x).sqrt(),
-        "`sqrt` of a value computed over the whole",
-    ),
-    "product-of-means": (
-        nn.Identity(),
-        lambda m, x: mean_of_squares(m, x) * m(x).abs().mean(),
-        "`mul` of a value computed over the whole batch is not a sum over samples",
-    ),
-    "norm-over-batch": (nn.Identity(), lambda m, x: m(x).norm(), "`norm` reduces over the batch axis"),
-    "shuffled": (lambda h: 0.3 * h + 0.7 * h[torch.arange(B).flip(0)], mean_of_squares, "`add` combines samples with"),
-}
-
-
-@pytest.mark.parametrize("name", MIXING)
-def test_samples_that_influence_each_other(name: str) -> None:
-    """The values are then each sample's contribution: their weighted sum is the gradient of the batch."""
-    after, loss, text = MIXING[name]
-    module = Model(lambda m, x: m.b(m.a(x)) if isinstance(after, nn.Module) else after(m.a(x)), a=nn.Linear(6, 4))
-    if isinstance(after, nn.Module):
-        module.b = after.to(torch.float64)
-    record = record_of(module, loss, vectors())
-    assert any(re.search(text, entry) for entry in record.mixing), record.mixing
-    for name, p in module.named_parameters():
-        torch.testing.assert_close(record.grad_samples[name].mean(0), p.grad, rtol=1e-10, atol=1e-12)
-
-
-def half_masked(x: Tensor) -> Tensor:
-    return torch.where(x[..., 0] > 0, -100, 1)
-
-
-WEIGHTED = {
-    "class-weights": lambda m, x: F.cross_entropy(
-        m(x[:, 0]), (x[:, 0, 0] > 0).long(), weight=torch.tensor([1.0, 2.0, 3.0, 4.0])
-    ),
-    "ignored-tokens": lambda m, x: F.cross_entropy(m(x).flatten(0, 1), half_masked(x).flatten()),
-    "masked-mean": lambda m, x: (m(x).sum(-1) * (x[..., 0] > 0)).sum() / (x[..., 0] > 0).sum(),
-    "picked-tokens": lambda m, x: m(x)[x[..., 0] > 0].square().mean(),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_unequal_weights_in_the_loss_are_named(name: str) -> None:
-    torch.manual_seed(1)
-    record = record_of(nn.Linear(6, 4), WEIGHTED[name], sequences())
-    assert len(record.weighting) == 1
-    assert re.search(r"averages over|scales the loss", record.weighting[0])
-    assert "test_absent.py" in record.weighting[0]
-    weights = torch.full((B,), 0.5)
-    told = record_of(nn.Linear(6, 4), WEIGHTED[name], sequences(), loss_reduction=weights)
-    assert told.weighting == ()
-
-
-PLAIN_LOSSES = {
-    "two-terms": lambda m, x: 0.5 * F.mse_loss(m(x), x[..., :4]) + m(x).abs().mean() / 2,
-    "equal-ignored-tokens": lambda m, x: F.cross_entropy(
-        m(x).flatten(0, 1), torch.tensor([1, -100, 2, 0, -100]).repeat(len(x))
-    ),
-    "no-reduction": lambda m, x: (
-        F.cross_entropy(m(x).flatten(0, 1), torch.ones(x[..., 0].numel(), dtype=torch.long), reduction="none")
-        .view(len(x), -1)
-        .mean(1)
-        .mean()
-    ),
-    "divergence": lambda m, x: F.kl_div(m(x).log_softmax(-1), x[..., :4].softmax(-1), reduction="batchmean"),
-    "triplet": lambda m, x: F.triplet_margin_loss(m(x), m(x + 1), m(x - 1)),
-    "smooth": lambda m, x: F.smooth_l1_loss(m(x), x[..., :4]) + F.huber_loss(m(x), x[..., 1:5]),
-    "binary": lambda m, x: F.binary_cross_entropy_with_logits(m(x), (x[..., :4] > 0).double()),
-    "label-smoothing": lambda m, x: F.cross_entropy(m(x).mT, (x[..., 0] > 0).long(), label_smoothing=0.1),
-}
-
-
-@pytest.mark.parametrize("name", PLAIN_LOSSES)
-def test_common_losses_raise_no_alarm(name: str) -> None:
-    module, batch = nn.Linear(6, 4), sequences()
-    record = record_of(module, PLAIN_LOSSES[name], batch)
-    assert record.mixing == ()
-    assert record.weighting == ()
-    assert_values(record, loop(module, PLAIN_LOSSES[name], (batch,)))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_gives_the_same_values(reentrant: bool) -> None:
     class Checkpointed(nn.Module):
@@ -405,48 +287,3 @@ def test_unsupported_as_an_error() -> None:
         expanded_weights(module, batch, unsupported="error"),
     ):
         mean_of_all(module, batch).backward()
-
-
-BAD_OPTIONS = {
-    "loss_reduction": ("median", "loss_reduction is 'median'; allowed are 'mean', 'sum' or a tensor of weights"),
-    "batch_dim": (-1, "batch_dim is -1; allowed is an integer of at least 0"),
-    "batch_size": (0, "batch_size is 0; allowed is None or an integer of at least 1"),
-    "quantities": ("sq_norm", "quantities is 'sq_norm'; allowed is a collection of 'sq_norm', 'grad_sample'"),
-    "unsupported": ("raise", "unsupported is 'raise'; allowed are 'warn', 'error' and 'ignore'"),
-}
-
-
-@pytest.mark.parametrize("option", BAD_OPTIONS)
-def test_bad_options(option: str) -> None:
-    value, text = BAD_OPTIONS[option]
-    with pytest.raises(OptionError, match=re.escape(text)):
-        expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), **{option: value})
-
-
-def test_weights_of_another_shape() -> None:
-    with pytest.raises(OptionError, match=re.escape("have sizes (3,); allowed is one weight per sample, (5,)")):
-        expanded_weights(nn.Linear(6, 4), vectors(), loss_reduction=torch.ones(3))
-
-
-BAD_BATCHES: dict[str, tuple[Any, str]] = {
-    "sizes-differ": (
-        {"x": torch.zeros(5, 6), "y": torch.zeros(4)},
-        "do not agree on a size along axis 0 (batch_dim=0): batch['x']: (5, 6), batch['y']: (4,); pass batch_dim",
-    ),
-    "no-tensor": (["text", 3], "the batch holds no tensor with an axis to read a batch size from; pass batch_size"),
-    "empty": (torch.zeros(0, 6), "the batch is empty"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_BATCHES)
-def test_bad_batches(name: str) -> None:
-    batch, text = BAD_BATCHES[name]
-    with pytest.raises(BatchSizeError, match=re.escape(text)):
-        expanded_weights(nn.Linear(6, 4), batch)
-
-
-def test_no_record_without_a_backward() -> None:
-    with expanded_weights(nn.Linear(6, 4), torch.randn(B, 6)) as capture:
-        pass
-    with pytest.raises(PerSampleError, match=re.escape("there is no record: no backward has reached a parameter")):
-        _ = capture.record

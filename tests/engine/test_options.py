@@ -1,0 +1,58 @@
+"""Options and batches that are refused, with the text of every refusal."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_persample.engine import expanded_weights
+from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError
+from tests.engine.model_cases import B
+
+BAD_OPTIONS = {
+    "loss_reduction": ("median", "loss_reduction is 'median'; allowed are 'mean', 'sum' or a tensor of weights"),
+    "batch_dim": (-1, "batch_dim is -1; allowed is an integer of at least 0"),
+    "batch_size": (0, "batch_size is 0; allowed is None or an integer of at least 1"),
+    "quantities": ("sq_norm", "quantities is 'sq_norm'; allowed is a collection of 'sq_norm', 'grad_sample'"),
+    "unsupported": ("raise", "unsupported is 'raise'; allowed are 'warn', 'error' and 'ignore'"),
+}
+
+
+@pytest.mark.parametrize("option", BAD_OPTIONS)
+def test_bad_options(option: str) -> None:
+    value, text = BAD_OPTIONS[option]
+    with pytest.raises(OptionError, match=re.escape(text)):
+        expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), **{option: value})
+
+
+def test_weights_of_another_shape() -> None:
+    with pytest.raises(OptionError, match=re.escape("have sizes (3,); allowed is one weight per sample, (5,)")):
+        expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), loss_reduction=torch.ones(3))
+
+
+BAD_BATCHES: dict[str, tuple[Any, str]] = {
+    "sizes-differ": (
+        {"x": torch.zeros(5, 6), "y": torch.zeros(4)},
+        "do not agree on a size along axis 0 (batch_dim=0): batch['x']: (5, 6), batch['y']: (4,); pass batch_dim",
+    ),
+    "no-tensor": (["text", 3], "the batch holds no tensor with an axis to read a batch size from; pass batch_size"),
+    "empty": (torch.zeros(0, 6), "the batch is empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+def test_bad_batches(name: str) -> None:
+    batch, text = BAD_BATCHES[name]
+    with pytest.raises(BatchSizeError, match=re.escape(text)):
+        expanded_weights(nn.Linear(6, 4), batch)
+
+
+def test_no_record_without_a_backward() -> None:
+    with expanded_weights(nn.Linear(6, 4), torch.randn(B, 6)) as capture:
+        pass
+    with pytest.raises(PerSampleError, match=re.escape("there is no record: no backward has reached a parameter")):
+        _ = capture.record

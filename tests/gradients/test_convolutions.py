@@ -1,0 +1,77 @@
+"""Every kernel of the convolution structure on every geometry, against autograd of one sample at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_persample.gradients import Dense, Patches, PatchGeometry, Sum, patches
+from tests.gradients.structures import GEOMETRIES, assert_close, inner, sq_norm
+
+KERNELS = ["unfolded", "grouped", "autocorrelation", "unfolded gram"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_kernel(name: str, kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient, expected = GEOMETRIES[name].build(dtype)
+    monkeypatch.setattr(
+        patches, "patch_kernel", lambda *, dense, **_: "unfolded" if dense and "a" in kernel else kernel
+    )
+    assert_close(gradient.sq_norm(), sq_norm(expected))
+    if kernel in {"unfolded", "grouped"}:
+        assert_close(gradient.dense(), expected)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_chosen_kernel(name: str) -> None:
+    gradient, expected = GEOMETRIES[name].build(torch.float64, B=2)
+    other, other_expected = GEOMETRIES[name].build(torch.float64, B=2)
+    assert tuple(gradient.shape) == tuple(expected.shape[1:])
+    assert_close(gradient.dense(), expected)
+    assert_close(gradient.sq_norm(), sq_norm(expected))
+    assert_close(gradient.samples(1, 2).sq_norm(), sq_norm(expected[1:]))
+    assert_close(gradient.inner(other), inner(expected, other_expected))
+    assert_close(gradient.inner(Dense(other_expected)), inner(expected, other_expected))
+    assert_close(Sum([gradient, other]).sq_norm(), sq_norm(expected + other_expected))
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_squared_norm_of_orthogonal_terms(name: str) -> None:
+    """With one position alone different from zero, there is nothing that could fail to be orthogonal."""
+    gradient, _ = GEOMETRIES[name].build(torch.float64)
+    alone = torch.zeros_like(gradient.grad_out)
+    corner = (slice(None), -1, slice(None), *[-1] * len(gradient.geometry.kernel_size))
+    alone[corner] = gradient.grad_out[corner]
+    single = Patches(alone, gradient.input, gradient.geometry)
+    assert_close(single._terms_sq_norm(), sq_norm(single.dense()))
+
+
+@pytest.mark.parametrize("layout", ["channels-last", "transposed", "expanded"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_inputs_that_are_not_contiguous(layout: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient, expected = GEOMETRIES["2d-three-rows"].build(torch.float64)
+    monkeypatch.setattr(
+        patches, "patch_kernel", lambda *, dense, **_: "unfolded" if dense and "a" in kernel else kernel
+    )
+    tensors = [gradient.grad_out, gradient.input]
+    if layout == "channels-last":
+        tensors = [x.movedim(2, -1).contiguous().movedim(-1, 2) for x in tensors]
+    elif layout == "transposed":
+        tensors = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]
+    else:
+        tensors = [x[:1].expand(3, *[-1] * 4) for x in tensors]
+        expected = expected[:1].expand(3, *[-1] * 4)
+    same = Patches(tensors[0], tensors[1], gradient.geometry)
+    assert_close(same.dense(), expected)
+    assert_close(same.sq_norm(), sq_norm(expected))
+
+
+def test_geometry_counts_outputs() -> None:
+    geometry = PatchGeometry((3, 2), stride=(2, 1), padding=((1, 1), (0, 1)), dilation=(1, 2))
+    out = torch.nn.functional.conv2d(torch.zeros(1, 1, 10, 8), torch.zeros(1, 1, 3, 2), None, (2, 1), (1, 0), (1, 2))
+    assert geometry.output_size((8, 7)) == (4, 6)
+    assert PatchGeometry((3, 2), (2, 1), ((1, 1), (0, 0)), (1, 2)).output_size((10, 8)) == tuple(out.shape[2:])
+    assert geometry.output_size((0, 1)) == (0, 0)
+    assert geometry.extent((4, 6)) == (9, 8)
