@@ -17,6 +17,7 @@ from lightning_persample.engine.batch import batch_tensors, place_in_batch, read
 from lightning_persample.engine.coverage import classify, warning_texts
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.dispatch import Dispatcher
+from lightning_persample.engine.fast_path import modules_do_not_see
 from lightning_persample.engine.graph import accumulator, unseen_edges
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.record import PerSampleRecord
@@ -134,17 +135,17 @@ class Capture:
         return self.records[-1]
 
     def __enter__(self) -> Capture:
-        self._mode.__enter__()
-        return self
+        self._observing = self.observe()
+        return self._observing.__enter__()
 
-    def __exit__(self, *exception: object) -> None:
-        self._mode.__exit__(*exception)
+    def __exit__(self, *exception: Any) -> None:
+        self._observing.__exit__(*exception)
         self.close()
 
     @contextmanager
     def observe(self) -> Iterator[Capture]:
         """Observe the calls inside this context and keep what is known for a later one, such as the backward."""
-        with self._mode:
+        with modules_do_not_see(_Mode), self._mode:
             yield self
 
     def attach_loss(self, loss: Tensor, weights: Tensor | None = None) -> None:

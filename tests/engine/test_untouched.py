@@ -68,6 +68,30 @@ def test_recurrent_layers_without_a_rule_yet() -> None:
     _assert_same(Last(), mean_of_squares, (torch.randn(5, 3, 6),), {})
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_a_teacher_in_evaluation_mode_takes_the_same_path() -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    teacher, student = nn.TransformerEncoder(layer, 2).eval(), nn.Linear(16, 16)
+    batch, padded = torch.randn(5, 7, 16), torch.arange(7) >= torch.tensor([7, 6, 5, 4, 3])[:, None]
+
+    def distil(observed: bool, mask: Tensor | None) -> Tensor:
+        def targets() -> Tensor:
+            with torch.no_grad():
+                return teacher(batch, src_key_padding_mask=mask)
+
+        if not observed:
+            return targets()
+        with expanded_weights(student, batch, unsupported="ignore") as capture:
+            given = targets()
+            (student(batch) - given).square().mean().backward()
+        assert capture.record.coverage == 1.0
+        return given
+
+    for mask in (None, padded):
+        assert torch.equal(distil(False, mask), distil(True, mask))
+    assert torch.overrides.has_torch_function is torch._C._has_torch_function
+
+
 def test_double_backward_is_the_same() -> None:
     module, batch = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 6, requires_grad=True)
 

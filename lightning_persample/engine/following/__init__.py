@@ -6,6 +6,10 @@ exactly one axis and hold the values that the whole call gave that sample. What 
 reason.
 """
 
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
 from lightning_persample.engine.following import layers, reductions, shapes  # (registers the families)
 from lightning_persample.engine.following.after_reduction import after_reduction
 from lightning_persample.engine.following.base import FOLLOWERS, Followed, lost
@@ -14,6 +18,10 @@ from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
 __all__ = ["POINTWISE", "Followed", "follow", "layers", "reductions", "shapes"]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
 
 
 def follow(call: ObservedCall) -> Followed:
@@ -29,6 +37,8 @@ def follow(call: ObservedCall) -> Followed:
         return Followed(())
     if not call.located:
         return after_reduction(call)
+    if any(not _is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
+        return lost(call, "works on tensors that are nested, sparse or wrapped")
     known = FOLLOWERS.get(call.op)
     if known is not None:
         return known(call)

@@ -1,0 +1,47 @@
+"""Keep torch's fused inference paths as they are while calls are observed.
+
+`nn.TransformerEncoderLayer` and `nn.MultiheadAttention` in evaluation mode without gradient (a frozen teacher in a
+training step) take a fused path, unless ``torch.overrides.has_torch_function`` is true, which any torch function
+mode makes it. The fused path rounds differently: without this, observing a step would change what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+__all__ = ["modules_do_not_see"]
+
+
+@contextmanager
+def modules_do_not_see(kind: type[TorchFunctionMode]) -> Iterator[None]:
+    """Within this context, modules that ask whether an override is active do not count modes of this kind.
+
+    Args:
+        kind: the class of the modes that only observe.
+
+    Yields:
+        Nothing.
+    """
+    asked = torch.overrides.has_torch_function
+
+    def has_torch_function(args: Iterable[Any]) -> bool:
+        if any(not isinstance(mode, kind) for mode in _get_current_function_mode_stack()):
+            return bool(asked(args))
+        return any(_overrides(type(arg)) for arg in args)
+
+    torch.overrides.has_torch_function = has_torch_function
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function = asked
+
+
+def _overrides(kind: type) -> bool:
+    own = getattr(kind, "__torch_function__", None)
+    return kind is not Tensor and own is not None and own is not torch._C._disabled_torch_function_impl
