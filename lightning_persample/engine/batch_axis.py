@@ -1,9 +1,13 @@
 """Where the batch lies inside a tensor, and what changes of shape do to it.
 
-A tensor that holds the batch has it along one axis ``dim`` of size ``outer * B * inner``: entry ``(o * B + b) * inner
-+ i`` of that axis belongs to sample ``b``. Plain activations have ``outer = inner = 1``; ``x.view(B * T, d)`` of a
-(B, T, d) tensor has ``inner = T``; of a time-major (T, B, d) tensor ``outer = T``. The axis is declared on the
-tensors of the batch and followed from there; it is never read off a size that happens to match.
+A tensor that holds the batch has it along one axis ``dim`` of size ``outer * n * inner``: row
+``(o * n + e) * inner + i`` of that axis belongs to entry ``e``. Plain activations have one entry per sample, n = B, and
+``outer = inner = 1``; ``x.view(B * T, d)`` of a (B, T, d) tensor has ``inner = T``; of a time-major (T, B, d) tensor
+``outer = T``. Where rows were picked (``x[mask]``, a shuffle, a packed sequence), an `Owner` says which sample each of
+the n entries belongs to.
+
+The axis is declared on the tensors of the batch and followed from there; it is never read off a size that happens to
+match.
 """
 
 from __future__ import annotations
@@ -12,39 +16,69 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-__all__ = ["BatchAxis", "Lost", "batch_first", "one_sample", "reshaped"]
+__all__ = ["BatchAxis", "Lost", "Owner", "batch_first", "one_entry", "picked", "reshaped", "row_owners"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """The sample that each of the n entries of an axis belongs to.
+
+    Attributes:
+        sample: (n,) int64, values from 0 to B - 1; a sample may own any number of entries.
+    """
+
+    sample: Tensor
+
+    def same(self, other: Owner | None) -> bool:
+        """Whether both give every entry to the same sample."""
+        if self is other:
+            return True
+        return other is not None and torch.equal(self.sample, other.sample.to(self.sample.device))
+
+
+@dataclass(frozen=True, eq=False)
 class BatchAxis:
-    """The batch lies along axis `dim`, `outer * inner` rows to a sample.
+    """The batch lies along axis `dim`: `outer * inner` rows to an entry, one to a sample unless it has an `owner`.
 
     Attributes:
         dim: axis that holds the batch, counted from the front.
-        outer: rows of one sample that lie B * inner apart.
-        inner: rows of one sample that lie next to each other.
+        outer: rows of one entry that lie n * inner apart.
+        inner: rows of one entry that lie next to each other.
         mixing: where a value computed over the whole batch entered this tensor, or None.
+        owner: the sample of each entry; None where entry b is sample b.
     """
 
     dim: int
     outer: int = 1
     inner: int = 1
     mixing: str | None = None
+    owner: Owner | None = None
 
     @property
     def rows(self) -> int:
-        """Rows of this axis that belong to one sample."""
+        """Rows of this axis that belong to one entry."""
         return self.outer * self.inner
+
+    def entries(self, batch_size: int) -> int:
+        """The number n of entries."""
+        return batch_size if self.owner is None else self.owner.sample.numel()
 
     def moved(self, dim: int) -> BatchAxis:
         """The same layout along another axis."""
         return replace(self, dim=dim)
 
     def same_layout(self, other: BatchAxis) -> bool:
-        """Whether both order the samples of their axis alike."""
-        return (self.outer, self.inner) == (other.outer, other.inner)
+        """Whether both give the rows of their axis to the samples alike."""
+        if (self.outer, self.inner) != (other.outer, other.inner):
+            return False
+        return other.owner is None if self.owner is None else self.owner.same(other.owner)
+
+    def same_place(self, other: BatchAxis) -> bool:
+        """Whether both are the same axis with the same layout."""
+        return self.dim == other.dim and self.same_layout(other)
 
 
 @dataclass(frozen=True)
@@ -62,27 +96,79 @@ class Lost:
     noted: bool = False
 
 
-def batch_first(tensor: Tensor, axis: BatchAxis, batch_size: int) -> Tensor:
+def batch_first(tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool = True) -> Tensor:
     """Bring the samples to the front: (B, *shape with the batch axis reduced to the rows of one sample).
 
     Args:
         tensor: any tensor that holds the batch along `axis`.
         axis: where the batch lies.
         batch_size: number of samples B.
+        fill: where samples own unequal numbers of entries, all get as many as the largest; the missing ones repeat an
+            entry if `fill` is true (values that are read), and are zero if not (gradients, which they must not add to).
 
     Returns:
-        A view where strides allow it, shape (B, ..., outer * inner, ...); rows of a sample keep their order.
+        A view where strides allow it, shape (B, ..., rows, ...); rows of a sample keep their order.
     """
     before, after = tensor.shape[: axis.dim], tensor.shape[axis.dim + 1 :]
-    split = tensor.reshape(*before, axis.outer, batch_size, axis.inner, *after)
-    return split.movedim(axis.dim + 1, 0).reshape(batch_size, *before, axis.rows, *after)
+    entries = axis.entries(batch_size)
+    split = tensor.reshape(*before, axis.outer, entries, axis.inner, *after)
+    first = split.movedim(axis.dim + 1, 0).reshape(entries, *before, axis.rows, *after)
+    if axis.owner is None:
+        return first
+    index, present = _grouped(axis.owner, batch_size)
+    grouped = first[index.to(first.device)]
+    if not fill:
+        grouped = grouped * present.to(grouped.device).reshape(*present.shape, *(1,) * (grouped.dim() - 2))
+    most = index.shape[1]
+    return grouped.movedim(1, 1 + axis.dim).reshape(batch_size, *before, most * axis.rows, *after)
 
 
-def one_sample(tensor: Tensor, axis: BatchAxis, batch_size: int, sample: int) -> Tensor:
-    """The rows of one sample, with the number of axes kept."""
+def _grouped(owner: Owner, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Entries by sample: (B, most) indices of entries, and whether each of them is the sample's own."""
+    sample = owner.sample
+    order = torch.argsort(sample, stable=True)
+    counts = torch.bincount(sample, minlength=batch_size)
+    most = int(counts.max()) if sample.numel() else 0
+    starts = counts.cumsum(0) - counts
+    places = torch.arange(most, device=sample.device)
+    present = places[None] < counts[:, None]
+    index = torch.where(present, starts[:, None] + places[None], 0)
+    return order[index] if most else index, present
+
+
+def one_entry(tensor: Tensor, axis: BatchAxis, batch_size: int, entry: int) -> Tensor:
+    """The rows of one entry, with the number of axes kept."""
     before, after = tensor.shape[: axis.dim], tensor.shape[axis.dim + 1 :]
-    split = tensor.reshape(*before, axis.outer, batch_size, axis.inner, *after)
-    return split.select(axis.dim + 1, sample).reshape(*before, axis.rows, *after)
+    split = tensor.reshape(*before, axis.outer, axis.entries(batch_size), axis.inner, *after)
+    return split.select(axis.dim + 1, entry).reshape(*before, axis.rows, *after)
+
+
+def row_owners(axis: BatchAxis, batch_size: int, device: torch.device | None = None) -> Tensor:
+    """The sample of every row of the axis: (outer * n * inner,)."""
+    sample = torch.arange(batch_size, device=device) if axis.owner is None else axis.owner.sample
+    return sample.repeat_interleave(axis.inner).repeat(axis.outer)
+
+
+def picked(dim: int, owners: Tensor, batch_size: int, mixing: str | None = None) -> BatchAxis:
+    """The axis whose rows belong to the given samples, in its simplest form.
+
+    Args:
+        dim: the axis.
+        owners: the sample of every row, (size of the axis,).
+        batch_size: number of samples B.
+        mixing: see `BatchAxis`.
+
+    Returns:
+        An axis without an `Owner` where the rows are the samples in order, repeated as a whole or one by one.
+    """
+    repeats, rest = divmod(owners.numel(), batch_size)
+    if repeats and not rest:
+        samples = torch.arange(batch_size, device=owners.device)
+        if torch.equal(owners, samples.repeat_interleave(repeats)):
+            return BatchAxis(dim, inner=repeats, mixing=mixing)
+        if torch.equal(owners, samples.repeat(repeats)):
+            return BatchAxis(dim, outer=repeats, mixing=mixing)
+    return BatchAxis(dim, mixing=mixing, owner=Owner(owners))
 
 
 def reshaped(axis: BatchAxis, before: Sequence[int], after: Sequence[int], batch_size: int) -> BatchAxis | None:
@@ -97,15 +183,16 @@ def reshaped(axis: BatchAxis, before: Sequence[int], after: Sequence[int], batch
     Returns:
         The axis afterwards, or None where the new shape cuts the batch apart.
     """
+    entries = axis.entries(batch_size)
     ahead = math.prod(before[: axis.dim]) * axis.outer
     behind = math.prod(before[axis.dim + 1 :]) * axis.inner
-    if ahead * behind * batch_size != math.prod(after):
+    if ahead * behind * entries != math.prod(after):
         return None
     for dim, size in enumerate(after):
         leading, trailing = math.prod(after[:dim]), math.prod(after[dim + 1 :])
         if leading == 0 or trailing == 0 or ahead % leading or behind % trailing:
             continue
         outer, inner = ahead // leading, behind // trailing
-        if size == outer * batch_size * inner:
+        if size == outer * entries * inner:
             return replace(axis, dim=dim, outer=outer, inner=inner)
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -210,7 +211,7 @@ class Dispatcher:
             self.mixing.setdefault(use.mixing)
             for output, mark in zip(call.outputs, followed.outputs, strict=False):
                 if isinstance(mark, BatchAxis):
-                    self.marks[output] = BatchAxis(mark.dim, mark.outer, mark.inner, use.mixing)
+                    self.marks[output] = replace(mark, mixing=use.mixing)
         if involved and not _adds_a_term(call):
             self._register(use, involved)
 

@@ -189,7 +189,9 @@ def _by_rule(use: Use, rule: Rule, axis: BatchAxis) -> Callable[[Tensor], list[C
             if extra:
                 tensor = tensor.reshape(*(1,) * extra, *tensor.shape)
             arguments[name] = batch_first(tensor, where.moved(where.dim + extra), batch_size)
-        given = rule.function(Call(batch_size, arguments, frozenset(owners)), batch_first(grad, axis, batch_size))
+        given = rule.function(
+            Call(batch_size, arguments, frozenset(owners)), batch_first(grad, axis, batch_size, fill=False)
+        )
         return [(owners[name], gradient) for name, gradient in given.items()]
 
     return compute
@@ -216,11 +218,13 @@ def _by_generic_rule(use: Use, axis: BatchAxis) -> Callable[[Tensor], list[Contr
         args, kwargs = tree_unflatten(kept, spec)
         batched = {position: batch_first(kept[position], where, batch_size) for position, where in axes.items()}
         given = generic_rule(
-            call.function, args, kwargs, batched, frozenset(owners), batch_first(grad, axis, batch_size)
+            call.function, args, kwargs, batched, frozenset(owners), batch_first(grad, axis, batch_size, fill=False)
         )
         contributions: list[Contribution] = []
         for position, gradient in given.items():
             where = axes.get(position)
+            if where is not None and where.owner is not None:
+                raise UnsupportedError(f"{use.describe()} lays a weight along rows that were picked from the batch")
             structure = Dense(gradient) if where is None else Block(gradient, where.dim, where.outer, where.inner)
             contributions.append((owners[position], structure))
         return contributions

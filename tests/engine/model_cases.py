@@ -331,6 +331,36 @@ case(
     sequences,
 )
 
+# Rows picked from the batch -------------------------------------------------------------------------------------------
+
+
+def tokens_picked(m: Any, x: Tensor) -> Tensor:
+    """Only some tokens of each sample go through the layers, unequal numbers of them."""
+    mask = x[..., 0] > 0
+    hidden = torch.zeros(*x.shape[:2], 6, dtype=x.dtype)
+    hidden[mask] = m.b(m.a(x[mask]).relu())
+    return hidden
+
+
+def experts(m: Any, x: Tensor) -> Tensor:
+    """Each token goes to the expert that its first entry names."""
+    flat = x.reshape(-1, 6)
+    result = torch.zeros_like(flat)
+    for number, expert in enumerate((m.a, m.b)):
+        chosen = (flat[:, 0] > 0) == bool(number)
+        result[chosen] = expert(flat[chosen])
+    return result.view_as(x)
+
+
+def shuffled_and_back(m: Any, x: Tensor) -> Tensor:
+    order = torch.randperm(len(x))
+    return m.b(m.a(x[order]).relu())[order.argsort()]
+
+
+case("tokens-picked", lambda: Model(tokens_picked, a=nn.Linear(6, 4), b=nn.Linear(4, 6)), sequences)
+case("experts", lambda: Model(experts, a=nn.Linear(6, 6), b=nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6))), sequences)
+case("shuffled-and-back", lambda: Model(shuffled_and_back, a=nn.Linear(6, 4), b=nn.Linear(4, 2)), sequences)
+
 # Embeddings -----------------------------------------------------------------------------------------------------------
 for options in ({"padding_idx": 0}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}, {"sparse": True}):
     case(

@@ -82,10 +82,6 @@ AFTER_THE_BATCH = {
         r"`linear` on .*`unbind` takes single samples out",
     ),
     "own-function-without-torch-calls": (DoubledByNumpy.apply, r"passed through DoubledByNumpyBackward"),
-    "half-of-the-samples": (
-        lambda h: h[:2],
-        r"`getitem` takes some of the samples \(sizes \[\(5, 4\)\] at test_absent.py",
-    ),
 }
 
 
@@ -95,12 +91,6 @@ def test_a_lost_batch_axis_is_named_where_a_weight_needs_it(name: str) -> None:
     module = two_layers(between)
     record = record_of(module, mean_of_all, vectors())
     assert_missing(record, module, {"b.weight": text, "b.bias": text})
-
-
-def test_tokens_picked_by_a_mask() -> None:
-    module = Model(lambda m, x: m.b(m.a(x)[x[..., 0] > 0]), a=nn.Linear(6, 4), b=nn.Linear(4, 2))
-    text = r"`linear` on .* at test_absent.py:\d+ with `b.bias`, `b.weight`.*`getitem` picks entries by a mask"
-    assert_missing(record_of(module, mean_of_all, sequences()), module, {"b.weight": text, "b.bias": text})
 
 
 def test_samples_along_an_axis_that_the_op_does_not_keep() -> None:

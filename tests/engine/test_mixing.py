@@ -50,7 +50,11 @@ MIXING = {
         "`mul` of a value computed over the whole batch is not a sum over samples",
     ),
     "norm-over-batch": (nn.Identity(), lambda m, x: m(x).norm(), "`norm` reduces over the batch axis"),
-    "shuffled": (lambda h: 0.3 * h + 0.7 * h[torch.arange(B).flip(0)], mean_of_squares, "`add` combines samples with"),
+    "shuffled": (
+        lambda h: 0.3 * h + 0.7 * h[torch.arange(B).flip(0)],
+        mean_of_squares,
+        "`add` combines different samples",
+    ),
 }
 
 
@@ -78,6 +82,7 @@ WEIGHTED = {
     "ignored-tokens": lambda m, x: F.cross_entropy(m(x).flatten(0, 1), half_masked(x).flatten()),
     "masked-mean": lambda m, x: (m(x).sum(-1) * (x[..., 0] > 0)).sum() / (x[..., 0] > 0).sum(),
     "picked-tokens": lambda m, x: m(x)[x[..., 0] > 0].square().mean(),
+    "half-of-the-samples": lambda m, x: m(x[:2]).square().mean(),
 }
 
 

@@ -75,11 +75,16 @@ def broadcast(call: ObservedCall) -> Followed:
     located = call.located
     first, axis = located[0]
     from_right = axis.dim - first.dim()
-    for tensor, other in located[1:]:
-        if (other.dim - tensor.dim() != from_right or not other.same_layout(axis)) and call.batch_size > 1:
-            return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
     mixing = next((other.mixing for _, other in located if other.mixing), None)
     event = None
+    for tensor, other in located[1:]:
+        apart = other.dim - tensor.dim() != from_right or (other.outer, other.inner) != (axis.outer, axis.inner)
+        if apart and call.batch_size > 1:
+            return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
+        if not other.same_layout(axis) and call.batch_size > 1:
+            mixing = f"`{call.name}` combines different samples{user_line()}"
+            event = mixing if any(output.requires_grad for output in call.outputs) else event
+            axis = other if other.owner is None else axis
     for tensor, _ in call.lost:
         reason = f"`{call.name}` combines samples with a value computed over the whole batch{user_line()}"
         mixing = mixing or reason

@@ -49,6 +49,8 @@ def _follow_channels(call: ObservedCall) -> Followed:
     unbatched = call.name.startswith("conv") and first.dim() == _spatial_axes(call) + 1
     if axis.dim != 0 or unbatched:
         return lost(call, "needs the samples along its first axis", mixes=True)
+    if call.op == "batch_norm" and axis.owner is not None:
+        return lost(call, "has rows picked from the batch, of which it may take statistics", mixes=True)
     return keep(call, axis)
 
 
@@ -133,7 +135,13 @@ def _follow_added_product(call: ObservedCall) -> Followed:
         return broadcast(call)
     product = _product(call, left, right)
     where = call.axis_of(added)
-    if where is None or where == product.outputs[0]:
+    placed = product.outputs[0]
+    if where is None or (
+        isinstance(where, BatchAxis)
+        and isinstance(placed, BatchAxis)
+        and where.dim - added.dim() == placed.dim - call.outputs[0].dim()
+        and where.same_layout(placed)
+    ):
         return product
     return lost(call, _MEET, mixes=True)
 

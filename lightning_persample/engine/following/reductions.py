@@ -44,8 +44,18 @@ def _whole_batch(call: ObservedCall) -> Followed:
     """The samples were added up: the outputs are a weighted sum over the batch."""
     sizes = [tuple(o.tensor.shape) for o in call.operands]
     what = f"`{call.name}` reduces over the batch axis (sizes {sizes}{user_line()})"
-    taint = next((axis.mixing for tensor, axis in call.located if axis.mixing and tensor.requires_grad), None)
-    return Followed((Lost(what, reduced=True),) * len(call.outputs), weighting=taint)
+    with_gradient = [axis for tensor, axis in call.located if tensor.requires_grad]
+    note = next((axis.mixing for axis in with_gradient if axis.mixing), None)
+    if note is None and averages(call) and any(not _in_equal_numbers(axis, call.batch_size) for axis in with_gradient):
+        note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
+    return Followed((Lost(what, reduced=True),) * len(call.outputs), weighting=note)
+
+
+def _in_equal_numbers(axis: BatchAxis, batch_size: int) -> bool:
+    if axis.owner is None:
+        return True
+    counts = torch.bincount(axis.owner.sample, minlength=batch_size)
+    return bool((counts == counts[0]).all())
 
 
 @follower(*sorted(_LOSSES))
@@ -137,19 +147,6 @@ def _follow_scan(call: ObservedCall) -> Followed:
     return _along(call, dims_argument(call.argument(1, "dim", "dims"), tensor.dim()))
 
 
-@follower("flip")
-def _follow_flip(call: ObservedCall) -> Followed:
-    tensor, _ = call.located[0]
-    dims = call.args[1:] if len(call.args) > 2 else call.argument(1, "dims")
-    return _along(call, dims_argument(dims, tensor.dim()))
-
-
-@follower("roll")
-def _follow_roll(call: ObservedCall) -> Followed:
-    tensor, _ = call.located[0]
-    return _along(call, dims_argument(call.argument(2, "dims"), tensor.dim()))
-
-
 @follower("sort", "argsort", "glu", "msort")
 def _follow_sort(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
@@ -163,8 +160,6 @@ def _follow_topk(call: ObservedCall) -> Followed:
     return _along(call, dims_argument(call.argument(2, "dim", default=-1), tensor.dim()))
 
 
-@follower(
-    "nonzero", "argwhere", "unique", "masked_select", "bincount", "histc", "as_strided", "take", "unique_consecutive"
-)
+@follower("nonzero", "argwhere", "unique", "bincount", "histc", "as_strided", "take", "unique_consecutive")
 def _follow_scattered(call: ObservedCall) -> Followed:
     return lost(call, "gathers entries across the batch")

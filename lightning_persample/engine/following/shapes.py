@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_persample.engine.batch_axis import BatchAxis, Lost, reshaped
+from lightning_persample.engine.batch_axis import BatchAxis, Lost, picked, reshaped, row_owners
 from lightning_persample.engine.following.base import Followed, broadcast, dims_argument, follower, keep, lost
 from lightning_persample.engine.observed import ObservedCall
 
@@ -88,9 +87,9 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
     dim = int(dim) % max(call.outputs[0].dim(), 1)
     if dim != axis.dim:
         return keep(call, axis)
-    if not isinstance(repeats, int):
-        return lost(call, "repeats samples unequally")
-    return keep(call, replace(axis, inner=axis.inner * repeats))
+    if isinstance(repeats, int):
+        return keep(call, replace(axis, inner=axis.inner * repeats))
+    return _rows(call, axis, dim, row_owners(axis, call.batch_size, repeats.device).repeat_interleave(repeats))
 
 
 @follower("cat", "concat", "concatenate", "stack")
@@ -104,14 +103,11 @@ def _follow_joined(call: ObservedCall) -> Followed:
     if any(other.dim != axis.dim for _, other in located) and call.batch_size > 1:
         return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
     mixing = next((other.mixing for _, other in located if other.mixing), None)
-    along = call.op != "stack" and dim == axis.dim
-    if along:
-        pieces = [operand.axis for operand in call.operands]
-        whole = all(isinstance(piece, BatchAxis) and piece.inner == axis.inner for piece in pieces)
-        if not whole:
+    if call.op != "stack" and dim == axis.dim:
+        if len(located) < len(call.operands):
             return lost(call, "puts rows of the batch beside rows that belong to no sample")
-        outer = sum(piece.outer for piece in pieces if isinstance(piece, BatchAxis))
-        return keep(call, replace(axis, outer=outer, mixing=mixing))
+        owners = torch.cat([row_owners(other, call.batch_size, first.device) for _, other in located])
+        return keep(call, picked(dim, owners, call.batch_size, mixing))
     if any(not other.same_layout(axis) for _, other in located):
         return lost(call, "meets two tensors of the batch that order their samples differently", mixes=True)
     size = first.size(axis.dim)
@@ -123,22 +119,19 @@ def _follow_joined(call: ObservedCall) -> Followed:
     return keep(call, replace(axis, dim=moved, mixing=mixing), aligned)
 
 
+def _rows(call: ObservedCall, axis: BatchAxis, dim: int, owners: Tensor) -> Followed:
+    """Rows of the batch axis were picked: `owners` is the sample of each row that is left, along axis `dim`."""
+    return keep(call, picked(dim, owners, call.batch_size, axis.mixing))
+
+
 @follower("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
 def _follow_split(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     dim = int(call.argument(2, "dim", default=0)) % tensor.dim()
     if dim != axis.dim:
         return keep(call, axis)
-    pieces = [_leading_rows(axis, output.size(dim), call.batch_size) for output in call.outputs]
-    if any(piece is None for piece in pieces):
-        return lost(call, "takes some of the samples")
-    return Followed(tuple(piece for piece in pieces if piece is not None))
-
-
-def _leading_rows(axis: BatchAxis, size: int, batch_size: int) -> BatchAxis | None:
-    """The layout of `size` neighbouring rows, where these are whole repetitions of the batch."""
-    outer, rest = divmod(size, batch_size * axis.inner)
-    return replace(axis, outer=outer) if rest == 0 and outer > 0 else None
+    pieces = row_owners(axis, call.batch_size, tensor.device).split([output.size(dim) for output in call.outputs])
+    return Followed(tuple(picked(dim, piece, call.batch_size, axis.mixing) for piece in pieces))
 
 
 @follower("unbind")
@@ -150,161 +143,68 @@ def _follow_unbind(call: ObservedCall) -> Followed:
     return keep(call, axis.moved(axis.dim - (dim < axis.dim)))
 
 
-@follower("select", "narrow", "index_select", "gather", "take_along_dim", "unfold", "index_add", "scatter",
-          "scatter_add", "index_copy", "index_fill")  # fmt: skip
+@follower("flip")
+def _follow_flip(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    dims = dims_argument(call.args[1:] if len(call.args) > 2 else call.argument(1, "dims"), tensor.dim())
+    if dims is not None and axis.dim not in dims:
+        return keep(call, axis)
+    return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).flip(0))
+
+
+@follower("roll")
+def _follow_roll(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    shifts, dims = call.argument(1, "shifts"), dims_argument(call.argument(2, "dims"), tensor.dim())
+    if dims is None:
+        return lost(call, "moves entries from sample to sample", mixes=True)
+    by_dim = dict(zip(dims, (shifts,) if isinstance(shifts, int) else shifts, strict=True))
+    if axis.dim not in by_dim:
+        return keep(call, axis)
+    return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).roll(by_dim[axis.dim]))
+
+
+@follower("select", "narrow", "index_select", "unfold")
 def _follow_select(call: ObservedCall) -> Followed:
-    dim_position, name = (2, "dim") if call.op == "take_along_dim" else (1, "dim")
     target = call.argument(0, "input", "self")
-    dim = call.argument(dim_position, name, "dimension")
-    if dim is None:
-        return lost(call, "gathers entries across the batch")
-    dim = int(dim) % max(target.dim(), 1)
-    located = call.located
-    if call.op in ("gather", "take_along_dim", "scatter", "scatter_add"):
-        if any(other != located[0][1] for _, other in located) or call.lost or len(located) < 2:
-            return lost(call, "picks entries by indices that do not belong to the same sample", mixes=True)
-    elif call.axis_of(target) is None or len(located) > 1 or call.lost:
-        return lost(call, "picks entries by indices that depend on the batch", mixes=True)
-    _, axis = located[0]
-    if dim == axis.dim:
-        if call.op == "narrow":
-            return _sliced(call, axis, int(call.argument(2, "start")), call.outputs[0].size(dim), axis.dim)
-        return lost(call, "takes single samples out of the batch", mixes=call.op != "select")
-    return keep(call, axis.moved(axis.dim - (dim < axis.dim)) if call.op == "select" else axis)
-
-
-def _sliced(call: ObservedCall, axis: BatchAxis, start: int, length: int, dim: int) -> Followed:
-    piece = _leading_rows(axis, length, call.batch_size)
-    if piece is None or start % (call.batch_size * axis.inner):
-        return lost(call, "takes some of the samples")
-    return keep(call, piece.moved(dim))
-
-
-@follower("getitem")
-def _follow_getitem(call: ObservedCall) -> Followed:
-    tensor: Tensor = call.args[0]
-    items = _expanded_index(call.args[1], tensor.dim())
-    if items is None:
-        return lost(call, "picks entries by a mask that depends on the batch")
-    source = call.axis_of(tensor)
-    advanced = [item for item in items if isinstance(item, Tensor)]
-    index_axes = [(item, call.axis_of(item)) for item in advanced if call.axis_of(item) is not None]
-    if any(isinstance(where, Lost) for _, where in index_axes) or isinstance(source, Lost):
-        return lost(call, "picks entries by indices computed over the whole batch", mixes=True)
-    place = _Placed(items, tensor.dim(), advanced)
-    if not isinstance(source, BatchAxis):
-        return _by_index(call, place, [(i, w) for i, w in index_axes if isinstance(w, BatchAxis)])
-    item, position = place.item_of(source.dim)
-    if isinstance(item, Tensor):
-        if source.rows != 1 or not _is_every_sample(item, call.batch_size):
-            return lost(call, "takes single samples out of the batch", mixes=True)
-        own = BatchAxis(max(range(item.dim()), key=item.size, default=0))
-        located = [(i, w) for i, w in index_axes if isinstance(w, BatchAxis)]
-        return _by_index(call, place, [(item, own), *located])
-    if index_axes:
-        return lost(call, "picks entries by indices that depend on another sample", mixes=True)
-    if isinstance(item, slice):
-        start, stop, step = item.indices(tensor.size(source.dim))
-        if step == 1 and stop - start == tensor.size(source.dim):
-            return keep(call, source.moved(position))
-        if step == 1:
-            return _sliced(call, source, start, stop - start, position)
+    dim = int(call.argument(1, "dim", "dimension")) % max(target.dim(), 1)
+    axis = call.axis_of(target)
+    index = call.argument(2, "index", "start")
+    if not isinstance(axis, BatchAxis):  # a weight or a constant, picked from by an index of the batch
+        where = call.axis_of(index)
+        whole = call.op == "index_select" and isinstance(where, BatchAxis)
+        return (
+            keep(call, where.moved(dim)) if whole else lost(call, "picks entries by a number of the batch", mixes=True)
+        )
+    if dim != axis.dim:
+        depends = isinstance(index, Tensor) and call.axis_of(index) is not None
+        if depends:
+            return lost(call, "picks entries by indices that depend on the batch", mixes=True)
+        return keep(call, axis.moved(axis.dim - (dim < axis.dim)) if call.op == "select" else axis)
+    owners = row_owners(axis, call.batch_size, target.device)
+    if call.op == "narrow":
+        return _rows(call, axis, dim, owners.narrow(0, int(index), call.outputs[0].size(dim)))
+    if call.op == "index_select":
+        return _rows(call, axis, dim, owners[index])
     return lost(call, "takes single samples out of the batch")
 
 
-def _by_index(call: ObservedCall, place: _Placed, located: list[tuple[Tensor, BatchAxis]]) -> Followed:
-    """The batch comes in through the index tensors, which are laid over each other from the right."""
-    index, axis = located[0]
-    from_right = axis.dim - index.dim()
-    if any(w.dim - i.dim() != from_right or not w.same_layout(axis) for i, w in located[1:]) and call.batch_size > 1:
-        return lost(call, "picks entries by indices that order their samples differently", mixes=True)
-    return keep(call, axis.moved(place.start + place.width + from_right))
-
-
-def _is_every_sample(index: Tensor, batch_size: int) -> bool:
-    """Whether an index names the samples 0, 1, ... B-1 in order along its one long axis."""
-    flat = index.flatten()
-    return index.numel() == batch_size and torch.equal(
-        flat, torch.arange(batch_size, device=flat.device, dtype=flat.dtype)
-    )
-
-
-def _expanded_index(index: Any, ndim: int) -> list[Any] | None:
-    """An index as one entry per axis (None adds an axis), lists as tensors; None where a boolean mask is among them."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    items = [torch.as_tensor(item) if isinstance(item, (list, range)) else item for item in items]
-    if any(
-        isinstance(item, bool) or (isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8))
-        for item in items
-    ):
-        return None
-    items = [int(i) if isinstance(i, Tensor) and i.dim() == 0 and not i.requires_grad else i for i in items]
-    used = sum(item is not None and item is not Ellipsis for item in items)
-    fill = [slice(None)] * (ndim - used)
-    at = next((position for position, item in enumerate(items) if item is Ellipsis), None)
-    return items + fill if at is None else items[:at] + fill + items[at + 1 :]
-
-
-class _Placed:
-    """Where each axis of the indexed tensor comes out, by torch's rules for mixed basic and advanced indexing."""
-
-    def __init__(self, items: list[Any], ndim: int, advanced: list[Tensor]) -> None:
-        self.width = max((item.dim() for item in advanced), default=0)
-        places = [position for position, item in enumerate(items) if isinstance(item, Tensor)]
-        together = not places or all(isinstance(items[p], Tensor) for p in range(places[0], places[-1] + 1))
-        self._items = items
-        self._together = together
-        self.start = 0
-        if places and together:
-            self.start = sum(not isinstance(item, int) for item in items[: places[0]])
-
-    def item_of(self, dim: int) -> tuple[Any, int]:
-        """The index entry that meets axis `dim`, and the axis of the result that it becomes if it is a slice."""
-        source = output = 0
-        if not self._together:
-            output = self.width
-        counted = self._together
-        for item in self._items:
-            if item is None:
-                output += 1
-                continue
-            if isinstance(item, Tensor) and self._together and counted:
-                if source == dim:
-                    return item, output
-                output += self.width
-                counted = False
-                source += 1
-                continue
-            if source == dim:
-                return item, output
-            source += 1
-            output += isinstance(item, slice)
-        raise IndexError(f"axis {dim} is not indexed")
-
-
-@follower("setitem")
-def _follow_setitem(call: ObservedCall) -> Followed:
-    """``target[index] = value``: the target keeps its shape; the value lies over the indexed part from the right."""
-    target, index, value = call.args
-    where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
-    items = _expanded_index(index, target.dim())
-    basic = items is not None and not any(isinstance(item, Tensor) for item in items)
-    if isinstance(where, Lost) or isinstance(incoming, Lost) or items is None or not basic:
-        if isinstance(where, BatchAxis) and incoming is None and not call.lost and len(call.located) <= 2:
-            return Followed((where,))
-        return lost(call, "writes into places that depend on the batch", mixes=True)
-    if not isinstance(incoming, BatchAxis):
-        return (
-            Followed((where,))
-            if isinstance(where, BatchAxis)
-            else lost(call, "writes into places that depend on the batch")
-        )
-    placed = _Placed(items, target.dim(), [])
-    part_dims = sum(item is None or isinstance(item, slice) for item in items)
-    for dim in range(target.dim()):
-        item, position = placed.item_of(dim)
-        if isinstance(item, slice) and position == part_dims - value.dim() + incoming.dim:
-            whole = item.indices(target.size(dim)) == (0, target.size(dim), 1)
-            if whole and (not isinstance(where, BatchAxis) or (where.dim == dim and where.same_layout(incoming))):
-                return Followed((incoming.moved(dim),))
-    return lost(call, "writes samples into places of other samples", mixes=True)
+@follower("gather", "take_along_dim", "scatter", "scatter_add", "index_add", "index_copy", "index_fill")
+def _follow_gather(call: ObservedCall) -> Followed:
+    target = call.argument(0, "input", "self")
+    dim = call.argument(2 if call.op == "take_along_dim" else 1, "dim")
+    if dim is None or call.lost:
+        return lost(call, "gathers entries across the batch", mixes=True)
+    dim = int(dim) % max(target.dim(), 1)
+    located = call.located
+    _, axis = located[0]
+    if call.op in ("index_add", "index_copy", "index_fill"):
+        index = call.argument(2, "index")
+        clear = dim != axis.dim and call.axis_of(index) is None and call.axis_of(target) is not None
+        clear = clear and all(other.same_place(axis) for _, other in located)
+        return keep(call, axis) if clear else lost(call, "writes into places that depend on the batch", mixes=True)
+    if any(not other.same_place(axis) for _, other in located) or len(located) < 2:
+        return lost(call, "picks entries by indices that do not belong to the same sample", mixes=True)
+    if dim == axis.dim:
+        return lost(call, "picks entries across the batch", mixes=True)
+    return keep(call, axis)

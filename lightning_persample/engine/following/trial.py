@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from lightning_persample.engine.batch_axis import BatchAxis, one_sample
+from lightning_persample.engine.batch_axis import BatchAxis, one_entry
 from lightning_persample.engine.following.base import Followed, keep, lost
 from lightning_persample.engine.observed import ObservedCall, tensors_in
 
@@ -17,6 +17,7 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
     """Run the op on the last sample alone, without gradient, and compare with what the whole call gave."""
     batch_size = call.batch_size
     _, axis = call.located[0]
+    entries = axis.entries(batch_size)
     if call.inplace:
         return _follow_inplace(call)
     if call.lost:
@@ -24,11 +25,14 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
     if any(not other.same_layout(axis) for _, other in call.located):
         return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
 
+    if entries == 0:
+        return lost(call, "works on no sample at all")
+
     def last_sample(leaf: object) -> object:
         where = call.axis_of(leaf) if isinstance(leaf, Tensor) else None
         if not isinstance(leaf, Tensor) or not isinstance(where, BatchAxis):
             return leaf
-        return one_sample(leaf, where, batch_size, batch_size - 1).detach()
+        return one_entry(leaf, where, batch_size, entries - 1).detach()
 
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(call)):
@@ -45,8 +49,8 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
 
 
 def _place(call: ObservedCall, whole: Tensor, part: Tensor, axis: BatchAxis) -> BatchAxis | None:
-    batch_size = call.batch_size
-    if batch_size == 1:
+    batch_size, entries = call.batch_size, axis.entries(call.batch_size)
+    if entries == 1:
         dim = min(axis.dim, whole.dim() - 1)
         return axis.moved(dim) if dim >= 0 and whole.size(dim) == axis.rows else None
     if whole.dim() != part.dim():
@@ -55,10 +59,10 @@ def _place(call: ObservedCall, whole: Tensor, part: Tensor, axis: BatchAxis) -> 
     if len(changed) != 1:
         return None
     (dim,) = changed
-    if part.size(dim) != axis.rows or whole.size(dim) != axis.rows * batch_size:
+    if part.size(dim) != axis.rows or whole.size(dim) != axis.rows * entries:
         return None
     moved = axis.moved(dim)
-    own = one_sample(whole.detach(), moved, batch_size, batch_size - 1)
+    own = one_entry(whole.detach(), moved, batch_size, entries - 1)
     if not (part.is_floating_point() or part.is_complex()):
         return moved if torch.equal(own, part) else None
     tolerance = 1e-3 if part.dtype in (torch.float16, torch.bfloat16) else 1e-4

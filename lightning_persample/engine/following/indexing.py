@@ -1,0 +1,180 @@
+"""How indexing moves the batch axis: slices, integers, index tensors and masks, read and written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_persample.engine.batch_axis import BatchAxis, Lost, picked, row_owners
+from lightning_persample.engine.following.base import Followed, follower, keep, lost
+from lightning_persample.engine.observed import ObservedCall
+
+__all__: list[str] = []
+
+_WHOLE = slice(None)
+
+
+@follower("getitem")
+def _follow_getitem(call: ObservedCall) -> Followed:
+    tensor: Tensor = call.args[0]
+    items = _per_axis(call.args[1], tensor.dim())
+    source = call.axis_of(tensor)
+    if isinstance(source, Lost):
+        return lost(call, "picks from a tensor that does not hold the batch along an axis", mixes=True)
+    if any(_is_mask(item) for item in items):
+        return _by_mask(call, tensor, items, source)
+    place = _Place(items)
+    indices = [(i, w) for i in items if isinstance(i, Tensor) and isinstance(w := call.axis_of(i), BatchAxis)]
+    if source is None:
+        if not indices or call.lost:
+            return lost(call, "picks entries by indices computed over the whole batch", mixes=True)
+        return _through_indices(call, place, indices)
+    item, position = place.item_of(source.dim)
+    if isinstance(item, slice):
+        if indices or any(isinstance(i, Tensor) and call.axis_of(i) is not None for i in items):
+            return lost(call, "picks entries by indices that depend on another sample", mixes=True)
+        if item.indices(tensor.size(source.dim)) == (0, tensor.size(source.dim), 1):
+            return keep(call, source.moved(position))
+    if isinstance(item, int) or (isinstance(item, Tensor) and item.dim() == 0):
+        return lost(call, "takes single samples out of the batch")
+    owners = row_owners(source, call.batch_size, tensor.device)
+    if isinstance(item, slice):
+        return keep(call, picked(position, owners[item], call.batch_size, source.mixing))
+    long_axis = [axis for axis in range(item.dim()) if item.size(axis) > 1] or [0]
+    if len(long_axis) > 1:
+        return lost(call, "picks samples along two axes", mixes=True)
+    own = picked(long_axis[0], owners[item.flatten()], call.batch_size, source.mixing)
+    others = [(i, w) for i, w in indices if i is not item]
+    return _through_indices(call, place, [(item, own), *others])
+
+
+def _through_indices(call: ObservedCall, place: _Place, indices: list[tuple[Tensor, BatchAxis]]) -> Followed:
+    """The batch comes in through the index tensors, which are laid over each other from the right."""
+    index, axis = indices[0]
+    from_right = axis.dim - index.dim()
+    if any(w.dim - i.dim() != from_right or not w.same_layout(axis) for i, w in indices[1:]) and call.batch_size > 1:
+        return lost(call, "picks entries by indices that order their samples differently", mixes=True)
+    return keep(call, axis.moved(place.start + place.width + from_right))
+
+
+def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: BatchAxis | None) -> Followed:
+    """One boolean mask among slices: the axes it covers become one, in the order of its true entries."""
+    masks = [item for item in items if _is_mask(item)]
+    rest = [item for item in items if not _is_mask(item)]
+    if len(masks) > 1 or any(not isinstance(item, slice) or item != _WHOLE for item in rest):
+        return lost(call, "picks entries by a mask together with other indices", mixes=True)
+    mask = masks[0]
+    start = _position_of(items, mask)
+    covered = range(start, start + mask.dim())
+    where = call.axis_of(mask)
+    axis = source
+    if axis is None and isinstance(where, BatchAxis):
+        axis = where.moved(where.dim + start)
+    if axis is None:
+        return lost(call, "picks entries by a mask computed over the whole batch", mixes=True)
+    if axis.dim not in covered:
+        if where is not None:
+            return lost(call, "picks entries by a mask that depends on other samples", mixes=True)
+        return keep(call, axis.moved(axis.dim - (mask.dim() - 1) * (axis.dim > start)))
+    rows = mask.nonzero()[:, axis.dim - start]
+    owners = row_owners(axis, call.batch_size, rows.device)[rows]
+    return keep(call, picked(start, owners, call.batch_size, axis.mixing))
+
+
+def _position_of(items: list[Any], mask: Tensor) -> int:
+    return next(position for position, item in enumerate(items) if item is mask)
+
+
+@follower("masked_select")
+def _follow_masked_select(call: ObservedCall) -> Followed:
+    tensor, mask = call.argument(0, "input", "self"), call.argument(1, "mask")
+    source = call.axis_of(tensor)
+    if not isinstance(source, BatchAxis) or tensor.shape != mask.shape:
+        return lost(call, "gathers entries across the batch", mixes=True)
+    return _by_mask(call, tensor, [mask], source)
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
+
+
+def _per_axis(index: Any, ndim: int) -> list[Any]:
+    """An index as one entry per axis (None adds one, a mask stands for all it covers), lists as tensors."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.as_tensor(item) if isinstance(item, (list, range, bool)) else item for item in items]
+    used = sum(item.dim() if _is_mask(item) else item is not None and item is not Ellipsis for item in items)
+    fill = [_WHOLE] * (ndim - used)
+    at = next((position for position, item in enumerate(items) if item is Ellipsis), None)
+    return items + fill if at is None else items[:at] + fill + items[at + 1 :]
+
+
+class _Place:
+    """Where each axis of the indexed tensor comes out, by torch's rules for mixed basic and advanced indexing."""
+
+    def __init__(self, items: list[Any]) -> None:
+        places = [position for position, item in enumerate(items) if isinstance(item, (Tensor, int))]
+        tensors = [item for item in items if isinstance(item, Tensor)]
+        self.width = max((item.dim() for item in tensors), default=0)
+        self._items = items
+        # torch counts an integer beside an index tensor as an index tensor of no axes
+        between = range(places[0], places[-1] + 1) if tensors else range(0)
+        self._together = all(isinstance(items[place], (Tensor, int)) for place in between)
+        first = next((position for position, item in enumerate(items) if isinstance(item, Tensor)), 0)
+        self.start = sum(not isinstance(item, int) for item in items[:first]) if tensors and self._together else 0
+        self._first = first if tensors and self._together else None
+
+    def item_of(self, dim: int) -> tuple[Any, int]:
+        """The index entry that meets axis `dim`, and the axis of the result that it becomes if it is a slice."""
+        source, output = 0, 0 if self._together else self.width
+        for position, item in enumerate(self._items):
+            if position == self._first:
+                output += self.width
+            if item is None:
+                output += 1
+                continue
+            if source == dim:
+                return item, output
+            source += 1
+            output += isinstance(item, slice)
+        raise IndexError(f"axis {dim} is not indexed")
+
+
+@follower("setitem")
+def _follow_setitem(call: ObservedCall) -> Followed:
+    """``target[index] = value``: the target keeps its shape; the value lies over the indexed part from the right."""
+    target, index, value = call.args
+    where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
+    items = _per_axis(index, target.dim())
+    if isinstance(where, BatchAxis) and incoming is None:
+        return Followed((where,))
+    if isinstance(where, Lost) or not isinstance(incoming, BatchAxis):
+        return lost(call, "writes into places that depend on the batch", mixes=True)
+    found = _filled(call, target, items, value, incoming)
+    if found is None or (isinstance(where, BatchAxis) and not where.same_place(found)):
+        return lost(call, "writes samples into places of other samples", mixes=True)
+    return Followed((found,))
+
+
+def _filled(
+    call: ObservedCall, target: Tensor, items: list[Any], value: Tensor, incoming: BatchAxis
+) -> BatchAxis | None:
+    """The axis of the target that a value of the batch was laid along, where it is laid along all of it."""
+    if len(items) and _is_mask(items[0]) and all(item == _WHOLE for item in items[1:]) and incoming.dim == 0:
+        mask = items[0]
+        own = call.axis_of(target) or call.axis_of(mask)
+        if not isinstance(own, BatchAxis) or own.dim >= mask.dim() or value.dim() != target.dim() - mask.dim() + 1:
+            return None
+        owners = row_owners(own, call.batch_size, mask.device)[mask.nonzero()[:, own.dim]]
+        return own if torch.equal(owners, row_owners(incoming, call.batch_size, mask.device)) else None
+    if any(isinstance(item, Tensor) for item in items):
+        return None
+    place = _Place(items)
+    part_dims = sum(item is None or isinstance(item, slice) for item in items)
+    for dim in range(target.dim()):
+        item, position = place.item_of(dim)
+        if isinstance(item, slice) and position == part_dims - value.dim() + incoming.dim:
+            whole = item.indices(target.size(dim)) == (0, target.size(dim), 1)
+            return incoming.moved(dim) if whole else None
+    return None
