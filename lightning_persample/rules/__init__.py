@@ -32,7 +32,7 @@ to the dtype of the output's gradient where autocast had cast it for the op, and
 float32.
 """
 
-from lightning_persample.rules import convolution, elementwise, embedding, linear, normalization
+from lightning_persample.rules import convolution, elementwise, embedding, linear, normalization, recurrent
 from lightning_persample.rules.generic import generic_rule
 from lightning_persample.rules.registry import (
     Call,
@@ -56,6 +56,7 @@ __all__ = [
     "generic_rule",
     "linear",
     "normalization",
+    "recurrent",
     "register_rule",
     "supported_ops",
 ]

@@ -8,7 +8,7 @@ contributes to the gradient of each weight among the arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -29,18 +29,26 @@ class Call:
             (B, *shape): ``shape`` is the shape the op saw, with the batch axis reduced to the k rows that belong to
             one sample (k = 1 unless samples were flattened together with another axis). All else is as it was passed.
         weights: names of the arguments whose per-sample gradients are asked for.
+        counts: for a batched argument of which samples have unequal numbers of rows, the number of each sample's rows
+            (B,); the rows beyond it only fill up.
+        draws: the random tensors of the call, drawn again, each batch-first; see `Rule.draws`.
+        output: the first output of the call, batch-first, where the rule reads it.
     """
 
     batch_size: int
     arguments: Mapping[str, Any]
     weights: frozenset[str]
+    counts: Mapping[str, Tensor] = field(default_factory=dict)
+    draws: tuple[Tensor, ...] = ()
+    output: Tensor | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an argument, or `default` where the call left it out."""
         return self.arguments.get(name, default)
 
 
-RuleFunction: TypeAlias = Callable[[Call, Tensor], Mapping[str, SampleGradient]]
+RuleFunction: TypeAlias = Callable[[Call, Any], Mapping[str, SampleGradient]]
+Bind: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,11 @@ class Rule:
         weights: names of the arguments whose gradient the rule knows.
         reads: names of the arguments whose values the rule reads; what is not read is not kept alive for the backward.
         mixes_samples: given the arguments by name, does this call let one sample influence another's output?
+        binds: gives the arguments by name where their order depends on their kinds.
+        several_outputs: the rule gets a tuple of gradients, one per output, None where an output got none.
+        draws: given the arguments by name and the first output, draws the random tensors of the call in the order in
+            which the op drew them, each with the batch where the output has it.
+        reads_output: whether the rule reads the first output.
     """
 
     op: object
@@ -64,12 +77,44 @@ class Rule:
     weights: frozenset[str]
     reads: frozenset[str]
     mixes_samples: Callable[[Mapping[str, Any]], bool] | None = None
+    binds: Bind | None = None
+    several_outputs: bool = False
+    draws: Callable[[Mapping[str, Any], Tensor], list[Tensor]] | None = None
+    reads_output: bool = False
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A call's arguments by name, or None where they do not fit the names of this rule."""
-        if len(args) > len(self.arguments) or any(name not in self.arguments for name in kwargs):
+        """A call's arguments by name, or None where they do not fit the names of this rule.
+
+        Tensors in a list or tuple have the name and their place as name: ``hx[0]``, ``hx[1]``.
+        """
+        if any(name not in self.arguments for name in kwargs):
             return None
-        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        if self.binds is not None:
+            named = self.binds(args, kwargs)
+        else:
+            fits = len(args) <= len(self.arguments)
+            named = {**dict(zip(self.arguments, args, strict=False)), **kwargs} if fits else None
+        if named is None:
+            return None
+        bound: dict[str, Any] = {}
+        for name, value in named.items():
+            if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+                bound |= {f"{name}[{place}]": tensor for place, tensor in enumerate(value)}
+            else:
+                bound[name] = value
+        return bound
+
+    def is_weight(self, name: str) -> bool:
+        """Whether the rule knows the gradient of this argument."""
+        return name.split("[")[0] in self.weights
+
+    def is_batched(self, name: str) -> bool:
+        """Whether this argument may depend on the batch."""
+        return name.split("[")[0] in self.batched
+
+    def is_read(self, name: str) -> bool:
+        """Whether the rule reads the value of this argument."""
+        return name.split("[")[0] in self.reads
 
 
 _RULES: dict[object, Rule] = {}
@@ -127,6 +172,10 @@ def register_rule(
     weights: tuple[str, ...],
     reads: tuple[str, ...] | None = None,
     mixes_samples: Callable[[Mapping[str, Any]], bool] | None = None,
+    bind: Bind | None = None,
+    several_outputs: bool = False,
+    draws: Callable[[Mapping[str, Any], Tensor], list[Tensor]] | None = None,
+    reads_output: bool = False,
     overwrite: bool = False,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the rule of an op.
@@ -140,6 +189,10 @@ def register_rule(
             weight goes to the generic rule.
         reads: names of the arguments whose values the rule reads, by default `batched`. The others are not kept alive.
         mixes_samples: tells from the arguments by name whether the call lets samples influence each other.
+        bind: gives the arguments by name where their order depends on their kinds.
+        several_outputs: the rule gets a tuple of gradients, one per output, None where an output got none.
+        draws: draws the random tensors of the call again, see `Rule`.
+        reads_output: whether the rule reads the first output of the call.
         overwrite: replace a rule that is already there.
 
     Returns:
@@ -163,7 +216,17 @@ def register_rule(
                 f"pass overwrite=True to replace it by {function.__module__}.{function.__qualname__}"
             )
         _RULES[key] = Rule(
-            key, function, arguments, frozenset(batched), frozenset(weights), frozenset(read), mixes_samples
+            op=key,
+            function=function,
+            arguments=arguments,
+            batched=frozenset(batched),
+            weights=frozenset(weights),
+            reads=frozenset(read),
+            mixes_samples=mixes_samples,
+            binds=bind,
+            several_outputs=several_outputs,
+            draws=draws,
+            reads_output=reads_output,
         )
         return function
 

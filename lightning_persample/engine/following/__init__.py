@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from lightning_persample.engine.following import indexing, layers, reductions, shapes  # (registers the families)
+from lightning_persample.engine.following import indexing, layers, recurrence, reductions, shapes  # (registers the families)
 from lightning_persample.engine.following.after_reduction import after_reduction
 from lightning_persample.engine.following.base import FOLLOWERS, Followed, lost
 from lightning_persample.engine.following.pointwise import FACTORIES, POINTWISE
 from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
-__all__ = ["POINTWISE", "Followed", "follow", "indexing", "layers", "reductions", "shapes"]
+__all__ = ["POINTWISE", "Followed", "follow", "indexing", "layers", "recurrence", "reductions", "shapes"]
 
 
 def _is_plain(tensor: Tensor) -> bool:

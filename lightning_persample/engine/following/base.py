@@ -12,7 +12,7 @@ from lightning_persample.engine.observed import ObservedCall, user_line
 
 __all__ = ["FOLLOWERS", "Followed", "Follower", "broadcast", "dims_argument", "follower", "keep", "lost"]
 
-Alignment = Callable[[Tensor], int | None]
+Alignment = Callable[[Tensor], BatchAxis | None]
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,14 @@ class Followed:
     """Where the batch lies in each output of a call.
 
     Attributes:
-        outputs: one entry per output tensor.
-        aligned: gives, for another operand, the axis of it that the op lays along the batch axis, or None.
+        outputs: one entry per output tensor; None where an output does not depend on the batch.
+        aligned: gives, for another operand, where it would hold the batch if the op lays an axis of it along the batch
+            axis, or None.
         mixing: where samples influence each other in this call, or None.
         weighting: where the loss gives samples weights that only the caller knows, or None.
     """
 
-    outputs: tuple[BatchAxis | Lost, ...]
+    outputs: tuple[BatchAxis | Lost | None, ...]
     aligned: Alignment | None = None
     mixing: str | None = None
     weighting: str | None = None
@@ -93,9 +94,9 @@ def broadcast(call: ObservedCall) -> Followed:
     axis = replace(axis, mixing=mixing)
     size = first.size(axis.dim)
 
-    def aligned(tensor: Tensor) -> int | None:
+    def aligned(tensor: Tensor) -> BatchAxis | None:
         dim = tensor.dim() + from_right
-        return dim if call.batch_size > 1 and dim >= 0 and tensor.size(dim) == size else None
+        return axis.moved(dim) if call.batch_size > 1 and dim >= 0 and tensor.size(dim) == size else None
 
     outputs = tuple(axis.moved(output.dim() + from_right) for output in call.outputs)
     return Followed(outputs, aligned, event)

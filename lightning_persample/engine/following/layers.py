@@ -172,10 +172,10 @@ def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
     size = output.size(place.dim)
     behind = output.dim() - place.dim
 
-    def aligned(tensor: Tensor) -> int | None:
+    def aligned(tensor: Tensor) -> BatchAxis | None:
         dim = tensor.dim() - behind
         shared = call.batch_size > 1 and behind > 2 and dim >= 0
-        return dim if shared and tensor.size(dim) == size else None
+        return place.moved(dim) if shared and tensor.size(dim) == size else None
 
     return keep(call, place, aligned)
 
@@ -208,10 +208,11 @@ def _follow_einsum(call: ObservedCall) -> Followed:
     by_tensor = {id(o.tensor): letters for o, letters in zip(call.operands, spelled, strict=True)}
     sizes = {call.located[0][0].size(axis.dim)}
 
-    def aligned(tensor: Tensor) -> int | None:
+    def aligned(tensor: Tensor) -> BatchAxis | None:
         letters = by_tensor[id(tensor)]
         found = letters.index(letter) if letter in letters else None
-        return found if found is not None and tensor.size(found) in sizes and call.batch_size > 1 else None
+        along = found is not None and tensor.size(found) in sizes and call.batch_size > 1
+        return axis.moved(found) if found is not None and along else None
 
     mixing = next((other.mixing for _, other in call.located if other.mixing), None)
     return keep(call, replace(axis, dim=result_letters.index(letter), mixing=mixing), aligned)

@@ -112,8 +112,8 @@ def _follow_joined(call: ObservedCall) -> Followed:
         return lost(call, "meets two tensors of the batch that order their samples differently", mixes=True)
     size = first.size(axis.dim)
 
-    def aligned(tensor: Tensor) -> int | None:
-        return axis.dim if tensor.dim() > axis.dim and tensor.size(axis.dim) == size and call.batch_size > 1 else None
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        return axis if tensor.dim() > axis.dim and tensor.size(axis.dim) == size and call.batch_size > 1 else None
 
     moved = axis.dim + (call.op == "stack" and dim <= axis.dim)
     return keep(call, replace(axis, dim=moved, mixing=mixing), aligned)
