@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.decompose import decomposed, is_composite
+from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import follow
 from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between
 from lightning_persample.engine.marks import Marks
 from lightning_persample.engine.observed import ObservedCall, Operand, tensors_in
-from lightning_persample.engine.use import Use, attach
+from lightning_persample.engine.use import Use, attach, refuse_where_used
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.gradients import SampleGradient
 from lightning_persample.rules import canonical_op, find_rule
@@ -115,6 +116,8 @@ class Dispatcher:
             outputs = tuple(output for output in outputs if all(output is not tensor for tensor, _ in marked))
         if not outputs:
             return result
+        written = frozenset(id(tensor) for tensor, version in versions if tensor._version != version)
+        marks = [mark for _, mark in marked]
         operands = tuple(
             Operand(
                 saved[0] if inplace and weights and tensor is args[0] else tensor,
@@ -122,23 +125,33 @@ class Dispatcher:
             )
             for tensor, mark in marked
         )
-        written = frozenset(id(tensor) for tensor, version in versions if tensor._version != version)
         call = ObservedCall(op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written)
-        involved = {
-            id(operand.tensor): m for operand, (_, m) in zip(operands, marked, strict=True) if isinstance(m, Weight)
-        }
-        live = bool(weights) and any(output.requires_grad for output in outputs)
-        if live:
-            self._watch_inside(outputs, stop)
-        if call.located or call.lost:
-            self._with_batch(call, involved if live else {})
-        elif live:
-            self._derive(call, involved)
-        elif any(isinstance(mark, Constant) for _, mark in marked):
-            self._mark_all(outputs, _CONSTANT)
-        if inplace and outputs[0]._is_view():
-            self._mark_base(outputs[0])
+        involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
+        live = involved if weights and any(output.requires_grad for output in outputs) else {}
+        try:
+            self._note(call, live, stop)
+        except FAILURES as error:
+            self._give_up(call, live, error)
         return result
+
+    def _note(self, call: ObservedCall, involved: Mapping[int, Weight], stop: set[Node]) -> None:
+        """Mark the outputs of a call and collect what its weights contribute; `involved` is empty without gradient."""
+        if involved:
+            self._watch_inside(call.outputs, stop)
+        if call.located or call.lost:
+            self._with_batch(call, involved)
+        elif involved:
+            self._derive(call, involved)
+        else:
+            self._mark_all(call.outputs, _CONSTANT)
+        if call.inplace and call.outputs[0]._is_view():
+            self._mark_base(call.outputs[0])
+
+    def _give_up(self, call: ObservedCall, involved: Mapping[int, Weight], error: Exception) -> None:
+        reason = reason_of(error, call.describe())
+        for output in call.outputs:
+            self.marks[output] = Lost(reason)
+        refuse_where_used(call.outputs, list(involved.values()), reason, self)
 
     def _watch_inside(self, outputs: tuple[Tensor, ...], stop: set[Node]) -> None:
         """Gradients may enter a call through its outputs only, not through the nodes between them and the weights."""
@@ -157,8 +170,7 @@ class Dispatcher:
         if mark is None and tensor.requires_grad and tensor.grad_fn is not None:
             return Lost(
                 f"it passed through {tensor.grad_fn.name()}, which is not a torch call that can be seen (a custom "
-                "autograd "
-                "function, or a tensor kept from before this step)"
+                "autograd function, or a tensor kept from before this step)"
             )
         return mark
 

@@ -17,6 +17,7 @@ from lightning_persample.engine.batch import batch_tensors, place_in_batch, read
 from lightning_persample.engine.coverage import classify, warning_texts
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.dispatch import Dispatcher
+from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see
 from lightning_persample.engine.graph import accumulator, unseen_edges
 from lightning_persample.engine.observed import tensors_in
@@ -243,8 +244,8 @@ class Capture:
                 try:
                     with torch.no_grad(), torch.autocast(weight.derivation.value.device.type, enabled=False):
                         pull_back(weight)
-                except UnsupportedError as error:
-                    dispatcher.refuse([weight], str(error))
+                except FAILURES as error:
+                    dispatcher.refuse([weight], reason_of(error, weight.derivation.text))
         if self._got_gradient:
             record = self._build()
             self.records.append(record)
@@ -263,21 +264,24 @@ class Capture:
         by_name = {next(iter(w.names)): w for w in self._dispatcher.weights if w.derivation is None}
         trainable = {n: p.numel() for n, p in self._parameters.items() if p.requires_grad}
         reported = [name for name in trainable if _has_value(by_name[name])]
-        coverage = classify(trainable, self._got_gradient, reported, self._dispatcher.refused)
         with torch.no_grad():
-            for name in coverage.reached:
+            for name in reported:
                 weight = by_name[name]
-                total = add_up(weight.contributions) if weight.contributions else None
-                sq_norms[name] = self._own(_sq_norm(weight, total), 2, scale)
-                if wanted and total is not None:
-                    grad_samples[name] = self._own(total.dense(), 1, scale)
+                try:
+                    total = add_up(weight.contributions) if weight.contributions else None
+                    sq_norms[name] = self._own(_sq_norm(weight, total), 2, scale)
+                    if wanted and total is not None:
+                        grad_samples[name] = self._own(total.dense(), 1, scale)
+                except FAILURES as error:
+                    self._dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
+        coverage = classify(trainable, self._got_gradient, reported, self._dispatcher.refused)
         mixing = self._dispatcher.mixing
         weighting = [text for text in self._dispatcher.weighting if text not in mixing]
         return PerSampleRecord(
             batch_size=self.batch_size,
-            sq_norms=sq_norms,
+            sq_norms={name: sq_norms[name] for name in coverage.reached},
             coverage=coverage.share,
-            grad_samples=grad_samples,
+            grad_samples={name: grad_samples[name] for name in coverage.reached if name in grad_samples},
             unsupported=coverage.unsupported,
             unused=coverage.unused,
             mixing=tuple(mixing),

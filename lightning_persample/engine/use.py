@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, batch_first
+from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import POINTWISE, Followed
 from lightning_persample.engine.observed import ObservedCall
 from lightning_persample.errors import UnsupportedError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_persample.engine.dispatch import Dispatcher
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["Use", "attach"]
+__all__ = ["Use", "attach", "refuse_where_used"]
 
 Contribution = tuple["Weight", SampleGradient]
 
@@ -76,8 +77,7 @@ class Use:
         if lost is not None:
             return (
                 f"{self.describe()}: the batch axis cannot be followed here: {lost.reason}; the samples must stay "
-                "along one "
-                "axis (see `batch_dim` for where the batch has it, and `batch_size` where sizes differ)"
+                "along one axis (see `batch_dim` for where the batch has it, and `batch_size` where sizes differ)"
             )
         if len(outputs) != 1:
             return f"{self.describe()} has {len(outputs)} outputs; give it a rule with register_rule, or use its parts"
@@ -91,28 +91,48 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
         use: the call.
         dispatcher: receives contributions, or the reason why there are none.
     """
-    output = next(output for output in use.call.outputs if output.requires_grad)
-    reason = use.reason_against()
     weights = list(dict.fromkeys(use.weights.values()))
-    compute = (lambda grad: []) if reason is not None else _computation(use)
-    read = _gradient_reader(output)
-    kind = output.device.type
+    reason = use.reason_against()
+    if reason is not None:
+        refuse_where_used(use.call.outputs, weights, reason, dispatcher)
+        return
+    output = next(output for output in use.call.outputs if output.requires_grad)
+    compute, read = _computation(use), _gradient_reader(output)
+    kind, description = output.device.type, use.describe()
 
     def hook(grad: Tensor) -> None:
         if not dispatcher.accepting:
             return
-        if reason is not None:
-            dispatcher.refuse(weights, reason)
-            return
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast(kind, enabled=False):
             try:
-                contributions = compute(read(grad.detach()))
-            except UnsupportedError as error:
-                dispatcher.refuse(weights, str(error))
-                return
-            for weight, gradient in contributions:
-                dispatcher.contribute(weight, gradient)
+                for weight, gradient in compute(read(grad.detach())):
+                    dispatcher.contribute(weight, gradient)
+            except FAILURES as error:
+                dispatcher.refuse(weights, reason_of(error, description))
 
+    _register_hook(output, hook)
+
+
+def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, dispatcher: Dispatcher) -> None:
+    """Refuse the weights of a call as soon as a gradient reaches one of its outputs.
+
+    Args:
+        outputs: the call's outputs.
+        weights: the weights among its operands.
+        reason: why there are no values.
+        dispatcher: is told.
+    """
+
+    def hook(grad: Tensor) -> None:
+        if dispatcher.accepting:
+            dispatcher.refuse(weights, reason)
+
+    for output in outputs:
+        if output.requires_grad:
+            _register_hook(output, hook)
+
+
+def _register_hook(output: Tensor, hook: Callable[[Tensor], None]) -> None:
     # An op whose output is a view (linear on three axes, einsum) may be followed by an in-place op, which gives the
     # view a new history and leaves a hook on it silent; the tensor behind the view keeps its gradient.
     base = output._base if output._is_view() else None

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-B = 5  # also the sequence length of the sequences below, so that a size never tells the axes apart
+T = 5  # length of the sequences
+BATCH_SIZES = (5, 6, 4, 3)  # each is also the size of another axis: time, features in, features out, kernel or heads
 
 
 def mean_of_squares(module: nn.Module, *inputs: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class ModelCase:
     """What a test needs: a module, a batch and a loss."""
 
     build: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, ...]]
+    batch: Callable[[int], tuple[Tensor, ...]]
     loss: Callable[..., Tensor] = mean_of_squares
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -50,7 +51,7 @@ class ModelCase:
 CASES: dict[str, ModelCase] = {}
 
 
-def case(name: str, build: Callable[[], nn.Module], batch: Callable[[], tuple[Tensor, ...]], **more: Any) -> None:
+def case(name: str, build: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor, ...]], **more: Any) -> None:
     assert name not in CASES, name
     CASES[name] = ModelCase(build, batch, **more)
 
@@ -59,30 +60,30 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
 
 
-def vectors() -> tuple[Tensor, ...]:
-    return (torch.randn(B, 6),)
+def vectors(batch_size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(batch_size, 6),)
 
 
-def sequences() -> tuple[Tensor, ...]:
-    return (torch.randn(B, B, 6),)
+def sequences(batch_size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(batch_size, T, 6),)
 
 
-def time_major() -> tuple[Tensor, ...]:
-    return (torch.randn(7, B, 6),)
+def time_major(batch_size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(7, batch_size, 6),)
 
 
-def images() -> tuple[Tensor, ...]:
-    return (torch.randn(B, 4, 6, 6),)
+def images(batch_size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(batch_size, 4, 6, 6),)
 
 
-def tokens() -> tuple[Tensor, ...]:
-    return (torch.randint(0, 9, (B, B)),)
+def tokens(batch_size: int) -> tuple[Tensor, ...]:
+    return (torch.randint(0, 9, (batch_size, T)),)
 
 
 # Linear layers --------------------------------------------------------------------------------------------------------
 case("linear", lambda: nn.Linear(6, 4), vectors)
 case("linear-3d", lambda: nn.Linear(6, 4), sequences)
-case("linear-4d", lambda: nn.Linear(6, 4), lambda: (torch.randn(B, 3, 4, 6),))
+case("linear-4d", lambda: nn.Linear(6, 4), lambda b: (torch.randn(b, 3, 4, 6),))
 case("linear-by-keyword", lambda: Model(lambda m, x: m.a(input=x), a=nn.Linear(6, 4)), sequences)
 case(
     "linear-keywords-reversed", lambda: Model(lambda m, x: F.linear(weight=m.w, input=x), w=parameter(4, 6)), sequences
@@ -107,7 +108,7 @@ case(
 )
 case(
     "transposed-and-flattened-inside",
-    lambda: Model(lambda m, x: m.a(x.transpose(0, 1).reshape(-1, 6)).view(B, -1, 4).transpose(0, 1), a=nn.Linear(6, 4)),
+    lambda: Model(lambda m, x: m.a(x.transpose(0, 1).reshape(-1, 6)).view(T, -1, 4).transpose(0, 1), a=nn.Linear(6, 4)),
     sequences,
 )
 case("flattened-samples", lambda: Model(lambda m, x: m.a(x.view(-1, 6)).view(len(x), -1), a=nn.Linear(6, 4)), sequences)
@@ -140,16 +141,16 @@ case(
 )
 
 # Custom parameters ----------------------------------------------------------------------------------------------------
-case("position-of-length-B", lambda: Model(lambda m, x: m.a(x + m.p), a=nn.Linear(6, 4), p=parameter(B, 6)), sequences)
+case("position-of-length-T", lambda: Model(lambda m, x: m.a(x + m.p), a=nn.Linear(6, 4), p=parameter(T, 6)), sequences)
 case(
     "position-table",
-    lambda: Model(lambda m, x: m.a(x + m.p(torch.arange(B)[None])), a=nn.Linear(6, 4), p=nn.Embedding(B, 6)),
+    lambda: Model(lambda m, x: m.a(x + m.p(torch.arange(T)[None])), a=nn.Linear(6, 4), p=nn.Embedding(T, 6)),
     sequences,
 )
 case(
     "position-table-expanded",
     lambda: Model(
-        lambda m, x: m.a(x + m.p(torch.arange(B).expand(len(x), B))), a=nn.Linear(6, 4), p=nn.Embedding(B, 6)
+        lambda m, x: m.a(x + m.p(torch.arange(T).expand(len(x), T))), a=nn.Linear(6, 4), p=nn.Embedding(T, 6)
     ),
     sequences,
 )
@@ -178,7 +179,7 @@ case("expand-as", lambda: Model(lambda m, x: m.a(x) * m.p.expand_as(x), a=nn.Lin
 case(
     "scale-shift-divide",
     lambda: Model(
-        lambda m, x: (1 - m.a * x) / (2 + m.b.exp()) - m.c, a=parameter(6), b=parameter(1, 6), c=parameter(B, 1)
+        lambda m, x: (1 - m.a * x) / (2 + m.b.exp()) - m.c, a=parameter(6), b=parameter(1, 6), c=parameter(T, 1)
     ),
     sequences,
 )
@@ -376,8 +377,8 @@ case("conv", lambda: nn.Conv2d(4, 6, 3, padding=1), images)
 case("conv-circular-grouped", lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular", groups=2), images)
 case("conv-reflect-same", lambda: nn.Conv2d(4, 6, (3, 2), padding="same", padding_mode="reflect"), images)
 case("conv-transpose", lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2), images)
-case("conv1d", lambda: nn.Conv1d(5, 6, 3, padding="same", dilation=2), lambda: (torch.randn(B, 5, 9),))
-case("conv3d", lambda: nn.Conv3d(2, 4, 2, dilation=2), lambda: (torch.randn(B, 2, 4, 4, 4),))
+case("conv1d", lambda: nn.Conv1d(5, 6, 3, padding="same", dilation=2), lambda b: (torch.randn(b, 5, 9),))
+case("conv3d", lambda: nn.Conv3d(2, 4, 2, dilation=2), lambda b: (torch.randn(b, 2, 4, 4, 4),))
 case(
     "group-norm", lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(True), nn.MaxPool2d(2)), images
 )
@@ -387,7 +388,7 @@ case(
     images,
 )
 case("batch-norm-eval", lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).eval(), images)
-case("layer-norm-first", lambda: nn.Sequential(nn.LayerNorm([B, 6]), nn.Linear(6, 2)), sequences)
+case("layer-norm-first", lambda: nn.Sequential(nn.LayerNorm([T, 6]), nn.Linear(6, 2)), sequences)
 case("rms-norm", lambda: nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 2)), sequences)
 case(
     "patches",

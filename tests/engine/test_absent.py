@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_persample.engine import PerSampleRecord, expanded_weights
+from lightning_persample.engine.following.base import FOLLOWERS
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
-from tests.engine.model_cases import B, Model, mean_of_all, mean_of_squares, parameter
+from lightning_persample.rules import find_rule, registry
+from tests.engine.model_cases import Model, mean_of_all, mean_of_squares, parameter
 from tests.engine.reference import assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
+
+B = 5
 
 
 class Square(torch.autograd.Function):
@@ -277,3 +282,28 @@ def test_unsupported_as_an_error() -> None:
         expanded_weights(module, batch, unsupported="error"),
     ):
         mean_of_all(module, batch).backward()
+
+
+def test_a_faulty_rule_refuses_its_parameters_and_lets_training_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(call: object, grad_output: Tensor) -> None:
+        raise IndexError("off by one")
+
+    rule = find_rule(F.linear)
+    monkeypatch.setitem(registry._RULES, "linear", replace(rule, function=faulty))
+    module, batch = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4)), vectors()
+    record = record_of(module, mean_of_squares, batch)
+    text = (
+        r"`linear` on .*with `0.bias`, `0.weight`: computing .* failed with IndexError: off by one; .*report"
+    )
+    assert_missing(record, module, {"0.weight": text, "0.bias": text})
+
+
+def test_a_fault_in_following_refuses_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(call: object) -> None:
+        raise ValueError("no such axis")
+
+    monkeypatch.setitem(FOLLOWERS, "tanh", faulty)
+    module = two_layers(torch.tanh)
+    record = record_of(module, mean_of_squares, vectors())
+    text = r"`linear` on .*`tanh` on \(5, 4\) at .*failed with ValueError: no such axis"
+    assert_missing(record, module, {"b.weight": text, "b.bias": text})

@@ -5,25 +5,33 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.model_cases import CASES
+from tests.engine.model_cases import BATCH_SIZES, CASES, ModelCase
 from tests.engine.reference import assert_exact
 from tests.models import MODELS, Model, gpt
 
 DTYPES = {"float64": (torch.float64, 1e-10), "float32": (torch.float32, 1e-4)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("name", CASES)
-def test_one_way_to_meet_the_batch(name: str, dtype: str) -> None:
-    case = CASES[name]
+def test_one_way_to_meet_the_batch(name: str, batch_size: int) -> None:
+    _check_case(CASES[name], batch_size, "float64")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_way_to_meet_the_batch_in_single_precision(name: str) -> None:
+    _check_case(CASES[name], 7, "float32")
+
+
+def _check_case(case: ModelCase, batch_size: int, dtype: str) -> None:
     kind, tolerance = DTYPES[dtype]
     module = case.build().to(kind)
-    batch = tuple(tensor.to(kind) if tensor.is_floating_point() else tensor for tensor in case.batch())
+    batch = tuple(tensor.to(kind) if tensor.is_floating_point() else tensor for tensor in case.batch(batch_size))
     assert_exact(module, case.loss, batch, tolerance=tolerance, **case.options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch_size", [1, 3, 6])
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 16])
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name: str, batch_size: int, dtype: str) -> None:
     kind, tolerance = DTYPES[dtype]

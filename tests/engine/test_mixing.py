@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.engine.model_cases import B, Model, mean_of_squares
+from tests.engine.model_cases import Model, mean_of_squares
 from tests.engine.reference import assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
+
+B = 5
 
 
 def vectors() -> Tensor:

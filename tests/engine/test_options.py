@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_persample.engine import expanded_weights
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError
-from tests.engine.model_cases import B
 
 BAD_OPTIONS = {
     "loss_reduction": ("median", "loss_reduction is 'median'; allowed are 'mean', 'sum' or a tensor of weights"),
@@ -20,6 +19,8 @@ BAD_OPTIONS = {
     "quantities": ("sq_norm", "quantities is 'sq_norm'; allowed is a collection of 'sq_norm', 'grad_sample'"),
     "unsupported": ("raise", "unsupported is 'raise'; allowed are 'warn', 'error' and 'ignore'"),
 }
+
+B = 5
 
 
 @pytest.mark.parametrize("option", BAD_OPTIONS)

@@ -24,7 +24,7 @@ def _follow_linear(call: ObservedCall) -> Followed:
         return lost(call, "has a weight that depends on the batch", mixes=True)
     if any(axis.dim == tensor.dim() - 1 for tensor, axis in call.located):
         return lost(call, "sums over the batch axis", mixes=True)
-    return broadcast(call)
+    return replace(broadcast(call), aligned=None)  # no axis of the weight is laid along the batch
 
 
 @follower("embedding")
@@ -132,7 +132,7 @@ def _follow_added_product(call: ObservedCall) -> Followed:
     added = call.argument(0, "input", "self")
     left, right = call.argument(1, "mat1", "batch1", "mat"), call.argument(2, "mat2", "batch2", "vec")
     if call.axis_of(left) is None and call.axis_of(right) is None:
-        return broadcast(call)
+        return replace(broadcast(call), aligned=None)
     product = _product(call, left, right)
     where = call.axis_of(added)
     placed = product.outputs[0]

@@ -1,0 +1,218 @@
+"""The base of every callback that uses per-sample gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_persample.callbacks._training_step import SharedCapture, is_logging_step
+from lightning_persample.engine import PerSampleRecord
+from lightning_persample.errors import OptionError
+
+__all__ = ["PerSampleCallback"]
+
+
+class PerSampleCallback(Callback):
+    """Receives the per-sample gradients of captured training steps; subclass it and override `on_per_sample_gradients`.
+
+    All per-sample callbacks of a Trainer share one capture per step: the model runs once, and what is computed is the
+    union of their needs. Nothing about the training changes: weights are equal bit for bit with and without callback.
+
+    Lightning's own hooks can be overridden as in any callback, and need no call of ``super()``: what the capture does
+    in `on_fit_start`, `on_train_batch_end`, `on_fit_end`, `teardown` and `on_exception` is added to a subclass's own.
+
+    Args:
+        every_n_steps: capture every n-th optimizer step; None captures the Trainer's own logging steps.
+        loss_reduction: how the training loss L is made of the samples' own losses l_i. "mean" is L = sum_i l_i / B,
+            "sum" is L = sum_i l_i, and a callable ``(outputs, batch) -> w`` with w of shape (B,) is L = sum_i w_i l_i,
+            where outputs is what `training_step` returned. Reported gradients are those of l_i, whatever the reduction.
+        batch_dim: the axis of the batch's tensors that counts samples.
+        batch_size: number of samples B; None reads it from the batch's tensors.
+        unsupported: what to do where a per-sample gradient cannot be given exactly. "warn" says so once for each cause
+            and counts the parameter out of the record's coverage; "error" raises `UnsupportedError`. One callback with
+            "error" decides for all callbacks of the Trainer.
+
+    Raises:
+        OptionError: an option has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
+        batch_dim: int = 0,
+        batch_size: int | None = None,
+        unsupported: Literal["warn", "error"] = "warn",
+    ) -> None:
+        super().__init__()
+        check_option("every_n_steps", every_n_steps, is_none_or_int(every_n_steps, 1), "None or an int >= 1")
+        check_option(
+            "loss_reduction",
+            loss_reduction,
+            loss_reduction in ("mean", "sum") or callable(loss_reduction),
+            "'mean', 'sum', or a callable (outputs, batch) -> Tensor of shape (B,)",
+        )
+        check_option("batch_dim", batch_dim, is_int(batch_dim, 0), "an int >= 0")
+        check_option("batch_size", batch_size, is_none_or_int(batch_size, 1), "None or an int >= 1")
+        check_option("unsupported", unsupported, unsupported in ("warn", "error"), "'warn' or 'error'")
+        self.every_n_steps = every_n_steps
+        self.loss_reduction = loss_reduction
+        self.batch_dim = batch_dim
+        self.batch_size = batch_size
+        self.unsupported = unsupported
+        self._shared: SharedCapture | None = None
+
+    def needs(self, trainer: Trainer) -> set[str]:
+        """The quantities this callback reads from the record of the current step.
+
+        Args:
+            trainer: the Trainer, at the entry of `training_step`.
+
+        Returns:
+            Any of "sq_norm" and "grad_sample"; by default {"sq_norm"}.
+        """
+        return {"sq_norm"}
+
+    def should_capture(self, trainer: Trainer) -> bool:
+        """Whether this callback wants the record of the current batch.
+
+        Args:
+            trainer: the Trainer, at the entry of `training_step`.
+
+        Returns:
+            By default True for every batch of an optimizer step whose ``self.log`` values reach the loggers, or of
+            every `every_n_steps`-th optimizer step.
+        """
+        return is_logging_step(trainer, self.every_n_steps)
+
+    def on_per_sample_gradients(
+        self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
+    ) -> None:
+        """Called right after the backward of each captured batch, before clipping and the optimizer step.
+
+        The parameters' ``.grad`` are the accumulated gradients of the training loss. If a callback of the Trainer needs
+        "grad_sample", the parameters also carry ``.grad_sample`` until the batch ends. An optimizer that evaluates its
+        closure several times for one batch (LBFGS) leads to several calls with one `batch_idx`: the last one counts.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the module that is trained.
+            record: per-sample gradients of each sample's own loss, without any factor of reduction, accumulation or
+                loss scaling.
+            batch: the batch as `training_step` got it.
+            batch_idx: its index.
+        """
+
+    @property
+    def state_key(self) -> str:
+        """Names the class and its settings, so that several callbacks of one class live in one Trainer."""
+        return self._generate_state_key(
+            **{name: _name_of(value) if callable(value) else value for name, value in self._settings().items()}
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("every_n_steps", "loss_reduction", "batch_dim", "batch_size", "unsupported")
+        return {name: getattr(self, name) for name in names}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the shared capture, if this is the first per-sample callback of the Trainer."""
+        callbacks = _per_sample_callbacks(trainer)
+        is_open = self._shared is not None and self._shared.belongs_to(trainer, pl_module)
+        if self not in callbacks[:1] or is_open:
+            return
+        self._end_capture()
+        self._shared = SharedCapture(trainer, pl_module, callbacks)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Forget the batch's record, after the last per-sample callback has seen its end."""
+        callbacks = _per_sample_callbacks(trainer)
+        if self in callbacks[-1:] and callbacks[0]._shared is not None:
+            callbacks[0]._shared.end_batch()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the module as it was before the fit."""
+        self._end_capture()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the module as it was before the fit."""
+        self._end_capture()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the module as it was before the fit."""
+        self._end_capture()
+
+    def _end_capture(self) -> None:
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.uninstall()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A running capture belongs to this process and this module: a copy of the callback starts its own.
+        return {**self.__dict__, "_shared": None}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("on_fit_start", "on_train_batch_end", "on_fit_end", "teardown", "on_exception"):
+            hook = getattr(cls, name)
+            if hook is not getattr(PerSampleCallback, name) and not hasattr(hook, "_with_capture"):
+                setattr(cls, name, _with_capture(name, hook))
+
+
+def _with_capture(name: str, hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook of a subclass, together with what the capture does there; a call of ``super()`` in it does no harm."""
+    own = getattr(PerSampleCallback, name)
+
+    @functools.wraps(hook)
+    def both(self: PerSampleCallback, *args: Any, **kwargs: Any) -> None:
+        if name == "on_train_batch_end":  # the subclass still sees grad_sample
+            hook(self, *args, **kwargs)
+            own(self, *args, **kwargs)
+        else:
+            own(self, *args, **kwargs)
+            hook(self, *args, **kwargs)
+
+    both._with_capture = True  # type: ignore[attr-defined]
+    return both
+
+
+def _per_sample_callbacks(trainer: Trainer) -> list[PerSampleCallback]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, PerSampleCallback)]  # type: ignore[attr-defined]
+
+
+def check_option(name: str, value: object, allowed: bool, expected: str) -> None:
+    """Refuse an option's value.
+
+    Args:
+        name: the option.
+        value: its value.
+        allowed: whether the value is allowed.
+        expected: what is allowed, in words.
+
+    Raises:
+        OptionError: `allowed` is False.
+    """
+    if not allowed:
+        raise OptionError(f"{name}={value!r} is not allowed: {name} must be {expected}")
+
+
+def is_int(value: object, least: int) -> bool:
+    """Whether the value is an int (a bool is none) that is not less than `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_none_or_int(value: object, least: int) -> bool:
+    """Whether the value is None or such an int."""
+    return value is None or is_int(value, least)
+
+
+def _name_of(value: Any) -> str:
+    # Not repr(): the address in it would change from run to run, and the state of a checkpoint would not be found.
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,210 @@
+"""Per-sample gradient norms in the Trainer's loggers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_persample.callbacks._training_step import logging_step, window_continues
+from lightning_persample.callbacks.base import PerSampleCallback, check_option, is_none_or_int
+from lightning_persample.engine import PerSampleRecord, group_name
+
+__all__ = ["PerSampleGradientMonitor"]
+
+
+class PerSampleGradientMonitor(PerSampleCallback):
+    """Logs statistics of the per-sample gradient norms ||g_i|| of an optimizer step.
+
+    g_i is the gradient of sample i's own loss over all parameters that are captured. A logged step has, over all
+    samples that the optimizer step uses (those of every accumulated batch):
+
+    ========================= =====================================================================================
+    ``<prefix>/norm_mean``    mean of ||g_i||
+    ``<prefix>/norm_std``     unbiased standard deviation; nan with one sample
+    ``<prefix>/norm_min``     smallest
+    ``<prefix>/norm_max``     largest
+    ``<prefix>/norm_p50`` ... quantiles, named by percent
+    ``<prefix>/coverage``     part of the trainable parameters in g_i, from 0 to 1; the least of the accumulated batches
+    ``<prefix>/nonfinite``    number of samples whose norm is inf or nan; the statistics are of the others
+    ========================= =====================================================================================
+
+    and with `per_layer` also ``<prefix>/<group>/norm_mean`` for each group of parameters, nan where a group has none.
+    They go to every logger of the Trainer at the step number of ``self.log`` values, and to `callback_metrics`, so that
+    `ModelCheckpoint` and `EarlyStopping` can monitor them.
+
+    Args:
+        every_n_steps: log every n-th optimizer step; None follows the Trainer's `log_every_n_steps`.
+        loss_reduction: how the training loss is made of the samples' own losses, see `PerSampleCallback`.
+        batch_dim: the axis of the batch's tensors that counts samples.
+        batch_size: number of samples B; None reads it from the batch's tensors.
+        per_layer: how many leading parts of a parameter's module path name its group: 1 is the module's children, 2 as
+            ``encoder.0``; parameters of the module itself go under their own name. None logs no groups.
+        quantiles: which quantiles, each strictly between 0 and 1.
+        unsupported: "warn" or "error", see `PerSampleCallback`.
+        prefix: what the logged names start with.
+        prog_bar: show ``<prefix>/norm_mean`` in the progress bar.
+
+    Raises:
+        OptionError: an option has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
+        batch_dim: int = 0,
+        batch_size: int | None = None,
+        per_layer: int | None = None,
+        quantiles: Sequence[float] = (0.5, 0.95),
+        unsupported: Literal["warn", "error"] = "warn",
+        prefix: str = "per_sample_grad",
+        prog_bar: bool = False,
+    ) -> None:
+        super().__init__(
+            every_n_steps,
+            loss_reduction=loss_reduction,
+            batch_dim=batch_dim,
+            batch_size=batch_size,
+            unsupported=unsupported,
+        )
+        check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
+        check_option(
+            "quantiles",
+            quantiles,
+            _are_quantiles(quantiles),
+            "a sequence of numbers strictly between 0 and 1 without duplicates",
+        )
+        check_option("prefix", prefix, _is_prefix(prefix), "a str that is not empty and does not end with '/'")
+        check_option("prog_bar", prog_bar, prog_bar in (True, False), "True or False")
+        self.per_layer = per_layer
+        self.quantiles = tuple(float(quantile) for quantile in quantiles)
+        self.prefix = prefix
+        self.prog_bar = prog_bar
+        self._groups: tuple[str, ...] = ()
+        self._window: dict[int, _Captured] = {}
+        self._window_is_whole = True
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("per_layer", "quantiles", "prefix", "prog_bar")
+        return {**super()._settings(), **{name: getattr(self, name) for name in names}}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fix the groups, so that every logged step has the same names."""
+        names = [name for name, parameter in pl_module.named_parameters() if parameter.requires_grad]
+        depth = self.per_layer
+        self._groups = () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
+        self._start_window()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start anew: an epoch that was broken off leaves no optimizer step behind."""
+        self._start_window()
+
+    def on_per_sample_gradients(
+        self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the norms of one batch until the optimizer step is complete."""
+        groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
+        norms = record.norms() if record.names else None
+        self._window[batch_idx] = _Captured(record.batch_size, norms, groups, record.coverage)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log, if this batch completes an optimizer step of which every batch was captured."""
+        # A batch whose training_step returned None has no outputs, and no part in the gradient.
+        if outputs and batch_idx not in self._window:
+            self._window_is_whole = False
+        if window_continues(trainer):
+            return
+        window = list(self._window.values())
+        if window and self._window_is_whole:
+            self._write(trainer, pl_module, window)
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._window = {}
+        self._window_is_whole = True
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, window: list[_Captured]) -> None:
+        values = self._statistics(window)
+        metrics = {f"{self.prefix}/{name}": value for name, value in values.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=logging_step(trainer))
+        samples = sum(captured.batch_size for captured in window)
+        shown = f"{self.prefix}/norm_mean" if self.prog_bar else None
+        for name, value in metrics.items():
+            pl_module.log(
+                name,
+                torch.tensor(value),
+                prog_bar=name == shown,
+                logger=False,
+                on_step=True,
+                on_epoch=False,
+                batch_size=samples,
+            )
+
+    def _statistics(self, window: list[_Captured]) -> dict[str, float]:
+        norms, *groups = _to_host(window, self._groups)
+        finite = norms.isfinite()
+        values = _describe(norms[finite], self.quantiles)
+        values["coverage"] = min(captured.coverage for captured in window)
+        values["nonfinite"] = float((~finite).sum())
+        for group, group_norms in zip(self._groups, groups, strict=True):
+            present = group_norms[finite & ~group_norms.isnan()]
+            values[f"{group}/norm_mean"] = present.mean().item()
+        return values
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """What is kept of one batch: norms (B,), or None if no parameter was captured, and norms (B,) by group."""
+
+    batch_size: int
+    norms: Tensor | None
+    groups: dict[str, Tensor]
+    coverage: float
+
+
+def _to_host(window: list[_Captured], groups: Sequence[str]) -> Tensor:
+    """Norms of all samples and below them those of each group, (1 + groups, samples), in one transfer."""
+    blocks = []
+    for captured in window:
+        if captured.norms is not None:
+            absent = torch.full_like(captured.norms, math.nan)
+            rows = [captured.norms, *(captured.groups.get(group, absent).to(absent.dtype) for group in groups)]
+            blocks.append(torch.stack(rows))
+    if not blocks:
+        return torch.empty(1 + len(groups), 0, dtype=torch.float64)
+    return torch.cat(blocks, dim=1).cpu().double()
+
+
+def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:
+    names = ["norm_mean", "norm_std", "norm_min", "norm_max", *(f"norm_{_percent(q)}" for q in quantiles)]
+    if norms.numel() == 0:
+        return dict.fromkeys(names, math.nan)
+    std = norms.std() if norms.numel() > 1 else torch.tensor(math.nan)
+    parts = [norms.mean(), std, norms.min(), norms.max(), *torch.quantile(norms, norms.new_tensor(quantiles))]
+    return {name: part.item() for name, part in zip(names, parts, strict=True)}
+
+
+def _percent(quantile: float) -> str:
+    return f"p{100 * quantile:.10g}"
+
+
+def _are_quantiles(quantiles: object) -> bool:
+    if not isinstance(quantiles, Sequence) or isinstance(quantiles, str):
+        return False
+    if not all(isinstance(quantile, (int, float)) and 0 < quantile < 1 for quantile in quantiles):
+        return False
+    return len({_percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
+
+
+def _is_prefix(prefix: object) -> bool:
+    return isinstance(prefix, str) and prefix != "" and not prefix.endswith("/")

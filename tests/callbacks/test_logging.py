@@ -1,0 +1,158 @@
+"""What is logged, at which steps, and to whom."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor
+from tests.callbacks.runs import Classifier, fit, loader, logged
+
+NAMES = {f"norm_{kind}" for kind in ("mean", "std", "min", "max", "p50", "p95")} | {"coverage", "nonfinite"}
+
+
+def steps(trainer, start="per_sample_grad/"):
+    return [row["step"] for row in logged(trainer, start)]
+
+
+def names(row, prefix="per_sample_grad"):
+    return {name.removeprefix(f"{prefix}/") for name in row if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("every", [1, 3])
+def test_logs_on_the_trainers_own_logging_steps(accumulate, every, tmp_path):
+    settings = {"accumulate_grad_batches": accumulate, "log_every_n_steps": every, "max_epochs": 3}
+    trainer = fit(Classifier(), [PerSampleGradientMonitor()], tmp_path, loader(40), **settings)
+    assert steps(trainer) == steps(trainer, "loss")
+    assert len(steps(trainer)) == math.ceil(5 / accumulate) * 3 // every
+    assert all(names(row) == NAMES for row in logged(trainer))
+
+
+class StopsEarly(Classifier):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.trainer.should_stop = True
+
+
+def test_logs_with_the_trainer_when_it_is_told_to_stop(tmp_path):
+    settings = {"log_every_n_steps": 4, "min_steps": 3, "max_epochs": 3}
+    trainer = fit(StopsEarly(), [PerSampleGradientMonitor()], tmp_path, loader(40), **settings)
+    # Told so at the end of the first batch, when it is too late to capture that one.
+    assert steps(trainer, "loss") == [0, *steps(trainer)] == [0, 1, 2, 3, 4]
+
+
+def test_logs_on_a_schedule_of_its_own(tmp_path):
+    callbacks = [PerSampleGradientMonitor(2), PerSampleGradientMonitor(3, prefix="third")]
+    trainer = fit(Classifier(), callbacks, tmp_path, loader(56))
+    assert steps(trainer) == [1, 3, 5]
+    assert steps(trainer, "third/") == [2, 5]
+    assert all(names(row, "third") == NAMES for row in logged(trainer, "third/"))
+
+
+def test_a_trainer_that_never_logs_logs_nothing_unless_asked(tmp_path):
+    trainer = fit(Classifier(), [PerSampleGradientMonitor()], tmp_path, log_every_n_steps=0)
+    assert not (Path(trainer.logger.log_dir) / "metrics.csv").exists()
+    assert "per_sample_grad/norm_mean" not in trainer.callback_metrics
+    trainer = fit(Classifier(), [PerSampleGradientMonitor(3)], tmp_path, log_every_n_steps=0)
+    assert steps(trainer) == [2]
+
+
+def test_names_follow_prefix_and_quantiles(tmp_path):
+    monitor = PerSampleGradientMonitor(prefix="grads", quantiles=(0.29, 0.999), per_layer=1)
+    (row, *_) = logged(fit(Classifier(), [monitor], tmp_path), "grads/")
+    expected = {name for name in NAMES if name not in ("norm_p50", "norm_p95")}
+    assert names(row, "grads") == expected | {"norm_p29", "norm_p99.9", "network/norm_mean"}
+
+
+def test_no_quantiles_is_allowed(tmp_path):
+    (row, *_) = logged(fit(Classifier(), [PerSampleGradientMonitor(quantiles=())], tmp_path))
+    assert names(row) == NAMES - {"norm_p50", "norm_p95"}
+
+
+class Alternating(nn.Module):
+    """Uses its second branch on every other call only."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.scale * (self.always(x) + (self.sometimes(x) if self.calls % 2 == 0 else 0))
+
+
+def test_group_names_are_the_same_at_every_step(tmp_path):
+    trainer = fit(Classifier(Alternating()), [PerSampleGradientMonitor(per_layer=2)], tmp_path)
+    groups = {f"network{name}/norm_mean" for name in ("", ".always", ".sometimes")}
+    rows = logged(trainer)
+    assert all(names(row) == NAMES | groups for row in rows)
+    absent = [math.isnan(row["per_sample_grad/network.sometimes/norm_mean"]) for row in rows]
+    assert absent == [True, False, True]
+
+
+def test_callback_metrics_hold_what_was_logged_last(tmp_path):
+    trainer = fit(Classifier(), [PerSampleGradientMonitor(per_layer=1)], tmp_path, log_every_n_steps=2, max_epochs=2)
+    *_, last = logged(trainer)
+    found = {name: value.item() for name, value in trainer.callback_metrics.items() if "per_sample" in name}
+    assert found == pytest.approx({name: value for name, value in last.items() if name != "step"}, rel=1e-6)
+
+
+def test_model_checkpoint_monitors_the_mean_norm(tmp_path):
+    monitor = "per_sample_grad/norm_mean"
+    checkpoint = ModelCheckpoint(tmp_path / "best", monitor=monitor, every_n_train_steps=1, save_top_k=-1)
+    trainer = fit(Classifier(), [PerSampleGradientMonitor(), checkpoint], tmp_path, enable_checkpointing=True)
+    values = [row[monitor] for row in logged(trainer)]
+    assert checkpoint.best_model_score.item() == pytest.approx(min(values), rel=1e-6)
+    saved = sorted(value.item() for value in checkpoint.best_k_models.values())
+    assert saved == pytest.approx(sorted(values), rel=1e-6)
+
+
+def test_early_stopping_monitors_the_mean_norm():
+    stopping = EarlyStopping("per_sample_grad/norm_mean", stopping_threshold=1e6, check_on_train_epoch_end=True)
+    trainer = fit(Classifier(), [stopping, PerSampleGradientMonitor()], max_epochs=5)
+    assert trainer.current_epoch == 1
+
+
+@pytest.mark.parametrize("prog_bar", [False, True])
+def test_the_progress_bar_shows_the_mean_norm_if_asked(prog_bar):
+    trainer = fit(Classifier(), [PerSampleGradientMonitor(prog_bar=prog_bar)])
+    shown = ["per_sample_grad/norm_mean"] if prog_bar else []
+    assert [name for name in trainer.progress_bar_metrics if "per_sample" in name] == shown
+
+
+def test_every_logger_gets_the_values_once_per_logged_step(tmp_path, monkeypatch):
+    loggers = [CSVLogger(tmp_path, name="one"), CSVLogger(tmp_path, name="two")]
+    calls = []
+    for logger in loggers:
+        monkeypatch.setattr(
+            logger, "log_metrics", lambda metrics, step=None, to=logger: calls.append((to.name, step, metrics))
+        )
+    fit(Classifier(), [PerSampleGradientMonitor()], logger=loggers, accumulate_grad_batches=2)
+    ours = [(name, step) for name, step, metrics in calls if "per_sample_grad/norm_mean" in metrics]
+    assert ours == [("one", 0), ("two", 0), ("one", 1), ("two", 1)]
+    assert all(type(value) is float for _, _, metrics in calls for name, value in metrics.items() if "per_" in name)
+
+
+def test_fast_dev_run_logs_as_lightning_does():
+    trainer = fit(Classifier(), [PerSampleGradientMonitor(50)], fast_dev_run=2)
+    assert trainer.global_step == 2
+    assert trainer.callback_metrics["per_sample_grad/norm_mean"] > 0
+
+
+class LogsItself(PerSampleCallback):
+    def on_per_sample_gradients(self, trainer, pl_module, record, batch, batch_idx):
+        pl_module.log("largest", record.norms().max(), on_step=True, batch_size=record.batch_size)
+
+
+def test_a_subclass_may_log_through_the_module(tmp_path):
+    trainer = fit(Classifier(), [LogsItself(), PerSampleGradientMonitor()], tmp_path)
+    largest = [row["largest"] for row in logged(trainer, "largest")]
+    assert largest == pytest.approx([row["per_sample_grad/norm_max"] for row in logged(trainer)])

@@ -1,0 +1,161 @@
+"""Options are checked where they are given, and the text says what is allowed."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor
+from lightning_persample.errors import OptionError, PerSampleError
+from tests.callbacks.runs import Classifier, Recorder, fit, make_trainer
+
+NONE_OR_POSITIVE = "None or an int >= 1"
+REDUCTIONS = "'mean', 'sum', or a callable (outputs, batch) -> Tensor of shape (B,)"
+QUANTILES = "a sequence of numbers strictly between 0 and 1 without duplicates"
+PREFIX = "a str that is not empty and does not end with '/'"
+BASE = [
+    ("every_n_steps", 0, NONE_OR_POSITIVE),
+    ("every_n_steps", -3, NONE_OR_POSITIVE),
+    ("every_n_steps", True, NONE_OR_POSITIVE),
+    ("every_n_steps", 2.0, NONE_OR_POSITIVE),
+    ("loss_reduction", "none", REDUCTIONS),
+    ("loss_reduction", None, REDUCTIONS),
+    ("loss_reduction", 3, REDUCTIONS),
+    ("batch_dim", -1, "an int >= 0"),
+    ("batch_dim", None, "an int >= 0"),
+    ("batch_dim", False, "an int >= 0"),
+    ("batch_dim", 1.0, "an int >= 0"),
+    ("batch_size", 0, NONE_OR_POSITIVE),
+    ("batch_size", True, NONE_OR_POSITIVE),
+    ("batch_size", "8", NONE_OR_POSITIVE),
+    ("unsupported", "ignore", "'warn' or 'error'"),
+    ("unsupported", None, "'warn' or 'error'"),
+]
+MONITOR = [
+    ("per_layer", 0, NONE_OR_POSITIVE),
+    ("per_layer", True, NONE_OR_POSITIVE),
+    ("per_layer", "2", NONE_OR_POSITIVE),
+    ("quantiles", 0.5, QUANTILES),
+    ("quantiles", "0.5", QUANTILES),
+    ("quantiles", (0.0, 0.5), QUANTILES),
+    ("quantiles", (0.5, 1), QUANTILES),
+    ("quantiles", (0.5, math.nan), QUANTILES),
+    ("quantiles", ("0.5",), QUANTILES),
+    ("quantiles", (0.5, 0.5), QUANTILES),
+    ("prefix", "", PREFIX),
+    ("prefix", "grads/", PREFIX),
+    ("prefix", None, PREFIX),
+    ("prog_bar", "yes", "True or False"),
+]
+
+
+@pytest.mark.parametrize(
+    ("callback", "option", "value", "allowed"),
+    [(PerSampleCallback, *case) for case in BASE] + [(PerSampleGradientMonitor, *case) for case in BASE + MONITOR],
+)
+def test_a_value_that_is_not_allowed_raises_at_construction(callback, option, value, allowed):
+    with pytest.raises(OptionError) as error:
+        callback(**{option: value})
+    assert str(error.value) == f"{option}={value!r} is not allowed: {option} must be {allowed}"
+    assert isinstance(error.value, (ValueError, PerSampleError))
+
+
+def test_allowed_values_are_kept():
+    def weights(outputs, batch):
+        return torch.ones(1)
+
+    monitor = PerSampleGradientMonitor(
+        7, loss_reduction=weights, batch_dim=1, batch_size=4, per_layer=2, quantiles=[0.25], unsupported="error"
+    )
+    assert (monitor.every_n_steps, monitor.loss_reduction, monitor.batch_dim, monitor.batch_size) == (7, weights, 1, 4)
+    assert (monitor.per_layer, monitor.quantiles, monitor.unsupported) == (2, (0.25,), "error")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"every_n_steps": 3},
+        {"loss_reduction": "sum"},
+        {"batch_dim": 1},
+        {"batch_size": 2},
+        {"per_layer": 1},
+        {"quantiles": (0.1,)},
+        {"unsupported": "error"},
+        {"prefix": "other"},
+        {"prog_bar": True},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_the_state_key_tells_settings_apart(setting):
+    assert PerSampleGradientMonitor(**setting).state_key != PerSampleGradientMonitor().state_key
+    assert PerSampleGradientMonitor(**setting).state_key == PerSampleGradientMonitor(**setting).state_key
+
+
+def weigh(outputs, batch, factor=1.0):
+    return torch.ones(1)
+
+
+@pytest.mark.parametrize("reduction", [weigh, functools.partial(weigh, factor=2.0)], ids=["function", "partial"])
+def test_the_state_key_of_a_callable_is_the_same_in_every_process(reduction):
+    key = PerSampleGradientMonitor(loss_reduction=reduction).state_key
+    assert "0x" not in key
+    assert ("weigh" in key) == (reduction is weigh)
+
+
+class Stateful(Recorder):
+    def state_dict(self):
+        return {"count": len(self.records)}
+
+
+def test_callbacks_with_state_need_different_settings():
+    make_trainer([Stateful(), Stateful(2)])
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `Stateful`"):
+        make_trainer([Stateful(2), Stateful(2)])
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "shown"),
+    [
+        ("loss_reduction", ("mean", "sum"), ("'mean'", "'sum'")),
+        ("batch_dim", (0, 1), ("0", "1")),
+        ("batch_size", (None, 8), ("None", "8")),
+    ],
+)
+def test_callbacks_that_disagree_on_the_capture_raise_at_the_start_of_the_fit(option, values, shown):
+    callbacks = [PerSampleGradientMonitor(**{option: values[0]}), Recorder(**{option: values[1]})]
+    module = Classifier()
+    with pytest.raises(OptionError) as error:
+        fit(module, callbacks)
+    assert str(error.value) == (
+        f"PerSampleGradientMonitor (callbacks[0]) has {option}={shown[0]}, but Recorder (callbacks[1]) has "
+        f"{option}={shown[1]}: all per-sample callbacks of a Trainer share one capture, so {option} must be the same "
+        "for all of them"
+    )
+    assert "training_step" not in module.__dict__
+
+
+def test_a_quantity_that_does_not_exist_is_the_callbacks_mistake_and_raises():
+    with pytest.raises(OptionError, match="hessian"):
+        fit(Classifier(), [Recorder(quantities=("hessian",))])
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning and jsonargparse disagree on names that are deprecated
+def test_the_command_line_of_lightning_reads_the_options(tmp_path):
+    pytest.importorskip("jsonargparse")
+    options = ["every_n_steps=5", "quantiles=[0.1, 0.9]", "loss_reduction=sum", "per_layer=null", "prog_bar=true"]
+    arguments = [f"--trainer.callbacks={PerSampleGradientMonitor.__module__}.PerSampleGradientMonitor"]
+    arguments += [f"--trainer.callbacks.{option}" for option in options]
+    arguments += [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false"]
+    cli = LightningCLI(Untrained, run=False, args=arguments)
+    (monitor,) = [each for each in cli.trainer.callbacks if isinstance(each, PerSampleGradientMonitor)]
+    assert (monitor.every_n_steps, monitor.quantiles, monitor.loss_reduction) == (5, (0.1, 0.9), "sum")
+    assert (monitor.per_layer, monitor.prog_bar, monitor.unsupported) == (None, True, "warn")
+
+
+class Untrained(LightningModule):
+    pass
