@@ -110,6 +110,8 @@ class Dispatcher:
         stop = boundary(tensor for tensor, _ in marked) if weights else set()
         saved = (args[0].detach().clone(), *args[1:]) if weights and inplace else args
         versions = [(tensor, tensor._version) for tensor, _ in marked] if weights else []
+        rule = find_rule(function) if weights else None
+        random_state = torch.get_rng_state() if rule is not None and rule.draws is not None else None
         result = function(*args, **kwargs)
         outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
         if not inplace:  # `contiguous`, `to` and the like may return what they were given
@@ -125,7 +127,9 @@ class Dispatcher:
             )
             for tensor, mark in marked
         )
-        call = ObservedCall(op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written)
+        call = ObservedCall(
+            op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state
+        )
         involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
         live = involved if weights and any(output.requires_grad for output in outputs) else {}
         try:
@@ -217,7 +221,8 @@ class Dispatcher:
             self.weighting.setdefault(followed.weighting)
         rule = find_rule(call.function)
         for output, mark in zip(call.outputs, followed.outputs, strict=False):
-            self.marks[output] = mark
+            if mark is not None:
+                self.marks[output] = mark
         use = Use(call, followed, involved, rule)
         if use.mixing is not None:
             self.mixing.setdefault(use.mixing)

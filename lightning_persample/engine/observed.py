@@ -41,6 +41,7 @@ class ObservedCall:
         outputs: every tensor among the results.
         batch_size: number of samples B.
         inplace: whether the call wrote into its first argument.
+        random_state: state of the generator before the call, where random numbers have to be drawn again.
         written: ids of the operands that the call wrote into, such as running statistics.
     """
 
@@ -53,6 +54,7 @@ class ObservedCall:
     batch_size: int
     inplace: bool
     written: frozenset[int]
+    random_state: Tensor | None = None
 
     @property
     def located(self) -> list[tuple[Tensor, BatchAxis]]:

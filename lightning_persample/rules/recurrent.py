@@ -1,9 +1,9 @@
 """Recurrent layers and cells: rnn_tanh, rnn_relu, gru, lstm.
 
-The layer itself runs as torch's own kernel. In backward its recurrence is replayed step by step, with a zero added to the
-pre-activations of the gates, whose gradient is the gates' own. A weight's gradient is then a sum of outer products over
-time, as for a linear layer. The replay is compared with what the kernel gave: where it differs (dropout between layers drawn
-by a kernel whose random numbers cannot be drawn again), the weights are refused.
+The layer itself runs as torch's own kernel. In backward its recurrence is replayed step by step, with a zero added to
+the pre-activations of the gates, whose gradient is the gates' own. A weight's gradient is then a sum of outer products
+over time, as for a linear layer. The replay is compared with what the kernel gave: where it differs (dropout between
+layers drawn by a kernel whose random numbers cannot be drawn again), the weights are refused.
 """
 
 from __future__ import annotations
@@ -77,10 +77,8 @@ def recurrent_layer(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ..
         grad_outputs: gradients of the output (B, ...), of h_n and of c_n (B, layers, k, H); None where there is none.
 
     Returns:
-        `Outer` for matrices, `Dense` for biases and for initial states.
-
-    Raises:
-        UnsupportedError: the replay does not give what the layer gave.
+        `Outer` for matrices, `Dense` for biases and for initial states; an `UnsupportedError` where the replay does not
+        give what the layer gave.
     """
     arguments = call.arguments
     time_first = not arguments.get("batch_first", False)
@@ -115,7 +113,7 @@ def recurrent_layer(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ..
             reached.append(final)
             given.append(columns(grad))
     leaves = [leaf for part in replayed for leaf in _leaves(part)]
-    grads = torch.autograd.grad(reached, [*leaves, *initial], given, allow_unused=True)
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(reached, [*leaves, *initial], given, allow_unused=True)
     filled = [
         torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip([*leaves, *initial], grads, strict=True)
     ]
@@ -149,10 +147,10 @@ def recurrent_cell(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ...
     inputs = arguments["input"].to(dtype).flatten(0, 1).unsqueeze(1)
     initial = [arguments[name].to(dtype).flatten(0, 1)[None].requires_grad_() for name in states]
     with torch.enable_grad():
-        _, finals, replayed = _replay(kind, inputs, initial, [[weights]], None, [])
+        _, finals, replayed = _replay(kind, inputs, initial, [[weights]], None, [], apart=call.nested)
     pairs = [(final, grad) for final, grad in zip(finals, grad_outputs, strict=True) if grad is not None]
     leaves = [*(leaf for part in replayed for leaf in _leaves(part)), *initial]
-    grads = torch.autograd.grad(
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(
         [final for final, _ in pairs], leaves, [grad.flatten(0, 1)[None] for _, grad in pairs], allow_unused=True
     )
     by_leaf = {
@@ -191,15 +189,19 @@ def _replay(
     layers: list[list[_Weights]],
     valid: Tensor | None,
     masks: list[Tensor],
+    *,
+    apart: bool = False,
 ) -> tuple[Tensor, list[Tensor], list[_Direction]]:
-    """All layers over (N, T, d): the output (N, T, H), final states (layers * directions, N, H), what each direction left."""
+    """All layers over (N, T, d): output (N, T, H), final states (layers * directions, N, H), what directions left."""
     replayed: list[_Direction] = []
     finals: list[list[Tensor]] = []
     for layer, directions in enumerate(layers):
         outputs = []
         for number, weights in enumerate(directions):
             state = [part[len(replayed)] for part in initial]
-            output, last, left = _replay_direction(kind, inputs, state, weights, valid, backward=number == 1)
+            output, last, left = _replay_direction(
+                kind, inputs, state, weights, valid, backward=number == 1, apart=apart
+            )
             outputs.append(output)
             finals.append(last)
             replayed.append(left)
@@ -210,7 +212,14 @@ def _replay(
 
 
 def _replay_direction(
-    kind: str, inputs: Tensor, state: list[Tensor], weights: _Weights, valid: Tensor | None, *, backward: bool
+    kind: str,
+    inputs: Tensor,
+    state: list[Tensor],
+    weights: _Weights,
+    valid: Tensor | None,
+    *,
+    backward: bool,
+    apart: bool,
 ) -> tuple[Tensor, list[Tensor], _Direction]:
     rows, steps, _ = inputs.shape
     values = weights.values
@@ -222,12 +231,12 @@ def _replay_direction(
     outputs: list[Tensor] = [inputs] * steps
     previous: list[Tensor] = [inputs] * steps
     unprojected: list[Tensor] = [inputs] * steps
-    for step in reversed(range(steps)) if backward else range(steps):
+    for step in reversed(range(steps)) if reverse else range(steps):
         previous[step] = state[0].detach()
         recurrent = F.linear(state[0], values["w_hh"], values.get("b_hh"))
         if kind == "gru":
             recurrent = recurrent + from_previous[:, step]
-        following = _step(kind, driven[:, step], recurrent, state)
+        following = _step(kind, driven[:, step], recurrent, state, apart=apart)
         if projected is not None:
             unprojected[step] = following[0].detach()
             following[0] = F.linear(following[0], values["w_hr"]) + projected[:, step]
@@ -250,12 +259,12 @@ def _replay_direction(
     return torch.stack(outputs, 1), state, left
 
 
-def _step(kind: str, driven: Tensor, recurrent: Tensor, state: list[Tensor]) -> list[Tensor]:
-    """The state after one step from the gates' two pre-activations."""
+def _step(kind: str, driven: Tensor, recurrent: Tensor, state: list[Tensor], *, apart: bool) -> list[Tensor]:
+    """The state after one step from the gates' two pre-activations; `apart`: nothing flows from h back to c."""
     if kind == "lstm":
         gate_in, gate_forget, cell, gate_out = (driven + recurrent).chunk(4, 1)
         memory = gate_forget.sigmoid() * state[1] + gate_in.sigmoid() * cell.tanh()
-        return [gate_out.sigmoid() * memory.tanh(), memory]
+        return [gate_out.sigmoid() * (memory.detach() if apart else memory).tanh(), memory]
     if kind == "gru":
         reset, update, new = driven.chunk(3, 1)
         reset_from, update_from, new_from = recurrent.chunk(3, 1)
@@ -305,8 +314,8 @@ def _check(kind: str, replayed: Tensor, given: Tensor | None, valid: Tensor | No
     tolerance = 1e-2 if given.dtype != torch.float64 else 1e-6
     if not torch.allclose(replayed, given, rtol=tolerance, atol=tolerance * max(scale, 1e-30), equal_nan=True):
         raise UnsupportedError(
-            f"the replay of `{kind}` does not give what the layer gave: dropout between its layers was drawn by a kernel "
-            "whose random numbers cannot be drawn again; use one layer each, with nn.Dropout between them"
+            f"the replay of `{kind}` does not give what the layer gave: dropout between its layers was drawn by a "
+            "kernel whose random numbers cannot be drawn again; use one layer each, with nn.Dropout between them"
         )
 
 
@@ -329,9 +338,15 @@ def _register(kind: str) -> None:
         several_outputs=True,
         draws=_draws,
         reads_output=True,
+        per_sample=("hx",),
     )(layer_rule)
     register_rule(
-        cell, arguments=_CELL, batched=("input", "hx"), weights=("hx", *_CELL[2:]), several_outputs=True
+        cell,
+        arguments=_CELL,
+        batched=("input", "hx"),
+        weights=("hx", *_CELL[2:]),
+        several_outputs=True,
+        per_sample=("hx",),
     )(cell_rule)
 
 

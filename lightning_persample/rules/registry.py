@@ -33,6 +33,8 @@ class Call:
             (B,); the rows beyond it only fill up.
         draws: the random tensors of the call, drawn again, each batch-first; see `Rule.draws`.
         output: the first output of the call, batch-first, where the rule reads it.
+        nested: whether a later output was computed on the way to an earlier one, so that its gradient holds what flows
+            back through the earlier one too.
     """
 
     batch_size: int
@@ -41,6 +43,7 @@ class Call:
     counts: Mapping[str, Tensor] = field(default_factory=dict)
     draws: tuple[Tensor, ...] = ()
     output: Tensor | None = None
+    nested: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an argument, or `default` where the call left it out."""
@@ -68,6 +71,8 @@ class Rule:
         draws: given the arguments by name and the first output, draws the random tensors of the call in the order in
             which the op drew them, each with the batch where the output has it.
         reads_output: whether the rule reads the first output.
+        per_sample: names of arguments that hold a row for every sample even where they do not depend on the batch, such
+            as an initial state; they are batch-first in any case.
     """
 
     op: object
@@ -81,12 +86,10 @@ class Rule:
     several_outputs: bool = False
     draws: Callable[[Mapping[str, Any], Tensor], list[Tensor]] | None = None
     reads_output: bool = False
+    per_sample: frozenset[str] = frozenset()
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A call's arguments by name, or None where they do not fit the names of this rule.
-
-        Tensors in a list or tuple have the name and their place as name: ``hx[0]``, ``hx[1]``.
-        """
+        """A call's arguments by name, or None where they do not fit; tensors in a list are ``name[0]``, ``name[1]``."""
         if any(name not in self.arguments for name in kwargs):
             return None
         if self.binds is not None:
@@ -111,6 +114,10 @@ class Rule:
     def is_batched(self, name: str) -> bool:
         """Whether this argument may depend on the batch."""
         return name.split("[")[0] in self.batched
+
+    def is_per_sample(self, name: str) -> bool:
+        """Whether this argument holds a row for every sample in any case."""
+        return name.split("[")[0] in self.per_sample
 
     def is_read(self, name: str) -> bool:
         """Whether the rule reads the value of this argument."""
@@ -176,6 +183,7 @@ def register_rule(
     several_outputs: bool = False,
     draws: Callable[[Mapping[str, Any], Tensor], list[Tensor]] | None = None,
     reads_output: bool = False,
+    per_sample: tuple[str, ...] = (),
     overwrite: bool = False,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the rule of an op.
@@ -193,6 +201,7 @@ def register_rule(
         several_outputs: the rule gets a tuple of gradients, one per output, None where an output got none.
         draws: draws the random tensors of the call again, see `Rule`.
         reads_output: whether the rule reads the first output of the call.
+        per_sample: names of arguments that hold a row for every sample in any case, see `Rule`.
         overwrite: replace a rule that is already there.
 
     Returns:
@@ -227,6 +236,7 @@ def register_rule(
             several_outputs=several_outputs,
             draws=draws,
             reads_output=reads_output,
+            per_sample=frozenset(per_sample),
         )
         return function
 

@@ -292,9 +292,7 @@ def test_a_faulty_rule_refuses_its_parameters_and_lets_training_go_on(monkeypatc
     monkeypatch.setitem(registry._RULES, "linear", replace(rule, function=faulty))
     module, batch = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4)), vectors()
     record = record_of(module, mean_of_squares, batch)
-    text = (
-        r"`linear` on .*with `0.bias`, `0.weight`: computing .* failed with IndexError: off by one; .*report"
-    )
+    text = r"`linear` on .*with `0.bias`, `0.weight`: computing .* failed with IndexError: off by one; .*report"
     assert_missing(record, module, {"0.weight": text, "0.bias": text})
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_persample.engine import expanded_weights
+from tests.engine import sequence_cases  # noqa: F401  (adds to CASES)
 from tests.engine.model_cases import BATCH_SIZES, CASES, ModelCase
 from tests.engine.reference import assert_exact
 from tests.models import MODELS, Model, gpt
+
+# torch says once that it has no oneDNN kernel for projections
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
 DTYPES = {"float64": (torch.float64, 1e-10), "float32": (torch.float32, 1e-4)}
 
@@ -48,3 +54,16 @@ def _check_model(model: Model, batch_size: int, tolerance: float) -> None:
     assert set(record.names) == {name for name, _ in model.module.named_parameters()}
     assert record.mixing == ()
     assert record.weighting == ()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_dropout_between_recurrent_layers_is_drawn_again(kind: type[nn.RNNBase], batch_first: bool) -> None:
+    """A loop would draw other masks: the contributions of all samples must sum to the gradient of the batch instead."""
+    layer = kind(6, 4, num_layers=3, dropout=0.5, bidirectional=True, batch_first=batch_first, dtype=torch.float64)
+    batch = torch.randn(5, 7, 6, dtype=torch.float64)
+    with expanded_weights(layer, batch, quantities=("grad_sample",), unsupported="error") as capture:
+        output = layer(batch if batch_first else batch.transpose(0, 1))[0]
+        output.square().sum().div(len(batch)).backward()
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(capture.record.grad_samples[name].mean(0), p.grad, rtol=1e-9, atol=1e-12)

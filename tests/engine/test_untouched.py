@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.engine import expanded_weights, loop_per_sample_grads
+from tests.engine import sequence_cases  # noqa: F401  (adds to CASES)
 from tests.engine.model_cases import CASES, mean_of_squares
 from tests.models import MODELS
+
+# torch says once that it has no oneDNN kernel for projections
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
 
 def _run(module: nn.Module, loss_fn: object, batch: tuple[Tensor, ...], observed: bool, options: dict) -> list[Tensor]:

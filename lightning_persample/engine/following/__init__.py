@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from lightning_persample.engine.following import indexing, layers, recurrence, reductions, shapes  # (registers the families)
+from lightning_persample.engine.following import (  # (registers the families)
+    indexing,
+    layers,
+    recurrence,
+    reductions,
+    shapes,
+)
 from lightning_persample.engine.following.after_reduction import after_reduction
 from lightning_persample.engine.following.base import FOLLOWERS, Followed, lost
 from lightning_persample.engine.following.pointwise import FACTORIES, POINTWISE

@@ -172,10 +172,9 @@ def _follow_select(call: ObservedCall) -> Followed:
     index = call.argument(2, "index", "start")
     if not isinstance(axis, BatchAxis):  # a weight or a constant, picked from by an index of the batch
         where = call.axis_of(index)
-        whole = call.op == "index_select" and isinstance(where, BatchAxis)
-        return (
-            keep(call, where.moved(dim)) if whole else lost(call, "picks entries by a number of the batch", mixes=True)
-        )
+        if call.op == "index_select" and isinstance(where, BatchAxis):
+            return keep(call, where.moved(dim))
+        return lost(call, "picks entries by a number of the batch", mixes=True)
     if dim != axis.dim:
         depends = isinstance(index, Tensor) and call.axis_of(index) is not None
         if depends:

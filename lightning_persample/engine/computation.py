@@ -1,0 +1,184 @@
+"""From the gradients of a call's outputs to contributions: by the op's own rule, or by the generic one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_persample.engine.batch_axis import BatchAxis, batch_first
+from lightning_persample.engine.following import POINTWISE
+from lightning_persample.engine.graph import boundary, nodes_between
+from lightning_persample.engine.observed import ObservedCall
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import Block, Dense, SampleGradient
+from lightning_persample.rules import Call, Rule, generic_rule
+
+if TYPE_CHECKING:
+    from lightning_persample.engine.use import Use
+    from lightning_persample.engine.weight import Weight
+
+__all__ = ["computation"]
+
+Contributions: TypeAlias = "list[tuple[Weight, SampleGradient]]"
+Computation: TypeAlias = Callable[[Sequence[Tensor | None]], Contributions]
+
+
+def computation(use: Use) -> Computation:
+    """What to do in backward with the gradients of the outputs that can have one.
+
+    Args:
+        use: a call whose contributions can be told apart by sample.
+
+    Returns:
+        A function from one gradient per output (None where an output got none) to contributions. It keeps alive only
+        what it reads.
+    """
+    return _by_rule(use, use.rule) if use.rule is not None else _by_generic_rule(use)
+
+
+def _by_rule(use: Use, rule: Rule) -> Computation:
+    call, batch_size = use.call, use.call.batch_size
+    owners = {name: use.weights[id(value)] for name, value in use.arguments.items() if id(value) in use.weights}
+    rank = call.outputs[0].dim() if call.op in POINTWISE else 0
+    aligned = use.followed.aligned
+    kept: dict[str, Any] = {}
+    axes: dict[str, BatchAxis] = {}
+    for name, value in use.arguments.items():
+        if not isinstance(value, Tensor):
+            kept[name] = value
+        elif rule.is_read(name) or name in owners or not rule.is_batched(name):
+            kept[name] = value.detach()
+            where = call.axis_of(value)
+            if where is None and rule.is_per_sample(name) and aligned is not None:
+                where = aligned(value)
+            if isinstance(where, BatchAxis):
+                axes[name] = where
+    nested = rule.several_outputs and _later_lies_below_earlier(call)
+    output_axes = [axis for _, axis in use.outputs]
+    first = call.outputs[0].detach() if rule.reads_output or rule.draws is not None else None
+    first_axis, random_state = use.followed.outputs[0], call.random_state
+    description = use.describe()
+    unchanged = _Unchanged(use, use.arguments.values(), kept.values())
+
+    def compute(grads: Sequence[Tensor | None]) -> Contributions:
+        unchanged.check()
+        arguments = dict(kept)
+        counts: dict[str, Tensor] = {}
+        for name, where in axes.items():
+            tensor = kept[name]
+            extra = max(rank - tensor.dim(), 0)
+            if extra:
+                tensor = tensor.reshape(*(1,) * extra, *tensor.shape)
+            arguments[name] = batch_first(tensor, where.moved(where.dim + extra), batch_size)
+            if where.owner is not None:
+                counts[name] = torch.bincount(where.owner.sample, minlength=batch_size) * where.rows
+        drawn: list[Tensor] = []
+        if first is not None and random_state is not None:
+            drawn = _draw_again(rule, kept, first, random_state)
+        output: Tensor | None = None
+        draws: tuple[Tensor, ...] = ()
+        if first is not None and isinstance(first_axis, BatchAxis):
+            output = batch_first(first, first_axis, batch_size)
+            draws = tuple(batch_first(tensor, first_axis, batch_size) for tensor in drawn)
+        by_sample = tuple(
+            None if grad is None else batch_first(grad, axis, batch_size, fill=False)
+            for grad, axis in zip(grads, output_axes, strict=True)
+        )
+        seen = Call(batch_size, arguments, frozenset(owners), counts, draws, output, nested)
+        given = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
+        return [(owners[name], _placed(gradient, axes.get(name), description)) for name, gradient in given.items()]
+
+    return compute
+
+
+def _later_lies_below_earlier(call: ObservedCall) -> bool:
+    stop = boundary(operand.tensor for operand in call.operands)
+    first, *later = call.outputs
+    below = nodes_between([first], stop)
+    return any(output.grad_fn in below for output in later)
+
+
+def _draw_again(rule: Rule, arguments: dict[str, Any], output: Tensor, state: Tensor) -> list[Tensor]:
+    if rule.draws is None:
+        return []
+    devices = [output.device] if output.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(state)
+        return rule.draws(arguments, output)
+
+
+def _placed(gradient: SampleGradient, where: BatchAxis | None, description: str) -> SampleGradient:
+    """A weight with the batch along an axis of its own (a state of each sample) has zeros outside a sample's rows."""
+    if where is None:
+        return gradient
+    if where.owner is not None:
+        raise UnsupportedError(f"{description} lays a weight along rows that were picked from the batch")
+    return Block(gradient.dense(), where.dim, where.outer, where.inner)
+
+
+def _by_generic_rule(use: Use) -> Computation:
+    call, batch_size = use.call, use.call.batch_size
+    ((_, axis),) = use.outputs
+    aligned = use.followed.aligned
+    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
+    owners = {position: use.weights[id(leaf)] for position, leaf in enumerate(leaves) if id(leaf) in use.weights}
+    axes: dict[int, BatchAxis] = {}
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        where = call.axis_of(leaf)
+        if where is None and aligned is not None:
+            where = aligned(leaf)
+        if isinstance(where, BatchAxis):
+            axes[position] = where
+    kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    unchanged = _Unchanged(use, leaves, kept)
+    function, description = call.function, use.describe()
+
+    def compute(grads: Sequence[Tensor | None]) -> Contributions:
+        unchanged.check()
+        (grad,) = grads
+        if grad is None:
+            return []
+        args, kwargs = tree_unflatten(kept, spec)
+        batched = {position: batch_first(kept[position], where, batch_size) for position, where in axes.items()}
+        grad = batch_first(grad, axis, batch_size, fill=False)
+        given = generic_rule(function, args, kwargs, batched, frozenset(owners), grad)
+        return [
+            (owners[place], _placed(Dense(gradient), axes.get(place), description)) for place, gradient in given.items()
+        ]
+
+    return compute
+
+
+class _Unchanged:
+    """Guards the values that a rule reads in backward against in-place changes since the forward."""
+
+    def __init__(self, use: Use, given: Iterable[Any], kept: Iterable[Any]) -> None:
+        written = {
+            tensor.data_ptr() for tensor in given if isinstance(tensor, Tensor) and id(tensor) in use.call.written
+        }
+        self._versions = [
+            (tensor, tensor._version)
+            for tensor in kept
+            if isinstance(tensor, Tensor) and tensor.data_ptr() not in written
+        ]
+        self._text = use.describe()
+
+    def check(self) -> None:
+        """Raise if one of the tensors was written to.
+
+        Raises:
+            UnsupportedError: a tensor has another version than at the call.
+        """
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise UnsupportedError(
+                    f"{self._text}: a tensor of sizes {tuple(tensor.shape)} that the per-sample gradient needs was "
+                    "changed in "
+                    "place between forward and backward; write the result to a new tensor instead"
+                )
