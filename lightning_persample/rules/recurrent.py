@@ -199,9 +199,8 @@ def _replay(
         outputs = []
         for number, weights in enumerate(directions):
             state = [part[len(replayed)] for part in initial]
-            output, last, left = _replay_direction(
-                kind, inputs, state, weights, valid, backward=number == 1, apart=apart
-            )
+            reverse = number == 1
+            output, last, left = _replay_direction(kind, inputs, state, weights, valid, reverse=reverse, apart=apart)
             outputs.append(output)
             finals.append(last)
             replayed.append(left)
@@ -218,7 +217,7 @@ def _replay_direction(
     weights: _Weights,
     valid: Tensor | None,
     *,
-    backward: bool,
+    reverse: bool,
     apart: bool,
 ) -> tuple[Tensor, list[Tensor], _Direction]:
     rows, steps, _ = inputs.shape
