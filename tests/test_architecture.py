@@ -1,0 +1,111 @@
+"""Which way imports point, how long files are, what they are called, and what lies at the top level."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "lightning_persample"
+MAY_IMPORT = {
+    "errors": set(),
+    "typing": {"errors"},
+    "gradients": {"errors", "typing"},
+    "rules": {"errors", "typing", "gradients"},
+    "engine": {"errors", "typing", "gradients", "rules"},
+    "metrics": {"errors", "typing"},
+    "influence": {"errors", "typing", "gradients"},
+    "callbacks": {"errors", "typing", "gradients", "rules", "engine", "metrics", "influence"},
+}
+TOP_LEVEL = {".ci", ".git", ".github", ".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml"}
+TOP_LEVEL |= {PACKAGE, "examples", "tests"}
+FORBIDDEN_STEMS = {"common", "helper", "helpers", "misc", "util", "utils"}
+LONGEST_FILE = 400
+LONGEST_EXAMPLE = 100
+
+MODULES = sorted(set((ROOT / PACKAGE).rglob("*.py")) - {ROOT / PACKAGE / "__init__.py"})
+SOURCES = sorted(path for folder in (PACKAGE, "tests", "examples") for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported_names(source: str, package: str) -> set[str]:
+    """Every module a source imports, anywhere in it, in full; `from a import b` counts as a and as a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def wrong_imports(layer: str, source: str, package: str) -> list[str]:
+    """What a source in `layer` imports and must not."""
+    wrong = []
+    for name in sorted(imported_names(source, package)):
+        first, *rest = name.split(".")
+        if first == PACKAGE:
+            is_wrong = bool(rest) and rest[0] in MAY_IMPORT and rest[0] not in MAY_IMPORT[layer] | {layer}
+        elif first in {"lightning", "pytorch_lightning", "lightning_fabric"}:
+            is_wrong = layer != "callbacks"
+        else:
+            is_wrong = name.startswith("torch.nn.utils._expanded_weights")
+        if is_wrong:
+            wrong.append(name)
+    return wrong
+
+
+def identifier(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=identifier)
+def test_imports_point_one_way(path):
+    inside = path.relative_to(ROOT / PACKAGE)
+    layer = inside.parts[0].removesuffix(".py")
+    assert layer in MAY_IMPORT, f"{layer} is no part of the design; parts: {sorted(MAY_IMPORT)}"
+    package = ".".join([PACKAGE, *inside.parts[:-1]])
+    assert wrong_imports(layer, path.read_text(encoding="utf-8"), package) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "source", "wrong"),
+    [
+        ("gradients", "import lightning_persample.rules.linear", ["lightning_persample.rules.linear"]),
+        ("gradients", "from ..rules import linear", ["lightning_persample.rules", "lightning_persample.rules.linear"]),
+        ("gradients", "def f():\n    from lightning_persample import engine", ["lightning_persample.engine"]),
+        ("engine", "import lightning as L", ["lightning"]),
+        ("engine", "from lightning_persample.rules import find_rule\nfrom .record import x", []),
+        ("callbacks", "import lightning as L\nfrom ..engine import expanded_weights", []),
+        ("engine", "from torch.nn.utils import _expanded_weights", ["torch.nn.utils._expanded_weights"]),
+    ],
+)
+def test_wrong_imports_are_found(layer, source, wrong):
+    assert wrong_imports(layer, source, f"{PACKAGE}.{layer}") == wrong
+
+
+def test_public_names_are_listed_sorted_and_without_logic():
+    tree = ast.parse((ROOT / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    kinds = {type(node) for node in tree.body[1:]}
+    assert kinds <= {ast.ImportFrom, ast.Assign}
+    import lightning_persample
+
+    assert lightning_persample.__all__ == sorted(lightning_persample.__all__)
+    assert all(hasattr(lightning_persample, name) for name in lightning_persample.__all__)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=identifier)
+def test_files_are_short_and_named_for_what_they_hold(path):
+    length = len(path.read_text(encoding="utf-8").splitlines())
+    assert length <= (LONGEST_EXAMPLE if path.is_relative_to(ROOT / "examples") else LONGEST_FILE)
+    assert path.stem not in FORBIDDEN_STEMS
+
+
+def test_top_level_holds_only_what_the_design_names():
+    ignored = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()]
+    found = {path.name for path in ROOT.iterdir() if not any(fnmatch.fnmatch(path.name, name) for name in ignored)}
+    assert found - TOP_LEVEL == set()

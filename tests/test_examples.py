@@ -1,0 +1,40 @@
+"""Every example runs, quickly, and prints what it promises."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name: str, output: Path) -> str:
+    """The text an example prints with --fast; its logs and plots go to `output`."""
+    command = [sys.executable, str(EXAMPLES / name), "--fast", "--output", str(output)]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "PYTHONIOENCODING": "utf-8"}
+    result = subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", check=False, cwd=output, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_digits_norms_finds_the_flipped_labels(tmp_path):
+    printed = run("digits_norms.py", tmp_path)
+    flipped, clean = re.search(r"norm: ([\d.]+) of flipped samples, ([\d.]+) of clean", printed).groups()
+    assert float(flipped) > 2 * float(clean)
+    count, found = re.search(r"of the (\d+) samples with the largest norms, (\d+) have", printed).groups()
+    assert int(found) > 0.8 * int(count)
+    assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
+
+    (log,) = tmp_path.glob("csv/version_0/metrics.csv")
+    with log.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["per_sample_grad/norm_mean"]]
+    assert [int(row["step"]) for row in rows] == list(range(9, 87, 10))
+    assert all(float(row["per_sample_grad/coverage"]) == 1 for row in rows)
+    assert all(float(row["per_sample_grad/nonfinite"]) == 0 for row in rows)
+    assert list(tmp_path.glob("tensorboard/version_0/events*"))

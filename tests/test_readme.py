@@ -1,0 +1,79 @@
+"""What the README says is so: its code runs, its commands are the ones that run in CI, its lists are complete."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_persample import PerSampleGradientMonitor, supported_ops
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def table_rows(heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its header."""
+    section = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "readme"}
+    for number, block in enumerate(blocks("python")):
+        exec(compile(block, f"README.md, python block {number}", "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert "'per_sample_grad/norm_mean'" in printed
+    assert "has the largest norm" in printed
+    assert "'0.weight': (4, 32, 8)" in printed
+
+
+def test_ci_runs_the_two_commands_of_the_readme():
+    commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("python3 -m venv")]
+    assert [command.split()[-1] for command in commands] == ["examples/digits_norms.py", "pytest"]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    patterns = re.findall(r"grep -E '(.*)' README\.md", script)
+    found = [line for pattern in patterns for line in README.splitlines() if re.match(pattern, line)]
+    assert sorted(found) == sorted(commands)
+    assert all(f'-c "${name}' in script for name in ("test_command", "main_command"))
+
+
+def test_logged_keys_are_the_monitors(tmp_path):
+    logger = CSVLogger(tmp_path)
+    trainer = L.Trainer(
+        max_steps=1,
+        log_every_n_steps=1,
+        accelerator="cpu",
+        logger=logger,
+        callbacks=[PerSampleGradientMonitor(every_n_steps=1)],
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(4, 32), batch_size=4))
+    with (Path(logger.log_dir) / "metrics.csv").open(encoding="utf-8") as file:
+        logged = {key for key in next(csv.reader(file)) if key.startswith("per_sample_grad/")}
+    assert {row[0].strip("`") for row in table_rows("What is logged")} == logged
+
+
+def test_listed_ops_are_those_with_a_rule_of_their_own():
+    listed = [name for row in table_rows("Supported layers") for name in re.findall(r"`(\w+)`", row[1])]
+    assert sorted(listed) == list(supported_ops())
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)]+)\)", README))
+def test_links_lead_to_files(target):
+    assert (ROOT / target).is_file()
