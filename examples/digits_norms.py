@@ -45,7 +45,7 @@ class NormsBySample(PerSampleCallback):
         self.norms = torch.full((epochs, samples), torch.nan)
 
     def on_per_sample_gradients(self, trainer, pl_module, record: PerSampleRecord, batch, batch_idx) -> None:
-        self.norms[trainer.current_epoch, batch[2]] = record.norms().float()
+        self.norms[trainer.current_epoch, batch[2]] = record.norms()
 
 
 def plot(norms: Tensor, flipped: Tensor, path: Path) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_persample.rules import find_rule, supported_ops
+from tests.engine import sequence_cases  # noqa: F401  (adds to CASES)
+from tests.engine.model_cases import CASES
 from tests.rules.families import all_cases
 
 # (op, argument): why one value is enough. "*" stands for every op.
@@ -24,8 +26,23 @@ def _described(value: Any) -> str:
     return f"{value.dtype}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
+# ops whose cases are whole models: they have lists of weights, several outputs and states, which only the engine sorts out
+THROUGH_THE_ENGINE = {
+    **{kind: kind.replace("rnn_tanh", "rnn").replace("_", "-") for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{
+        f"{kind}_cell": f"{kind.replace('rnn_tanh', 'rnn').replace('_', '-')}-cell"
+        for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    },
+}
+
+
 def test_every_op_has_cases():
-    assert {str(case.rule.op) for case in all_cases()} == set(supported_ops())
+    assert {str(case.rule.op) for case in all_cases()} | set(THROUGH_THE_ENGINE) == set(supported_ops())
+
+
+def test_every_op_with_whole_models_as_cases_has_some():
+    for start in THROUGH_THE_ENGINE.values():
+        assert any(name.startswith(start) for name in CASES), start
 
 
 def test_every_option_takes_two_values():
@@ -57,12 +74,8 @@ def test_case_ids_are_unique():
 
 
 def test_ops_whose_samples_mix_say_so():
-    mixing = {op for op in map(str, supported_ops()) if getattr(_rule_named(op), "mixes_samples", None) is not None}
+    mixing = {str(case.rule.op) for case in all_cases() if case.rule.mixes_samples is not None}
     assert mixing == {"batch_norm"}
     decide = find_rule(torch.batch_norm).mixes_samples
     assert decide({"training": True}) is True
     assert decide({"training": False}) is False
-
-
-def _rule_named(op: str) -> object:
-    return next(case.rule for case in all_cases() if str(case.rule.op) == op)
