@@ -26,13 +26,16 @@ def _described(value: Any) -> str:
     return f"{value.dtype}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-# ops whose cases are whole models: they have lists of weights, several outputs and states, which only the engine sorts out
+# ops whose cases are whole models, because only the engine sorts out their lists of weights, outputs and states
 THROUGH_THE_ENGINE = {
-    **{kind: kind.replace("rnn_tanh", "rnn").replace("_", "-") for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    **{
-        f"{kind}_cell": f"{kind.replace('rnn_tanh', 'rnn').replace('_', '-')}-cell"
-        for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    },
+    "lstm": "lstm-",
+    "gru": "gru-",
+    "rnn_tanh": "rnn-",
+    "rnn_relu": "rnn-relu-",
+    "lstm_cell": "lstm-cell",
+    "gru_cell": "gru-cell",
+    "rnn_tanh_cell": "rnn-cell",
+    "rnn_relu_cell": "rnn-relu-cell",
 }
 
 
