@@ -52,9 +52,8 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
             kept[name] = value
         elif rule.is_read(name) or name in owners or not rule.is_batched(name):
             kept[name] = value.detach()
-            where = call.axis_of(value)
-            if where is None and rule.is_per_sample(name) and aligned is not None:
-                where = aligned(value)
+            own = aligned(value) if aligned is not None and rule.is_per_sample(name) else None
+            where = own if own is not None else call.axis_of(value)
             if isinstance(where, BatchAxis):
                 axes[name] = where
     nested = rule.several_outputs and _later_lies_below_earlier(call)

@@ -69,7 +69,15 @@ class Use:
     @property
     def tainted(self) -> list[str]:
         """Where values computed over the whole batch entered the operands."""
-        return [axis.mixing for _, axis in self.call.located if axis.mixing is not None]
+        rule = self.rule
+        unread = {
+            id(value) for name, value in self.arguments.items() if rule is not None and not rule.is_read(name)
+        }  # numbers that only say where things lie
+        return [
+            axis.mixing
+            for tensor, axis in self.call.located
+            if axis.mixing is not None and (id(tensor) not in unread or tensor.is_floating_point())
+        ]
 
     def describe(self) -> str:
         """Op, sizes, line and parameters, for messages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -297,6 +298,31 @@ for options in ({"padding_idx": 0}, {"scale_grad_by_freq": True}, {"max_norm": 1
         lambda options=options: Model(lambda m, x: m.e(x), e=nn.Embedding(9, 6, **options)),
         tokens,
     )
+
+
+def bags_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """All tokens in one row, and where each sample's begin: sample i has as many as its first token says."""
+    lengths = x[:, 0].clamp(min=1, max=T)
+    kept = torch.arange(T) < lengths[:, None]
+    return x[kept], lengths.cumsum(0) - lengths
+
+
+def uneven_bags(m: Any, x: Tensor) -> Tensor:
+    tokens_in_a_row, offsets = bags_of(x)
+    return m.e(tokens_in_a_row, offsets)
+
+
+for mode in ("sum", "mean", "max"):
+    for options in ({}, {"padding_idx": 3}):
+        name = "-".join([f"embedding-bag-{mode}", *options])
+        bag = partial(nn.EmbeddingBag, 9, 6, mode=mode, **options)
+        case(name, lambda bag=bag: Model(lambda m, x: m.e(x), e=bag()), tokens)
+        case(f"{name}-uneven", lambda bag=bag: Model(uneven_bags, e=bag()), tokens)
+case(
+    "embedding-bag-weighted",
+    lambda: Model(lambda m, x: m.e(x, per_sample_weights=x.to(m.e.weight.dtype)), e=nn.EmbeddingBag(9, 6, mode="sum")),
+    tokens,
+)
 case("tied-head", lambda: Model(lambda m, x: m.e(x) @ m.e.weight.t(), e=nn.Embedding(9, 6)), tokens)
 case("tied-head-linear", lambda: Model(lambda m, x: F.linear(m.e(x), m.e.weight), e=nn.Embedding(9, 6)), tokens)
 

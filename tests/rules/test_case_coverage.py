@@ -28,6 +28,7 @@ def _described(value: Any) -> str:
 
 # ops whose cases are whole models, because only the engine sorts out their lists of weights, outputs and states
 THROUGH_THE_ENGINE = {
+    "embedding_bag": "embedding-bag-",
     "lstm": "lstm-",
     "gru": "gru-",
     "rnn_tanh": "rnn-",

@@ -21,8 +21,8 @@ class Followed:
 
     Attributes:
         outputs: one entry per output tensor; None where an output does not depend on the batch.
-        aligned: gives, for another operand, where it would hold the batch if the op lays an axis of it along the batch
-            axis, or None.
+        aligned: gives, for an operand that does not hold the batch itself, the axis of it that the op lays along the
+            batch, or None.
         mixing: where samples influence each other in this call, or None.
         weighting: where the loss gives samples weights that only the caller knows, or None.
     """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from lightning_persample.engine.batch_axis import BatchAxis
+from lightning_persample.engine.batch_axis import BatchAxis, picked, row_owners
 from lightning_persample.engine.following.base import Followed, broadcast, follower, keep, lost
 from lightning_persample.engine.observed import ObservedCall
 
@@ -34,6 +35,36 @@ def _follow_embedding(call: ObservedCall) -> Followed:
     if not isinstance(axis, BatchAxis) or len(call.located) > 1 or call.lost:
         return lost(call, "has a table that depends on the batch", mixes=True)
     return keep(call, axis)
+
+
+@follower("embedding_bag")
+def _follow_embedding_bag(call: ObservedCall) -> Followed:
+    """Each output row is a bag of neighbouring input rows; `offsets` say where the bags begin."""
+    rows, offsets, weights = (
+        call.argument(1, "input"),
+        call.argument(2, "offsets"),
+        call.argument(6, "per_sample_weights"),
+    )
+    bags = call.outputs[0].size(0)
+    own, by_bag = call.axis_of(rows), call.axis_of(offsets)
+    starts = offsets[:bags].to(rows.device)
+    bag_of_row = torch.searchsorted(starts, torch.arange(rows.numel(), device=rows.device), right=True) - 1
+    if isinstance(by_bag, BatchAxis) and bags == offsets.numel():
+        owners = row_owners(by_bag, call.batch_size, rows.device)
+    elif isinstance(own, BatchAxis):
+        of_rows = row_owners(own, call.batch_size, rows.device)
+        filled = torch.bincount(bag_of_row, minlength=bags) > 0
+        owners = of_rows[starts.clamp(max=rows.numel() - 1)]
+        if not bool(filled.all()) or not torch.equal(owners[bag_of_row], of_rows):
+            return lost(call, "has bags that no one sample fills; put the offsets into the batch", mixes=True)
+    else:
+        return lost(call, "has bags that do not belong to samples one by one", mixes=True)
+    along_rows = picked(0, owners[bag_of_row], call.batch_size)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        return along_rows if tensor is rows or tensor is weights else None
+
+    return Followed((picked(0, owners, call.batch_size), None, None, None)[: len(call.outputs)], aligned)
 
 
 @follower(
