@@ -89,11 +89,13 @@ class Lost:
         reason: since where.
         reduced: it is a weighted sum over the samples of what each gives alone, as a loss is.
         noted: it has been said already that it is not.
+        uneven: the samples gave unequal numbers of rows to that sum.
     """
 
     reason: str
     reduced: bool = False
     noted: bool = False
+    uneven: bool = False
 
 
 def batch_first(tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool = True) -> Tensor:
@@ -188,11 +190,12 @@ def reshaped(axis: BatchAxis, before: Sequence[int], after: Sequence[int], batch
     behind = math.prod(before[axis.dim + 1 :]) * axis.inner
     if ahead * behind * entries != math.prod(after):
         return None
+    found: list[BatchAxis] = []
     for dim, size in enumerate(after):
         leading, trailing = math.prod(after[:dim]), math.prod(after[dim + 1 :])
         if leading == 0 or trailing == 0 or ahead % leading or behind % trailing:
             continue
         outer, inner = ahead // leading, behind // trailing
         if size == outer * entries * inner:
-            return replace(axis, dim=dim, outer=outer, inner=inner)
-    return None
+            found.append(replace(axis, dim=dim, outer=outer, inner=inner))
+    return min(found, key=lambda place: place.rows, default=None)  # several fit one entry alone; all are right

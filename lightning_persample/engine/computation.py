@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_persample.engine.batch_axis import BatchAxis, batch_first
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.graph import boundary, nodes_between
-from lightning_persample.engine.observed import ObservedCall
+from lightning_persample.engine.observed import ObservedCall, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, SampleGradient
 from lightning_persample.rules import Call, Rule, generic_rule
@@ -121,18 +121,20 @@ def _placed(gradient: SampleGradient, where: BatchAxis | None, description: str)
 
 def _by_generic_rule(use: Use) -> Computation:
     call, batch_size = use.call, use.call.batch_size
-    ((_, axis),) = use.outputs
+    axis = _UNSPLIT if use.whole else use.outputs[0][1]
     aligned = use.followed.aligned
     leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
     owners = {position: use.weights[id(leaf)] for position, leaf in enumerate(leaves) if id(leaf) in use.weights}
-    axes: dict[int, BatchAxis] = {}
+    axes: dict[int, BatchAxis | None] = {}
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
         where = call.axis_of(leaf)
         if where is None and aligned is not None:
             where = aligned(leaf)
-        if isinstance(where, BatchAxis):
+        if where is not None and use.whole:
+            axes[position] = _UNSPLIT
+        elif isinstance(where, BatchAxis):
             axes[position] = where
     kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     unchanged = _Unchanged(use, leaves, kept)
@@ -144,14 +146,21 @@ def _by_generic_rule(use: Use) -> Computation:
         if grad is None:
             return []
         args, kwargs = tree_unflatten(kept, spec)
-        batched = {position: batch_first(kept[position], where, batch_size) for position, where in axes.items()}
-        grad = batch_first(grad, axis, batch_size, fill=False)
+        batched = {position: _first(kept[position], where, batch_size) for position, where in axes.items()}
+        grad = _first(grad, axis, batch_size, fill=False)
         given = generic_rule(function, args, kwargs, batched, frozenset(owners), grad)
         return [
             (owners[place], _placed(Dense(gradient), axes.get(place), description)) for place, gradient in given.items()
         ]
 
     return compute
+
+
+_UNSPLIT = None  # one sample alone, which has no axis
+
+
+def _first(tensor: Tensor, axis: BatchAxis | None, batch_size: int, *, fill: bool = True) -> Tensor:
+    return tensor[None] if axis is None else batch_first(tensor, axis, batch_size, fill=fill)
 
 
 class _Unchanged:
@@ -162,7 +171,7 @@ class _Unchanged:
             tensor.data_ptr() for tensor in given if isinstance(tensor, Tensor) and id(tensor) in use.call.written
         }
         self._versions = [
-            (tensor, tensor._version)
+            (tensor, version_of(tensor))
             for tensor in kept
             if isinstance(tensor, Tensor) and tensor.data_ptr() not in written
         ]
@@ -175,7 +184,7 @@ class _Unchanged:
             UnsupportedError: a tensor has another version than at the call.
         """
         for tensor, version in self._versions:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise UnsupportedError(
                     f"{self._text}: a tensor of sizes {tuple(tensor.shape)} that the per-sample gradient needs was "
                     "changed in "

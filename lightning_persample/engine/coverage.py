@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from lightning_persample.engine.record import PerSampleRecord
 
-__all__ = ["Coverage", "classify", "warning_texts"]
+__all__ = ["OUTSIDE", "Coverage", "classify", "warning_texts"]
 
-_OUTSIDE = (
-    "its gradient comes only from calls without a tensor of the batch: a term of the loss that belongs to no "
-    "sample, or "
-    "data that is not in the batch (created in the training step, or turned into a tensor there)"
+OUTSIDE = (
+    "its gradient comes from calls without a tensor of the batch: a term of the loss that belongs to no sample, or "
+    "data that is not in the batch (drawn or made into a tensor in the training step); put such data into the batch, "
+    "and constants of a penalty into buffers of the module"
 )
 _NAMED = 8
 
@@ -50,7 +50,7 @@ def classify(
     """
     unsupported = {name: refused[name] for name in sizes if name in refused}
     unsupported |= {
-        name: _OUTSIDE for name in sizes if name in got_gradient and name not in reported and name not in refused
+        name: OUTSIDE for name in sizes if name in got_gradient and name not in reported and name not in refused
     }
     reached = tuple(name for name in sizes if name in reported and name not in unsupported)
     unused = tuple(name for name in sizes if name not in reported and name not in unsupported)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn
 from torch.utils._pytree import tree_flatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
+from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed, is_composite
 from lightning_persample.engine.failure import FAILURES, reason_of
-from lightning_persample.engine.following import follow
-from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between
+from lightning_persample.engine.following import FACTORIES, follow
+from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges
 from lightning_persample.engine.marks import Marks
-from lightning_persample.engine.observed import ObservedCall, Operand, tensors_in
+from lightning_persample.engine.observed import ObservedCall, Operand, tensors_in, version_of
 from lightning_persample.engine.use import Use, attach, refuse_where_used
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.gradients import SampleGradient
@@ -27,7 +28,14 @@ __all__ = ["Constant", "Dispatcher"]
 
 
 class Constant:
-    """Mark of a tensor that needs gradient but holds neither weights nor the batch."""
+    """Mark of a tensor that holds neither weights nor the batch.
+
+    Args:
+        known: it was made of numbers, parameters and buffers alone, so that no sample's data can be in it.
+    """
+
+    def __init__(self, *, known: bool) -> None:
+        self.known = known
 
 
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
@@ -36,7 +44,14 @@ _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 _SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
 _SUMS = frozenset({"add", "sub", "rsub", "stack", "cat"})
 _NO_TENSOR = frozenset({"__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point"})
-_CONSTANT = Constant()
+_CONSTANT, _KNOWN = Constant(known=False), Constant(known=True)
+# Ops whose results are data even where they are given none: random numbers, and tensors made of anything.
+_DATA_SOURCES = frozenset({
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "uniform", "random",
+    "bernoulli", "multinomial", "poisson", "exponential", "geometric", "log_normal", "cauchy", "dropout",
+    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "rrelu", "tensor", "as_tensor",
+    "asarray", "from_numpy", "frombuffer", "from_file", "new_tensor", "new", "set",
+})  # fmt: skip
 
 
 class Dispatcher:
@@ -46,9 +61,16 @@ class Dispatcher:
         weights: the parameters, by name, each with its tensor.
         batch_size: number of samples B.
         keep_structures: keep every contribution until the backward ends, for quantities other than the squared norm.
+        buffers: tensors of the module that hold no sample's data.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], batch_size: int, keep_structures: bool = False) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        batch_size: int,
+        keep_structures: bool = False,
+        buffers: Iterable[Tensor] = (),
+    ) -> None:
         self.batch_size = batch_size
         self.marks: Marks[Mark] = Marks()
         self.weights: list[Weight] = []
@@ -59,14 +81,36 @@ class Dispatcher:
         self.weighting: dict[str, None] = {}
         self.accepting = True
         self.keep_structures = keep_structures
+        self.kept: set[str] = set()
+        self._written: dict[int, UntypedStorage] = {}
         for name, parameter in weights.items():
-            weight = Weight(frozenset({name}), parameter.shape)
+            weight = Weight(frozenset({name}), parameter)
             self.weights.append(weight)
             self.marks[parameter] = weight
+        for buffer in buffers:
+            self.marks[buffer] = _KNOWN
 
     def mark_batch(self, tensor: Tensor, mark: BatchAxis | Lost) -> None:
         """Declare where the batch lies in a tensor of the batch."""
         self.marks[tensor] = mark
+
+    def mark_gradients(self, inputs: list[Tensor], gradients: Iterable[Tensor | None]) -> None:
+        """A gradient asked for aside lies where its input lies; that of a weight belongs to the whole batch."""
+        for tensor, gradient in zip(inputs, gradients, strict=False):
+            mark = self._mark_of(tensor)
+            if gradient is None or mark is None or isinstance(mark, Constant):
+                continue
+            whole = Lost("it is a gradient of the whole batch, computed in the step")
+            self._set_mark(gradient, mark if isinstance(mark, BatchAxis) else whole)
+
+    def start_backward(self, losses: list[Tensor], weights: Tensor | None) -> None:
+        """Take note of what backward starts from."""
+        for loss in losses:
+            mark = self.marks.get(loss)
+            if isinstance(mark, Weight) and mark.outside:
+                self.refuse([mark], OUTSIDE)
+            if isinstance(mark, BatchAxis) and weights is not None and weights.numel() > 1:
+                self.weighting.setdefault("`backward` was given a gradient that weighs the samples")
 
     def watch(self, node: Node, weight: Weight) -> None:
         """Remember the autograd node of a weight, to find gradients that reach it unseen."""
@@ -92,15 +136,15 @@ class Dispatcher:
         """
         op = _op_of(function)
         if op is None:
+            if getattr(function, "__name__", "") == "__set__" and _attribute(function) == "data":
+                self._copy_mark(*args)
             return function(*args, **kwargs)
         marked = [(tensor, self._mark_of(tensor)) for tensor in tensors_in((args, kwargs))]
         if op in _SHAPE_OF_SECOND:
             marked = marked[:1]
-        if all(mark is None for _, mark in marked):
+        if all(mark is None or isinstance(mark, Constant) for _, mark in marked):
             result = function(*args, **kwargs)
-            for output in tensors_in(result):
-                if output.requires_grad and output.grad_fn is not None:
-                    self.marks[output] = _CONSTANT
+            self._note_constant(op, [tensor for tensor, _ in marked], result)
             return result
         if is_composite(function):
             with visible:
@@ -109,16 +153,17 @@ class Dispatcher:
         inplace = _is_inplace(function)
         stop = boundary(tensor for tensor, _ in marked) if weights else set()
         saved = (args[0].detach().clone(), *args[1:]) if weights and inplace else args
-        versions = [(tensor, tensor._version) for tensor, _ in marked] if weights else []
+        versions = [(tensor, version_of(tensor)) for tensor, _ in marked]
         rule = find_rule(function) if weights else None
-        random_state = torch.get_rng_state() if rule is not None and rule.draws is not None else None
+        draws = bool(weights) and (op in _DATA_SOURCES or (rule is not None and rule.draws is not None))
+        random_state = torch.get_rng_state() if draws else None
         result = function(*args, **kwargs)
         outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
-        if not inplace:  # `contiguous`, `to` and the like may return what they were given
+        if not inplace and "out" not in kwargs:  # `contiguous`, `to` and the like may return what they were given
             outputs = tuple(output for output in outputs if all(output is not tensor for tensor, _ in marked))
         if not outputs:
             return result
-        written = frozenset(id(tensor) for tensor, version in versions if tensor._version != version)
+        written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
         marks = [mark for _, mark in marked]
         operands = tuple(
             Operand(
@@ -142,19 +187,23 @@ class Dispatcher:
         """Mark the outputs of a call and collect what its weights contribute; `involved` is empty without gradient."""
         if involved:
             self._watch_inside(call.outputs, stop)
+        before = self.marks.get(call.outputs[0])
         if call.located or call.lost:
             self._with_batch(call, involved)
         elif involved:
             self._derive(call, involved)
         else:
-            self._mark_all(call.outputs, _CONSTANT)
+            self._note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
         if call.inplace and call.outputs[0]._is_view():
             self._mark_base(call.outputs[0])
+        if call.inplace and (before is None or isinstance(before, Constant)) and not involved:
+            storage = call.outputs[0].untyped_storage()  # other views of this memory now hold the batch, too
+            self._written[storage.data_ptr()] = storage
 
     def _give_up(self, call: ObservedCall, involved: Mapping[int, Weight], error: Exception) -> None:
         reason = reason_of(error, call.describe())
         for output in call.outputs:
-            self.marks[output] = Lost(reason)
+            self._set_mark(output, Lost(reason))
         refuse_where_used(call.outputs, list(involved.values()), reason, self)
 
     def _watch_inside(self, outputs: tuple[Tensor, ...], stop: set[Node]) -> None:
@@ -167,21 +216,45 @@ class Dispatcher:
             for weight in weights:
                 self.watch(node, weight)
 
+    def _set_mark(self, output: Tensor, mark: Mark) -> None:
+        """Mark a result; a parameter that is written to (an update, a clamp) remains what it is."""
+        known = self.marks.get(output)
+        if not (isinstance(known, Weight) and known.derivation is None):
+            self.marks[output] = mark
+
+    def _copy_mark(self, target: Tensor, source: Tensor) -> None:
+        mark = self._mark_of(source)
+        if mark is not None:
+            self._set_mark(target, Lost("its data was replaced by assignment") if isinstance(mark, Weight) else mark)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether no sample's data can be in a tensor that is not marked as holding it."""
+        mark = self.marks.get(tensor)
+        if mark is None:
+            return isinstance(tensor, nn.Parameter) or tensor.numel() <= 1
+        return isinstance(mark, Weight) or (isinstance(mark, Constant) and mark.known)
+
+    def _note_constant(self, op: object, operands: list[Tensor], result: Any) -> None:
+        known = op not in _DATA_SOURCES and all(self._is_known(tensor) for tensor in operands)
+        for output in tensors_in(result):
+            foreign = output.requires_grad and output.grad_fn is not None
+            if known or foreign or self.marks.get(output) is _KNOWN:
+                self._set_mark(output, _KNOWN if known else _CONSTANT)
+
     def _mark_of(self, tensor: Tensor) -> Mark | None:
         mark = self.marks.get(tensor)
         if isinstance(mark, Weight):
             return mark if tensor.requires_grad else None
+        unmarked = mark is None or isinstance(mark, Constant)
+        if unmarked and self._written and tensor.layout == torch.strided:
+            shared = tensor.untyped_storage().data_ptr() in self._written
+            mark = Lost("it shares its memory with a tensor that the batch was written into") if shared else mark
         if mark is None and tensor.requires_grad and tensor.grad_fn is not None:
             return Lost(
                 f"it passed through {tensor.grad_fn.name()}, which is not a torch call that can be seen (a custom "
                 "autograd function, or a tensor kept from before this step)"
             )
         return mark
-
-    def _mark_all(self, outputs: Iterable[Tensor], mark: Mark) -> None:
-        for output in outputs:
-            if output.requires_grad:
-                self.marks[output] = mark
 
     def _mark_base(self, view: Tensor) -> None:
         """After a write through a view, the tensor behind it holds what the view holds."""
@@ -197,15 +270,21 @@ class Dispatcher:
         leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
         parents = {p: involved[id(leaf)] for p, leaf in enumerate(leaves) if id(leaf) in involved}
         names = frozenset().union(*(parent.names for parent in parents.values()))
+        outside = (
+            any(parent.outside for parent in parents.values())
+            or call.op in _DATA_SOURCES
+            or not all(self._is_known(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in involved)
+        )
         detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         text = call.describe()
         for position, output in enumerate(call.outputs):
             if not output.requires_grad:
                 continue
             derivation = Derivation(
-                call.op, call.function, detached, spec, parents, position, output.detach(), call.inplace, text
-            )
-            weight = Weight(names, output.shape, derivation)
+                call.op, call.function, detached, spec, parents, position, output.detach(), call.inplace, text,
+                call.random_state,
+            )  # fmt: skip
+            weight = Weight(names, output.detach(), derivation, outside=outside)
             for parent in parents.values():
                 parent.children += 1
             self.weights.append(weight)
@@ -215,28 +294,35 @@ class Dispatcher:
 
     def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         followed = follow(call)
-        if followed.mixing is not None:
+        alone = self.batch_size == 1  # one sample mixes with none
+        if followed.mixing is not None and not alone:
             self.mixing.setdefault(followed.mixing)
-        if followed.weighting is not None:
+        if followed.weighting is not None and not alone:
             self.weighting.setdefault(followed.weighting)
         rule = find_rule(call.function)
         for output, mark in zip(call.outputs, followed.outputs, strict=False):
             if mark is not None:
-                self.marks[output] = mark
+                self._set_mark(output, mark)
+        if call.op in FACTORIES and call.op not in _DATA_SOURCES:
+            for output in call.outputs:
+                self._set_mark(output, _KNOWN)
         use = Use(call, followed, involved, rule)
-        if use.mixing is not None:
+        if use.mixing is not None and not alone:
             self.mixing.setdefault(use.mixing)
             for output, mark in zip(call.outputs, followed.outputs, strict=False):
                 if isinstance(mark, BatchAxis):
                     self.marks[output] = replace(mark, mixing=use.mixing)
-        if involved and not _adds_a_term(call):
+        if involved and _adds_a_term(call):
+            outside = [weight for weight in involved.values() if weight.outside]
+            refuse_where_used(call.outputs, outside, f"{use.describe()}: {OUTSIDE}", self)
+        elif involved:
             self._register(use, involved)
 
     def _register(self, use: Use, involved: Mapping[int, Weight]) -> None:
         weights = list(dict.fromkeys(involved.values()))
         for weight in weights:
             weight.uses += 1
-        for text in use.tainted:
+        for text in use.tainted if self.batch_size > 1 else ():
             self.mixing.setdefault(text)
         attach(use, self)
 
@@ -246,7 +332,7 @@ class Dispatcher:
             self.refuse([weight], "it was used again by a call that ran during the backward (activation checkpointing)")
             return
         alone = weight.derivation is None and weight.uses == 1 and weight.children == 0
-        if alone and not self.keep_structures:
+        if alone and not self.keep_structures and not weight.names & self.kept:
             weight.sq_norm = gradient.sq_norm()
         else:
             weight.contributions.append(gradient)
@@ -257,19 +343,43 @@ class Dispatcher:
             for name in weight.names:
                 self.refused.setdefault(name, reason)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Report nothing of the gradients computed inside: they are not the training gradient."""
+        before, self.accepting = self.accepting, False
+        try:
+            yield
+        finally:
+            self.accepting = before
+
+    def find_unseen(self, tops: list[Tensor]) -> None:
+        """Refuse the weights that a gradient reaches, from these tensors down, through a call that was not seen."""
+        for node, below in unseen_edges(tops, set(self.nodes), self.seen):
+            self.refuse(
+                self.nodes[below],
+                f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen (a "
+                "custom autograd function, a gradient of a gradient, or a tensor computed before this step)",
+            )
+
     def close(self) -> None:
         """Forget every mark, weight and node."""
         self.marks.clear()
         self.weights.clear()
         self.nodes.clear()
         self.seen.clear()
+        self._written.clear()
+
+
+def _attribute(function: Callable[..., Any]) -> str:
+    """Which attribute a getter or setter of a tensor is for."""
+    return getattr(getattr(function, "__self__", None), "__name__", "")
 
 
 def _op_of(function: Callable[..., Any]) -> object | None:
     """The canonical op of a call, or None where it gives no tensor to follow."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
-        attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+        attribute = _attribute(function)
         return attribute if attribute in _GETTERS else None
     return None if name in _NO_TENSOR else canonical_op(function)
 

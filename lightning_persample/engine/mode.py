@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -19,14 +18,14 @@ from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see
-from lightning_persample.engine.graph import accumulator, unseen_edges
 from lightning_persample.engine.observed import tensors_in
+from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
-from lightning_persample.engine.weight import Weight, pull_back
+from lightning_persample.engine.weight import Weight, settle
 from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
 from lightning_persample.gradients import SampleGradient, add_up
 
-__all__ = ["QUANTITIES", "Capture", "expanded_weights"]
+__all__ = ["QUANTITIES", "Capture", "ObservingMode", "expanded_weights"]
 
 QUANTITIES = ("sq_norm", "grad_sample")
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
@@ -110,15 +109,16 @@ class Capture:
         self._check_weighting(loss_reduction)
         self._parameters = dict(module.named_parameters())
         self._scale: Tensor | None = None
-        self._got_gradient: set[str] = set()
         self._handles: list[RemovableHandle] = []
-        self._dispatcher = Dispatcher(self._parameters, self.batch_size, "grad_sample" in self._quantities)
+        keep = "grad_sample" in self._quantities
+        self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, module.buffers())
         for path, tensor in tensors:
             place = place_in_batch(path, tensor, batch_dim, self.batch_size)
             if place is not None:
                 self._dispatcher.mark_batch(tensor, place)
-        self._watch_parameters()
-        self._mode = _Mode(self)
+        self._watched = WatchedParameters(self._parameters, self._dispatcher)
+        self._closed = False
+        self._mode = ObservingMode(self.call)
         self._depth = 0
 
     @property
@@ -145,8 +145,17 @@ class Capture:
 
     @contextmanager
     def observe(self) -> Iterator[Capture]:
-        """Observe the calls inside this context and keep what is known for a later one, such as the backward."""
-        with modules_do_not_see(_Mode), self._mode:
+        """Observe the calls inside this context and keep what is known for a later one, such as the backward.
+
+        Yields:
+            The capture.
+
+        Raises:
+            PerSampleError: the capture was closed.
+        """
+        if self._closed:
+            raise PerSampleError("this capture is closed; make a new one with expanded_weights for every training step")
+        with modules_do_not_see(ObservingMode), self._mode:
             yield self
 
     def attach_loss(self, loss: Tensor, weights: Tensor | None = None) -> None:
@@ -165,9 +174,11 @@ class Capture:
 
     def close(self) -> None:
         """Forget every mark and remove every hook; the records stay."""
+        self._closed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._watched.close()
         self._dispatcher.close()
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,7 +186,11 @@ class Capture:
         if function in _BACKWARD:
             return self._backward(function, args, kwargs)
         if function is torch.autograd.grad:
-            return self._gradient_aside(args, kwargs)
+            with self._dispatcher.aside():
+                gradients = function(*args, **kwargs)
+            inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+            self._dispatcher.mark_gradients(list(tensors_in((inputs,))), gradients)
+            return gradients
         return self._dispatcher.call(function, args, kwargs, self._mode)
 
     def _keep_scale(self, grad: Tensor) -> None:
@@ -185,96 +200,70 @@ class Capture:
         if isinstance(weighting, Tensor) and tuple(weighting.shape) != (self.batch_size,):
             raise OptionError(
                 f"the weights of the samples in the loss have sizes {tuple(weighting.shape)}; allowed is one weight "
-                "per "
-                f"sample, ({self.batch_size},)"
+                f"per sample, ({self.batch_size},)"
             )
-
-    def _watch_parameters(self) -> None:
-        by_name = {name: weight for weight in self._dispatcher.weights for name in weight.names}
-        for name, parameter in self._parameters.items():
-            if not parameter.requires_grad or isinstance(parameter, UninitializedParameter):
-                continue
-            self._dispatcher.watch(accumulator(parameter), by_name[name])
-            self._handles.append(parameter.register_hook(self._noting(name)))
-
-    def _noting(self, name: str) -> Callable[[Tensor], None]:
-        def note(grad: Tensor) -> None:
-            if self._dispatcher.accepting:
-                self._got_gradient.add(name)
-
-        return note
-
-    def _gradient_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``torch.autograd.grad`` asks for a gradient other than the training gradient: report nothing of it."""
-        before, self._dispatcher.accepting = self._dispatcher.accepting, False
-        try:
-            return torch.autograd.grad(*args, **kwargs)
-        finally:
-            self._dispatcher.accepting = before
 
     def _backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visible = decomposed(function)
         if self._depth:
             with self._mode:
                 return visible(*args, **kwargs)
-        self._find_unseen(list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors"))))
+        losses = list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors")))
+        self._watched.watch()
+        self._dispatcher.find_unseen(losses)
+        weighted = next(tensors_in((args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors"))), None)
+        self._dispatcher.start_backward(losses, weighted)
         self._depth += 1
         try:
             with self._mode:
                 result = visible(*args, **kwargs)
+        except BaseException:
+            self._forget()
+            raise
         finally:
             self._depth -= 1
         self._finish()
         return result
 
-    def _find_unseen(self, losses: list[Tensor]) -> None:
-        dispatcher = self._dispatcher
-        for node, below in unseen_edges(losses, set(dispatcher.nodes), dispatcher.seen):
-            dispatcher.refuse(
-                dispatcher.nodes[below],
-                f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen (a "
-                "custom "
-                "autograd function, a gradient of a gradient, or a tensor computed before this step)",
-            )
-
     def _finish(self) -> None:
         dispatcher = self._dispatcher
-        for weight in reversed(dispatcher.weights):
-            if weight.derivation is not None:
-                try:
-                    with torch.no_grad(), torch.autocast(weight.derivation.value.device.type, enabled=False):
-                        pull_back(weight)
-                except FAILURES as error:
-                    dispatcher.refuse([weight], reason_of(error, weight.derivation.text))
-        if self._got_gradient:
-            record = self._build()
+        settle(dispatcher.weights, dispatcher.refuse)
+        record = self._build() if self._watched.got_gradient else None
+        self._forget()
+        if record is not None:
             self.records.append(record)
-        for weight in dispatcher.weights:
-            weight.forget()
-        dispatcher.refused.clear()
-        reached, self._got_gradient = self._got_gradient, set()
-        if reached:
             _report(record, self._unsupported)
+
+    def _forget(self) -> None:
+        """Drop what a backward left, also one that was broken off."""
+        for weight in self._dispatcher.weights:
+            weight.forget()
+        self._dispatcher.refused.clear()
+        self._watched.forget()
+        self._scale = None
 
     def _build(self) -> PerSampleRecord:
         sq_norms: dict[str, Tensor] = {}
         grad_samples: dict[str, Tensor] = {}
-        scale, self._scale = self._scale, None
+        scale, watched = self._scale, self._watched
         wanted = "grad_sample" in self._quantities
-        by_name = {next(iter(w.names)): w for w in self._dispatcher.weights if w.derivation is None}
-        trainable = {n: p.numel() for n, p in self._parameters.items() if p.requires_grad}
-        reported = [name for name in trainable if _has_value(by_name[name])]
+        trainable = watched.trainable()
+        reported = [name for name in trainable if name in watched.got_gradient and _has_value(watched.weight(name))]
         with torch.no_grad():
             for name in reported:
-                weight = by_name[name]
+                weight = watched.weight(name)
                 try:
                     total = add_up(weight.contributions) if weight.contributions else None
+                    reason = watched.changed_by_hook(name, total)
+                    if reason is not None:
+                        self._dispatcher.refuse([weight], reason)
+                        continue
                     sq_norms[name] = self._own(_sq_norm(weight, total), 2, scale)
                     if wanted and total is not None:
                         grad_samples[name] = self._own(total.dense(), 1, scale)
                 except FAILURES as error:
                     self._dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
-        coverage = classify(trainable, self._got_gradient, reported, self._dispatcher.refused)
+        coverage = classify(trainable, watched.got_gradient, reported, self._dispatcher.refused)
         mixing = self._dispatcher.mixing
         weighting = [text for text in self._dispatcher.weighting if text not in mixing]
         return PerSampleRecord(
@@ -298,12 +287,16 @@ class Capture:
         return values if scale is None else values / scale.to(values.dtype).pow(power)
 
 
-class _Mode(TorchFunctionMode):
-    """Offers every torch call to a capture."""
+class ObservingMode(TorchFunctionMode):
+    """Offers every torch call to a capture.
 
-    def __init__(self, capture: Capture) -> None:
+    Args:
+        answer: given the function, its arguments and its keyword arguments, gives what the call returns.
+    """
+
+    def __init__(self, answer: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
-        self._capture = capture
+        self._answer = answer
 
     def __torch_function__(
         self,
@@ -313,7 +306,7 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Hand the call on; torch calls this with the mode itself switched off."""
-        return self._capture.call(func, args, kwargs or {})
+        return self._answer(func, args, kwargs or {})
 
 
 def _has_value(weight: Weight) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 
-__all__ = ["ObservedCall", "Operand", "tensors_in", "user_line"]
+__all__ = ["ObservedCall", "Operand", "tensors_in", "user_line", "version_of"]
 
 _OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
 
@@ -85,6 +85,11 @@ class ObservedCall:
         """Op, sizes of its tensors and the user's line, for messages."""
         sizes = ", ".join(str(tuple(o.tensor.shape)) for o in self.operands)
         return f"`{self.name}` on {sizes}{user_line()}"
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to; tensors made in inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Use", "attach", "refuse_where_used"]
 
 
+_ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
+
+
 class Use:
     """A call that mixes weights with the batch.
 
@@ -31,6 +34,9 @@ class Use:
         followed: where the batch lies in its outputs.
         weights: the weights among its operands, by the id of their tensor.
         rule: the op's own rule, if it has one.
+
+    Attributes:
+        whole: there is one sample, and no axis that holds it: every tensor of the batch is the sample's as a whole.
     """
 
     def __init__(
@@ -42,8 +48,10 @@ class Use:
         self.rule: Rule | None = None
         self.arguments: dict[str, Any] = {}
         self.mixing: str | None = None
+        uncertain = bool(call.lost) or any(isinstance(axis, Lost) for axis in followed.outputs)
+        self.whole = call.batch_size == 1 and uncertain
         arguments = rule.bind(call.args, call.kwargs) if rule is not None else None
-        if rule is None or arguments is None:
+        if rule is None or arguments is None or self.whole:
             return
         if rule.mixes_samples is not None and rule.mixes_samples(arguments):
             self.mixing = f"{self.describe()} normalises with the statistics of the whole batch"
@@ -90,6 +98,8 @@ class Use:
     @property
     def outputs(self) -> list[tuple[Tensor, BatchAxis]]:
         """The outputs that can get a gradient and hold the batch along an axis."""
+        if self.whole:
+            return [(output, _ANYWHERE) for output in self.call.outputs if output.requires_grad]
         pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
         return [(output, axis) for output, axis in pairs if output.requires_grad and isinstance(axis, BatchAxis)]
 
@@ -97,7 +107,7 @@ class Use:
         """Why the contributions of this call cannot be told apart by sample, or None."""
         pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
         lost = next((axis for output, axis in pairs if output.requires_grad and isinstance(axis, Lost)), None)
-        if lost is not None:
+        if lost is not None and not self.whole:
             return (
                 f"{self.describe()}: the batch axis cannot be followed here: {lost.reason}; the samples must stay "
                 "along one axis (see `batch_dim` for where the batch has it, and `batch_size` where sizes differ)"
@@ -139,7 +149,7 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
                 dispatcher.refuse(weights, reason_of(error, description))
 
     if len(outputs) == 1:
-        _hooked(outputs[0]).register_hook(lambda grad: hook([grad]))
+        _on_gradient(outputs[0], lambda grad: hook([grad]))
     else:
         register_multi_grad_hook([_hooked(output) for output in outputs], hook)
 
@@ -160,7 +170,23 @@ def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: 
 
     for output in outputs:
         if output.requires_grad:
-            _hooked(output).register_hook(hook)
+            _on_gradient(output, hook)
+
+
+def _on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call the hook with the output's gradient, after all hooks of the user's that may change it."""
+    hooked = _hooked(output)
+    node, place = hooked.grad_fn, hooked.output_nr
+    if node is None:
+        hooked.register_hook(hook)
+        return
+
+    def before_node(grads: Sequence[Tensor | None]) -> None:
+        grad = grads[place]
+        if grad is not None:
+            hook(grad)
+
+    node.register_prehook(before_node)
 
 
 def _hooked(output: Tensor) -> Tensor:

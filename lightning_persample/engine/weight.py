@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,13 @@ from torch.func import vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, batch_first
+from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
 from lightning_persample.rules import Call, find_rule
 
-__all__ = ["Derivation", "Weight", "pull_back"]
+__all__ = ["Derivation", "Weight", "pull_back", "settle"]
 
 _SAME_ENTRIES = frozenset(
     {"clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16", "alias", "cuda", "cpu"}
@@ -50,6 +51,7 @@ class Derivation:
         value: the derived weight itself, detached.
         inplace: whether the call wrote into its first argument.
         text: op, sizes and the user's line, for messages.
+        random_state: state of the generator before the call, where it drew random numbers.
     """
 
     op: object
@@ -61,6 +63,7 @@ class Derivation:
     value: Tensor
     inplace: bool
     text: str
+    random_state: Tensor | None = None
 
     def compute(self, *parents: Tensor) -> Tensor:
         """The derived weight as a function of its parents, in the order of `self.parents`."""
@@ -80,7 +83,8 @@ class Weight:
 
     Attributes:
         names: the parameters it is made of; a parameter has its own name only.
-        shape: shape of the tensor.
+        tensor: the parameter, or a detached alias of the derived weight.
+        outside: data that is in neither the batch nor the module took part.
         derivation: how it was computed; None for a parameter.
         uses: calls seen that use it together with the batch.
         children: weights derived from it.
@@ -89,17 +93,39 @@ class Weight:
     """
 
     names: frozenset[str]
-    shape: torch.Size
+    tensor: Tensor
     derivation: Derivation | None = None
+    outside: bool = False
     uses: int = 0
     children: int = 0
     contributions: list[SampleGradient] = field(default_factory=list)
     sq_norm: Tensor | None = None
 
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight."""
+        return self.tensor.shape
+
     def forget(self) -> None:
         """Drop what the last backward left."""
         self.contributions.clear()
         self.sq_norm = None
+
+
+def settle(weights: Sequence[Weight], refuse: Callable[[list[Weight], str], None]) -> None:
+    """Move the contributions of all derived weights to the parameters.
+
+    Args:
+        weights: parameters and derived weights, each after those it was computed from.
+        refuse: is told of the weights for which that failed, and why.
+    """
+    for weight in reversed(weights):
+        if weight.derivation is not None:
+            try:
+                with torch.no_grad(), torch.autocast(weight.derivation.value.device.type, enabled=False):
+                    pull_back(weight)
+            except FAILURES as error:
+                refuse([weight], reason_of(error, weight.derivation.text))
 
 
 def pull_back(weight: Weight) -> None:
@@ -132,7 +158,10 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             parents[0].contributions.append(kept)
             return
     inputs = [derivation.leaves[position] for position in derivation.parents]
-    with torch.enable_grad():
+    device = derivation.value.device
+    with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if derivation.random_state is not None:
+            torch.set_rng_state(derivation.random_state)
         value, pull = vjp(derivation.compute, *inputs)  # type: ignore[misc]
     _check_repeats(derivation, value)
     step = max(1, _BUDGET // (value.element_size() * max(1, math.prod(gradient.shape))))
@@ -178,6 +207,8 @@ def _as_batched_call(derivation: Derivation, gradient: Block) -> bool:
 
 
 def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGradient) -> SampleGradient | None:
+    if derivation.value.is_complex() or parent.tensor.is_complex():
+        return None
     if derivation.op in _SAME_ENTRIES and parent.shape == gradient.shape:
         return gradient
     matrix = len(parent.shape) == 2 and len(gradient.shape) == 2

@@ -183,7 +183,7 @@ def test_a_penalty_belongs_to_no_sample() -> None:
         return mean_of_squares(module, x) + 0.1 * sum(p.square().sum() for p in module.parameters())
 
     record = record_of(module, loss, batch)
-    assert_missing(record, module, {"w": "its gradient comes only from calls without a tensor of the batch"})
+    assert_missing(record, module, {"w": "its gradient comes from calls without a tensor of the batch"})
     assert_values(record, loop(module, mean_of_squares, (batch,)))
 
 
@@ -203,10 +203,10 @@ def test_noise_alone_is_not_the_batch() -> None:
     assert_missing(record_of(module, mean_of_squares, vectors()), module, {"a.weight": text, "a.bias": text})
 
 
-def test_a_random_op_on_a_weight() -> None:
+def test_a_random_op_on_a_weight_is_drawn_again() -> None:
     module = Model(lambda m, x: F.linear(x, F.dropout(m.w, 0.5)), w=parameter(40, 6))
-    text = r"`dropout` on \(40, 6\).*gives another value when it is repeated"
-    assert_missing(record_of(module, mean_of_squares, vectors()), module, {"w": text})
+    record = record_of(module, mean_of_squares, vectors())
+    torch.testing.assert_close(record.grad_samples["w"].mean(0), module.w.grad)
 
 
 def test_a_value_changed_in_place_before_the_backward() -> None:

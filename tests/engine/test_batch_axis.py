@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_persample.engine import expanded_weights
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, batch_first, reshaped, row_owners
+from lightning_persample.engine.dispatch import Constant
 
 B = 3
 Change = Callable[[Tensor], Tensor]
@@ -115,7 +116,7 @@ LOST: dict[str, tuple[Change, str]] = {
         "`sub` meets two tensors of the batch with their batch axes at different",
     ),
     "products-of-pairs": (lambda x: x[:, 0] @ x[:, 0].T, "`matmul` meets two tensors of the batch"),
-    "contracted": (lambda x: x[:, 0].T @ x[:, 0], "`matmul` sums over the batch axis"),
+    "contracted": (lambda x: x[:, 0].T @ x[:, 0], "`matmul` reduces over the batch axis"),
     "softmax-over-batch": (lambda x: x.softmax(0), "`softmax` works along the batch axis"),
     "cumulative-over-batch": (lambda x: x.cumsum(0), "`cumsum` works along the batch axis"),
     "joined-with-strangers": (
@@ -183,16 +184,16 @@ def test_what_cannot_be_followed_says_why(name: str) -> None:
 
 def test_a_size_that_happens_to_match_is_no_batch_axis() -> None:
     with expanded_weights(nn.Linear(1, 1), torch.randn(B, 4)) as capture:
-        assert capture._dispatcher.marks.get(torch.arange(B)) is None
-        assert capture._dispatcher.marks.get(torch.zeros(B, 4)) is None
+        for tensor in (torch.arange(B), torch.zeros(B, 4)):
+            assert isinstance(capture._dispatcher.marks.get(tensor), Constant)
 
 
 def test_a_mark_answers_only_for_its_own_tensor() -> None:
     with expanded_weights(nn.Linear(1, 1), torch.randn(B, 4)) as capture:
         marks = capture._dispatcher.marks
         for _ in range(100):
-            tensor = torch.zeros(2)
-            assert marks.get(tensor) is None
+            tensor = torch.Tensor(2)
+            assert not isinstance(marks.get(tensor), Lost)
             marks[tensor] = Lost("here")
             del tensor
 

@@ -23,7 +23,7 @@ from lightning_persample.engine.following.pointwise import FACTORIES, POINTWISE
 from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
-__all__ = ["POINTWISE", "Followed", "follow", "indexing", "layers", "recurrence", "reductions", "shapes"]
+__all__ = ["FACTORIES", "POINTWISE", "Followed", "follow", "indexing", "layers", "recurrence", "reductions", "shapes"]
 
 
 def _is_plain(tensor: Tensor) -> bool:

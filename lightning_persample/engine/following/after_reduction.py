@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lightning_persample.engine.batch_axis import Lost
 from lightning_persample.engine.following.base import Followed
 from lightning_persample.engine.following.reductions import averages
 from lightning_persample.engine.observed import ObservedCall, user_line
@@ -23,6 +24,8 @@ _LINEAR = frozenset({
     "select", "unbind", "split", "chunk", "narrow",
 })
 # fmt: on
+_SUMS = frozenset({"add", "sum", "nansum"})
+_JOINS = frozenset({"cat", "stack", "concat"})
 
 
 def after_reduction(call: ObservedCall) -> Followed:
@@ -35,24 +38,38 @@ def after_reduction(call: ObservedCall) -> Followed:
         `Lost` for every output, with a note where the loss stops being a weighted sum over samples.
     """
     marks = [mark for _, mark in call.lost]
-    first = next((mark for tensor, mark in call.lost if tensor.requires_grad), marks[0])
-    mixing = weighting = None
-    if any(output.requires_grad for output in call.outputs) and first.reduced and not first.noted:
-        mixing, weighting = _notes(call)
-    result = replace(first, noted=first.noted or mixing is not None)
-    if weighting is None and not first.reduced and not first.noted and averages(call) and call.outputs[0].requires_grad:
-        weighting = f"`{call.name}` averages over entries taken from the whole batch{user_line()}"
-        result = replace(first, noted=True)
+    with_gradient = [mark for tensor, mark in call.lost if tensor.requires_grad]
+    first = with_gradient[0] if with_gradient else marks[0]
+    if first.noted or not any(output.requires_grad for output in call.outputs):
+        return Followed((first,) * len(call.outputs))
+    mixing, weighting = _of_sum(call, first) if first.reduced else _of_rows(call, len(with_gradient))
+    adds = call.op in _SUMS and (first.reduced or call.outputs[0].numel() == 1)
+    result = replace(first, noted=mixing is not None or weighting is not None, reduced=first.reduced or adds)
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)
 
 
-def _notes(call: ObservedCall) -> tuple[str | None, str | None]:
+Notes = tuple[str | None, str | None]
+
+
+def _of_sum(call: ObservedCall, summed: Lost) -> Notes:
+    """What to say of a call on a weighted sum over the samples: mixing, weighting."""
     if call.op in _LINEAR:
         return None, None
     factors = [tensor for tensor, _ in call.lost if tensor.requires_grad]
     scaled = call.args[:1] if call.op == "div" else call.args[:2] if call.op == "mul" else ()
     if len(factors) == 1 and any(tensor is factors[0] for tensor in scaled):
-        constant = len(call.lost) == 1
-        note = f"`{call.name}` scales the loss by a number computed over the whole batch{user_line()}"
-        return None, None if constant else note
+        if len(call.lost) > 1:
+            return None, f"`{call.name}` scales the loss by a number computed over the whole batch{user_line()}"
+        return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if summed.uneven else None
     return f"`{call.name}` of a value computed over the whole batch is not a sum over samples{user_line()}", None
+
+
+def _of_rows(call: ObservedCall, operands: int) -> Notes:
+    """What to say of a call on rows of which it is not known whose they are."""
+    if averages(call):
+        return None, f"`{call.name}` averages over entries taken from the whole batch{user_line()}"
+    if operands > 1 and call.op not in _JOINS and call.outputs[0].numel() > 1:
+        return f"`{call.name}` combines values of the batch that may belong to different samples{user_line()}", None
+    if operands == 1 or call.op in _JOINS or call.op in _LINEAR:
+        return None, None
+    return f"`{call.name}` combines values of the batch that may belong to different samples{user_line()}", None

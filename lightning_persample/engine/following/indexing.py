@@ -80,7 +80,8 @@ def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: Batch
         return keep(call, axis.moved(axis.dim - (mask.dim() - 1) * (axis.dim > start)))
     rows = mask.nonzero()[:, axis.dim - start]
     owners = row_owners(axis, call.batch_size, rows.device)[rows]
-    return keep(call, picked(start, owners, call.batch_size, axis.mixing))
+    mixing = axis.mixing or (where.mixing if isinstance(where, BatchAxis) else None)
+    return keep(call, picked(start, owners, call.batch_size, mixing))
 
 
 def _position_of(items: list[Any], mask: Tensor) -> int:
@@ -100,10 +101,17 @@ def _is_mask(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
+def _is_array(item: Any) -> bool:
+    """Whether torch takes an index as an array of numbers: lists, ranges, numpy's arrays and numbers."""
+    return not isinstance(item, Tensor) and (isinstance(item, (list, range, bool)) or hasattr(item, "__array__"))
+
+
 def _per_axis(index: Any, ndim: int) -> list[Any]:
     """An index as one entry per axis (None adds one, a mask stands for all it covers), lists as tensors."""
     items = list(index) if isinstance(index, tuple) else [index]
-    items = [torch.as_tensor(item) if isinstance(item, (list, range, bool)) else item for item in items]
+    items = [torch.as_tensor(item) if _is_array(item) else item for item in items]
+    numbers = [isinstance(item, Tensor) and item.dim() == 0 and not _is_mask(item) for item in items]
+    items = [int(item) if number else item for item, number in zip(items, numbers, strict=True)]
     used = sum(item.dim() if _is_mask(item) else item is not None and item is not Ellipsis for item in items)
     fill = [_WHOLE] * (ndim - used)
     at = next((position for position, item in enumerate(items) if item is Ellipsis), None)
@@ -154,7 +162,11 @@ def _follow_setitem(call: ObservedCall) -> Followed:
     found = _filled(call, target, items, value, incoming)
     if found is None or (isinstance(where, BatchAxis) and not where.same_place(found)):
         return lost(call, "writes samples into places of other samples", mixes=True)
-    return Followed((found,))
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        return found if tensor is target else None
+
+    return Followed((found,), aligned)
 
 
 def _filled(

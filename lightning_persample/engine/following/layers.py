@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, picked, row_owners
 from lightning_persample.engine.following.base import Followed, broadcast, follower, keep, lost
+from lightning_persample.engine.following.reductions import added_up
 from lightning_persample.engine.observed import ObservedCall
 
 __all__: list[str] = []
@@ -183,6 +184,7 @@ def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
         return lost(call, "combines samples with a value computed over the whole batch", mixes=True)
     output = call.outputs[0]
     places: list[BatchAxis] = []
+    summed_over = 0
     for tensor, other, is_left in ((left, right, True), (right, left, False)):
         axis = call.axis_of(tensor)
         if not isinstance(axis, BatchAxis):
@@ -190,12 +192,15 @@ def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
         from_right = axis.dim - tensor.dim()
         summed = -1 if is_left or tensor.dim() == 1 else -2
         if from_right == summed:
-            return lost(call, "sums over the batch axis", mixes=True)
+            summed_over += 1
+            continue
         if from_right >= -2:  # the rows of the left or the columns of the right
             dim = output.dim() - (1 if not is_left or other.dim() == 1 else 2)
         else:
             dim = output.dim() + from_right + (other.dim() == 1)
         places.append(axis.moved(dim))
+    if summed_over:
+        return _contracted(call, alone=summed_over == 1, mixed=bool(places))
     apart = len(places) == 2 and (places[0].dim != places[1].dim or not places[0].same_layout(places[1]))
     if apart and call.batch_size > 1:
         return lost(call, _MEET, mixes=True)
@@ -209,6 +214,14 @@ def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
         return place.moved(dim) if shared and tensor.size(dim) == size else None
 
     return keep(call, place, aligned)
+
+
+def _contracted(call: ObservedCall, *, alone: bool, mixed: bool) -> Followed:
+    """A product that sums over the batch is a sum of what each sample gives, by itself or times a weight."""
+    _, axis = call.located[0]
+    if mixed or any(not other.same_layout(axis) for _, other in call.located):
+        return lost(call, "multiplies different samples", mixes=True)
+    return added_up(call, weighs=alone)
 
 
 @follower("einsum")
@@ -233,7 +246,7 @@ def _follow_einsum(call: ObservedCall) -> Followed:
     letter = letters_of_batch.pop()
     _, axis = call.located[0]
     if letter not in result_letters:
-        return lost(call, "sums over the batch axis")
+        return _contracted(call, alone=len(call.located) == 1 and len(terms) > 1, mixed=False)
     if any(not other.same_layout(axis) for _, other in call.located):
         return lost(call, _MEET, mixes=True)
     by_tensor = {id(o.tensor): letters for o, letters in zip(call.operands, spelled, strict=True)}

@@ -10,7 +10,7 @@ from lightning_persample.engine.following.base import Followed, broadcast, dims_
 from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall, user_line
 
-__all__ = ["averages"]
+__all__ = ["added_up", "averages"]
 
 _SUMS = frozenset({"sum", "mean", "nansum", "nanmean"})
 # fmt: off
@@ -22,6 +22,7 @@ _LOSSES = frozenset({
 })
 # fmt: on
 _CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+_ROW_LOSSES = frozenset({"multi_margin_loss", "cosine_embedding_loss", "multilabel_margin_loss", "triplet_margin_loss"})
 _MEAN = 1  # the number by which torch's primitives know reduction="mean"
 
 
@@ -40,15 +41,18 @@ def _reduction(call: ObservedCall) -> int:
     return whole[-1] if whole else _MEAN
 
 
-def _whole_batch(call: ObservedCall) -> Followed:
-    """The samples were added up: the outputs are a weighted sum over the batch."""
+def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
+    """The samples were added up: the outputs are a weighted sum over the batch; `weighs`: by weights of the caller."""
     sizes = [tuple(o.tensor.shape) for o in call.operands]
     what = f"`{call.name}` reduces over the batch axis (sizes {sizes}{user_line()})"
     with_gradient = [axis for tensor, axis in call.located if tensor.requires_grad]
     note = next((axis.mixing for axis in with_gradient if axis.mixing), None)
+    if note is None and weighs:
+        note = f"`{call.name}` weighs the samples by a tensor{user_line()}"
     if note is None and averages(call) and any(not _in_equal_numbers(axis, call.batch_size) for axis in with_gradient):
         note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
-    return Followed((Lost(what, reduced=True),) * len(call.outputs), weighting=note)
+    uneven = any(not _in_equal_numbers(axis, call.batch_size) for axis in with_gradient)
+    return Followed((Lost(what, reduced=True, uneven=uneven),) * len(call.outputs), weighting=note)
 
 
 def _in_equal_numbers(axis: BatchAxis, batch_size: int) -> bool:
@@ -63,12 +67,26 @@ def _follow_loss(call: ObservedCall) -> Followed:
     """A loss over the whole batch, or with reduction="none" one value per entry."""
     if any(output.dim() > 0 for output in call.outputs):
         return _without_reduction(call)
-    meeting = None if call.op in _CLASS_LOSSES else broadcast(call)
+    meeting = None if call.op in _CLASS_LOSSES | _ROW_LOSSES else broadcast(call)
     if meeting is not None and isinstance(meeting.outputs[0], Lost):
         return meeting
-    added = _whole_batch(call)
+    added = added_up(call)
     unequal = _unequal_weights(call)
     return added if unequal is None else Followed(added.outputs, weighting=unequal)
+
+
+@follower("ctc_loss")
+def _follow_ctc(call: ObservedCall) -> Followed:
+    _, axis = call.located[0]
+    return added_up(call) if call.outputs[0].dim() == 0 else keep(call, axis.moved(0))
+
+
+@follower("dot", "vdot")
+def _follow_dot(call: ObservedCall) -> Followed:
+    located = call.located
+    if any(not axis.same_layout(located[0][1]) for _, axis in located) or call.lost:
+        return lost(call, "multiplies different samples", mixes=True)
+    return added_up(call, weighs=len(located) == 1 and len(call.operands) > 1)
 
 
 def _without_reduction(call: ObservedCall) -> Followed:
@@ -101,7 +119,7 @@ def _unequal_weights(call: ObservedCall) -> str | None:
 def _reduce(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
     tensor, axis = call.located[0]
     if dims is None or axis.dim in dims:
-        return _whole_batch(call) if call.op in _SUMS else lost(call, "reduces over the batch axis", mixes=True)
+        return added_up(call) if call.op in _SUMS else lost(call, "reduces over the batch axis", mixes=True)
     outputs = tuple(
         axis if output.dim() == tensor.dim() else axis.moved(axis.dim - sum(dim < axis.dim for dim in dims))
         for output in call.outputs

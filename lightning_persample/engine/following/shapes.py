@@ -92,7 +92,7 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
     return _rows(call, axis, dim, row_owners(axis, call.batch_size, repeats.device).repeat_interleave(repeats))
 
 
-@follower("cat", "concat", "concatenate", "stack")
+@follower("cat", "concat", "concatenate", "stack", "vstack", "row_stack")
 def _follow_joined(call: ObservedCall) -> Followed:
     located = call.located
     if call.lost:
@@ -102,6 +102,8 @@ def _follow_joined(call: ObservedCall) -> Followed:
     dim = int(call.argument(1, "dim", "axis", default=0)) % output.dim()
     if any(other.dim != axis.dim for _, other in located) and call.batch_size > 1:
         return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
+    if call.op in ("vstack", "row_stack") and first.dim() < 2:
+        return lost(call, "stacks tensors of one axis")
     mixing = next((other.mixing for _, other in located if other.mixing), None)
     if call.op != "stack" and dim == axis.dim:
         if len(located) < len(call.operands):
@@ -202,8 +204,14 @@ def _follow_gather(call: ObservedCall) -> Followed:
         clear = dim != axis.dim and call.axis_of(index) is None and call.axis_of(target) is not None
         clear = clear and all(other.same_place(axis) for _, other in located)
         return keep(call, axis) if clear else lost(call, "writes into places that depend on the batch", mixes=True)
-    if any(not other.same_place(axis) for _, other in located) or len(located) < 2:
+    if any(not other.same_place(axis) for _, other in located) and call.batch_size > 1:
         return lost(call, "picks entries by indices that do not belong to the same sample", mixes=True)
-    if dim == axis.dim:
+    size = located[0][0].size(axis.dim)
+    others = [o.tensor for o in call.operands if o.axis is None]
+    if dim == axis.dim or any(other.dim() > axis.dim and other.size(axis.dim) != size for other in others):
         return lost(call, "picks entries across the batch", mixes=True)
-    return keep(call, axis)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        return axis if tensor.dim() > axis.dim and call.batch_size > 1 else None
+
+    return keep(call, axis, aligned)

@@ -14,7 +14,7 @@ __all__ = ["try_on_one_sample"]
 
 
 def try_on_one_sample(call: ObservedCall) -> Followed:
-    """Run the op on the last sample alone, without gradient, and compare with what the whole call gave."""
+    """Run the op on the first and the last sample alone, without gradient, and compare with what the call gave."""
     batch_size = call.batch_size
     _, axis = call.located[0]
     entries = axis.entries(batch_size)
@@ -27,28 +27,41 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
 
     if entries == 0:
         return lost(call, "works on no sample at all")
+    if call.written or any(isinstance(arg, torch.Generator) for arg in (*call.args, *call.kwargs.values())):
+        return lost(call, "writes into its arguments or draws from a generator of its own", mixes=True)
+    found: tuple[BatchAxis, ...] = ()
+    for entry in dict.fromkeys((0, entries - 1)):
+        placed = _try_on(call, axis, entry)
+        if isinstance(placed, str):
+            return lost(call, placed, mixes=True)
+        found = placed
+    return Followed(found)
 
-    def last_sample(leaf: object) -> object:
+
+def _try_on(call: ObservedCall, axis: BatchAxis, entry: int) -> tuple[BatchAxis, ...] | str:
+    """The axis of each output, found on one entry alone, or what speaks against it."""
+
+    def alone(leaf: object) -> object:
         where = call.axis_of(leaf) if isinstance(leaf, Tensor) else None
         if not isinstance(leaf, Tensor) or not isinstance(where, BatchAxis):
             return leaf
-        return one_entry(leaf, where, batch_size, entries - 1).detach()
+        return one_entry(leaf, where, call.batch_size, entry).detach()
 
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(call)):
-            result = call.function(*tree_map(last_sample, call.args), **tree_map(last_sample, dict(call.kwargs)))
+            result = call.function(*tree_map(alone, call.args), **tree_map(alone, dict(call.kwargs)))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-        return lost(call, f"cannot be followed ({type(error).__name__} on one sample alone)", mixes=True)
-    alone = tuple(tensors_in(result))
-    if len(alone) != len(call.outputs):
-        return lost(call, "gives another number of outputs for one sample alone", mixes=True)
-    placed = [_place(call, whole, part, axis) for whole, part in zip(call.outputs, alone, strict=True)]
+        return f"cannot be followed ({type(error).__name__} on one sample alone)"
+    parts = tuple(tensors_in(result))
+    if len(parts) != len(call.outputs):
+        return "gives another number of outputs for one sample alone"
+    placed = [_place(call, whole, part, axis, entry) for whole, part in zip(call.outputs, parts, strict=True)]
     if any(place is None for place in placed):
-        return lost(call, "gives a sample another value alone than in its batch", mixes=True)
-    return Followed(tuple(place for place in placed if place is not None))
+        return "gives a sample another value alone than in its batch"
+    return tuple(place for place in placed if place is not None)
 
 
-def _place(call: ObservedCall, whole: Tensor, part: Tensor, axis: BatchAxis) -> BatchAxis | None:
+def _place(call: ObservedCall, whole: Tensor, part: Tensor, axis: BatchAxis, entry: int) -> BatchAxis | None:
     batch_size, entries = call.batch_size, axis.entries(call.batch_size)
     if entries == 1:
         dim = min(axis.dim, whole.dim() - 1)
@@ -62,7 +75,7 @@ def _place(call: ObservedCall, whole: Tensor, part: Tensor, axis: BatchAxis) -> 
     if part.size(dim) != axis.rows or whole.size(dim) != axis.rows * entries:
         return None
     moved = axis.moved(dim)
-    own = one_entry(whole.detach(), moved, batch_size, entries - 1)
+    own = one_entry(whole.detach(), moved, batch_size, entry)
     if not (part.is_floating_point() or part.is_complex()):
         return moved if torch.equal(own, part) else None
     tolerance = 1e-3 if part.dtype in (torch.float16, torch.bfloat16) else 1e-4

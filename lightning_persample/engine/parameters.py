@@ -1,0 +1,101 @@
+"""Which parameters got a gradient in a backward, and whether a hook of the user's changed it on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
+
+from lightning_persample.engine.dispatch import Dispatcher
+from lightning_persample.engine.graph import accumulator
+from lightning_persample.engine.weight import Weight
+from lightning_persample.gradients import SampleGradient
+
+__all__ = ["WatchedParameters"]
+
+
+class WatchedParameters:
+    """The trainable parameters of one capture.
+
+    Args:
+        parameters: by name.
+        dispatcher: knows the weight of each parameter.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], dispatcher: Dispatcher) -> None:
+        self.got_gradient: dict[str, Tensor | None] = {}
+        self._parameters = dict(parameters)
+        self._dispatcher = dispatcher
+        self._weights: dict[str, Weight] = {name: weight for weight in dispatcher.weights for name in weight.names}
+        self._handles: dict[str, RemovableHandle] = {}
+        self._hooked: set[str] = set()
+        self.watch()
+
+    def watch(self) -> None:
+        """Watch every trainable parameter not watched yet; lazy ones can be watched once they have a shape."""
+        for name, parameter in self._parameters.items():
+            known = name in self._handles or isinstance(parameter, UninitializedParameter)
+            if known or not parameter.requires_grad:
+                continue
+            if parameter._backward_hooks:
+                self._hooked.add(name)
+                self._dispatcher.kept.add(name)
+            self._dispatcher.watch(accumulator(parameter), self._weights[name])
+            self._handles[name] = parameter.register_hook(self._noting(name))
+
+    def trainable(self) -> dict[str, int]:
+        """Number of entries of each trainable parameter."""
+        return {
+            name: parameter.numel()
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad and not isinstance(parameter, UninitializedParameter)
+        }
+
+    def weight(self, name: str) -> Weight:
+        """The weight of a parameter."""
+        return self._weights[name]
+
+    def changed_by_hook(self, name: str, total: SampleGradient | None) -> str | None:
+        """Whether a hook on the parameter made its gradient another one than the samples' contributions give.
+
+        Args:
+            name: a parameter.
+            total: what the samples contributed.
+
+        Returns:
+            The reason for which there is no value, or None.
+        """
+        grad = self.got_gradient.get(name)
+        if name not in self._hooked or grad is None or total is None:
+            return None
+        added = torch.zeros_like(grad, dtype=total.dtype)
+        for sample in range(total.batch_size):
+            added += total.samples(sample, sample + 1).dense()[0]
+        tolerance = 1e-6 if added.dtype == torch.float64 else 1e-2
+        if torch.allclose(added.to(grad.dtype), grad, rtol=tolerance, atol=tolerance * float(grad.abs().max())):
+            return None
+        return (
+            "a hook registered on it changes its gradient, or part of its gradient belongs to no sample; remove the "
+            "hook or apply it to the loss"
+        )
+
+    def forget(self) -> None:
+        """Drop what the last backward left."""
+        self.got_gradient = {}
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _noting(self, name: str) -> Callable[[Tensor], None]:
+        def note(grad: Tensor) -> None:
+            if self._dispatcher.accepting:
+                kept = grad.detach().clone() if name in self._hooked and grad.layout == torch.strided else None
+                self.got_gradient[name] = kept
+
+        return note
