@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
@@ -142,6 +143,8 @@ class Dispatcher:
         marked = [(tensor, self._mark_of(tensor)) for tensor in tensors_in((args, kwargs))]
         if op in _SHAPE_OF_SECOND:
             marked = marked[:1]
+        if any(is_lazy(tensor) for tensor, _ in marked):
+            return function(*args, **kwargs)
         if all(mark is None or isinstance(mark, Constant) for _, mark in marked):
             result = function(*args, **kwargs)
             self._note_constant(op, [tensor for tensor, _ in marked], result)
@@ -232,7 +235,9 @@ class Dispatcher:
         mark = self.marks.get(tensor)
         if mark is None:
             return isinstance(tensor, nn.Parameter) or tensor.numel() <= 1
-        return isinstance(mark, Weight) or (isinstance(mark, Constant) and mark.known)
+        if isinstance(mark, Weight):
+            return not mark.outside
+        return isinstance(mark, Constant) and mark.known
 
     def _note_constant(self, op: object, operands: list[Tensor], result: Any) -> None:
         known = op not in _DATA_SOURCES and all(self._is_known(tensor) for tensor in operands)

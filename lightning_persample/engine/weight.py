@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.func import vjp, vmap
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from lightning_persample.engine.batch_axis import BatchAxis, batch_first
+from lightning_persample.engine.blocks import row_by_row
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
-from lightning_persample.rules import Call, find_rule
 
 __all__ = ["Derivation", "Weight", "pull_back", "settle"]
 
@@ -33,7 +32,6 @@ _SAME_ENTRIES = frozenset(
 _TRANSPOSES = frozenset(
     {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "H", "mH"}
 )
-_SAME_AXIS = frozenset({"linear", "embedding"})
 _BUDGET = 64 * 2**20
 
 
@@ -150,7 +148,10 @@ def pull_back(weight: Weight) -> None:
 
 def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
     parents = list(derivation.parents.values())
-    if isinstance(gradient, Block) and _as_batched_call(derivation, gradient):
+    rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) else None
+    if rows is not None:
+        for parent, part in rows:
+            parent.contributions.append(part)
         return
     if len(parents) == 1:
         kept = _keep_structure(derivation, parents[0], gradient)
@@ -183,27 +184,6 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             pieces.append(tuple(torch.stack(column) for column in zip(*map(pull, cotangents), strict=True)))
     for position, parent in enumerate(parents):
         parent.contributions.append(Dense(torch.cat([piece[position] for piece in pieces])))
-
-
-def _as_batched_call(derivation: Derivation, gradient: Block) -> bool:
-    """A layer on constants of the batch's size (a zero state, positions repeated for every sample) is a batched use."""
-    rule = find_rule(derivation.function) if derivation.op in _SAME_AXIS else None
-    args, kwargs = tree_unflatten(list(derivation.leaves), derivation.spec)
-    arguments = rule.bind(args, kwargs) if rule is not None else None
-    if rule is None or arguments is None:
-        return False
-    (data_name,) = rule.batched
-    data = arguments[data_name]
-    parents = {id(derivation.leaves[position]): parent for position, parent in derivation.parents.items()}
-    if id(data) in parents or data.dim() <= gradient.dim or data.size(gradient.dim) != gradient.shape[gradient.dim]:
-        return False
-    axis = BatchAxis(gradient.dim, gradient.outer_size, gradient.inner_size)
-    arguments[data_name] = batch_first(data, axis, gradient.batch_size)
-    owners = {name: parents[id(value)] for name, value in arguments.items() if id(value) in parents}
-    call = Call(gradient.batch_size, arguments, frozenset(owners))
-    for name, part in rule.function(call, gradient.grad).items():
-        owners[name].contributions.append(part)
-    return True
 
 
 def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGradient) -> SampleGradient | None:

@@ -70,6 +70,4 @@ def _of_rows(call: ObservedCall, operands: int) -> Notes:
         return None, f"`{call.name}` averages over entries taken from the whole batch{user_line()}"
     if operands > 1 and call.op not in _JOINS and call.outputs[0].numel() > 1:
         return f"`{call.name}` combines values of the batch that may belong to different samples{user_line()}", None
-    if operands == 1 or call.op in _JOINS or call.op in _LINEAR:
-        return None, None
-    return f"`{call.name}` combines values of the batch that may belong to different samples{user_line()}", None
+    return None, None
