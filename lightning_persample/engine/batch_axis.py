@@ -68,7 +68,11 @@ class BatchAxis:
 
     def moved(self, dim: int) -> BatchAxis:
         """The same layout along another axis."""
-        return replace(self, dim=dim)
+        return self if dim == self.dim else replace(self, dim=dim)
+
+    def mixed(self, mixing: str | None) -> BatchAxis:
+        """The same layout with a note on where a value computed over the whole batch entered."""
+        return self if mixing == self.mixing else replace(self, mixing=mixing)
 
     def same_layout(self, other: BatchAxis) -> bool:
         """Whether both give the rows of their axis to the samples alike."""

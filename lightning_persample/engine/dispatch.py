@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +15,7 @@ from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed, is_composite
 from lightning_persample.engine.failure import FAILURES, reason_of
-from lightning_persample.engine.following import FACTORIES, follow
+from lightning_persample.engine.following import FACTORIES, POINTWISE, follow
 from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges
 from lightning_persample.engine.marks import Marks
 from lightning_persample.engine.observed import ObservedCall, Operand, tensors_in, version_of
@@ -148,6 +147,11 @@ class Dispatcher:
         if all(mark is None or isinstance(mark, Constant) for _, mark in marked):
             result = function(*args, **kwargs)
             self._note_constant(op, [tensor for tensor, _ in marked], result)
+            return result
+        if len(marked) == 1 and op in POINTWISE and isinstance(marked[0][1], BatchAxis):
+            result = function(*args, **kwargs)  # by far the most calls: the output lies where the input does
+            for output in tensors_in(result):
+                self._set_mark(output, marked[0][1])
             return result
         if is_composite(function):
             with visible:
@@ -311,12 +315,14 @@ class Dispatcher:
         if call.op in FACTORIES and call.op not in _DATA_SOURCES:
             for output in call.outputs:
                 self._set_mark(output, _KNOWN)
+        if not involved and (rule is None or rule.mixes_samples is None):
+            return
         use = Use(call, followed, involved, rule)
         if use.mixing is not None and not alone:
             self.mixing.setdefault(use.mixing)
             for output, mark in zip(call.outputs, followed.outputs, strict=False):
                 if isinstance(mark, BatchAxis):
-                    self.marks[output] = replace(mark, mixing=use.mixing)
+                    self.marks[output] = mark.mixed(use.mixing)
         if involved and _adds_a_term(call):
             outside = [weight for weight in involved.values() if weight.outside]
             refuse_where_used(call.outputs, outside, f"{use.describe()}: {OUTSIDE}", self)

@@ -300,10 +300,10 @@ def test_a_fault_in_following_refuses_what_comes_after(monkeypatch: pytest.Monke
     def faulty(call: object) -> None:
         raise ValueError("no such axis")
 
-    monkeypatch.setitem(FOLLOWERS, "tanh", faulty)
-    module = two_layers(torch.tanh)
+    monkeypatch.setitem(FOLLOWERS, "softmax", faulty)
+    module = two_layers(lambda h: h.softmax(-1))
     record = record_of(module, mean_of_squares, vectors())
-    text = r"`linear` on .*`tanh` on \(5, 4\) at .*failed with ValueError: no such axis"
+    text = r"`linear` on .*`softmax` on \(5, 4\) at .*failed with ValueError: no such axis"
     assert_missing(record, module, {"b.weight": text, "b.bias": text})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -91,7 +91,7 @@ def broadcast(call: ObservedCall) -> Followed:
         mixing = mixing or reason
         if tensor.requires_grad and any(output.requires_grad for output in call.outputs):
             event = reason
-    axis = replace(axis, mixing=mixing)
+    axis = axis.mixed(mixing)
     size = first.size(axis.dim)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
