@@ -122,6 +122,13 @@ case(
 case("bilinear", lambda: Model(lambda m, x: m.a(x[..., :3], x[..., 3:]), a=nn.Bilinear(3, 3, 4)), sequences)
 
 
+case(
+    "bilinear-with-a-constant",
+    lambda: Model(lambda m, x: m.a(x, torch.ones(len(x), 3, dtype=x.dtype)), a=nn.Bilinear(6, 3, 4)),
+    vectors,
+)
+
+
 def frozen(part: str) -> nn.Module:
     layer = nn.Linear(6, 4)
     getattr(layer, part).requires_grad_(False)

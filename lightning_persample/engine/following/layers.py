@@ -26,7 +26,13 @@ def _follow_linear(call: ObservedCall) -> Followed:
         return lost(call, "has a weight that depends on the batch", mixes=True)
     if any(axis.dim == tensor.dim() - 1 for tensor, axis in call.located):
         return lost(call, "sums over the batch axis", mixes=True)
-    return replace(broadcast(call), aligned=None)  # no axis of the weight is laid along the batch
+    placed = broadcast(call)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:  # no axis of the weight is laid along the batch
+        beside = placed.aligned is not None and any(tensor is item for item in data)
+        return placed.aligned(tensor) if placed.aligned is not None and beside else None
+
+    return replace(placed, aligned=aligned)
 
 
 @follower("embedding")
