@@ -4,7 +4,18 @@
 from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor
 
 # Without a Trainer
-from lightning_persample.engine import Capture, PerSampleRecord, expanded_weights, loop_per_sample_grads
+from lightning_persample.engine import (
+    Capture,
+    ExpandedWeight,
+    ParameterCheck,
+    PerSampleRecord,
+    VerificationReport,
+    call_for_per_sample_grads,
+    check_per_sample_gradients,
+    expanded_weights,
+    loop_per_sample_grads,
+    vmap_per_sample_grads,
+)
 
 # What can go wrong
 from lightning_persample.errors import (
@@ -14,6 +25,7 @@ from lightning_persample.errors import (
     PerSampleWarning,
     RuleRegistrationError,
     UnsupportedError,
+    VerificationError,
 )
 
 # Structured per-sample gradients, and rules for further ops
@@ -26,9 +38,11 @@ __all__ = [
     "BatchSizeError",
     "Capture",
     "Dense",
+    "ExpandedWeight",
     "Indexed",
     "OptionError",
     "Outer",
+    "ParameterCheck",
     "Patches",
     "PerSampleCallback",
     "PerSampleError",
@@ -38,9 +52,14 @@ __all__ = [
     "RuleRegistrationError",
     "SampleGradient",
     "UnsupportedError",
+    "VerificationError",
+    "VerificationReport",
     "__version__",
+    "call_for_per_sample_grads",
+    "check_per_sample_gradients",
     "expanded_weights",
     "loop_per_sample_grads",
     "register_rule",
     "supported_ops",
+    "vmap_per_sample_grads",
 ]

@@ -9,6 +9,7 @@ __all__ = [
     "PerSampleWarning",
     "RuleRegistrationError",
     "UnsupportedError",
+    "VerificationError",
 ]
 
 
@@ -30,6 +31,10 @@ class OptionError(PerSampleError, ValueError):
 
 class RuleRegistrationError(PerSampleError):
     """A rule is registered twice, or names an argument that its op does not have."""
+
+
+class VerificationError(PerSampleError):
+    """Per-sample gradients differ from those of the one-sample loop; the text is the report's table."""
 
 
 class PerSampleWarning(UserWarning):

@@ -11,30 +11,38 @@ so both methods are replaced on the instance for the time of a fit; strategies l
 
 from __future__ import annotations
 
-import copy
-import functools
-import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_persample.engine import Capture, PerSampleRecord, expanded_weights, warning_texts
-from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
+from lightning_persample.callbacks._aside import NoLossError, on_other_batches, without_compilation
+from lightning_persample.callbacks._observed_method import ObservedMethod
+from lightning_persample.callbacks._requirements import check_options_agree, why_unsupported
+from lightning_persample.callbacks._second_engine import SecondEngine
+from lightning_persample.callbacks._sum_check import SumCheck
+from lightning_persample.callbacks._verification import verify_values
+from lightning_persample.engine import (
+    Capture,
+    PerSampleRecord,
+    expanded_weights,
+    warning_texts,
+)
+from lightning_persample.engine.samples import loss_of
+from lightning_persample.errors import (
+    OptionError,
+    PerSampleError,
+    PerSampleWarning,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
 
 __all__ = ["SharedCapture", "is_logging_step", "logging_step", "window_continues"]
-
-_ABSENT = object()
-_CAPTURE_OPTIONS = ("loss_reduction", "batch_dim", "batch_size")
 
 
 def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
@@ -66,58 +74,6 @@ def window_continues(trainer: Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
-class ObservedMethod:
-    """Stands in a module's instance dictionary for one of its methods.
-
-    A deep copy and a pickle of it are the method it stands for, bound to the copied module, so that copies of a module
-    in the middle of a fit carry nothing of ours.
-
-    Args:
-        module: the module whose method is replaced.
-        name: the method's name.
-        run: called instead of the method, with the method first and then the method's arguments.
-    """
-
-    def __init__(self, module: LightningModule, name: str, run: Callable[..., Any]) -> None:
-        method = getattr(module, name)
-        functools.update_wrapper(self, method)
-        # Lightning counts the arguments of one level of __wrapped__: it must find what it would find without us.
-        self.__wrapped__ = getattr(method, "__wrapped__", method)
-        self._module = module
-        self._name = name
-        self._own = module.__dict__.get(name, _ABSENT)
-        self._method = method
-        self._run = run
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._method, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._method, memo)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if self._own is _ABSENT:
-            return getattr, (self._module, self._name)
-        return _as_it_is, (self._own,)
-
-    def install(self) -> None:
-        """Take the method's place."""
-        self._module.__dict__[self._name] = self
-
-    def restore(self) -> None:
-        """Put back exactly what was there; where somebody else has replaced the method since, leave theirs alone."""
-        if self._module.__dict__.get(self._name) is not self:
-            return
-        if self._own is _ABSENT:
-            del self._module.__dict__[self._name]
-        else:
-            self._module.__dict__[self._name] = self._own
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 class SharedCapture:
     """The capture that all per-sample callbacks of one Trainer share during one fit.
 
@@ -135,17 +91,28 @@ class SharedCapture:
         self._trainer = trainer
         self._module = pl_module
         self._callbacks = tuple(callbacks)
-        self._raise = any(callback.unsupported == "error" for callback in callbacks)
+        choices = {callback.unsupported for callback in callbacks}
+        self._raise = "error" in choices
+        self._falls_back = "vmap" in choices and not self._raise
+        self._verify = any(callback.verify for callback in callbacks)
+        first = callbacks[0]
+        self._engine: Literal["expanded", "vmap", "loop"] = first.engine
+        self._second = SecondEngine(trainer, pl_module, first.loss_reduction, first.batch_dim, first.batch_size)
         self._said: set[str] = set()
         self._methods: tuple[ObservedMethod, ...] = ()
         self._in_training_step = False
-        self._capture: Capture | None = None
         self._receivers: list[PerSampleCallback] = []
+        self._quantities: frozenset[str] = frozenset()
+        self._capture: Capture | None = None
+        self._record: PerSampleRecord | None = None
+        self._step_aside: Callable[[Any], Any] | None = None
+        self._sum_check: SumCheck | None = None
+        self._sums_differ = False
         self._batch: Any = None
         self._grad_samples: list[tuple[torch.nn.Parameter, Tensor]] = []
 
-        _check_options_agree(trainer, self._callbacks)
-        reason = _why_unsupported(trainer, pl_module)
+        check_options_agree(trainer, self._callbacks)
+        reason = why_unsupported(trainer, pl_module)
         if reason is not None:
             self._report(UnsupportedError(f"{reason}: no per-sample gradients are captured in this fit"))
             return
@@ -166,7 +133,7 @@ class SharedCapture:
         if capture is not None:
             capture.close()
         self._receivers = []
-        self._batch = None
+        self._record = self._step_aside = self._sum_check = self._batch = None
         for parameter, grad_sample in self._grad_samples:
             if getattr(parameter, "grad_sample", None) is grad_sample:
                 del parameter.grad_sample  # type: ignore[attr-defined]
@@ -185,40 +152,76 @@ class SharedCapture:
             return training_step(*args, **kwargs)
         # An optimizer such as LBFGS runs the step several times for one batch, and each run starts anew.
         self.end_batch()
-        batch = args[0] if args else next(iter(kwargs.values()), None)
-        capture = self._open(batch)
-        if capture is None:
+        # A trial fit inside the fit (a learning rate finder) takes the callbacks out of the Trainer for its time.
+        present = [callback for callback in self._callbacks if callback in self._trainer.callbacks]  # type: ignore[attr-defined]
+        self._receivers = [callback for callback in present if callback.should_capture(self._trainer)]
+        if not self._receivers:
             return training_step(*args, **kwargs)
+        self._quantities = frozenset().union(*(callback.needs(self._trainer) for callback in self._receivers))
+        self._batch = args[0] if args else next(iter(kwargs.values()), None)
+        self._step_aside = on_other_batches(training_step, args, kwargs)
+        first = self._callbacks[0]
         self._in_training_step = True
         try:
-            with _without_compilation(), capture.observe():
-                outputs = training_step(*args, **kwargs)
+            if self._verify:
+                verified = verify_values(
+                    self._trainer, self._module, first, self._step_aside, self._batch, allow_missing=self._falls_back
+                )
+                self._verify = not verified
+            run = self._observed if self._engine == "expanded" else self._after_an_extra_pass
+            return run(training_step, args, kwargs)
         finally:
             self._in_training_step = False
-        self._capture, self._batch = capture, batch
-        if not self._attach(capture, outputs, batch):
+
+    def _observed(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        capture = self._open()
+        if capture is None:
+            return training_step(*args, **kwargs)
+        with without_compilation(), capture.observe():
+            outputs = training_step(*args, **kwargs)
+        self._capture = capture
+        if not self._attach(capture, outputs):
             self.end_batch()
         return outputs
 
-    def _open(self, batch: Any) -> Capture | None:
-        trainer = self._trainer
-        # A trial fit inside the fit (a learning rate finder) takes the callbacks out of the Trainer for its time.
-        present = [callback for callback in self._callbacks if callback in trainer.callbacks]  # type: ignore[attr-defined]
-        self._receivers = [callback for callback in present if callback.should_capture(trainer)]
-        if not self._receivers:
-            return None
-        quantities: set[str] = set()
-        for callback in self._receivers:
-            quantities |= callback.needs(trainer)
+    def _after_an_extra_pass(
+        self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        record = self._run_aside(self._engine)
+        outputs = training_step(*args, **kwargs)
+        loss = loss_of(outputs)
+        if isinstance(record, PerSampleRecord):
+            self._record = record
+        elif isinstance(loss, Tensor):
+            self._report(record)
+        return outputs
+
+    def _run_aside(self, engine: Literal["expanded", "vmap", "loop"]) -> PerSampleRecord | PerSampleError:
+        """The record of an extra pass over the batch, or why there is none."""
+        if self._step_aside is None or engine == "expanded":
+            return UnsupportedError("there is no batch to run aside")
+        try:
+            return self._second.record(engine, self._step_aside, self._batch, self._quantities)
+        except OptionError:  # a callback's own mistake, not the model's
+            raise
+        except PerSampleError as error:
+            return error
+        except NoLossError:
+            return UnsupportedError(f"training_step returned None in the extra pass of engine={engine!r}")
+        except Exception as error:  # whatever the model raises on single samples must not end the training
+            text = next(iter(str(error).strip().splitlines()), "")
+            return UnsupportedError(f"engine={engine!r} failed with {type(error).__name__}: {text}")
+
+    def _open(self) -> Capture | None:
         first = self._callbacks[0]
         try:
             return expanded_weights(
                 self._module,
-                batch,
+                self._batch,
                 loss_reduction="sum" if callable(first.loss_reduction) else first.loss_reduction,
                 batch_dim=first.batch_dim,
                 batch_size=first.batch_size,
-                quantities=tuple(sorted(quantities)),
+                quantities=tuple(sorted(self._quantities)),
                 unsupported="error" if self._raise else "ignore",  # what there is to warn about is said in _deliver
             )
         except OptionError:  # a callback's own mistake, not the model's
@@ -227,16 +230,17 @@ class SharedCapture:
             self._report(error)
             return None
 
-    def _attach(self, capture: Capture, outputs: Any, batch: Any) -> bool:
+    def _attach(self, capture: Capture, outputs: Any) -> bool:
         """Tell the capture the loss; False where there is none to go backward from, or none that can be used."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss = loss_of(outputs)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return False
         reduction = self._callbacks[0].loss_reduction
+        weights: Tensor | float = 1.0 if reduction == "sum" else 1.0 / capture.batch_size
         try:
             if callable(reduction):
                 with torch.no_grad():
-                    weights = reduction(outputs, batch)
+                    weights = reduction(outputs, self._batch)
                 if not isinstance(weights, Tensor):
                     raise OptionError(
                         f"loss_reduction returned {type(weights).__name__}, but it must return a tensor of shape "
@@ -248,21 +252,59 @@ class SharedCapture:
         except PerSampleError as error:
             self._report(error)
             return False
+        if "grad_sample" in self._quantities and not self._sums_differ:
+            self._sum_check = SumCheck(self._module, loss, weights)
         return True
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         capture = self._capture
-        if capture is None or not self._methods:
+        if not self._methods or (capture is None and self._record is None):
             return backward(*args, **kwargs)
-        with _without_compilation(), capture.observe():
+        if capture is None:
+            result = backward(*args, **kwargs)
+            record, self._record = self._record, None
+            if record is not None:
+                self._deliver(record)
+            return result
+        if self._sum_check is not None:
+            self._sum_check.start_backward()
+        with without_compilation(), capture.observe():
             result = backward(*args, **kwargs)
         self._capture = None
         capture.close()
         if len(capture.records) == 1:
-            self._deliver(capture.record)
+            self._check_sums(capture.record)
+            self._deliver(self._complete(capture.record))
         else:
             self._report(UnsupportedError(_why_no_record(self._module, len(capture.records))))
         return result
+
+    def _check_sums(self, record: PerSampleRecord) -> None:
+        check, self._sum_check = self._sum_check, None
+        text = None if check is None else check.finish(record)
+        if text is not None:
+            self._sums_differ = True
+            self._warn(text)
+
+    def _complete(self, record: PerSampleRecord) -> PerSampleRecord:
+        """The record, or with ``unsupported="vmap"`` that of the second engine where parameters are missing."""
+        if not record.unsupported or not self._falls_back:
+            return record
+        missing = warning_texts(record)[0]
+        failures = ""
+        for engine in ("vmap", "loop"):
+            found = self._run_aside(engine)
+            if isinstance(found, PerSampleRecord):
+                self._engine = engine
+                self._warn(
+                    f"{missing}\nFrom this step on, captured steps use engine={engine!r}, an extra pass over the "
+                    f"batch{failures}"
+                )
+                return found
+            failures += f"; {found}"
+        self._falls_back = False
+        self._warn(f"No second engine can follow this model{failures}")
+        return record
 
     def _deliver(self, record: PerSampleRecord) -> None:
         for text in warning_texts(record):
@@ -287,13 +329,6 @@ class SharedCapture:
             warnings.warn(text, PerSampleWarning, stacklevel=2)
 
 
-def _without_compilation() -> AbstractContextManager[object]:
-    """Run compiled code as it was written, because a capture sees nothing of it; the next step is compiled again."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
 def _why_no_record(pl_module: LightningModule, backward_passes: int) -> str:
     name = f"{type(pl_module).__name__}.backward"
     if backward_passes == 0:
@@ -302,31 +337,3 @@ def _why_no_record(pl_module: LightningModule, backward_passes: int) -> str:
         f"{name} ran {backward_passes} backward passes, but per-sample gradients are those of exactly one: this step "
         "is not reported. Call backward once, on the loss that training_step returned"
     )
-
-
-def _check_options_agree(trainer: Trainer, callbacks: Sequence[PerSampleCallback]) -> None:
-    def described(callback: PerSampleCallback, option: str) -> str:
-        place = trainer.callbacks.index(callback)  # type: ignore[attr-defined]
-        return f"{type(callback).__name__} (callbacks[{place}]) has {option}={getattr(callback, option)!r}"
-
-    first = callbacks[0]
-    for option in _CAPTURE_OPTIONS:
-        for other in callbacks[1:]:
-            if getattr(first, option) != getattr(other, option):
-                raise OptionError(
-                    f"{described(first, option)}, but {described(other, option)}: all per-sample callbacks of a "
-                    f"Trainer share one capture, so {option} must be the same for all of them"
-                )
-
-
-def _why_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    if not pl_module.automatic_optimization:
-        return "manual optimization (automatic_optimization=False) is not supported yet"
-    if trainer.world_size > 1:
-        return f"training on {trainer.world_size} devices is not supported yet"
-    strategy = trainer.strategy
-    if strategy.model is not pl_module and not isinstance(strategy.model, DistributedDataParallel):
-        return f"{type(strategy).__name__} is not supported yet"
-    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
-        return "training_step(self, dataloader_iter) is not supported, because it hides the batch"
-    return None

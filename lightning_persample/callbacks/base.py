@@ -33,8 +33,22 @@ class PerSampleCallback(Callback):
         batch_dim: the axis of the batch's tensors that counts samples.
         batch_size: number of samples B; None reads it from the batch's tensors.
         unsupported: what to do where a per-sample gradient cannot be given exactly. "warn" says so once for each cause
-            and counts the parameter out of the record's coverage; "error" raises `UnsupportedError`. One callback with
-            "error" decides for all callbacks of the Trainer.
+            and counts the parameter out of the record's coverage; "error" raises `UnsupportedError`; "vmap" goes over
+            to the engine "vmap" for the rest of the fit, or to "loop" where that fails, with one warning. Callbacks of
+            one Trainer may differ: one "error" decides for all, else one "vmap" does.
+        engine: "expanded" observes the training step and its backward. "vmap" and "loop" are for models that it cannot
+            follow: at captured steps only, an extra pass before the training step runs `training_step` aside on each
+            sample alone, all at once with `torch.func.vmap`, or one after the other, which works with anything. The
+            pass has random numbers of its own (dropout masks differ from those of the training step), and batch
+            normalization in training mode sees a single sample.
+        verify: before the first captured batch, compare the engine with the one-sample loop on a few of its samples,
+            and raise `VerificationError` with a table and the reasons if a value is missing or wrong. Dropout layers
+            have probability 0 during the check. One callback with True decides for all callbacks of the Trainer.
+
+    Extra passes (`verify`, and every engine but "expanded") log nothing and leave the training as it is, bit for bit:
+    what `training_step` changes in the module, its submodules and metrics, and in the random number generators is put
+    back, for which they take the memory of one more copy of the module. Only what it changes elsewhere stays changed:
+    objects of your own that are no modules, files, and loggers that are not the Trainer's.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -47,7 +61,9 @@ class PerSampleCallback(Callback):
         loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
         batch_dim: int = 0,
         batch_size: int | None = None,
-        unsupported: Literal["warn", "error"] = "warn",
+        unsupported: Literal["warn", "error", "vmap"] = "warn",
+        engine: Literal["expanded", "vmap", "loop"] = "expanded",
+        verify: bool = False,
     ) -> None:
         super().__init__()
         check_option("every_n_steps", every_n_steps, is_none_or_int(every_n_steps, 1), "None or an int >= 1")
@@ -59,12 +75,22 @@ class PerSampleCallback(Callback):
         )
         check_option("batch_dim", batch_dim, is_int(batch_dim, 0), "an int >= 0")
         check_option("batch_size", batch_size, is_none_or_int(batch_size, 1), "None or an int >= 1")
-        check_option("unsupported", unsupported, unsupported in ("warn", "error"), "'warn' or 'error'")
+        choices = ("warn", "error", "vmap")
+        check_option("unsupported", unsupported, unsupported in choices, "'warn', 'error' or 'vmap'")
+        engines = ("expanded", "vmap", "loop")
+        check_option("engine", engine, engine in engines, "'expanded', 'vmap' or 'loop'")
+        check_option("verify", verify, verify in (True, False), "True or False")
+        if engine != "expanded":
+            why = f"with engine={engine!r}, which runs the samples alone"
+            check_option("unsupported", unsupported, unsupported != "vmap", f"'warn' or 'error' {why}")
+            check_option("verify", verify, not verify, f"False {why}")
         self.every_n_steps = every_n_steps
         self.loss_reduction = loss_reduction
         self.batch_dim = batch_dim
         self.batch_size = batch_size
         self.unsupported = unsupported
+        self.engine = engine
+        self.verify = verify
         self._shared: SharedCapture | None = None
 
     def needs(self, trainer: Trainer) -> set[str]:
@@ -116,7 +142,7 @@ class PerSampleCallback(Callback):
         )
 
     def _settings(self) -> dict[str, Any]:
-        names = ("every_n_steps", "loss_reduction", "batch_dim", "batch_size", "unsupported")
+        names = ("every_n_steps", "loss_reduction", "batch_dim", "batch_size", "unsupported", "engine", "verify")
         return {name: getattr(self, name) for name in names}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

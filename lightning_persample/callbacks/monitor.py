@@ -46,7 +46,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
         per_layer: how many leading parts of a parameter's module path name its group: 1 is the module's children, 2 as
             ``encoder.0``; parameters of the module itself go under their own name. None logs no groups.
         quantiles: which quantiles, each strictly between 0 and 1.
-        unsupported: "warn" or "error", see `PerSampleCallback`.
+        unsupported: "warn", "error" or "vmap", see `PerSampleCallback`.
+        engine: "expanded", "vmap" or "loop", see `PerSampleCallback`.
+        verify: check the values on the first captured batch, see `PerSampleCallback`.
         prefix: what the logged names start with.
         prog_bar: show ``<prefix>/norm_mean`` in the progress bar.
 
@@ -63,7 +65,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
         batch_size: int | None = None,
         per_layer: int | None = None,
         quantiles: Sequence[float] = (0.5, 0.95),
-        unsupported: Literal["warn", "error"] = "warn",
+        unsupported: Literal["warn", "error", "vmap"] = "warn",
+        engine: Literal["expanded", "vmap", "loop"] = "expanded",
+        verify: bool = False,
         prefix: str = "per_sample_grad",
         prog_bar: bool = False,
     ) -> None:
@@ -73,6 +77,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
             batch_dim=batch_dim,
             batch_size=batch_size,
             unsupported=unsupported,
+            engine=engine,
+            verify=verify,
         )
         check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
         check_option(

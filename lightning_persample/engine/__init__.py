@@ -1,8 +1,28 @@
 """The engine: from the torch calls of a training step to a record of per-sample gradients."""
 
 from lightning_persample.engine.coverage import warning_texts
-from lightning_persample.engine.functional import loop_per_sample_grads
+from lightning_persample.engine.expanded_weight import ExpandedWeight
+from lightning_persample.engine.functional import (
+    call_for_per_sample_grads,
+    loop_per_sample_grads,
+    vmap_per_sample_grads,
+)
 from lightning_persample.engine.mode import Capture, expanded_weights
 from lightning_persample.engine.record import PerSampleRecord, group_name
+from lightning_persample.engine.report import ParameterCheck, VerificationReport
+from lightning_persample.engine.verify import check_per_sample_gradients
 
-__all__ = ["Capture", "PerSampleRecord", "expanded_weights", "group_name", "loop_per_sample_grads", "warning_texts"]
+__all__ = [
+    "Capture",
+    "ExpandedWeight",
+    "ParameterCheck",
+    "PerSampleRecord",
+    "VerificationReport",
+    "call_for_per_sample_grads",
+    "check_per_sample_gradients",
+    "expanded_weights",
+    "group_name",
+    "loop_per_sample_grads",
+    "vmap_per_sample_grads",
+    "warning_texts",
+]

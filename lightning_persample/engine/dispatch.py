@@ -17,12 +17,20 @@ from lightning_persample.engine.decompose import decomposed, is_composite
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import FACTORIES, POINTWISE, follow
 from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges
+from lightning_persample.engine.kinds import (
+    DATA_SOURCES,
+    SHAPE_OF_SECOND,
+    adds_a_term,
+    attribute_of,
+    is_inplace,
+    op_of,
+)
 from lightning_persample.engine.marks import Marks
 from lightning_persample.engine.observed import ObservedCall, Operand, tensors_in, version_of
 from lightning_persample.engine.use import Use, attach, refuse_where_used
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.gradients import SampleGradient
-from lightning_persample.rules import canonical_op, find_rule
+from lightning_persample.rules import find_rule
 
 __all__ = ["Constant", "Dispatcher"]
 
@@ -40,18 +48,7 @@ class Constant:
 
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
 
-_GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
-_SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
-_SUMS = frozenset({"add", "sub", "rsub", "stack", "cat"})
-_NO_TENSOR = frozenset({"__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point"})
 _CONSTANT, _KNOWN = Constant(known=False), Constant(known=True)
-# Ops whose results are data even where they are given none: random numbers, and tensors made of anything.
-_DATA_SOURCES = frozenset({
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "uniform", "random",
-    "bernoulli", "multinomial", "poisson", "exponential", "geometric", "log_normal", "cauchy", "dropout",
-    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "rrelu", "tensor", "as_tensor",
-    "asarray", "from_numpy", "frombuffer", "from_file", "new_tensor", "new", "set",
-})  # fmt: skip
 
 
 class Dispatcher:
@@ -134,13 +131,13 @@ class Dispatcher:
         Returns:
             What the function returns, unchanged.
         """
-        op = _op_of(function)
+        op = op_of(function)
         if op is None:
-            if getattr(function, "__name__", "") == "__set__" and _attribute(function) == "data":
+            if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":
                 self._copy_mark(*args)
             return function(*args, **kwargs)
         marked = [(tensor, self._mark_of(tensor)) for tensor in tensors_in((args, kwargs))]
-        if op in _SHAPE_OF_SECOND:
+        if op in SHAPE_OF_SECOND:
             marked = marked[:1]
         if any(is_lazy(tensor) for tensor, _ in marked):
             return function(*args, **kwargs)
@@ -157,12 +154,12 @@ class Dispatcher:
             with visible:
                 return decomposed(function)(*args, **kwargs)
         weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
-        inplace = _is_inplace(function)
+        inplace = is_inplace(function)
         stop = boundary(tensor for tensor, _ in marked) if weights else set()
         saved = (args[0].detach().clone(), *args[1:]) if weights and inplace else args
         versions = [(tensor, version_of(tensor)) for tensor, _ in marked]
         rule = find_rule(function) if weights else None
-        draws = bool(weights) and (op in _DATA_SOURCES or (rule is not None and rule.draws is not None))
+        draws = bool(weights) and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
         random_state = torch.get_rng_state() if draws else None
         result = function(*args, **kwargs)
         outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
@@ -244,7 +241,7 @@ class Dispatcher:
         return isinstance(mark, Constant) and mark.known
 
     def _note_constant(self, op: object, operands: list[Tensor], result: Any) -> None:
-        known = op not in _DATA_SOURCES and all(self._is_known(tensor) for tensor in operands)
+        known = op not in DATA_SOURCES and all(self._is_known(tensor) for tensor in operands)
         for output in tensors_in(result):
             foreign = output.requires_grad and output.grad_fn is not None
             if known or foreign or self.marks.get(output) is _KNOWN:
@@ -281,7 +278,7 @@ class Dispatcher:
         names = frozenset().union(*(parent.names for parent in parents.values()))
         outside = (
             any(parent.outside for parent in parents.values())
-            or call.op in _DATA_SOURCES
+            or call.op in DATA_SOURCES
             or not all(self._is_known(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in involved)
         )
         detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -312,7 +309,7 @@ class Dispatcher:
         for output, mark in zip(call.outputs, followed.outputs, strict=False):
             if mark is not None:
                 self._set_mark(output, mark)
-        if call.op in FACTORIES and call.op not in _DATA_SOURCES:
+        if call.op in FACTORIES and call.op not in DATA_SOURCES:
             for output in call.outputs:
                 self._set_mark(output, _KNOWN)
         if not involved and (rule is None or rule.mixes_samples is None):
@@ -323,7 +320,7 @@ class Dispatcher:
             for output, mark in zip(call.outputs, followed.outputs, strict=False):
                 if isinstance(mark, BatchAxis):
                     self.marks[output] = mark.mixed(use.mixing)
-        if involved and _adds_a_term(call):
+        if involved and adds_a_term(call):
             outside = [weight for weight in involved.values() if weight.outside]
             refuse_where_used(call.outputs, outside, f"{use.describe()}: {OUTSIDE}", self)
         elif involved:
@@ -379,29 +376,3 @@ class Dispatcher:
         self.nodes.clear()
         self.seen.clear()
         self._written.clear()
-
-
-def _attribute(function: Callable[..., Any]) -> str:
-    """Which attribute a getter or setter of a tensor is for."""
-    return getattr(getattr(function, "__self__", None), "__name__", "")
-
-
-def _op_of(function: Callable[..., Any]) -> object | None:
-    """The canonical op of a call, or None where it gives no tensor to follow."""
-    name = getattr(function, "__name__", "")
-    if name == "__get__":
-        attribute = _attribute(function)
-        return attribute if attribute in _GETTERS else None
-    return None if name in _NO_TENSOR else canonical_op(function)
-
-
-def _is_inplace(function: Callable[..., Any]) -> bool:
-    name = getattr(function, "__name__", "")
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    return name.endswith("_") and not name.startswith("_")
-
-
-def _adds_a_term(call: ObservedCall) -> bool:
-    """Whether a number made of weights alone is added to one computed over the whole batch: a penalty."""
-    return call.op in _SUMS and not call.located and all(operand.tensor.numel() == 1 for operand in call.operands)

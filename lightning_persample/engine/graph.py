@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-__all__ = ["Node", "accumulator", "boundary", "ends_below", "nodes_between", "unseen_edges"]
+__all__ = ["Node", "accumulator", "boundary", "ends_below", "node_below", "nodes_between", "unseen_edges"]
 
 Nodes: TypeAlias = set[Node]
 
@@ -80,3 +80,18 @@ def unseen_edges(losses: Iterable[Tensor], watched: Nodes, seen: Nodes) -> Itera
             if following not in visited:
                 visited.add(following)
                 stack.append(following)
+
+
+def node_below(tops: Iterable[Tensor], name: str) -> bool:
+    """Whether there is a node of this name anywhere below these tensors."""
+    stack = [top.grad_fn for top in tops if top.grad_fn is not None]
+    visited: Nodes = set(stack)
+    while stack:
+        node = stack.pop()
+        if node.name() == name:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in visited:
+                visited.add(following)
+                stack.append(following)
+    return False

@@ -33,8 +33,14 @@ BASE = [
     ("batch_size", 0, NONE_OR_POSITIVE),
     ("batch_size", True, NONE_OR_POSITIVE),
     ("batch_size", "8", NONE_OR_POSITIVE),
-    ("unsupported", "ignore", "'warn' or 'error'"),
-    ("unsupported", None, "'warn' or 'error'"),
+    ("unsupported", "ignore", "'warn', 'error' or 'vmap'"),
+    ("unsupported", None, "'warn', 'error' or 'vmap'"),
+]
+BASE += [
+    ("engine", "hooks", "'expanded', 'vmap' or 'loop'"),
+    ("engine", None, "'expanded', 'vmap' or 'loop'"),
+    ("verify", "yes", "True or False"),
+    ("verify", None, "True or False"),
 ]
 MONITOR = [
     ("per_layer", 0, NONE_OR_POSITIVE),
@@ -86,6 +92,8 @@ def test_allowed_values_are_kept():
         {"per_layer": 1},
         {"quantiles": (0.1,)},
         {"unsupported": "error"},
+        {"engine": "loop"},
+        {"verify": True},
         {"prefix": "other"},
         {"prog_bar": True},
     ],
@@ -124,6 +132,7 @@ def test_callbacks_with_state_need_different_settings():
         ("loss_reduction", ("mean", "sum"), ("'mean'", "'sum'")),
         ("batch_dim", (0, 1), ("0", "1")),
         ("batch_size", (None, 8), ("None", "8")),
+        ("engine", ("expanded", "loop"), ("'expanded'", "'loop'")),
     ],
 )
 def test_callbacks_that_disagree_on_the_capture_raise_at_the_start_of_the_fit(option, values, shown):
@@ -148,13 +157,15 @@ def test_a_quantity_that_does_not_exist_is_the_callbacks_mistake_and_raises():
 def test_the_command_line_of_lightning_reads_the_options(tmp_path):
     pytest.importorskip("jsonargparse")
     options = ["every_n_steps=5", "quantiles=[0.1, 0.9]", "loss_reduction=sum", "per_layer=null", "prog_bar=true"]
+    options += ["engine=loop", "unsupported=error", "verify=false"]
     arguments = [f"--trainer.callbacks={PerSampleGradientMonitor.__module__}.PerSampleGradientMonitor"]
     arguments += [f"--trainer.callbacks.{option}" for option in options]
     arguments += [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false"]
     cli = LightningCLI(Untrained, run=False, args=arguments)
     (monitor,) = [each for each in cli.trainer.callbacks if isinstance(each, PerSampleGradientMonitor)]
     assert (monitor.every_n_steps, monitor.quantiles, monitor.loss_reduction) == (5, (0.1, 0.9), "sum")
-    assert (monitor.per_layer, monitor.prog_bar, monitor.unsupported) == (None, True, "warn")
+    assert (monitor.per_layer, monitor.prog_bar, monitor.unsupported) == (None, True, "error")
+    assert (monitor.engine, monitor.verify) == ("loop", False)
 
 
 class Untrained(LightningModule):

@@ -56,7 +56,7 @@ def described(module: Changing) -> list[object]:
     tensors = [*module.state_dict().items(), *module.teacher[0].state_dict().items(), ("plain", module.plain)]
     return [
         sorted(module.__dict__),
-        [(name, tensor.tolist()) for name, tensor in tensors],
+        [(name, str(tensor)) for name, tensor in tensors],
         [(id(p), p.data_ptr()) for p in (*module.parameters(), *module.teacher[0].parameters())],
         values,
         (module.number, module.training, module.layer.training, module.resized.tolist()),

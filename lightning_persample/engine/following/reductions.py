@@ -51,6 +51,8 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
         note = f"`{call.name}` weighs the samples by a tensor{user_line()}"
     if note is None and averages(call) and any(not _in_equal_numbers(axis, call.batch_size) for axis in with_gradient):
         note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
+    if not any(output.requires_grad for output in call.outputs):
+        note = None
     uneven = any(not _in_equal_numbers(axis, call.batch_size) for axis in with_gradient)
     return Followed((Lost(what, reduced=True, uneven=uneven),) * len(call.outputs), weighting=note)
 

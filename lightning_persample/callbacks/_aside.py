@@ -1,0 +1,104 @@
+"""Run a training step aside: nothing is logged, and the training that follows is as if it had not run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
+
+from lightning_persample.engine.untouched import ModuleState, untouched
+
+__all__ = ["NoLossError", "aside", "on_other_batches", "without_compilation", "without_dropout"]
+
+_MUTED = ("log", "log_dict", "print")
+_ABSENT = object()
+
+
+class NoLossError(Exception):
+    """A training step that ran aside returned None: it skips this batch."""
+
+
+@contextmanager
+def aside(trainer: Trainer, pl_module: LightningModule) -> Iterator[ModuleState]:
+    """Run training steps as the Trainer runs them, and leave no trace of them.
+
+    ``log``, ``log_dict`` and ``print`` of the module do nothing, the Trainer's loggers are replaced by dummies,
+    compiled code runs as written, and at the end the module and the random number generators are put back.
+
+    Args:
+        trainer: the Trainer, inside its training loop.
+        pl_module: its module.
+
+    Yields:
+        The state of the module that is put back.
+    """
+    loggers, caches = trainer.loggers, torch.is_autocast_cache_enabled()
+    own = {name: pl_module.__dict__.get(name, _ABSENT) for name in _MUTED}
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    pl_module.__dict__.update(dict.fromkeys(_MUTED, _do_nothing))
+    try:
+        with (
+            untouched(pl_module) as state,
+            without_compilation(),
+            trainer.precision_plugin.train_step_context(),
+            torch.enable_grad(),
+        ):
+            # A weight that autocast casts here must not be found by the training step itself.
+            torch.set_autocast_cache_enabled(False)
+            yield state
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        for name, value in own.items():
+            if value is _ABSENT:
+                del pl_module.__dict__[name]
+            else:
+                pl_module.__dict__[name] = value
+        trainer.loggers = loggers
+
+
+def on_other_batches(
+    training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[Any], Any]:
+    """The training step as a function of its first argument, the batch."""
+
+    def step(batch: Any) -> Any:
+        if args:
+            return training_step(batch, *args[1:], **kwargs)
+        return training_step(**{**kwargs, **dict.fromkeys(list(kwargs)[:1], batch)})
+
+    return step
+
+
+def without_compilation() -> AbstractContextManager[object]:
+    """Run compiled code as it was written, because nothing of it can be seen; the next step is compiled again."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Set the dropout probability of torch's own layers to 0 in this context."""
+    found: list[tuple[Any, str, float]] = []
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            found.append((layer, "p", layer.p))
+        elif isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
+            found.append((layer, "dropout", layer.dropout))
+    for layer, name, _ in found:
+        setattr(layer, name, 0.0)
+    try:
+        yield
+    finally:
+        for layer, name, probability in found:
+            setattr(layer, name, probability)
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands in for a method that logs."""

@@ -1,0 +1,66 @@
+"""Take the place of a module's method for the time of a fit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+__all__ = ["ObservedMethod"]
+
+_ABSENT = object()
+
+
+class ObservedMethod:
+    """Stands in a module's instance dictionary for one of its methods.
+
+    A deep copy and a pickle of it are the method it stands for, bound to the copied module, so that copies of a module
+    in the middle of a fit carry nothing of ours.
+
+    Args:
+        module: the module whose method is replaced.
+        name: the method's name.
+        run: called instead of the method, with the method first and then the method's arguments.
+    """
+
+    def __init__(self, module: LightningModule, name: str, run: Callable[..., Any]) -> None:
+        method = getattr(module, name)
+        functools.update_wrapper(self, method)
+        # Lightning counts the arguments of one level of __wrapped__: it must find what it would find without us.
+        self.__wrapped__ = getattr(method, "__wrapped__", method)
+        self._module = module
+        self._name = name
+        self._own = module.__dict__.get(name, _ABSENT)
+        self._method = method
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._method, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._method, memo)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if self._own is _ABSENT:
+            return getattr, (self._module, self._name)
+        return _as_it_is, (self._own,)
+
+    def install(self) -> None:
+        """Take the method's place."""
+        self._module.__dict__[self._name] = self
+
+    def restore(self) -> None:
+        """Put back exactly what was there; where somebody else has replaced the method since, leave theirs alone."""
+        if self._module.__dict__.get(self._name) is not self:
+            return
+        if self._own is _ABSENT:
+            del self._module.__dict__[self._name]
+        else:
+            self._module.__dict__[self._name] = self._own
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

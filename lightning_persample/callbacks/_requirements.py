@@ -1,0 +1,66 @@
+"""What a Trainer, its module and its per-sample callbacks must fulfil for a shared capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_persample.errors import OptionError
+
+if TYPE_CHECKING:
+    from lightning_persample.callbacks.base import PerSampleCallback
+
+__all__ = ["check_options_agree", "why_unsupported"]
+
+_CAPTURE_OPTIONS = ("loss_reduction", "batch_dim", "batch_size", "engine")
+
+
+def check_options_agree(trainer: Trainer, callbacks: Sequence[PerSampleCallback]) -> None:
+    """Refuse callbacks that cannot share one capture.
+
+    Args:
+        trainer: the Trainer.
+        callbacks: its per-sample callbacks.
+
+    Raises:
+        OptionError: two of them differ in an option of the capture.
+    """
+
+    def described(callback: PerSampleCallback, option: str) -> str:
+        place = trainer.callbacks.index(callback)  # type: ignore[attr-defined]
+        return f"{type(callback).__name__} (callbacks[{place}]) has {option}={getattr(callback, option)!r}"
+
+    first = callbacks[0]
+    for option in _CAPTURE_OPTIONS:
+        for other in callbacks[1:]:
+            if getattr(first, option) != getattr(other, option):
+                raise OptionError(
+                    f"{described(first, option)}, but {described(other, option)}: all per-sample callbacks of a "
+                    f"Trainer share one capture, so {option} must be the same for all of them"
+                )
+
+
+def why_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Why this way of training cannot be captured, or None where it can.
+
+    Args:
+        trainer: the Trainer, after its strategy was set up.
+        pl_module: the module that is trained.
+
+    Returns:
+        The reason, as the start of a sentence.
+    """
+    if not pl_module.automatic_optimization:
+        return "manual optimization (automatic_optimization=False) is not supported yet"
+    if trainer.world_size > 1:
+        return f"training on {trainer.world_size} devices is not supported yet"
+    strategy = trainer.strategy
+    if strategy.model is not pl_module and not isinstance(strategy.model, DistributedDataParallel):
+        return f"{type(strategy).__name__} is not supported yet"
+    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+        return "training_step(self, dataloader_iter) is not supported, because it hides the batch"
+    return None

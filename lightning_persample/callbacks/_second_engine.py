@@ -1,0 +1,177 @@
+"""Per-sample gradients by an extra pass over a batch, for models that the observing engine cannot follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_persample.callbacks._aside import NoLossError, aside
+from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine.batch import batch_tensors, read_batch_size
+from lightning_persample.engine.functional import vmap_per_sample_grads
+from lightning_persample.engine.samples import (
+    Weighting,
+    has_ragged_samples,
+    loss_of,
+    own_loss,
+    take,
+    tensors_of,
+    with_tensors,
+)
+from lightning_persample.errors import OptionError, UnsupportedError
+from lightning_persample.gradients.cost import MEMORY_BUDGET
+
+__all__ = ["SecondEngine"]
+
+_QUANTITIES = ("sq_norm", "grad_sample")
+
+
+class SecondEngine:
+    """Runs the training step aside on single samples: one after the other, or many at once with vmap.
+
+    Args:
+        trainer: the Trainer, inside its training loop.
+        pl_module: its module.
+        loss_reduction: how the loss is made of the samples' own losses.
+        batch_dim: the axis of the batch's tensors that counts samples.
+        batch_size: number of samples B; None reads it from the batch's tensors.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        loss_reduction: Weighting,
+        batch_dim: int,
+        batch_size: int | None,
+    ) -> None:
+        self._trainer = trainer
+        self._module = pl_module
+        self._weighting = loss_reduction
+        self._batch_dim = batch_dim
+        self._batch_size = batch_size
+
+    def record(
+        self,
+        engine: Literal["vmap", "loop"],
+        training_step: Callable[[Any], Any],
+        batch: Any,
+        quantities: Collection[str],
+    ) -> PerSampleRecord:
+        """The gradients of each sample's own loss.
+
+        Args:
+            engine: how the samples run.
+            training_step: the module's training step as a function of the batch alone.
+            batch: the batch.
+            quantities: what the record holds.
+
+        Returns:
+            A record in which no parameter is unsupported.
+
+        Raises:
+            OptionError: a quantity that this engine does not give.
+        What the training step raises is passed on; `NoLossError` if it returns None.
+        """
+        unknown = [quantity for quantity in quantities if quantity not in _QUANTITIES]
+        if unknown:
+            raise OptionError(
+                f"engine={engine!r} does not give the quantities {unknown}; it gives "
+                f"{', '.join(map(repr, _QUANTITIES))}"
+            )
+        size = self._batch_size
+        if size is None:
+            size = read_batch_size(list(batch_tensors(batch)), self._batch_dim)
+        collected = _Collected(size, keep="grad_sample" in quantities)
+        run = self._loop if engine == "loop" else self._vmap
+        run(training_step, batch, size, collected)
+        return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
+
+    def _loop(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
+        scale = self._loss_scale(size)
+        names, parameters = zip(*self._trainable(), strict=True)
+        with aside(self._trainer, self._module) as state:
+            for sample in range(size):
+                one = take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
+                loss = self._own_loss(training_step, one)
+                grads: tuple[Tensor | None, ...] = (None,) * len(parameters)
+                if loss.requires_grad:
+                    grads = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
+                for name, grad in zip(names, grads, strict=True):
+                    if grad is not None:
+                        collected.add(name, sample, grad.to_dense()[None], scale)
+                # Random numbers go on, so that samples do not share one dropout mask.
+                state.restore(random_states=False)
+
+    def _vmap(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
+        if has_ragged_samples(batch, size, self._batch_dim):
+            raise UnsupportedError("the batch holds one item per sample, not rows of tensors, which vmap cannot stack")
+        scale = self._loss_scale(size)
+        bytes_each = sum(parameter.numel() * parameter.element_size() for _, parameter in self._trainable())
+        chunk = max(1, MEMORY_BUDGET // max(bytes_each, 1))
+        with aside(self._trainer, self._module) as state:
+            for start in range(0, size, chunk):
+                ones = [
+                    take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
+                    for sample in range(start, min(start + chunk, size))
+                ]
+                stacked = [torch.stack(tensors) for tensors in zip(*map(tensors_of, ones), strict=True)]
+
+                def scaled_loss(module: Any, *tensors: Tensor, like: Any = ones[0]) -> Tensor:
+                    one = with_tensors(like, [tensor.squeeze(0) for tensor in tensors])
+                    return self._own_loss(training_step, one) * scale
+
+                _, grads = vmap_per_sample_grads(self._module, scaled_loss, *stacked, randomness="different")
+                for name, rows in grads.items():
+                    collected.add(name, start, rows.detach(), scale)
+                state.restore(random_states=False)
+
+    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
+
+    def _own_loss(self, training_step: Callable[[Any], Any], batch: Any) -> Tensor:
+        outputs = training_step(batch)
+        if loss_of(outputs) is None:
+            raise NoLossError
+        return own_loss(outputs, batch, self._weighting)
+
+    def _loss_scale(self, size: int) -> float:
+        """The factor that keeps gradients in half precision from vanishing, as in the training of one sample."""
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
+
+
+class _Collected:
+    """Squared norms, and gradients if they are kept, of the samples that have run."""
+
+    def __init__(self, batch_size: int, keep: bool) -> None:
+        self._batch_size = batch_size
+        self._keep = keep
+        self._sq_norms: dict[str, Tensor] = {}
+        self._grad_samples: dict[str, Tensor] = {}
+
+    def add(self, name: str, start: int, rows: Tensor, scale: float) -> None:
+        """Take the gradients of the samples from `start` on, (samples, *shape), of losses multiplied by `scale`."""
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        own = wide if scale == 1.0 else wide / scale
+        chosen = slice(start, start + len(rows))
+        zeros = own.new_zeros(self._batch_size)
+        self._sq_norms.setdefault(name, zeros)[chosen] = own.flatten(1).square().sum(1)
+        if self._keep:
+            if name not in self._grad_samples:
+                self._grad_samples[name] = rows.new_zeros(self._batch_size, *rows.shape[1:])
+            self._grad_samples[name][chosen] = own.to(rows.dtype)
+
+    def record(self, names: list[str]) -> PerSampleRecord:
+        """The record of the trainable parameters with these names."""
+        return PerSampleRecord(
+            batch_size=self._batch_size,
+            sq_norms={name: self._sq_norms[name] for name in names if name in self._sq_norms},
+            coverage=1.0,
+            grad_samples={name: self._grad_samples[name] for name in names if name in self._grad_samples},
+            unused=tuple(name for name in names if name not in self._sq_norms),
+        )

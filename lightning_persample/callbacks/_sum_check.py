@@ -1,0 +1,107 @@
+"""A test that costs next to nothing where per-sample gradients exist: their weighted sum is the batch's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine.diagnosis import default_tolerance
+
+__all__ = ["SumCheck"]
+
+_NAMED = 8
+
+
+class SumCheck:
+    """Compares ``sum_i w_i g_i`` with what a backward adds to ``.grad``; make it before that backward.
+
+    Args:
+        module: the module that is trained.
+        loss: the loss of the batch, ``sum_i w_i l_i``.
+        weights: w_i, shape (B,), or one number for all samples.
+    """
+
+    def __init__(self, module: nn.Module, loss: Tensor, weights: Tensor | float) -> None:
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._weights = weights
+        self._scale: Tensor | None = None
+        self._handle = loss.register_hook(self._keep_scale)
+        self._before: dict[str, Tensor] = {}
+        self._autocast = (
+            {torch.get_autocast_dtype(loss.device.type)} if torch.is_autocast_enabled(loss.device.type) else set()
+        )
+
+    def start_backward(self) -> None:
+        """Remember the gradients that were accumulated before."""
+        self._before = {n: p.grad.detach().clone() for n, p in self._parameters.items() if p.grad is not None}
+
+    def finish(self, record: PerSampleRecord) -> str | None:
+        """Compare, after the backward.
+
+        Args:
+            record: what the capture of that backward gave.
+
+        Returns:
+            A text that names the parameters that differ and by how much, or None where all sums fit.
+        """
+        self._handle.remove()
+        if self._scale is None:
+            return None
+        with torch.no_grad():
+            terms = {
+                name: self._terms(name, grads, self._scale, record.sq_norms[name])
+                for name, grads in record.grad_samples.items()
+                if self._parameters[name].grad is not None
+            }
+        if not terms:
+            return None
+        errors, sizes, contributions, before = torch.stack(list(terms.values())).cpu().unbind(1)
+        dtypes = {self._parameters[name].dtype for name in terms} | self._autocast
+        tolerance = default_tolerance(dtypes, next(iter(self._parameters.values())).device)
+        smallest = 0.01 * max(sizes.norm(), before.norm())
+        allowed = tolerance * torch.maximum(sizes, contributions).clamp_min(smallest)
+        wrong = {
+            name: float(error / size)
+            for name, error, size, most in zip(terms, errors, sizes, allowed, strict=True)
+            if error > most  # false for what is not finite: an overflow of half precision
+        }
+        return _text(wrong) if wrong else None
+
+    def _keep_scale(self, grad: Tensor) -> None:
+        self._scale = grad.detach()
+
+    def _terms(self, name: str, grads: Tensor, scale: Tensor, sq_norms: Tensor) -> Tensor:
+        """Norms of the error, of what was added, of the samples' parts together, and of what was there before."""
+        grad = self._parameters[name].grad
+        before = self._before.get(name)
+        wide = torch.promote_types(grads.dtype, torch.float32)
+        device, factor = grads.device, scale.to(grads.device, wide)
+        added = _dense(grad, wide) if before is None else _dense(grad, wide) - _dense(before, wide)
+        norms = sq_norms.to(device, wide).sqrt()
+        if isinstance(self._weights, Tensor):
+            weights = self._weights.detach().to(device, wide)
+            total, parts = torch.tensordot(weights, grads.to(wide), dims=1), (weights.abs() * norms).sum()
+        else:
+            total, parts = grads.sum(0, dtype=wide) * self._weights, norms.sum() * self._weights
+        earlier = added.new_zeros(()) if before is None else _dense(before, wide).norm()
+        return torch.stack([(total * factor - added).norm(), added.norm(), parts * factor.abs(), earlier])
+
+
+def _dense(grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if grad is None:
+        raise ValueError("there is no gradient")
+    return grad.detach().to_dense().to(dtype)
+
+
+def _text(wrong: Mapping[str, float]) -> str:
+    listed = [f"`{name}` by {error:.1%}" for name, error in list(wrong.items())[:_NAMED]]
+    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+    return (
+        "The gradients of the samples do not add up to what the backward added to .grad; they are off for "
+        f"{', '.join(listed)}{more}. A term of the loss that belongs to no sample (a penalty on the parameters) does "
+        "this and leaves the samples' own gradients exact, and so does a hook or a `backward` of yours that changes "
+        "gradients; if there is neither, check the model with check_per_sample_gradients and report it"
+    )

@@ -1,0 +1,71 @@
+"""Compare the engine with the one-sample loop on a batch of the training, aside from the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lightning_persample.callbacks._aside import NoLossError, aside, without_dropout
+from lightning_persample.engine import check_per_sample_gradients
+from lightning_persample.engine.samples import loss_of
+from lightning_persample.errors import VerificationError
+
+if TYPE_CHECKING:
+    from lightning_persample.callbacks.base import PerSampleCallback
+
+__all__ = ["verify_values"]
+
+
+def verify_values(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    options: PerSampleCallback,
+    training_step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    allow_missing: bool,
+) -> bool:
+    """Check the per-sample gradients of a few samples.
+
+    Args:
+        trainer: the Trainer, inside its training loop.
+        pl_module: its module.
+        options: the callback whose loss_reduction, batch_dim and batch_size hold.
+        training_step: the module's training step as a function of the batch alone.
+        batch: the batch.
+        allow_missing: whether a parameter without values is right, because another engine will give them.
+
+    Returns:
+        False if the batch could not be checked, because the training step skips it.
+
+    Raises:
+        VerificationError: a value is missing or wrong.
+    """
+    calls = 0
+
+    def loss_fn(module: nn.Module, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        outputs = training_step(batch)
+        if loss_of(outputs) is None:
+            raise NoLossError("training_step returned None")
+        return outputs
+
+    with aside(trainer, pl_module), without_dropout(pl_module):
+        report = check_per_sample_gradients(
+            pl_module,
+            batch,
+            loss_fn,
+            loss_reduction=options.loss_reduction,
+            batch_dim=options.batch_dim,
+            batch_size=options.batch_size,
+        )
+    if isinstance(report.failure, NoLossError) and calls == 1:
+        return False
+    right = ("agrees", "unused", "missing") if allow_missing else ("agrees", "unused")
+    if report.reason or any(row.status not in right for row in report.parameters):
+        raise VerificationError(f"verify=True, and not every value is right. {report}") from report.failure
+    return True

@@ -1,0 +1,156 @@
+"""Why per-sample gradients differ from the one-sample loop: numbers first, then what the capture noted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_persample.engine.record import PerSampleRecord
+from lightning_persample.engine.samples import Weighting
+
+__all__ = ["PENALTY", "Comparison", "default_tolerance", "why_different"]
+
+PENALTY = (
+    "apart from one term, the same in every one-sample loss: a penalty on the parameters, or another term of the loss "
+    "that belongs to no sample, is in no sample's own gradient"
+)
+_RANDOM = (
+    "the loss changes with the random seed (dropout, noise): from one seed, a batch and a single sample cannot draw "
+    "the same numbers, so the two cannot be compared; check in evaluation mode, module.eval(), or with probability 0"
+)
+_UNKNOWN = "no cause was found: a fault of lightning_persample or of a registered rule, please report it"
+_SMALLEST_PART = 1e-2
+
+
+def default_tolerance(dtypes: set[torch.dtype], device: torch.device) -> float:
+    """The relative error that rounding alone may give in the lowest of these precisions."""
+    lowest = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    if lowest > torch.finfo(torch.float32).eps:
+        return 1e-1
+    if lowest > torch.finfo(torch.float64).eps:
+        return 1e-3 if device.type == "cpu" else 1e-2  # accelerators may multiply with 10 bits of mantissa
+    return 1e-7
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same gradients twice, by parameter name, each (B, *shape) and finite.
+
+    Attributes:
+        engine: those of the engine.
+        loop: those of the one-sample loop.
+        tolerance: largest relative error that counts as agreement.
+    """
+
+    engine: Mapping[str, Tensor]
+    loop: Mapping[str, Tensor]
+    tolerance: float
+
+    def error(self, name: str, factor: Tensor | float = 1.0) -> float:
+        """Largest relative error of one parameter's gradients against the loop's, multiplied by `factor` (B,)."""
+        engine, loop = self.engine[name].flatten(1), self.loop[name].flatten(1)
+        factors = torch.as_tensor(factor, dtype=loop.dtype, device=loop.device).reshape(-1, 1)
+        difference = (engine - factors * loop).norm(dim=1)
+        scale = factors.abs().flatten() * loop.norm(dim=1).clamp_min(self._smallest())
+        return float(torch.where(difference > 0, difference / scale, 0.0).max())
+
+    def agrees(self, name: str, factor: Tensor | float = 1.0) -> bool:
+        """Whether a parameter's gradients equal the loop's times `factor`."""
+        return self.error(name, factor) <= self.tolerance
+
+    def factors(self) -> Tensor:
+        """For each sample the multiple of the loop's gradient closest to the engine's, (B,); of zeros, their mean."""
+        products = [(self.engine[n] * self.loop[n]).flatten(1).sum(1).double().cpu() for n in self.loop]
+        squares = [self.loop[n].square().flatten(1).sum(1).double().cpu() for n in self.loop]
+        product, square = torch.stack(products).sum(0), torch.stack(squares).sum(0)
+        zeros = (product == 0) & (square == 0)
+        return torch.where(zeros, (product / square)[~zeros].mean(), product / square)
+
+    def error_beside_a_constant(self, name: str) -> float:
+        """Largest relative error of one parameter, apart from a difference that is the same for all samples.
+
+        Returns:
+            The error; infinity where the loop's gradients are themselves the same for all samples, for then nothing can
+            be told.
+        """
+        loop, difference = self.loop[name].flatten(1), (self.loop[name] - self.engine[name]).flatten(1)
+        scale = float(loop.norm(dim=1).max().clamp_min(self._smallest()))
+        if _spread(loop) <= self.tolerance * scale:
+            return math.inf
+        return _spread(difference) / scale
+
+    def _smallest(self) -> float:
+        squares = [grads.flatten(1).square().sum(1) for grads in self.loop.values()]
+        return _SMALLEST_PART * float(torch.stack([each.cpu() for each in squares]).sum(0).max().sqrt())
+
+
+def _spread(rows: Tensor) -> float:
+    return float((rows - rows[:1]).norm(dim=1).max())
+
+
+def why_different(
+    compared: Comparison,
+    record: PerSampleRecord,
+    loss_reduction: Weighting,
+    is_random: Callable[[], bool],
+    other_axes: str,
+) -> str:
+    """The reason that fits the parameters that differ.
+
+    Args:
+        compared: the gradients, of all parameters that both have.
+        record: what the capture noted.
+        loss_reduction: the option that was checked.
+        is_random: tells whether the loss changes with the random seed.
+        other_axes: a text on other axes that could hold the samples, or "".
+
+    Returns:
+        A text with a remedy where there is one.
+    """
+    factors = compared.factors()
+    mean = float(factors.mean())
+    if mean and all(compared.agrees(name, mean) for name in compared.loop):
+        return _wrong_reduction(mean, record.batch_size, loss_reduction)
+    if record.mixing:
+        return (
+            "samples influence each other, so a sample in its batch and the same sample alone have different "
+            "gradients; the engine gives each sample's contribution to the batch's gradient: "
+            + "; ".join(record.mixing)
+        )
+    if is_random():
+        return _RANDOM
+    if bool(factors.isfinite().all() & (factors != 0).all()) and all(
+        compared.agrees(name, factors.to(grads)) for name, grads in compared.loop.items()
+    ):
+        return "; ".join((_unequal_weights(factors, loss_reduction), *record.weighting))
+    if record.weighting:
+        return "; ".join(record.weighting)
+    return other_axes or _UNKNOWN
+
+
+def _wrong_reduction(factor: float, batch_size: int, loss_reduction: Weighting) -> str:
+    found = f"every value of the engine is {factor:.4g} times the loop's"
+    if callable(loss_reduction):
+        return f"{found}: the weights that loss_reduction returns are not those of the samples in the loss"
+    given = f"loss_reduction={loss_reduction!r} does not fit the loss"
+    weight = factor / batch_size if loss_reduction == "mean" else factor
+    for fitting, expected in (("sum", 1.0), ("mean", 1 / batch_size)):
+        if abs(weight - expected) <= 0.01 * expected:
+            return f"{found}: {given}, loss_reduction={fitting!r} does"
+    return (
+        f"{found}: {given}, nor does another name; give a function (outputs, batch) that returns each sample's weight "
+        f"in the loss, here {weight:.4g}"
+    )
+
+
+def _unequal_weights(factors: Tensor, loss_reduction: Weighting) -> str:
+    listed = ", ".join(f"{factor:.4g}" for factor in factors.tolist())
+    given = "" if callable(loss_reduction) else f", and not equally as loss_reduction={loss_reduction!r} says"
+    return (
+        f"each sample's gradient is off by a factor of its own ({listed}): the samples weigh unequally in the "
+        f"loss{given}; give a function (outputs, batch) as loss_reduction that returns each sample's weight in the loss"
+    )

@@ -1,0 +1,172 @@
+"""The inputs of a module's call: which of its tensors hold the samples, and how many there are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
+
+from lightning_persample.engine.batch import batch_tensors
+from lightning_persample.engine.batch_axis import BatchAxis, picked
+from lightning_persample.engine.dispatch import Dispatcher
+from lightning_persample.engine.expanded_weight import ExpandedWeight
+from lightning_persample.errors import BatchSizeError, PerSampleError
+
+__all__ = ["Input", "call_inputs", "mark_inputs", "shared_batch_size"]
+
+# Arguments of torch's own layers that hold no samples, or hold them along an axis of their own, whatever the layout of
+# the others: masks and initial states. The ops that read them know where the samples are.
+_MASKS = ("attn_mask", "mask", "src_mask", "tgt_mask", "memory_mask")
+_PADDING = ("key_padding_mask", "src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask")
+_OWN_LAYOUT: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
+    (nn.RNNBase, ("hx",)),
+    (nn.MultiheadAttention, _MASKS + _PADDING),
+    (nn.TransformerEncoderLayer, _MASKS + _PADDING),
+    (nn.TransformerDecoderLayer, _MASKS + _PADDING),
+    (nn.TransformerEncoder, _MASKS + _PADDING),
+    (nn.TransformerDecoder, _MASKS + _PADDING),
+    (nn.Transformer, _MASKS + _PADDING),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """A tensor among the arguments of a call.
+
+    Attributes:
+        path: where it stands, for example ``args[0]['image']``.
+        tensor: the tensor; for a packed sequence its data.
+        size: how many samples it holds along the batch's axis; None where it has no such axis.
+        packed: the packed sequence that it is the data of.
+    """
+
+    path: str
+    tensor: Tensor
+    size: int | None
+    packed: PackedSequence | None = None
+
+    def __str__(self) -> str:
+        kind = "packed sequence of" if self.packed is not None else "sizes"
+        return f"{self.path}: {kind} {self.size if self.packed is not None else tuple(self.tensor.shape)}"
+
+
+def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int) -> list[Input]:
+    """The tensors among the arguments of a module's call, wherever they stand in tuples, mappings and dataclasses.
+
+    Args:
+        module: the module; of torch's own layers it is known which arguments do not count.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        axis: the axis that holds the samples.
+
+    Returns:
+        Every tensor that may hold samples.
+
+    Raises:
+        PerSampleError: an argument is an `ExpandedWeight`.
+    """
+    skipped = next((names for kind, names in _OWN_LAYOUT if isinstance(module, kind)), ())
+    names = list(inspect.signature(module.forward).parameters) if skipped else []
+    found: list[Input] = []
+    for position, argument in enumerate(args):
+        if position >= len(names) or names[position] not in skipped:
+            found += _inputs_in(argument, f"args[{position}]", axis)
+    for name, argument in kwargs.items():
+        if name not in skipped:
+            found += _inputs_in(argument, f"kwargs[{name!r}]", axis)
+    for given in found:
+        if isinstance(given.tensor, ExpandedWeight):
+            raise PerSampleError(
+                f"{given.path} is an ExpandedWeight; an input must be a plain tensor, and the module's own parameters "
+                "are expanded here"
+            )
+    return found
+
+
+def shared_batch_size(inputs: list[Input], axis: int) -> int:
+    """The number of samples on which all inputs agree.
+
+    Args:
+        inputs: the tensors of a call; those without axes do not count unless there are no others.
+        axis: the axis that holds the samples.
+
+    Returns:
+        The batch size B, at least 1.
+
+    Raises:
+        BatchSizeError: there is no tensor, none with a batch dimension, the sizes differ, or there is no sample.
+    """
+    if not inputs:
+        raise BatchSizeError(
+            "there is no tensor among the arguments and keyword arguments to read the batch size from; pass the data "
+            "as tensors, also in tuples, lists, mappings or dataclasses"
+        )
+    counted = [given for given in inputs if given.tensor.dim() > 0] or inputs
+    listed = "; ".join(map(str, counted))
+    if all(given.size is None for given in counted):
+        raise BatchSizeError(f"no input has a batch dimension, which must be axis {axis}: {listed}")
+    sizes = {given.size for given in counted}
+    if len(sizes) > 1:
+        raise BatchSizeError(
+            f"the inputs do not agree on a batch size along axis {axis}: {listed}; pass batch_size to say how many "
+            "samples there are, or batch_first to say whether they lie along the first axis or the second"
+        )
+    (size,) = {given.size or 0 for given in counted}
+    if size == 0:
+        raise BatchSizeError(f"the batch is empty, and 0 is not a batch size: {listed}")
+    return size
+
+
+def mark_inputs(inputs: list[Input], axis: int, batch_size: int, dispatcher: Dispatcher) -> None:
+    """Declare to a dispatcher where the samples lie in the inputs.
+
+    Inputs of another size than the batch's hold no samples; but if all are of another size, k * B rows are read as k
+    rows of each sample.
+
+    Args:
+        inputs: the tensors of a call.
+        axis: the axis that holds the samples.
+        batch_size: number of samples B.
+        dispatcher: is told.
+
+    Raises:
+        BatchSizeError: no input holds B samples.
+    """
+    whole = [given for given in inputs if given.size == batch_size]
+    parts = [given for given in inputs if given.size and given.size % batch_size == 0]
+    if not whole and not parts:
+        listed = "; ".join(map(str, inputs)) or "there is no tensor among them"
+        raise BatchSizeError(f"no input holds batch_size={batch_size} samples along axis {axis}: {listed}")
+    for given in whole or parts:
+        rows = (given.size or 0) // batch_size
+        if given.packed is not None:
+            dispatcher.mark_batch(given.tensor, picked(0, _owners(given.packed), batch_size))
+        else:
+            dispatcher.mark_batch(
+                given.tensor, BatchAxis(axis, inner=rows) if axis == 0 else BatchAxis(axis, outer=rows)
+            )
+
+
+def _inputs_in(argument: Any, path: str, axis: int) -> Iterator[Input]:
+    leaves = tree_leaves(argument, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+    packed = [leaf for leaf in leaves if isinstance(leaf, PackedSequence)]
+    parts = {id(part) for sequence in packed for part in sequence if part is not None}
+    for sequence in packed:
+        yield Input(path, sequence.data, int(sequence.batch_sizes[0]), sequence)
+    for place, tensor in batch_tensors(argument, path):
+        if id(tensor) not in parts:
+            yield Input(place, tensor, tensor.size(axis) if tensor.dim() > axis else None)
+
+
+def _owners(packed: PackedSequence) -> Tensor:
+    """The sample of every row: all samples' first steps, longest sample first, all second steps, ..."""
+    order = packed.sorted_indices
+    if order is None:
+        order = torch.arange(int(packed.batch_sizes[0]))
+    return torch.cat([order[: int(size)] for size in packed.batch_sizes])

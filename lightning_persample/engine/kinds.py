@@ -1,0 +1,50 @@
+"""What kind of call this is: its op, whether it writes into its argument, where its values come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_persample.engine.observed import ObservedCall
+from lightning_persample.rules import canonical_op
+
+__all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "adds_a_term", "attribute_of", "is_inplace", "op_of"]
+
+_GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
+_SUMS = frozenset({"add", "sub", "rsub", "stack", "cat"})
+_NO_TENSOR = frozenset({"__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point"})
+# Ops whose results are data even where they are given none: random numbers, and tensors made of anything.
+DATA_SOURCES = frozenset({
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "uniform", "random",
+    "bernoulli", "multinomial", "poisson", "exponential", "geometric", "log_normal", "cauchy", "dropout",
+    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "rrelu", "tensor", "as_tensor",
+    "asarray", "from_numpy", "frombuffer", "from_file", "new_tensor", "new", "set",
+})  # fmt: skip
+
+
+def attribute_of(function: Callable[..., Any]) -> str:
+    """Which attribute a getter or setter of a tensor is for."""
+    return getattr(getattr(function, "__self__", None), "__name__", "")
+
+
+def op_of(function: Callable[..., Any]) -> object | None:
+    """The canonical op of a call, or None where it gives no tensor to follow."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        attribute = attribute_of(function)
+        return attribute if attribute in _GETTERS else None
+    return None if name in _NO_TENSOR else canonical_op(function)
+
+
+def is_inplace(function: Callable[..., Any]) -> bool:
+    """Whether the call writes into its first argument."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_") and not name.startswith("_")
+
+
+def adds_a_term(call: ObservedCall) -> bool:
+    """Whether a number made of weights alone is added to one computed over the whole batch: a penalty."""
+    return call.op in _SUMS and not call.located and all(operand.tensor.numel() == 1 for operand in call.operands)

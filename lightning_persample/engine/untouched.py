@@ -1,0 +1,162 @@
+"""Run a module aside: afterwards it, and the random number generators, are as if nothing had run."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_persample.errors import PerSampleError
+
+__all__ = ["ModuleState", "untouched"]
+
+_LONGEST_SEARCHED = 10_000  # items: what is longer is data, not state
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[ModuleState]:
+    """Undo at the end of this context what was done to the module and to the random number generators.
+
+    Args:
+        module: the module that runs aside.
+
+    Yields:
+        The state that is put back; ``restore()`` puts it back at any time.
+    A parameter that is not initialized yet gives a `PerSampleError`.
+    """
+    state = ModuleState(module)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+class ModuleState:
+    """The state of a module, to be put back as often as wanted.
+
+    It consists of parameters, their ``.grad``, buffers, training mode, every other attribute of the module and its
+    submodules (those of metrics included) with the lists, dicts, sets and tensors in them, and the state of the random
+    number generators of torch, Python and numpy. Other objects are not looked into. It takes the memory of one copy of
+    the module's tensors.
+
+    Args:
+        module: the module.
+
+    Raises:
+        PerSampleError: a parameter is not initialized yet, so running the module would create it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+        if lazy:
+            raise PerSampleError(
+                f"parameter `{lazy[0]}` is not initialized yet, and running the module aside would create it; run one "
+                "batch through the module first"
+            )
+        self._seen: dict[int, Any] = {}
+        self._put_back: list[Callable[[], None]] = []
+        self._put_back_random: list[Callable[[], None]] = []
+        self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+        self._take_random_states({tensor.device for tensor in (*module.parameters(), *module.buffers())})
+        self._take(module)
+
+    def restore(self, *, random_states: bool = True) -> None:
+        """Put everything back.
+
+        Args:
+            random_states: also the state of the random number generators.
+        """
+        if random_states:
+            for put_back in self._put_back_random:
+                put_back()
+        with torch.no_grad():
+            for put_back in reversed(self._put_back):
+                put_back()
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+
+    def _take(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        if isinstance(value, Tensor):
+            self._take_tensor(value)
+        elif isinstance(value, torch.Generator):
+            self._put_back_random.append(_later(value.set_state, value.get_state()))
+        elif isinstance(value, nn.Module):
+            self._take_container(value, value.__dict__, dict(value.__dict__), _refill_dict)
+        elif isinstance(value, dict):
+            self._take_container(value, value, dict(value), _refill_dict)
+        elif isinstance(value, list):
+            self._take_container(value, value, list(value), _refill_list)
+        elif isinstance(value, set):
+            self._take_container(value, value, set(value), _refill_set)
+        elif isinstance(value, deque):
+            self._take_container(value, value, list(value), _refill_deque)
+
+    def _take_container(self, value: Any, filled: Any, items: Any, refill: Callable[[Any, Any], None]) -> None:
+        self._seen[id(value)] = value  # kept, so that the id stays its own
+        self._put_back.append(lambda: refill(filled, items))
+        if len(items) <= _LONGEST_SEARCHED:
+            for item in items.values() if isinstance(items, dict) else items:
+                self._take(item)
+
+    def _take_tensor(self, tensor: Tensor) -> None:
+        # A tensor with a graph belongs to a computation, and one with an axis of stride 0 cannot be written to.
+        expanded = tensor.layout is torch.strided and any(
+            stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        )
+        if tensor.grad_fn is not None or tensor.is_inference() or expanded:
+            return
+        self._seen[id(tensor)] = tensor
+        here, value = tensor.detach(), tensor.detach().clone()
+
+        def put_back() -> None:
+            if tensor.layout is torch.strided and not tensor.detach().is_set_to(here):
+                tensor.data = here
+            here.copy_(value)
+
+        self._put_back.append(put_back)
+
+    def _take_random_states(self, devices: set[torch.device]) -> None:
+        self._put_back_random.append(_later(torch.set_rng_state, torch.get_rng_state()))
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                generators = torch.get_device_module(device)
+                self._put_back_random.append(_later(generators.set_rng_state, generators.get_rng_state(device), device))
+        self._put_back_random.append(_later(random.setstate, random.getstate()))
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            self._put_back_random.append(_later(numpy.random.set_state, numpy.random.get_state()))
+
+
+def _later(function: Callable[..., object], *args: Any) -> Callable[[], None]:
+    def call() -> None:
+        function(*args)
+
+    return call
+
+
+def _refill_dict(container: dict[Any, Any], items: dict[Any, Any]) -> None:
+    dict.clear(container)
+    dict.update(container, items)
+
+
+def _refill_list(container: list[Any], items: list[Any]) -> None:
+    list.__setitem__(container, slice(None), items)
+
+
+def _refill_set(container: set[Any], items: set[Any]) -> None:
+    set.clear(container)
+    set.update(container, items)
+
+
+def _refill_deque(container: deque[Any], items: list[Any]) -> None:
+    container.clear()
+    container.extend(items)

@@ -1,0 +1,289 @@
+"""Check per-sample gradients on a module of one's own, against a loop over single samples."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_persample.engine.batch import batch_tensors, read_batch_size
+from lightning_persample.engine.diagnosis import PENALTY, Comparison, default_tolerance, why_different
+from lightning_persample.engine.mode import expanded_weights
+from lightning_persample.engine.record import PerSampleRecord
+from lightning_persample.engine.report import ParameterCheck, VerificationReport
+from lightning_persample.engine.samples import Weighting, loss_of, own_loss, take
+from lightning_persample.engine.untouched import ModuleState, untouched
+from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError
+
+__all__ = ["check_per_sample_gradients"]
+
+Step: TypeAlias = Callable[[Any], Any]
+Rows: TypeAlias = dict[str, Tensor]
+
+
+def check_per_sample_gradients(
+    module: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Any],
+    *,
+    samples: int = 4,
+    loss_reduction: Weighting = "mean",
+    batch_dim: int = 0,
+    batch_size: int | None = None,
+    tolerance: float | None = None,
+) -> VerificationReport:
+    """Compare the per-sample gradients of `expanded_weights` with those of a loop over single samples.
+
+    Forward and backward run once on the first `samples` samples of the batch, and once on each of these samples alone:
+    ``r_i = d l_i / d theta`` with the loss l_i of a batch that holds only sample i. Where the two differ, the report
+    says why. Afterwards module and random number generators are as before: parameters, ``.grad``, buffers, modes.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model, batch = nn.Linear(3, 2), (torch.randn(8, 3), torch.randn(8, 2))
+    >>> report = check_per_sample_gradients(model, batch, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]))
+    >>> bool(report)
+    True
+
+    Args:
+        module: the module whose trainable parameters are checked, in the mode (training, evaluation) it is in.
+        batch: a batch as the loss function takes it.
+        loss_fn: ``loss_fn(module, batch)`` gives the batch's loss; or the module's own ``module.training_step``, called
+            with the batch and a batch index of 0. Either may return a mapping with the loss as "loss".
+        samples: how many samples to check, at least 2; fewer if the batch has fewer.
+        loss_reduction: "mean", "sum", or a callable ``(outputs, batch)`` that gives the weight of each sample in the
+            loss, (B,); see `expanded_weights`.
+        batch_dim: the axis that holds the samples in the batch's tensors.
+        batch_size: number of samples B in the batch; by default the size on which all its tensors agree.
+        tolerance: largest relative error that counts as agreement; by default what the precision of the parameters
+            (under autocast: its precision) allows, from 1e-7 in double to 0.1 in half precision.
+
+    Returns:
+        The report: true where all parameters agree, and a table with the reasons when printed.
+
+    Raises:
+        PerSampleError: the loss is not one number, or an option has a value that is not allowed (`OptionError`).
+    """
+    _check_options(samples, loss_reduction, batch_dim, batch_size, tolerance)
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    allowed = _tolerance(list(trainable.values())) if tolerance is None else tolerance
+    tensors = list(batch_tensors(batch))
+    try:
+        size = read_batch_size(tensors, batch_dim) if batch_size is None else batch_size
+    except BatchSizeError as error:
+        hint = _other_axes([tensor for _, tensor in tensors], batch_dim)
+        return _nothing(trainable, 0, allowed, "; ".join(text for text in (str(error), hint) if text), error)
+    count = min(samples, size)
+    check = _Check(_as_step(module, loss_fn), trainable, loss_reduction, batch_dim)
+    other_axes = _other_axes([tensor for _, tensor in tensors], batch_dim)
+    record: PerSampleRecord | None = None
+    doing = f"on the first {count} samples"
+    with warnings.catch_warnings(), untouched(module) as state, torch.enable_grad():
+        # A LightningModule without a Trainer says so each time its training step logs.
+        warnings.filterwarnings("ignore", r"You are trying to `self\.log\(\)`")
+        try:
+            few = take(batch, 0, count, batch_size=size, batch_dim=batch_dim)
+            record = check.engine(module, few, count, state)
+            rows = []
+            for sample in range(count):
+                doing = f"on sample {sample} alone"
+                one = take(batch, sample, sample + 1, batch_size=size, batch_dim=batch_dim)
+                rows.append(check.one_sample(one, state))
+        except PerSampleError:
+            raise
+        except Exception as error:  # whatever the user's own code raises, which the report names
+            reason = f"running the loss {doing} failed with {type(error).__name__}: {str(error).strip()}"
+            mixing = record.mixing if record is not None else ()
+            noted = f"samples influence each other: {'; '.join(mixing)}" if mixing else ""
+            reason = "; ".join(text for text in (reason, noted, other_axes) if text)
+            return _nothing(trainable, count, allowed, reason, error)
+        loop = {name: torch.stack([row[name] for row in rows]) for name in trainable}
+
+        def is_random() -> bool:
+            return check.changes_with_the_seed(
+                batch=take(few, 0, count, batch_size=count, batch_dim=batch_dim), state=state
+            )
+
+        return VerificationReport(
+            _compare(record, loop, loss_reduction, allowed, is_random, other_axes), count, allowed
+        )
+
+
+class _Check:
+    """Runs the loss of some samples, each time from the same state of module and random number generators."""
+
+    def __init__(self, step: Step, trainable: dict[str, nn.Parameter], weighting: Weighting, batch_dim: int) -> None:
+        self._step = step
+        self._trainable = trainable
+        self._weighting = weighting
+        self._batch_dim = batch_dim
+
+    def engine(self, module: nn.Module, batch: Any, count: int, state: ModuleState) -> PerSampleRecord:
+        """The record of one observed forward and backward."""
+        for parameter in self._trainable.values():
+            parameter.grad = None
+        with expanded_weights(
+            module,
+            batch,
+            loss_reduction="sum" if callable(self._weighting) else self._weighting,
+            batch_dim=self._batch_dim,
+            batch_size=count,
+            quantities=("grad_sample",),
+            unsupported="ignore",
+        ) as capture:
+            outputs = self._step(batch)
+            loss = _checked_loss(outputs)
+            if callable(self._weighting):
+                with torch.no_grad():
+                    capture.attach_loss(loss, self._weighting(outputs, batch))
+            loss.backward()
+        state.restore()
+        return capture.record
+
+    def one_sample(self, batch: Any, state: ModuleState) -> Rows:
+        """The gradients of one sample's own loss, zero where the loss does not depend on a parameter."""
+        loss = own_loss(self._step(batch), batch, self._weighting)
+        parameters = list(self._trainable.values())
+        grads: tuple[Tensor | None, ...] = (None,) * len(parameters)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        rows = {
+            name: torch.zeros_like(p) if grad is None else grad.to_dense()
+            for (name, p), grad in zip(self._trainable.items(), grads, strict=True)
+        }
+        state.restore()
+        return rows
+
+    def changes_with_the_seed(self, batch: Any, state: ModuleState) -> bool:
+        """Whether two runs on the same samples with different seeds give different losses."""
+        losses = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed)
+            losses.append(loss_of(self._step(batch)).detach())
+            state.restore()
+        return not torch.equal(*losses)
+
+
+def _compare(
+    record: PerSampleRecord,
+    loop: Rows,
+    loss_reduction: Weighting,
+    tolerance: float,
+    is_random: Callable[[], bool],
+    other_axes: str,
+) -> tuple[ParameterCheck, ...]:
+    both = {
+        name: (_wide(record.grad_samples[name]), _wide(rows))
+        for name, rows in loop.items()
+        if name in record.grad_samples
+    }
+    finite = {n: (e, r) for n, (e, r) in both.items() if bool(e.isfinite().all() & r.isfinite().all())}
+    compared = Comparison({n: e for n, (e, _) in finite.items()}, {n: r for n, (_, r) in finite.items()}, tolerance)
+    beside = {} if record.mixing else {n: compared.error_beside_a_constant(n) for n in finite if not compared.agrees(n)}
+    penalized = {name: error for name, error in beside.items() if error <= tolerance}
+    differing = [n for n in finite if n not in penalized and not compared.agrees(n)]
+    reason = why_different(compared, record, loss_reduction, is_random, other_axes) if differing else ""
+
+    def row(name: str, rows: Tensor) -> ParameterCheck:
+        if name in record.unsupported:
+            return ParameterCheck(name, math.nan, "missing", record.unsupported[name])
+        if name not in both:
+            if not rows.any():
+                return ParameterCheck(name, math.nan, "unused")
+            return ParameterCheck(name, math.nan, "missing", "only the loss of a single sample depends on it")
+        if name not in finite:
+            return ParameterCheck(name, math.nan, "not compared", "some of its gradients are infinite or not a number")
+        if name in differing:
+            return ParameterCheck(name, compared.error(name), "differs", reason)
+        if name in penalized:
+            return ParameterCheck(name, penalized[name], "agrees", PENALTY)
+        return ParameterCheck(name, compared.error(name), "agrees")
+
+    return tuple(row(name, rows) for name, rows in loop.items())
+
+
+def _nothing(
+    trainable: dict[str, nn.Parameter], count: int, tolerance: float, reason: str, failure: Exception
+) -> VerificationReport:
+    rows = tuple(ParameterCheck(name, math.nan, "not compared") for name in trainable)
+    return VerificationReport(rows, count, tolerance, reason, failure)
+
+
+def _as_step(module: nn.Module, loss_fn: Callable[..., Any]) -> Step:
+    """`loss_fn` as a function of the batch alone; a method of the module is taken for a training step."""
+    if getattr(loss_fn, "__self__", None) is not module:
+        return lambda batch: loss_fn(module, batch)
+    required = [p for p in inspect.signature(loss_fn).parameters.values() if p.default is p.empty]
+    return (lambda batch: loss_fn(batch)) if len(required) == 1 else lambda batch: loss_fn(batch, 0)
+
+
+def _checked_loss(outputs: Any) -> Tensor:
+    loss = loss_of(outputs)
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    found = type(loss).__name__
+    if isinstance(loss, Tensor):
+        found = f"a tensor of sizes {tuple(loss.shape)}" if loss.numel() != 1 else "a tensor that needs no gradient"
+    raise PerSampleError(
+        f"loss_fn returned {found}, but it must return the loss of the batch: a tensor with one entry that needs "
+        "gradient, or a mapping that holds it as 'loss'"
+    )
+
+
+def _tolerance(parameters: list[nn.Parameter]) -> float:
+    device = parameters[0].device if parameters else torch.device("cpu")
+    dtypes = {parameter.dtype for parameter in parameters}
+    if torch.is_autocast_enabled(device.type):
+        dtypes.add(torch.get_autocast_dtype(device.type))
+    return default_tolerance(dtypes, device)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
+def _other_axes(tensors: list[Tensor], batch_dim: int) -> str:
+    """A text on the axes other than `batch_dim` along which all tensors have one size, or ""."""
+    counted = [tensor for tensor in tensors if tensor.dim() > 0]
+    for axis in range(min((tensor.dim() for tensor in counted), default=0)):
+        sizes = {tensor.size(axis) for tensor in counted}
+        if axis != batch_dim and len(sizes) == 1:
+            return (
+                f"all tensors of the batch have size {sizes.pop()} along axis {axis}: are the samples there "
+                f"(batch_dim={axis}, not {batch_dim})?"
+            )
+    return ""
+
+
+def _check_options(
+    samples: object, loss_reduction: object, batch_dim: object, batch_size: object, tolerance: object
+) -> None:
+    def check(name: str, value: object, allowed: bool, expected: str) -> None:
+        if not allowed:
+            raise OptionError(f"{name} is {value!r}; allowed is {expected}")
+
+    def whole(value: object, least: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    check("samples", samples, whole(samples, 2), "an integer of at least 2")
+    named = isinstance(loss_reduction, str) and loss_reduction in ("mean", "sum")
+    check(
+        "loss_reduction",
+        loss_reduction,
+        named or callable(loss_reduction),
+        "'mean', 'sum' or a function (outputs, batch)",
+    )
+    check("batch_dim", batch_dim, whole(batch_dim, 0), "an integer of at least 0")
+    check("batch_size", batch_size, batch_size is None or whole(batch_size, 1), "None or an integer of at least 1")
+    positive = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool) and tolerance > 0
+    check("tolerance", tolerance, tolerance is None or positive, "None or a number above 0")

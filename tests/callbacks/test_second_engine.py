@@ -1,0 +1,253 @@
+"""The engines "vmap" and "loop": exact for models the first engine cannot follow, and training stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_persample.callbacks import PerSampleGradientMonitor
+from lightning_persample.errors import OptionError, PerSampleWarning, UnsupportedError
+from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, WithReference, as_loader, column, fit, loader
+from tests.callbacks.test_untouched_training import (
+    STEPS,
+    Checkpointed,
+    ResidualInPlace,
+    batch_norm,
+    dropout,
+    everything_after_training,
+)
+from tests.callbacks.unseen_models import Hidden, NeedsTwo, texts_of, traces_after_training
+
+ENGINES = ["vmap", "loop"]
+BOTH = ("sq_norm", "grad_sample")
+
+
+def norms_of(recorder):
+    return torch.cat([record.norms() for record in recorder.records])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_values_are_those_of_each_sample_alone(engine, reduction, accumulate, tmp_path):
+    module = WithReference(Hidden(), reduction=reduction, lr=0.01)
+    options = {"engine": engine, "loss_reduction": reduction}
+    recorder = Recorder(1, quantities=BOTH, **options)
+    monitor = PerSampleGradientMonitor(1, **options)
+    trainer = fit(module, [recorder, monitor], tmp_path, accumulate_grad_batches=accumulate)
+    expected = torch.cat(module.reference)
+    torch.testing.assert_close(norms_of(recorder), expected[: len(norms_of(recorder))], rtol=1e-5, atol=1e-6)
+    assert recorder.batch_indices == [0, 1, 2]
+    for record in recorder.records:
+        assert (record.coverage, record.unsupported, record.unused) == (1.0, {}, ())
+        for name, grads in record.grad_samples.items():
+            torch.testing.assert_close(grads.flatten(1).square().sum(1), record.sq_norms[name])
+    assert column(trainer, "per_sample_grad/coverage") == [1.0] * (3 if accumulate == 1 else 2)
+
+
+def weights_by_label(outputs, batch):
+    return (1.0 + batch[1]) / (1.0 + batch[1]).sum()
+
+
+class Weighted(WithReference):
+    def training_step(self, batch, batch_idx):
+        losses = F.cross_entropy(self.network(batch[0]), batch[1], reduction="none")
+        return {"loss": (losses * weights_by_label(None, batch)).sum()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_weights_given_by_a_function_are_those_of_a_batch_of_one(engine):
+    module, recorder = Weighted(), Recorder(engine=engine, loss_reduction=weights_by_label)
+    fit(module, [recorder])
+    torch.testing.assert_close(norms_of(recorder), torch.cat(module.reference), rtol=1e-5, atol=1e-6)
+
+
+class TimeMajor(Classifier):
+    def training_step(self, batch, batch_idx):
+        steps = self.network(batch["steps"])  # (T, B, C)
+        return F.cross_entropy(steps.transpose(0, 1).flatten(0, 1), batch["labels"].T.flatten())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_batch_axis_may_be_another(engine):
+    batch = {"steps": torch.randn(3, 5, FEATURES), "labels": torch.randint(0, CLASSES, (3, 5))}
+    found = []
+    for options in ({"engine": engine}, {}):
+        torch.manual_seed(0)
+        recorder = Recorder(batch_dim=1, **options)
+        fit(TimeMajor(), [recorder], data=as_loader([batch]))
+        found.append(norms_of(recorder))
+    torch.testing.assert_close(*found)
+
+
+class OnLists(WithReference):
+    """Samples of unequal sizes, one item of a list each, as in object detection."""
+
+    def training_step(self, batch, batch_idx):
+        images, targets = batch
+        losses = [
+            F.cross_entropy(self.network(image).mean(0), target["label"])
+            for image, target in zip(images, targets, strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+    def sample_loss(self, batch, i):
+        return self.training_step((batch[0][i : i + 1], batch[1][i : i + 1]), 0)
+
+
+def test_the_loop_follows_samples_of_unequal_sizes():
+    images = [torch.randn(rows, FEATURES) for rows in (5, 3, 7)]
+    batch = (images, [{"label": torch.tensor(label)} for label in (0, 1, 2)])
+    module, recorder = OnLists(), Recorder(engine="loop", batch_size=3)
+    fit(module, [recorder], data=as_loader([batch]))
+    torch.testing.assert_close(norms_of(recorder), module.reference[0])
+    text = "the batch holds one item per sample, not rows of tensors, which vmap cannot stack"
+    with pytest.warns(PerSampleWarning, match=text):
+        fit(OnLists(), [Recorder(engine="vmap", batch_size=3)], data=as_loader([batch]))
+
+
+SAME = {
+    "dropout": (dropout, ENGINES, {}),
+    "in place": (ResidualInPlace, ENGINES, {}),
+    "batch norm": (batch_norm, ["loop"], {}),
+    "autocast": (dropout, ENGINES, {"precision": "bf16-mixed"}),
+    "checkpointing": (lambda: Checkpointed(False), ["loop"], {}),
+}
+
+
+@pytest.mark.parametrize(("way", "engine"), [(way, engine) for way in SAME for engine in SAME[way][1]])
+def test_training_is_equal_bit_for_bit(way, engine, tmp_path):
+    network, _, settings = SAME[way]
+    plain, python_state = everything_after_training(network, 1, [], **settings)
+    recorder = Recorder(4, quantities=BOTH, engine=engine)
+    watched, watched_python_state = everything_after_training(network, 1, [recorder], tmp_path=tmp_path, **settings)
+    assert len(recorder.records) == STEPS // 4
+    assert all(record.coverage == 1.0 for record in recorder.records)
+    assert plain.keys() == watched.keys()
+    for name, value in plain.items():
+        assert torch.equal(value, watched[name]), name
+    assert python_state == watched_python_state
+
+
+def test_what_a_training_step_changes_and_logs_is_not_changed_by_the_extra_pass(tmp_path):
+    plain, plain_rest = traces_after_training([], tmp_path / "plain")
+    recorder = Recorder(1, engine="loop")
+    watched, watched_rest = traces_after_training([recorder], tmp_path / "watched")
+    assert len(recorder.records) == 6
+    for name, value in plain.items():
+        assert torch.equal(value, watched[name]), name
+    assert plain_rest == watched_rest
+
+
+def test_gradients_in_half_precision_do_not_vanish():
+    precision = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    plugin = pytest.importorskip("lightning.pytorch.plugins").MixedPrecision("16-mixed", "cpu", precision)
+
+    class Faint(Classifier):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * 1e-6
+
+    found = []
+    for settings in ({"plugins": plugin}, {}):
+        torch.manual_seed(0)
+        recorder = Recorder(engine="loop")
+        fit(Faint(), [recorder], data=loader(8), **settings)
+        found.append(norms_of(recorder))
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler, on self.log
+@pytest.mark.parametrize("engine", ENGINES)
+def test_compiled_modules_run_aside_as_written(engine):
+    module, recorder = Classifier(), Recorder(2, engine=engine)
+    module.network = torch.compile(module.network, backend="eager")
+    fit(module, [recorder], data=loader(48))
+    assert [record.coverage for record in recorder.records] == [1.0] * 3
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_that_fails_on_single_samples_is_said_once_and_trains(engine):
+    text = f"engine='{engine}' failed with ValueError: one sample is not enough"
+    recorder = Recorder(engine=engine)
+    with pytest.warns(PerSampleWarning) as caught:
+        trainer = fit(Classifier(NeedsTwo()), [recorder])
+    assert (texts_of(caught), recorder.records, trainer.global_step) == ([text], [], 3)
+    with pytest.raises(UnsupportedError) as error:
+        fit(Classifier(NeedsTwo()), [Recorder(engine=engine, unsupported="error")])
+    assert str(error.value) == text
+
+
+class Skips(Classifier):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+class SkipsSingleSamples(Classifier):
+    def training_step(self, batch, batch_idx):
+        return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.* returned .*None")
+def test_a_step_that_is_skipped_has_no_record():
+    recorder = Recorder(engine="loop")
+    fit(Skips(), [recorder])
+    assert recorder.batch_indices == [0, 2]
+    with pytest.warns(PerSampleWarning, match="training_step returned None in the extra pass of engine='loop'"):
+        fit(SkipsSingleSamples(), [Recorder(engine="loop")])
+
+
+class WithLBFGS(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def test_an_optimizer_that_runs_the_step_several_times():
+    networks = []
+    for callbacks in ([], [Recorder(engine="loop")]):
+        torch.manual_seed(0)
+        module = WithLBFGS()
+        fit(module, callbacks)
+        networks.append(module.network[0].weight)
+    assert len(callbacks[0].records) > 3
+    assert torch.equal(*networks)
+
+
+def test_the_first_batch_of_a_lazy_module_is_not_run_aside():
+    def lazy():
+        return Classifier(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, CLASSES)))
+
+    found = []
+    for callbacks in ([], [Recorder(engine="loop")]):
+        torch.manual_seed(0)
+        module = lazy()
+        if callbacks:
+            with pytest.warns(PerSampleWarning, match=r"parameter `network.0.weight` is not initialized yet"):
+                fit(module, callbacks)
+        else:
+            fit(module, callbacks)
+        found.append(module.network[0].weight)
+    assert torch.equal(*found)
+    assert callbacks[0].batch_indices == [1, 2]
+
+
+def test_a_quantity_that_a_second_engine_does_not_give_raises():
+    with pytest.raises(OptionError) as error:
+        fit(Classifier(), [Recorder(quantities=("hessian",), engine="loop")])
+    assert str(error.value) == (
+        "engine='loop' does not give the quantities ['hessian']; it gives 'sq_norm', 'grad_sample'"
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"), [("unsupported", "vmap", "'warn' or 'error'"), ("verify", True, "False")]
+)
+def test_options_of_the_first_engine_are_refused(engine, option, value, allowed):
+    with pytest.raises(OptionError) as error:
+        PerSampleGradientMonitor(engine=engine, **{option: value})
+    assert str(error.value) == (
+        f"{option}={value!r} is not allowed: {option} must be {allowed} with engine='{engine}', which runs the samples "
+        "alone"
+    )
