@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
+from lightning_persample.engine import without_compilation
 from lightning_persample.engine.untouched import ModuleState, untouched
 
-__all__ = ["NoLossError", "aside", "on_other_batches", "without_compilation", "without_dropout"]
+__all__ = ["NoLossError", "aside", "on_other_batches", "without_dropout"]
 
 _MUTED = ("log", "log_dict", "print")
 _ABSENT = object()
@@ -73,13 +73,6 @@ def on_other_batches(
         return training_step(**{**kwargs, **dict.fromkeys(list(kwargs)[:1], batch)})
 
     return step
-
-
-def without_compilation() -> AbstractContextManager[object]:
-    """Run compiled code as it was written, because nothing of it can be seen; the next step is compiled again."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager

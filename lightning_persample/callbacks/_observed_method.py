@@ -24,9 +24,17 @@ class ObservedMethod:
         module: the module whose method is replaced.
         name: the method's name.
         run: called instead of the method, with the method first and then the method's arguments.
+        is_live: whether the fit that this belongs to is still running. What an interrupted fit left behind, because a
+            hook of another callback kept ours from running, is removed by the next fit.
     """
 
-    def __init__(self, module: LightningModule, name: str, run: Callable[..., Any]) -> None:
+    def __init__(
+        self, module: LightningModule, name: str, run: Callable[..., Any], is_live: Callable[[], bool]
+    ) -> None:
+        left = module.__dict__.get(name)
+        if isinstance(left, ObservedMethod) and not left._is_live():
+            left.restore()
+        self._is_live: Callable[[], bool] = is_live
         method = getattr(module, name)
         functools.update_wrapper(self, method)
         # Lightning counts the arguments of one level of __wrapped__: it must find what it would find without us.

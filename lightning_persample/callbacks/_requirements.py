@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +16,7 @@ from lightning_persample.errors import OptionError
 if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
 
-__all__ = ["check_options_agree", "why_unsupported"]
+__all__ = ["check_options_agree", "holds_compiled_code", "why_unsupported"]
 
 _CAPTURE_OPTIONS = ("loss_reduction", "batch_dim", "batch_size", "engine")
 
@@ -42,6 +44,16 @@ def check_options_agree(trainer: Trainer, callbacks: Sequence[PerSampleCallback]
                     f"{described(first, option)}, but {described(other, option)}: all per-sample callbacks of a "
                     f"Trainer share one capture, so {option} must be the same for all of them"
                 )
+
+
+def holds_compiled_code(pl_module: LightningModule) -> bool:
+    """Whether the module or a part of it went through ``torch.compile``."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    compiled = torch._dynamo.eval_frame.OptimizedModule
+    return pl_module._compiler_ctx is not None or any(
+        isinstance(part, compiled) or part._compiled_call_impl is not None for part in pl_module.modules()
+    )
 
 
 def why_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:

@@ -11,24 +11,32 @@ so both methods are replaced on the instance for the time of a fit; strategies l
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
-from lightning_persample.callbacks._aside import NoLossError, on_other_batches, without_compilation
+from lightning_persample.callbacks._aside import NoLossError, on_other_batches
 from lightning_persample.callbacks._observed_method import ObservedMethod
-from lightning_persample.callbacks._requirements import check_options_agree, why_unsupported
+from lightning_persample.callbacks._requirements import (
+    check_options_agree,
+    holds_compiled_code,
+    why_unsupported,
+)
 from lightning_persample.callbacks._second_engine import SecondEngine
 from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.callbacks._verification import verify_values
 from lightning_persample.engine import (
+    FAILURES,
     Capture,
     PerSampleRecord,
     expanded_weights,
+    reason_of,
     warning_texts,
 )
 from lightning_persample.engine.samples import loss_of
@@ -43,6 +51,8 @@ if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
 
 __all__ = ["SharedCapture", "is_logging_step", "logging_step", "window_continues"]
+
+_SIZES = re.compile(r"\([\d, ]*\)")
 
 
 def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
@@ -117,11 +127,25 @@ class SharedCapture:
             self._report(UnsupportedError(f"{reason}: no per-sample gradients are captured in this fit"))
             return
         self._methods = (
-            ObservedMethod(pl_module, "training_step", self._run_training_step),
-            ObservedMethod(pl_module, "backward", self._run_backward),
+            ObservedMethod(pl_module, "training_step", self._run_training_step, self._is_live),
+            ObservedMethod(pl_module, "backward", self._run_backward, self._is_live),
         )
         for method in self._methods:
             method.install()
+        for callback in self._callbacks:
+            if not callback.receives_records():
+                self._warn(
+                    f"{type(callback).__name__} does not override on_per_sample_gradients, so that nothing is done "
+                    "with its records"
+                )
+        if self._engine == "expanded" and holds_compiled_code(pl_module):
+            self._warn(
+                "captured steps run compiled code as it was written, because nothing of a compiled graph can be seen: "
+                "their results may differ from those of compiled steps in the last bits, and in random numbers"
+            )
+
+    def _is_live(self) -> bool:
+        return self._trainer.state.status == TrainerStatus.RUNNING
 
     def belongs_to(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Whether this is the capture of that Trainer and module."""
@@ -148,7 +172,8 @@ class SharedCapture:
 
     def _run_training_step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A validation_step that calls self.training_step, and a training_step that calls itself, are not the step.
-        if not self._methods or self._in_training_step or not self._trainer.training:
+        elsewhere = not self._trainer.training or self._module._trainer is not self._trainer
+        if not self._methods or self._in_training_step or elsewhere:
             return training_step(*args, **kwargs)
         # An optimizer such as LBFGS runs the step several times for one batch, and each run starts anew.
         self.end_batch()
@@ -177,9 +202,9 @@ class SharedCapture:
         capture = self._open()
         if capture is None:
             return training_step(*args, **kwargs)
-        with without_compilation(), capture.observe():
+        self._capture = capture  # before the step runs, so that an error in it finds something to close
+        with capture.observe():
             outputs = training_step(*args, **kwargs)
-        self._capture = capture
         if not self._attach(capture, outputs):
             self.end_batch()
         return outputs
@@ -208,7 +233,10 @@ class SharedCapture:
             return error
         except NoLossError:
             return UnsupportedError(f"training_step returned None in the extra pass of engine={engine!r}")
-        except Exception as error:  # whatever the model raises on single samples must not end the training
+        except (
+            AssertionError,
+            *FAILURES,
+        ) as error:  # single samples must not end the training
             text = next(iter(str(error).strip().splitlines()), "")
             return UnsupportedError(f"engine={engine!r} failed with {type(error).__name__}: {text}")
 
@@ -222,12 +250,14 @@ class SharedCapture:
                 batch_dim=first.batch_dim,
                 batch_size=first.batch_size,
                 quantities=tuple(sorted(self._quantities)),
-                unsupported="error" if self._raise else "ignore",  # what there is to warn about is said in _deliver
+                unsupported="ignore",  # what there is to say is said in _deliver
             )
         except OptionError:  # a callback's own mistake, not the model's
             raise
-        except PerSampleError as error:
-            self._report(error)
+        except FAILURES as error:
+            self._report(
+                error if isinstance(error, PerSampleError) else UnsupportedError(reason_of(error, "the batch"))
+            )
             return None
 
     def _attach(self, capture: Capture, outputs: Any) -> bool:
@@ -268,7 +298,7 @@ class SharedCapture:
             return result
         if self._sum_check is not None:
             self._sum_check.start_backward()
-        with without_compilation(), capture.observe():
+        with capture.observe():
             result = backward(*args, **kwargs)
         self._capture = None
         capture.close()
@@ -307,7 +337,10 @@ class SharedCapture:
         return record
 
     def _deliver(self, record: PerSampleRecord) -> None:
-        for text in warning_texts(record):
+        texts = warning_texts(record)
+        if record.unsupported and self._raise:
+            raise UnsupportedError(texts[0])
+        for text in texts:
             self._warn(text)
         if record.grad_samples:
             parameters = dict(self._module.named_parameters(remove_duplicate=False))
@@ -324,8 +357,10 @@ class SharedCapture:
         self._warn(str(error))
 
     def _warn(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+        """Say each thing once: the same trouble with tensors of other sizes is the same trouble."""
+        said = _SIZES.sub("", text)
+        if said not in self._said:
+            self._said.add(said)
             warnings.warn(text, PerSampleWarning, stacklevel=2)
 
 

@@ -134,6 +134,10 @@ class PerSampleCallback(Callback):
             batch_idx: its index.
         """
 
+    def receives_records(self) -> bool:
+        """Whether this class does anything with the records."""
+        return type(self).on_per_sample_gradients is not PerSampleCallback.on_per_sample_gradients
+
     @property
     def state_key(self) -> str:
         """Names the class and its settings, so that several callbacks of one class live in one Trainer."""

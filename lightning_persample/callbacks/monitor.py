@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_persample.callbacks._training_step import logging_step, window_continues
 from lightning_persample.callbacks.base import PerSampleCallback, check_option, is_none_or_int
 from lightning_persample.engine import PerSampleRecord, group_name
+from lightning_persample.errors import OptionError
 
 __all__ = ["PerSampleGradientMonitor"]
 
@@ -30,7 +31,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
     ``<prefix>/norm_min``     smallest
     ``<prefix>/norm_max``     largest
     ``<prefix>/norm_p50`` ... quantiles, named by percent
-    ``<prefix>/coverage``     part of the trainable parameters in g_i, from 0 to 1; the least of the accumulated batches
+    ``<prefix>/coverage``     share of the weights with a gradient that g_i covers, 0 to 1; least of accumulated batches
     ``<prefix>/nonfinite``    number of samples whose norm is inf or nan; the statistics are of the others
     ========================= =====================================================================================
 
@@ -103,6 +104,16 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fix the groups, so that every logged step has the same names."""
+        alike = [
+            place
+            for place, callback in enumerate(trainer.callbacks)  # type: ignore[attr-defined]
+            if isinstance(callback, PerSampleGradientMonitor) and callback.prefix == self.prefix
+        ]
+        if len(alike) > 1:
+            raise OptionError(
+                f"prefix={self.prefix!r} is that of {len(alike)} monitors, callbacks "
+                f"{', '.join(f'[{place}]' for place in alike)} of the Trainer: give each monitor a prefix of its own"
+            )
         names = [name for name, parameter in pl_module.named_parameters() if parameter.requires_grad]
         depth = self.per_layer
         self._groups = () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
@@ -146,7 +157,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         samples = sum(captured.batch_size for captured in window)
         shown = f"{self.prefix}/norm_mean" if self.prog_bar else None
         for name, value in metrics.items():
-            pl_module.log(
+            LightningModule.log(  # the module may have a `log` of its own
+                pl_module,
                 name,
                 torch.tensor(value),
                 prog_bar=name == shown,

@@ -2,6 +2,8 @@
 
 from lightning_persample.engine.coverage import warning_texts
 from lightning_persample.engine.expanded_weight import ExpandedWeight
+from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.fast_path import without_compilation
 from lightning_persample.engine.functional import (
     call_for_per_sample_grads,
     loop_per_sample_grads,
@@ -13,6 +15,7 @@ from lightning_persample.engine.report import ParameterCheck, VerificationReport
 from lightning_persample.engine.verify import check_per_sample_gradients
 
 __all__ = [
+    "FAILURES",
     "Capture",
     "ExpandedWeight",
     "ParameterCheck",
@@ -23,6 +26,8 @@ __all__ = [
     "expanded_weights",
     "group_name",
     "loop_per_sample_grads",
+    "reason_of",
     "vmap_per_sample_grads",
     "warning_texts",
+    "without_compilation",
 ]

@@ -62,6 +62,9 @@ def read_batch_size(tensors: list[tuple[str, Tensor]], batch_dim: int) -> int:
     Raises:
         BatchSizeError: there is no tensor to read it from, the sizes differ, or there is no sample.
     """
+    nested = next((path for path, tensor in tensors if tensor.is_nested), None)
+    if nested is not None:
+        raise BatchSizeError(f"{nested} is a nested tensor, which does not hold samples along an axis; pad it")
     counted = [(path, tensor) for path, tensor in tensors if tensor.dim() > 0]
     if not counted:
         raise BatchSizeError(
@@ -96,6 +99,8 @@ def place_in_batch(path: str, tensor: Tensor, batch_dim: int, batch_size: int) -
         The batch axis; k * B rows are read as k rows per sample, sample-major (time-major with a `batch_dim` other than
         0); None for a number; `Lost` where the size does not fit.
     """
+    if tensor.is_nested:
+        return Lost(f"{path} is a nested tensor, which does not hold samples along an axis")
     if tensor.dim() == 0:
         return None
     size = tensor.size(batch_dim) if tensor.dim() > batch_dim else 0

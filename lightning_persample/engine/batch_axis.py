@@ -94,12 +94,14 @@ class Lost:
         reduced: it is a weighted sum over the samples of what each gives alone, as a loss is.
         noted: it has been said already that it is not.
         uneven: the samples gave unequal numbers of rows to that sum.
+        how: "sum" or "mean" where it is a plain one over the samples, as far as can be told.
     """
 
     reason: str
     reduced: bool = False
     noted: bool = False
     uneven: bool = False
+    how: str | None = None
 
 
 def batch_first(tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool = True) -> Tensor:

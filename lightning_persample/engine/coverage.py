@@ -68,23 +68,24 @@ def warning_texts(record: PerSampleRecord) -> list[str]:
             reasons.setdefault(reason, []).append(name)
         lines = [f"- {_listed(names)}: {reason}" for reason, names in reasons.items()]
         texts.append(
-            f"Per-sample gradients are missing for {len(record.unsupported)} parameters, which the reported norms "
-            "leave "
+            f"Per-sample gradients are missing for {_counted(record.unsupported)}, which the reported norms leave "
             "out:\n" + "\n".join(lines)
         )
     if record.mixing:
         texts.append(
             "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each "
-            "sample's "
-            "contribution to the batch gradient.\n" + _bullets(record.mixing)
+            "sample's contribution to the batch gradient.\n" + _bullets(record.mixing)
         )
     if record.weighting:
         texts.append(
-            "The samples weigh unequally in the loss, so their own gradients are off by a factor; give the weight "
-            "of each "
-            "sample in the loss as loss_reduction.\n" + _bullets(record.weighting)
+            "The samples weigh unequally in the loss, so their own gradients are off by a factor; give the weight of "
+            "each sample in the loss as loss_reduction.\n" + _bullets(record.weighting)
         )
     return texts
+
+
+def _counted(parameters: Mapping[str, str]) -> str:
+    return "1 parameter" if len(parameters) == 1 else f"{len(parameters)} parameters"
 
 
 def _bullets(texts: tuple[str, ...]) -> str:

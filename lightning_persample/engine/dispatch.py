@@ -109,6 +109,17 @@ class Dispatcher:
             if isinstance(mark, BatchAxis) and weights is not None and weights.numel() > 1:
                 self.weighting.setdefault("`backward` was given a gradient that weighs the samples")
 
+    def check_reduction(self, loss: Tensor, declared: object) -> None:
+        """Note a loss that is plainly a sum over the samples where a mean was declared, or the reverse."""
+        mark = self.marks.get(loss)
+        if not isinstance(mark, Lost) or mark.how is None or declared not in ("mean", "sum") or self.batch_size == 1:
+            return
+        if mark.how != declared:
+            self.weighting.setdefault(
+                f"the loss is a {mark.how} over the samples, but loss_reduction is {declared!r}: pass "
+                f"loss_reduction={mark.how!r}"
+            )
+
     def watch(self, node: Node, weight: Weight) -> None:
         """Remember the autograd node of a weight, to find gradients that reach it unseen."""
         self.nodes.setdefault(node, []).append(weight)
@@ -366,7 +377,7 @@ class Dispatcher:
             self.refuse(
                 self.nodes[below],
                 f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen (a "
-                "custom autograd function, a gradient of a gradient, or a tensor computed before this step)",
+                "custom autograd function, a gradient of a gradient, a tensor from before, or a forward outside)",
             )
 
     def close(self) -> None:

@@ -7,15 +7,23 @@ mode makes it. The fused path rounds differently: without this, observing a step
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-__all__ = ["modules_do_not_see"]
+__all__ = ["modules_do_not_see", "without_compilation"]
+
+
+def without_compilation() -> AbstractContextManager[object]:
+    """Run compiled code as it was written, because nothing of it can be seen; the next step is compiled again."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager

@@ -13,7 +13,10 @@ __all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "adds_a_term", "attribute_of", "is
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
 _SUMS = frozenset({"add", "sub", "rsub", "stack", "cat"})
-_NO_TENSOR = frozenset({"__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point"})
+_NO_TENSOR = frozenset({
+    "__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point", "requires_grad_",
+    "retain_grad", "share_memory_", "register_hook",
+})  # fmt: skip
 # Ops whose results are data even where they are given none: random numbers, and tensors made of anything.
 DATA_SOURCES = frozenset({
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "uniform", "random",

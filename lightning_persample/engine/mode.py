@@ -17,7 +17,7 @@ from lightning_persample.engine.coverage import classify, warning_texts
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, reason_of
-from lightning_persample.engine.fast_path import modules_do_not_see
+from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
@@ -99,6 +99,8 @@ class Capture:
         quantities: Collection[str] = ("sq_norm",),
         unsupported: Literal["warn", "error", "ignore"] = "warn",
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise OptionError(f"module is {module!r}; allowed is an instance of torch.nn.Module")
         _check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
         tensors = list(batch_tensors(batch))
         self.batch_size = read_batch_size(tensors, batch_dim) if batch_size is None else batch_size
@@ -118,6 +120,7 @@ class Capture:
                 self._dispatcher.mark_batch(tensor, place)
         self._watched = WatchedParameters(self._parameters, self._dispatcher)
         self._closed = False
+        self._loss_is_known = False
         self._mode = ObservingMode(self.call)
         self._depth = 0
 
@@ -155,7 +158,7 @@ class Capture:
         """
         if self._closed:
             raise PerSampleError("this capture is closed; make a new one with expanded_weights for every training step")
-        with modules_do_not_see(ObservingMode), self._mode:
+        with without_compilation(), modules_do_not_see(ObservingMode), self._mode:
             yield self
 
     def attach_loss(self, loss: Tensor, weights: Tensor | None = None) -> None:
@@ -169,6 +172,8 @@ class Capture:
         if weights is not None:
             self._check_weighting(weights)
             self._weighting = weights
+        self._loss_is_known = True
+        self._dispatcher.check_reduction(loss, self._weighting)
         if loss.requires_grad:
             self._handles.append(loss.register_hook(self._keep_scale))
 
@@ -213,6 +218,8 @@ class Capture:
         self._dispatcher.find_unseen(losses)
         weighted = next(tensors_in((args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors"))), None)
         self._dispatcher.start_backward(losses, weighted)
+        if not self._loss_is_known and len(losses) == 1:
+            self._dispatcher.check_reduction(losses[0], self._weighting)
         self._depth += 1
         try:
             with self._mode:
@@ -270,7 +277,7 @@ class Capture:
             batch_size=self.batch_size,
             sq_norms={name: sq_norms[name] for name in coverage.reached},
             coverage=coverage.share,
-            grad_samples={name: grad_samples[name] for name in coverage.reached if name in grad_samples},
+            **({"grad_samples": {name: grad_samples[name] for name in coverage.reached}} if wanted else {}),
             unsupported=coverage.unsupported,
             unused=coverage.unused,
             mixing=tuple(mixing),
@@ -347,7 +354,8 @@ def _check_options(
     unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
     if isinstance(quantities, str) or unknown:
         raise OptionError(
-            f"quantities is {quantities!r}; allowed is a collection of {', '.join(map(repr, QUANTITIES))}"
+            f"quantities is {quantities!r}; allowed is a collection such as ('sq_norm', 'grad_sample'), of "
+            f"{', '.join(map(repr, QUANTITIES))}"
         )
     if unsupported not in ("warn", "error", "ignore"):
         raise OptionError(f"unsupported is {unsupported!r}; allowed are 'warn', 'error' and 'ignore'")

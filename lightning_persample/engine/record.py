@@ -13,6 +13,16 @@ from lightning_persample.errors import OptionError
 __all__ = ["PerSampleRecord"]
 
 
+class _NotAsked(dict[str, Tensor]):
+    """Gradients that were not asked for."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise KeyError(
+            f"{name}: the gradients themselves were not asked for; pass quantities=('sq_norm', 'grad_sample') to "
+            "expanded_weights, or let `needs` of the callback return {'grad_sample'}"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class PerSampleRecord:
     """Per-sample gradients of one backward, of each sample's OWN loss.
@@ -25,25 +35,24 @@ class PerSampleRecord:
         sq_norms: squared norm of each sample's gradient by parameter name, shape (B,); a parameter whose per-sample
             gradient is not known is left out.
         grad_samples: each sample's gradient by parameter name, shape (B, *parameter.shape); empty unless asked for.
-        coverage: entries of the parameters in `names` over entries of all parameters that got a gradient, in [0, 1].
+        coverage: of the weights that got a gradient in this backward, the share (by number of entries, in [0, 1]) whose
+            per-sample gradient is known. Below 1 the norms leave weights out; at 0 they are nan.
         unsupported: parameters that got a gradient but have no value here, with the reason.
         unused: trainable parameters that got no gradient in this backward.
         mixing: where samples influence each other (batch normalisation in training): each value is then the sample's
             contribution to the batch gradient, not what the sample alone would give.
         weighting: where the loss gives samples unequal weights w_i that `loss_reduction` does not tell: each value is
             then off by the factor between the true w_i and the assumed one.
-        sample_index: dataset index of each sample (B,), or None where it is not known.
     """
 
     batch_size: int
     sq_norms: Mapping[str, Tensor]
     coverage: float
-    grad_samples: Mapping[str, Tensor] = field(default_factory=dict)
+    grad_samples: Mapping[str, Tensor] = field(default_factory=_NotAsked)
     unsupported: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     mixing: tuple[str, ...] = ()
     weighting: tuple[str, ...] = ()
-    sample_index: Tensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

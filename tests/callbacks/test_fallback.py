@@ -24,7 +24,7 @@ def test_a_model_that_the_first_engine_cannot_follow_falls_back_once_and_says_wh
     with pytest.warns(PerSampleWarning) as caught:
         fit(module, [PerSampleGradientMonitor(), recorder], max_epochs=2)
     (text,) = texts_of(caught)
-    assert "missing for 1 parameters" in text
+    assert "missing for 1 parameter" in text
     assert "`network.weight`: its gradient also arrives through" in text
     assert f"\nFrom this step on, captured steps use engine='{engine}', an extra pass over the batch" in text
     assert ("; engine='vmap' failed with RuntimeError: In order to use an autograd.Function" in text) == (
@@ -61,10 +61,10 @@ def test_where_no_engine_can_follow_what_is_missing_is_said_as_always():
         "No second engine can follow this model; engine='vmap' failed with ValueError: one sample is not enough; "
         "engine='loop' failed with ValueError: one sample is not enough"
     )
-    assert "missing for 1 parameters" in missing
+    assert "missing for 1 parameter" in missing
     assert [len(record.unsupported) for record in recorder.records] == [1] * 3
 
 
 def test_one_error_decides_before_one_vmap():
-    with pytest.raises(UnsupportedError, match="missing for 1 parameters"):
+    with pytest.raises(UnsupportedError, match="missing for 1 parameter"):
         fit(Classifier(Hidden()), [Recorder(unsupported="vmap"), Recorder(unsupported="error")])

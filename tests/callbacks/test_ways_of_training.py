@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import LearningRateFinder, WeightAveraging
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
@@ -116,15 +117,22 @@ def test_captured_steps_of_a_compiled_module_run_as_written(compiled):
     for prepare in (lambda module: module, compiled):
         torch.manual_seed(0)
         module, recorder = Classifier(), Recorder(2)
-        fit(prepare(module), [recorder], data=loader(48))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", PerSampleWarning)
+            fit(prepare(module), [recorder], data=loader(48))
+        said = [
+            str(warning.message) for warning in caught if "captured steps run compiled code" in str(warning.message)
+        ]
+        assert len(said) == (prepare is compiled)
         runs.append((norms_of(recorder), *(parameter.detach() for parameter in module.parameters())))
     for plain, watched in zip(*runs, strict=True):
         torch.testing.assert_close(watched, plain)
 
 
+@pytest.mark.skipif(not hasattr(lightning_callbacks, "WeightAveraging"), reason="came with lightning 2.6")
 def test_beside_a_callback_that_averages_weights():
     recorder, module = Recorder(), Classifier()
-    fit(module, [WeightAveraging(), recorder])
+    fit(module, [lightning_callbacks.WeightAveraging(), recorder])
     assert len(recorder.records) == 3
     assert "training_step" not in module.__dict__
 

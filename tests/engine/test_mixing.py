@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -126,3 +127,33 @@ def test_common_losses_raise_no_alarm(name: str) -> None:
     assert record.mixing == ()
     assert record.weighting == ()
     assert_values(record, loop(module, PLAIN_LOSSES[name], (batch,)))
+
+
+REDUCTIONS = {
+    "sum": lambda m, x: F.cross_entropy(m(x).mT, torch.zeros(len(x), B, dtype=torch.long), reduction="sum"),
+    "mean": lambda m, x: F.mse_loss(m(x), x[..., :4]),
+    "sum-of-means": lambda m, x: m(x).square().mean((1, 2)).sum(),
+    "mean-of-sums": lambda m, x: m(x).square().sum((1, 2)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+def test_a_loss_reduced_otherwise_than_declared_is_named(name: str, declared: str) -> None:
+    true = "sum" if name.startswith("sum") else "mean"
+    module, batch = nn.Linear(6, 4), sequences()
+    record = record_of(module, REDUCTIONS[name], batch, loss_reduction=declared)
+    if declared == true:
+        assert record.weighting == ()
+        assert_values(record, loop(module, REDUCTIONS[name], (batch,)))
+    else:
+        (text,) = record.weighting
+        assert text == f"the loss is a {true} over the samples, but loss_reduction is '{declared}': pass " + (
+            f"loss_reduction='{true}'"
+        )
+
+
+@pytest.mark.parametrize("scale", [lambda loss: loss / B, lambda loss: 0.5 * loss])
+def test_a_scaled_loss_is_taken_as_declared(scale: Callable[[Tensor], Tensor]) -> None:
+    record = record_of(nn.Linear(6, 4), lambda m, x: scale(m(x).square().sum()), sequences())
+    assert record.weighting == ()

@@ -16,7 +16,7 @@ BAD_OPTIONS = {
     "loss_reduction": ("median", "loss_reduction is 'median'; allowed are 'mean', 'sum' or a tensor of weights"),
     "batch_dim": (-1, "batch_dim is -1; allowed is an integer of at least 0"),
     "batch_size": (0, "batch_size is 0; allowed is None or an integer of at least 1"),
-    "quantities": ("sq_norm", "quantities is 'sq_norm'; allowed is a collection of 'sq_norm', 'grad_sample'"),
+    "quantities": ("sq_norm", "quantities is 'sq_norm'; allowed is a collection such as ('sq_norm', 'grad_sample')"),
     "unsupported": ("raise", "unsupported is 'raise'; allowed are 'warn', 'error' and 'ignore'"),
 }
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from lightning_persample.engine.batch_axis import Lost
 from lightning_persample.engine.following.base import Followed
-from lightning_persample.engine.following.reductions import averages
 from lightning_persample.engine.observed import ObservedCall, user_line
 
 __all__ = ["after_reduction"]
@@ -44,7 +43,9 @@ def after_reduction(call: ObservedCall) -> Followed:
         return Followed((first,) * len(call.outputs))
     mixing, weighting = _of_sum(call, first) if first.reduced else _of_rows(call, len(with_gradient))
     adds = call.op in _SUMS and (first.reduced or call.outputs[0].numel() == 1)
-    result = replace(first, noted=mixing is not None or weighting is not None, reduced=first.reduced or adds)
+    said = mixing is not None or weighting is not None
+    how = first.how if call.op in _LINEAR and all(mark.how == first.how for mark in with_gradient) else None
+    result = replace(first, noted=said, reduced=first.reduced or adds, how=how)
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)
 
 
@@ -66,8 +67,6 @@ def _of_sum(call: ObservedCall, summed: Lost) -> Notes:
 
 def _of_rows(call: ObservedCall, operands: int) -> Notes:
     """What to say of a call on rows of which it is not known whose they are."""
-    if averages(call):
-        return None, f"`{call.name}` averages over entries taken from the whole batch{user_line()}"
     if operands > 1 and call.op not in _JOINS and call.outputs[0].numel() > 1:
         return f"`{call.name}` combines values of the batch that may belong to different samples{user_line()}", None
     return None, None

@@ -54,7 +54,9 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     if not any(output.requires_grad for output in call.outputs):
         note = None
     uneven = any(not _in_equal_numbers(axis, call.batch_size) for axis in with_gradient)
-    return Followed((Lost(what, reduced=True, uneven=uneven),) * len(call.outputs), weighting=note)
+    how = "mean" if averages(call) else "sum" if call.op in ("sum", "nansum") or call.op in _LOSSES else None
+    mark = Lost(what, reduced=True, uneven=uneven, how=None if weighs else how)
+    return Followed((mark,) * len(call.outputs), weighting=note)
 
 
 def _in_equal_numbers(axis: BatchAxis, batch_size: int) -> bool:

@@ -1,0 +1,144 @@
+"""Modules, callbacks and batches that do unusual things: training goes on as if the callback were not there."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_persample import PerSampleCallback, PerSampleGradientMonitor
+from lightning_persample.callbacks._observed_method import ObservedMethod
+from lightning_persample.errors import OptionError, PerSampleWarning
+from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, as_loader, fit, loader
+
+
+class OwnLogMethod(Classifier):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+    def log(self, name, value):
+        raise AssertionError("not for Lightning's values")
+
+
+class OwnLogAttribute(OwnLogMethod):
+    def __init__(self):
+        super().__init__()
+        self.log = logging.getLogger("own")
+
+
+@pytest.mark.parametrize("kind", [OwnLogMethod, OwnLogAttribute])
+def test_a_module_with_a_log_of_its_own(kind):
+    trainer = fit(kind(), [PerSampleGradientMonitor(prog_bar=True)])
+    assert trainer.callback_metrics["per_sample_grad/norm_mean"] > 0
+
+
+def test_two_monitors_need_two_prefixes():
+    text = r"prefix='per_sample_grad' is that of 2 monitors, callbacks \[0\], \[1\] of the Trainer: give each"
+    with pytest.raises(OptionError, match=text):
+        fit(Classifier(), [PerSampleGradientMonitor(2), PerSampleGradientMonitor(3)])
+    trainer = fit(Classifier(), [PerSampleGradientMonitor(), PerSampleGradientMonitor(prefix="other")])
+    assert trainer.callback_metrics["other/norm_mean"] == trainer.callback_metrics["per_sample_grad/norm_mean"]
+
+
+class FailsInItsStep(Classifier):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        raise ZeroDivisionError
+
+
+def test_an_error_inside_a_captured_step_leaves_no_hook():
+    module = FailsInItsStep()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            fit(module, [PerSampleGradientMonitor()])
+    assert all(not parameter._backward_hooks for parameter in module.parameters())
+    assert not any(isinstance(value, ObservedMethod) for value in vars(module).values())
+
+
+class FailsOnException(L.Callback):
+    def on_exception(self, trainer, pl_module, exception):
+        raise RuntimeError("clean-up failed")
+
+
+class FailsOnce(Classifier):
+    failing = True
+
+    def on_before_zero_grad(self, optimizer):
+        if self.failing:
+            raise ZeroDivisionError
+
+
+def test_what_an_interrupted_fit_left_behind_is_removed_by_the_next():
+    module = FailsOnce()
+    with pytest.raises(RuntimeError, match="clean-up failed"):
+        fit(module, [FailsOnException(), PerSampleGradientMonitor()])
+    assert isinstance(vars(module)["training_step"], ObservedMethod)
+    module.failing, recorder = False, Recorder()
+    fit(module, [recorder])
+    assert len(recorder.records) == 3
+    assert "training_step" not in vars(module)
+
+
+class RequiresGradInItsStep(Classifier):
+    def training_step(self, batch, batch_idx):
+        for parameter in self.network.parameters():
+            parameter.requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+def test_requires_grad_in_the_step_loses_no_parameter():
+    recorder = Recorder(unsupported="error")
+    fit(RequiresGradInItsStep(), [recorder])
+    assert [record.coverage for record in recorder.records] == [1.0] * 3
+
+
+def test_the_same_trouble_with_other_sizes_is_said_once():
+    network = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PerSampleWarning)
+        fit(Classifier(network), [PerSampleGradientMonitor()], data=loader(22))
+    assert len([warning for warning in caught if warning.category is PerSampleWarning]) == 1
+
+
+class Misspelt(PerSampleCallback):
+    def on_per_sample_gradient(self, *args):
+        raise AssertionError
+
+
+def test_a_callback_that_does_nothing_is_named():
+    with pytest.warns(PerSampleWarning, match="Misspelt does not override on_per_sample_gradients"):
+        fit(Classifier(), [Misspelt()])
+
+
+class OnNestedTensors(Classifier):
+    def training_step(self, batch, batch_idx):
+        return self.network(batch.to_padded_tensor(0.0)).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+def test_a_nested_tensor_as_batch_is_refused_and_training_goes_on():
+    nested = torch.nested.nested_tensor([torch.randn(3, FEATURES), torch.randn(5, FEATURES)])
+    with pytest.warns(PerSampleWarning, match="batch is a nested tensor, which does not hold samples along an axis"):
+        trainer = fit(OnNestedTensors(), [PerSampleGradientMonitor()], data=as_loader([nested, nested]))
+    assert trainer.global_step == 2
+
+
+class FitsItselfElsewhere(L.Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        other = L.Trainer(
+            accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )  # fmt: skip
+        other.fit(pl_module, loader(16))
+        pl_module.trainer = trainer
+
+
+def test_another_trainers_fit_of_the_same_module_is_not_captured():
+    recorder = Recorder()
+    fit(Classifier(), [recorder, FitsItselfElsewhere()])
+    assert recorder.batch_indices == [0, 1, 2]
