@@ -69,8 +69,7 @@ def read_batch_size(tensors: list[tuple[str, Tensor]], batch_dim: int) -> int:
     if not counted:
         raise BatchSizeError(
             "the batch holds no tensor with an axis to read a batch size from; pass batch_size, or let the data "
-            "loader give "
-            "tensors"
+            "loader give tensors"
         )
     sizes = {path: tensor.size(batch_dim) if tensor.dim() > batch_dim else None for path, tensor in counted}
     if len(set(sizes.values())) > 1 or None in sizes.values():

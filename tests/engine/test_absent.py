@@ -17,7 +17,7 @@ from lightning_persample.engine import PerSampleRecord, expanded_weights
 from lightning_persample.engine.following.base import FOLLOWERS
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from lightning_persample.rules import find_rule, registry
-from tests.engine.model_cases import Model, mean_of_all, mean_of_squares, parameter
+from tests.engine.model_cases import DoubledByNumpy, Model, mean_of_all, mean_of_squares, parameter
 from tests.engine.reference import assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -34,16 +34,6 @@ class Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return 2 * ctx.saved_tensors[0] * grad
-
-
-class DoubledByNumpy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.from_numpy(x.detach().numpy() * 2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
 
 
 class OwnMatmul(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_persample.engine import expanded_weights
 from lightning_persample.errors import PerSampleError
-from tests.engine.model_cases import Model, mean_of_squares, parameter
+from tests.engine.model_cases import DoubledByNumpy, Model, mean_of_squares, parameter
 from tests.engine.reference import assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -23,16 +23,6 @@ B = 4
 
 def vectors() -> Tensor:
     return torch.randn(B, 6)
-
-
-class DoubledByNumpy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.from_numpy(x.detach().numpy() * 2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
 
 
 def by_assignment(x: Tensor) -> Tensor:
