@@ -219,6 +219,11 @@ case("matmul-from-left", lambda: Model(lambda m, x: m.w @ x.transpose(1, 2), w=p
 case("matmul-vector", lambda: Model(lambda m, x: x @ m.w, w=parameter(6)), sequences)
 case("bmm-expanded", lambda: Model(lambda m, x: torch.bmm(x, m.w.expand(len(x), -1, -1)), w=parameter(6, 3)), sequences)
 case("prelu", lambda: nn.Sequential(nn.Linear(6, 4), nn.PReLU(4)), vectors)
+case(
+    "written-by-index",
+    lambda: Model(lambda m, x: x.index_copy(-1, torch.tensor([3, 0]), m.w.expand(len(x), -1, -1)), w=parameter(T, 2)),
+    sequences,
+)
 case("where", lambda: Model(lambda m, x: torch.where(x > 0, x, m.t), t=parameter(6)), sequences)
 case("table-indexed", lambda: Model(lambda m, x: m.w[x], w=parameter(9, 6)), tokens)
 case("sliced-weight", lambda: Model(lambda m, x: F.linear(x, m.w[:3]), w=parameter(5, 6)), vectors)

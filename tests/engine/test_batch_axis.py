@@ -99,6 +99,7 @@ KEPT: dict[str, Change] = {
     "written-back-by-mask": lambda x: _written_by_mask(x),
     "last-token-of-each": lambda x: x[torch.arange(3), torch.tensor([1, 3, 0])],
     "tokens-of-chosen-samples": lambda x: x[torch.tensor([2, 0]), torch.tensor([1, 3])],
+    "flipped-along-nothing": lambda x: x.flip(()),
     "flipped": lambda x: x.flip(0),
     "rolled": lambda x: x.roll(1, 0),
     "repeated-unequally": lambda x: x.repeat_interleave(torch.tensor([2, 0, 1]), 0),

@@ -157,3 +157,16 @@ def test_a_loss_reduced_otherwise_than_declared_is_named(name: str, declared: st
 def test_a_scaled_loss_is_taken_as_declared(scale: Callable[[Tensor], Tensor]) -> None:
     record = record_of(nn.Linear(6, 4), lambda m, x: scale(m(x).square().sum()), sequences())
     assert record.weighting == ()
+
+
+CLASSES_ALONG_THE_BATCH = {
+    "cross-entropy": lambda scores: F.cross_entropy(scores, torch.tensor(1)),
+    "multilabel-margin": lambda scores: F.multilabel_margin_loss(scores, torch.tensor([1, 3, -1, 0, 0])),
+    "multi-margin": lambda scores: F.multi_margin_loss(scores, torch.tensor(2)),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES_ALONG_THE_BATCH)
+def test_a_loss_that_takes_the_samples_for_classes_mixes_them(name: str) -> None:
+    record = record_of(nn.Linear(6, 1), lambda m, x: CLASSES_ALONG_THE_BATCH[name](m(x).flatten()), vectors())
+    assert any("compares entries along the batch axis" in text for text in record.mixing)

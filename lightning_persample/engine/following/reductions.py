@@ -69,6 +69,11 @@ def _in_equal_numbers(axis: BatchAxis, batch_size: int) -> bool:
 @follower(*sorted(_LOSSES))
 def _follow_loss(call: ObservedCall) -> Followed:
     """A loss over the whole batch, or with reduction="none" one value per entry."""
+    scores = call.argument(0, "input", "self", "input1", "anchor")
+    where = call.axis_of(scores)
+    compared = min(1, scores.dim() - 1) if call.op in _CLASS_LOSSES else scores.dim() - 1
+    if call.op in _CLASS_LOSSES | _ROW_LOSSES and isinstance(where, BatchAxis) and where.dim == compared:
+        return lost(call, "compares entries along the batch axis", mixes=True)
     if any(output.dim() > 0 for output in call.outputs):
         return _without_reduction(call)
     meeting = None if call.op in _CLASS_LOSSES | _ROW_LOSSES else broadcast(call)

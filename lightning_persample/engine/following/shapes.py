@@ -148,8 +148,9 @@ def _follow_unbind(call: ObservedCall) -> Followed:
 @follower("flip")
 def _follow_flip(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
-    dims = dims_argument(call.args[1:] if len(call.args) > 2 else call.argument(1, "dims"), tensor.dim())
-    if dims is not None and axis.dim not in dims:
+    given = call.args[1:] if len(call.args) > 2 else call.argument(1, "dims")
+    dims = dims_argument(given, tensor.dim()) or ()  # none given: nothing is flipped
+    if axis.dim not in dims:
         return keep(call, axis)
     return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).flip(0))
 
@@ -203,7 +204,15 @@ def _follow_gather(call: ObservedCall) -> Followed:
         index = call.argument(2, "index")
         clear = dim != axis.dim and call.axis_of(index) is None and call.axis_of(target) is not None
         clear = clear and all(other.same_place(axis) for _, other in located)
-        return keep(call, axis) if clear else lost(call, "writes into places that depend on the batch", mixes=True)
+        if not clear:
+            return lost(call, "writes into places that depend on the batch", mixes=True)
+        rows = target.size(axis.dim)
+
+        def beside(tensor: Tensor) -> BatchAxis | None:
+            along = tensor is not index and tensor.dim() > axis.dim and tensor.size(axis.dim) == rows
+            return axis if along and call.batch_size > 1 else None
+
+        return keep(call, axis, beside)
     if any(not other.same_place(axis) for _, other in located) and call.batch_size > 1:
         return lost(call, "picks entries by indices that do not belong to the same sample", mixes=True)
     size = located[0][0].size(axis.dim)

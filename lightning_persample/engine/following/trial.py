@@ -104,6 +104,7 @@ def _follow_inplace(call: ObservedCall) -> Followed:
     """An op that writes into its first argument keeps that argument's shape; no more is known of an unlisted one."""
     target = call.argument(0, "self", "input")
     where = call.axis_of(target) if isinstance(target, Tensor) else None
-    if isinstance(where, BatchAxis) and len(call.located) == 1 and not call.lost:
+    alone = all(operand.tensor is target or operand.tensor.numel() <= 1 for operand in call.operands)
+    if isinstance(where, BatchAxis) and alone:
         return keep(call, where)
     return lost(call, "writes in place in a way that cannot be followed", mixes=True)
