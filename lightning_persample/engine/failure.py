@@ -20,8 +20,7 @@ def reason_of(error: Exception, what: str) -> str:
         A text for `PerSampleRecord.unsupported`.
     """
     if isinstance(error, UnsupportedError):
-        text = str(error)
-        return text if what in text else f"{what}: {text}"
+        return str(error)
     first_line = next(iter(str(error).splitlines()), "")
     return (
         f"{what}: computing its per-sample gradient failed with {type(error).__name__}: {first_line}; this is a fault "
