@@ -68,11 +68,11 @@ class BatchAxis:
 
     def moved(self, dim: int) -> BatchAxis:
         """The same layout along another axis."""
-        return self if dim == self.dim else replace(self, dim=dim)
+        return self if dim == self.dim else BatchAxis(dim, self.outer, self.inner, self.mixing, self.owner)
 
     def mixed(self, mixing: str | None) -> BatchAxis:
         """The same layout with a note on where a value computed over the whole batch entered."""
-        return self if mixing == self.mixing else replace(self, mixing=mixing)
+        return self if mixing == self.mixing else BatchAxis(self.dim, self.outer, self.inner, mixing, self.owner)
 
     def same_layout(self, other: BatchAxis) -> bool:
         """Whether both give the rows of their axis to the samples alike."""
@@ -117,6 +117,8 @@ def batch_first(tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool 
     Returns:
         A view where strides allow it, shape (B, ..., rows, ...); rows of a sample keep their order.
     """
+    if axis.dim == 0 and axis.outer == 1 and axis.owner is None:  # by far the most: rows of a sample lie together
+        return tensor.reshape(batch_size, axis.inner, *tensor.shape[1:])
     before, after = tensor.shape[: axis.dim], tensor.shape[axis.dim + 1 :]
     entries = axis.entries(batch_size)
     split = tensor.reshape(*before, axis.outer, entries, axis.inner, *after)

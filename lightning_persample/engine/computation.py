@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_persample.engine.batch_axis import BatchAxis, batch_first
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.graph import boundary, nodes_between
-from lightning_persample.engine.observed import ObservedCall, version_of
+from lightning_persample.engine.observed import Description, ObservedCall, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, SampleGradient
 from lightning_persample.rules import Call, Rule, generic_rule
@@ -60,7 +60,7 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
     output_axes = [axis for _, axis in use.outputs]
     first = call.outputs[0].detach() if rule.reads_output or rule.draws is not None else None
     first_axis, random_state = use.followed.outputs[0], call.random_state
-    description = use.describe()
+    description = use.description
     unchanged = _Unchanged(use, use.arguments.values(), kept.values())
 
     def compute(grads: Sequence[Tensor | None]) -> Contributions:
@@ -110,7 +110,7 @@ def _draw_again(rule: Rule, arguments: dict[str, Any], output: Tensor, state: Te
         return rule.draws(arguments, output)
 
 
-def _placed(gradient: SampleGradient, where: BatchAxis | None, description: str) -> SampleGradient:
+def _placed(gradient: SampleGradient, where: BatchAxis | None, description: Description) -> SampleGradient:
     """A weight with the batch along an axis of its own (a state of each sample) has zeros outside a sample's rows."""
     if where is None:
         return gradient
@@ -138,7 +138,7 @@ def _by_generic_rule(use: Use) -> Computation:
             axes[position] = where
     kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     unchanged = _Unchanged(use, leaves, kept)
-    function, description = call.function, use.describe()
+    function, description = call.function, use.description
 
     def compute(grads: Sequence[Tensor | None]) -> Contributions:
         unchanged.check()
@@ -175,7 +175,7 @@ class _Unchanged:
             for tensor in kept
             if isinstance(tensor, Tensor) and tensor.data_ptr() not in written
         ]
-        self._text = use.describe()
+        self._text = use.description
 
     def check(self) -> None:
         """Raise if one of the tensors was written to.

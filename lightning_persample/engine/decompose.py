@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["decomposed", "is_composite"]
+__all__ = ["decomposed", "decomposed_backward", "is_composite"]
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_ENGINE = "_engine_run_backward"  # what torch.autograd.backward calls after it has checked its arguments
 _MODULES = ("torch.nn.functional", "torch.functional")
 
 
@@ -35,7 +37,36 @@ def is_composite(function: Callable[..., Any]) -> bool:
 @functools.cache
 def decomposed(function: types.FunctionType) -> types.FunctionType:
     """A copy of the function that runs its body instead of offering itself to the mode again."""
-    namespace = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no)}
+    return _with_globals(function, dict.fromkeys(_QUESTIONS, _no))
+
+
+def decomposed_backward(function: Callable[..., Any], visible: AbstractContextManager[Any]) -> Callable[..., Any]:
+    """A copy of ``Tensor.backward`` or ``torch.autograd.backward`` that runs its body.
+
+    Args:
+        function: one of the two.
+        visible: context in which the calls of the backward pass itself are seen.
+
+    Returns:
+        The copy.
+    """
+    assert isinstance(function, types.FunctionType)
+    engine = function.__globals__.get(_ENGINE) if _ENGINE in function.__code__.co_names else None
+    if engine is None:
+        return _entering(visible, decomposed(function))
+    return _with_globals(function, {**dict.fromkeys(_QUESTIONS, _no), _ENGINE: _entering(visible, engine)})
+
+
+def _entering(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _with_globals(function: types.FunctionType, replaced: dict[str, Any]) -> types.FunctionType:
+    namespace = {**function.__globals__, **replaced}
     copy = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )

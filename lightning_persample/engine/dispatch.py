@@ -13,24 +13,23 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.coverage import OUTSIDE
-from lightning_persample.engine.decompose import decomposed, is_composite
+from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.failure import FAILURES, reason_of
-from lightning_persample.engine.following import FACTORIES, POINTWISE, follow
+from lightning_persample.engine.following import FACTORIES, follow
 from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
     SHAPE_OF_SECOND,
     adds_a_term,
     attribute_of,
-    is_inplace,
-    op_of,
+    kind_of,
 )
 from lightning_persample.engine.marks import Marks
-from lightning_persample.engine.observed import ObservedCall, Operand, tensors_in, version_of
+from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, version_of
 from lightning_persample.engine.use import Use, attach, refuse_where_used
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.gradients import SampleGradient
-from lightning_persample.rules import find_rule
+from lightning_persample.rules import rule_of
 
 __all__ = ["Constant", "Dispatcher"]
 
@@ -142,34 +141,36 @@ class Dispatcher:
         Returns:
             What the function returns, unchanged.
         """
-        op = op_of(function)
+        kind = kind_of(function)
+        op = kind.op
         if op is None:
             if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":
                 self._copy_mark(*args)
             return function(*args, **kwargs)
-        marked = [(tensor, self._mark_of(tensor)) for tensor in tensors_in((args, kwargs))]
+        tensors = operands_of(args, kwargs)
         if op in SHAPE_OF_SECOND:
-            marked = marked[:1]
-        if any(is_lazy(tensor) for tensor, _ in marked):
-            return function(*args, **kwargs)
-        if all(mark is None or isinstance(mark, Constant) for _, mark in marked):
+            del tensors[1:]
+        marked = [(tensor, self._mark_of(tensor)) for tensor in tensors]
+        if all(mark is None or type(mark) is Constant for _, mark in marked):
             result = function(*args, **kwargs)
-            self._note_constant(op, [tensor for tensor, _ in marked], result)
+            self._note_constant(op, tensors, result)
             return result
-        if len(marked) == 1 and op in POINTWISE and isinstance(marked[0][1], BatchAxis):
+        if kind.pointwise and len(marked) == 1 and type(marked[0][1]) is BatchAxis:
             result = function(*args, **kwargs)  # by far the most calls: the output lies where the input does
-            for output in tensors_in(result):
+            for output in (result,) if isinstance(result, Tensor) else tensors_in(result):
                 self._set_mark(output, marked[0][1])
             return result
-        if is_composite(function):
+        if any(is_lazy(tensor) for tensor in tensors):
+            return function(*args, **kwargs)
+        if kind.composite:
             with visible:
                 return decomposed(function)(*args, **kwargs)
         weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
-        inplace = is_inplace(function)
+        inplace = kind.inplace
         stop = boundary(tensor for tensor, _ in marked) if weights else set()
         saved = (args[0].detach().clone(), *args[1:]) if weights and inplace else args
         versions = [(tensor, version_of(tensor)) for tensor, _ in marked]
-        rule = find_rule(function) if weights else None
+        rule = rule_of(op) if weights else None
         draws = bool(weights) and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
         random_state = torch.get_rng_state() if draws else None
         result = function(*args, **kwargs)
@@ -260,9 +261,11 @@ class Dispatcher:
 
     def _mark_of(self, tensor: Tensor) -> Mark | None:
         mark = self.marks.get(tensor)
-        if isinstance(mark, Weight):
+        if type(mark) is BatchAxis:
+            return mark
+        if type(mark) is Weight:
             return mark if tensor.requires_grad else None
-        unmarked = mark is None or isinstance(mark, Constant)
+        unmarked = mark is None or type(mark) is Constant
         if unmarked and self._written and tensor.layout == torch.strided:
             shared = tensor.untyped_storage().data_ptr() in self._written
             mark = Lost("it shares its memory with a tensor that the batch was written into") if shared else mark
@@ -316,7 +319,7 @@ class Dispatcher:
             self.mixing.setdefault(followed.mixing)
         if followed.weighting is not None and not alone:
             self.weighting.setdefault(followed.weighting)
-        rule = find_rule(call.function)
+        rule = rule_of(call.op)
         for output, mark in zip(call.outputs, followed.outputs, strict=False):
             if mark is not None:
                 self._set_mark(output, mark)
@@ -333,7 +336,7 @@ class Dispatcher:
                     self.marks[output] = mark.mixed(use.mixing)
         if involved and adds_a_term(call):
             outside = [weight for weight in involved.values() if weight.outside]
-            refuse_where_used(call.outputs, outside, f"{use.describe()}: {OUTSIDE}", self)
+            refuse_where_used(call.outputs, outside, f"{use.description}: {OUTSIDE}", self)
         elif involved:
             self._register(use, involved)
 

@@ -9,12 +9,12 @@ __all__ = ["FAILURES", "reason_of"]
 FAILURES = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
-def reason_of(error: Exception, what: str) -> str:
+def reason_of(error: Exception, what: object) -> str:
     """Why there are no values: a refusal's own text, or for any other failure what failed and how.
 
     Args:
         error: one of `FAILURES`.
-        what: the call or weight it failed on.
+        what: the call or weight it failed on; its text is put in front.
 
     Returns:
         A text for `PerSampleRecord.unsupported`.

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from lightning_persample.engine.decompose import is_composite
+from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.observed import ObservedCall
 from lightning_persample.rules import canonical_op
 
-__all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "adds_a_term", "attribute_of", "is_inplace", "op_of"]
+__all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "Kind", "adds_a_term", "attribute_of", "is_inplace", "kind_of", "op_of"]
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
 _SUMS = frozenset({"add", "sub", "rsub", "stack", "cat"})
 _NO_TENSOR = frozenset({
     "__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point", "requires_grad_",
-    "retain_grad", "share_memory_", "register_hook",
+    "retain_grad", "share_memory_", "register_hook", "_set_grad_enabled",
 })  # fmt: skip
 # Ops whose results are data even where they are given none: random numbers, and tensors made of anything.
 DATA_SOURCES = frozenset({
@@ -46,6 +49,37 @@ def is_inplace(function: Callable[..., Any]) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_") and not name.startswith("_")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is known of a function before it is called.
+
+    Attributes:
+        op: canonical op, None where it gives no tensor to follow.
+        inplace: whether it writes into its first argument.
+        pointwise: whether each entry of its output is computed from the entries at its place.
+        composite: whether it is one of torch's Python functions that can be run in the open.
+    """
+
+    op: object | None
+    inplace: bool
+    pointwise: bool
+    composite: bool
+
+
+_KINDS: dict[Callable[..., Any], Kind] = {}
+
+
+def kind_of(function: Callable[..., Any]) -> Kind:
+    """The kind of a call; that of a function of torch's own is found out once."""
+    kind = _KINDS.get(function)
+    if kind is None:
+        op = op_of(function)
+        kind = Kind(op, is_inplace(function), op in POINTWISE, is_composite(function))
+        if op is None or isinstance(op, str):
+            _KINDS[function] = kind
+    return kind
 
 
 def adds_a_term(call: ObservedCall) -> bool:

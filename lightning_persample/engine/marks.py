@@ -22,17 +22,11 @@ class Marks(Generic[Mark]):
         self._entries: dict[int, tuple[weakref.ref[Tensor], Mark]] = {}
 
     def __setitem__(self, tensor: Tensor, mark: Mark) -> None:
-        key = id(tensor)
-
-        def drop(gone: weakref.ref[Tensor]) -> None:
-            entry = self._entries.get(key)
-            if entry is not None and entry[0] is gone:
-                del self._entries[key]
-
-        self._entries[key] = (weakref.ref(tensor, drop), mark)
+        self._entries[id(tensor)] = (weakref.ref(tensor), mark)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """The number of living tensors with a mark."""
+        return sum(reference() is not None for reference, _ in self._entries.values())
 
     def get(self, tensor: Tensor) -> Mark | None:
         """The mark of this tensor object, or None."""

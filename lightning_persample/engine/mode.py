@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.batch import batch_tensors, place_in_batch, read_batch_size
 from lightning_persample.engine.coverage import classify, warning_texts
-from lightning_persample.engine.decompose import decomposed
+from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
@@ -209,10 +209,9 @@ class Capture:
             )
 
     def _backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        visible = decomposed(function)
+        run = decomposed_backward(function, self._mode)
         if self._depth:
-            with self._mode:
-                return visible(*args, **kwargs)
+            return run(*args, **kwargs)
         losses = list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors")))
         self._watched.watch()
         self._dispatcher.find_unseen(losses)
@@ -222,8 +221,7 @@ class Capture:
             self._dispatcher.check_reduction(losses[0], self._weighting)
         self._depth += 1
         try:
-            with self._mode:
-                result = visible(*args, **kwargs)
+            result = run(*args, **kwargs)
         except BaseException:
             self._forget()
             raise

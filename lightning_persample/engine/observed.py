@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 
-__all__ = ["ObservedCall", "Operand", "tensors_in", "user_line", "version_of"]
+__all__ = ["Description", "ObservedCall", "Operand", "operands_of", "tensors_in", "user_line", "version_of"]
 
 _OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen: one is made for every tensor of every call
 class Operand:
     """A tensor among the arguments of a call, with where the batch lies in it (None: it does not hold the batch)."""
 
@@ -28,9 +29,9 @@ class Operand:
     axis: BatchAxis | Lost | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ObservedCall:
-    """A call that has run.
+    """A call that has run; nothing of it changes afterwards.
 
     Attributes:
         op: canonical op, see `rules.canonical_op`.
@@ -43,6 +44,8 @@ class ObservedCall:
         inplace: whether the call wrote into its first argument.
         random_state: state of the generator before the call, where random numbers have to be drawn again.
         written: ids of the operands that the call wrote into, such as running statistics.
+        located: the operands that hold the batch along a known axis.
+        lost: the operands that depend on the batch without an axis that holds it.
     """
 
     op: object
@@ -56,19 +59,16 @@ class ObservedCall:
     written: frozenset[int]
     random_state: Tensor | None = None
 
-    @property
-    def located(self) -> list[tuple[Tensor, BatchAxis]]:
-        """The operands that hold the batch along a known axis."""
-        return [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]
-
-    @property
-    def lost(self) -> list[tuple[Tensor, Lost]]:
-        """The operands that depend on the batch without an axis that holds it."""
-        return [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, Lost)]
+    def __post_init__(self) -> None:
+        self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]
+        self.lost = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, Lost)]
 
     def axis_of(self, tensor: Tensor) -> BatchAxis | Lost | None:
         """Where the batch lies in one of the operands."""
-        return next((o.axis for o in self.operands if o.tensor is tensor), None)
+        for operand in self.operands:
+            if operand.tensor is tensor:
+                return operand.axis
+        return None
 
     def argument(self, position: int, *names: str, default: Any = None) -> Any:
         """An argument by position or by any of its names."""
@@ -81,10 +81,32 @@ class ObservedCall:
         """The op's name for messages."""
         return self.op if isinstance(self.op, str) else getattr(self.function, "__name__", str(self.function))
 
-    def describe(self) -> str:
-        """Op, sizes of its tensors and the user's line, for messages."""
-        sizes = ", ".join(str(tuple(o.tensor.shape)) for o in self.operands)
-        return f"`{self.name}` on {sizes}{user_line()}"
+    def describe(self, parameters: Iterable[str] = ()) -> Description:
+        """Op, sizes of its tensors and the user's line, for messages; to be asked for while the call's line runs."""
+        return Description(self.name, tuple(o.tensor.shape for o in self.operands), _user_place(), tuple(parameters))
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a call is named in messages; the text is made only where one is given.
+
+    Attributes:
+        name: the op's name.
+        sizes: of its tensors.
+        place: file and line of the user's code, None if it is unknown.
+        parameters: names of the parameters among its operands.
+    """
+
+    name: str
+    sizes: tuple[torch.Size, ...]
+    place: tuple[str, int] | None
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The text."""
+        sizes = ", ".join(str(tuple(size)) for size in self.sizes)
+        named = f" with {', '.join(f'`{name}`' for name in sorted(self.parameters))}" if self.parameters else ""
+        return f"`{self.name}` on {sizes}{_line(self.place)}{named}"
 
 
 def version_of(tensor: Tensor) -> int:
@@ -104,9 +126,34 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Every tensor among the arguments of a call, in order."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list, dict)):
+            found.extend(tensors_in(value))
+    return found
+
+
 def user_line() -> str:
     """Where in the user's code the present torch call stands: ``" at model.py:12"``, or nothing if it is unknown."""
+    return _line(_user_place())
+
+
+def _line(place: tuple[str, int] | None) -> str:
+    return "" if place is None else f" at {Path(place[0]).name}:{place[1]}"
+
+
+@functools.cache
+def _is_own(filename: str) -> bool:
+    return filename.startswith(_OWN_FOLDERS)
+
+
+def _user_place() -> tuple[str, int] | None:
+    """File and line of the innermost frame that is neither torch's nor this package's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
+    while frame is not None and _is_own(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)

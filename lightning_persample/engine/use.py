@@ -13,7 +13,8 @@ from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.computation import computation
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import Followed
-from lightning_persample.engine.observed import ObservedCall
+from lightning_persample.engine.observed import Description, ObservedCall
+from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import Rule
 
 if TYPE_CHECKING:
@@ -48,22 +49,28 @@ class Use:
         self.rule: Rule | None = None
         self.arguments: dict[str, Any] = {}
         self.mixing: str | None = None
+        self._description: Description | None = None
         uncertain = bool(call.lost) or any(isinstance(axis, Lost) for axis in followed.outputs)
         self.whole = call.batch_size == 1 and uncertain
         arguments = rule.bind(call.args, call.kwargs) if rule is not None else None
         if rule is None or arguments is None or self.whole:
             return
         if rule.mixes_samples is not None and rule.mixes_samples(arguments):
-            self.mixing = f"{self.describe()} normalises with the statistics of the whole batch"
+            self.mixing = f"{self.description} normalises with the statistics of the whole batch"
         if self._answered_by(rule, arguments):
             self.rule, self.arguments = rule, arguments
 
     def _answered_by(self, rule: Rule, arguments: Mapping[str, Any]) -> bool:
         """Whether weights and batch stand only where the rule expects them."""
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        weights = {id(value) for name, value in tensors.items() if rule.is_weight(name)}
-        batched = {id(value) for name, value in tensors.items() if rule.is_batched(name)}
-        states = {id(value) for name, value in tensors.items() if rule.is_per_sample(name)}
+        weights, batched, states = set(), set(), set()
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                if rule.is_weight(name):
+                    weights.add(id(value))
+                if rule.is_batched(name):
+                    batched.add(id(value))
+                if rule.is_per_sample(name):
+                    states.add(id(value))
         if any(key not in weights for key in self.weights):
             return False
         if any(id(tensor) not in batched for tensor, _ in self.call.located):
@@ -87,13 +94,12 @@ class Use:
             if axis.mixing is not None and (id(tensor) not in unread or tensor.is_floating_point())
         ]
 
-    def describe(self) -> str:
-        """Op, sizes, line and parameters, for messages."""
-        return f"{self.call.describe()}{self._owners()}"
-
-    def _owners(self) -> str:
-        names = sorted({name for weight in self.weights.values() for name in weight.names})
-        return f" with {', '.join(f'`{name}`' for name in names)}" if names else ""
+    @property
+    def description(self) -> Description:
+        """Op, sizes, line and parameters, for messages; first asked for while the call's line runs."""
+        if self._description is None:
+            self._description = self.call.describe({n for weight in self.weights.values() for n in weight.names})
+        return self._description
 
     @property
     def outputs(self) -> list[tuple[Tensor, BatchAxis]]:
@@ -109,13 +115,13 @@ class Use:
         lost = next((axis for output, axis in pairs if output.requires_grad and isinstance(axis, Lost)), None)
         if lost is not None and not self.whole:
             return (
-                f"{self.describe()}: the batch axis cannot be followed here: {lost.reason}; the samples must stay "
+                f"{self.description}: the batch axis cannot be followed here: {lost.reason}; the samples must stay "
                 "along one axis (see `batch_dim` for where the batch has it, and `batch_size` where sizes differ)"
             )
         several = self.rule is not None and self.rule.several_outputs
         if len(self.outputs) != 1 and not several:
             number = len(self.outputs)
-            return f"{self.describe()} has {number} outputs; give it a rule with register_rule, or use its parts"
+            return f"{self.description} has {number} outputs; give it a rule with register_rule, or use its parts"
         return None
 
 
@@ -133,12 +139,12 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
         return
     outputs = [output for output, _ in use.outputs]
     compute, readers = computation(use), [_gradient_reader(output) for output in outputs]
-    kind, description = outputs[0].device.type, use.describe()
+    kind, description = outputs[0].device.type, use.description
 
     def hook(grads: Sequence[Tensor | None]) -> None:
         if not dispatcher.accepting:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction(), torch.autocast(kind, enabled=False):
+        with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(kind):
             try:
                 read = [
                     None if grad is None else reader(grad.detach()) for grad, reader in zip(grads, readers, strict=True)

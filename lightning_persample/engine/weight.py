@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_persample.engine.blocks import row_by_row
 from lightning_persample.engine.failure import FAILURES, reason_of
-from lightning_persample.engine.observed import tensors_in
+from lightning_persample.engine.observed import Description, tensors_in
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
 
@@ -60,7 +60,7 @@ class Derivation:
     output: int
     value: Tensor
     inplace: bool
-    text: str
+    text: Description
     random_state: Tensor | None = None
 
     def compute(self, *parents: Tensor) -> Tensor:

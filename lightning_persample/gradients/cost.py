@@ -62,7 +62,7 @@ def chunks(size: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
     Yields:
         Slices that cover 0 to `size`, in order, none of them empty.
     """
-    step = max(1, memory_budget(device) // max(1, bytes_each))
+    step = max(1, memory_budget(device) // bytes_each) if bytes_each else max(1, size)
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
 

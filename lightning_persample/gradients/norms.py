@@ -8,14 +8,17 @@ rounding errors; `cancelled` finds the samples for which this matters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_persample.gradients.cost import chunks, outer_inner_kernel
+from lightning_persample.gradients.cost import chunks, memory_budget, outer_inner_kernel
+from lightning_persample.gradients.precision import accumulation_dtype
 
 __all__ = [
-    "accumulation_dtype",
+    "by_chunks",
     "cancelled",
     "dense_indexed_inner",
     "dense_inner",
@@ -28,40 +31,14 @@ __all__ = [
     "indexed_terms_sq_norm",
     "outer_direct_sq_norm",
     "outer_gram_inner",
+    "outer_gram_sq_norm",
     "outer_inner",
     "outer_terms_sq_norm",
-    "wide_dtype",
     "zeros",
 ]
 
 _ROW = 4096  # numbers added up in a row; longer sums in float32 are split, for their error grows with the length
 _CANCELLATION = 1e-2  # a result smaller than this part of what was added up is computed again another way
-
-
-def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """The dtype in which sums over these tensors are taken: their common dtype, and float32 at least.
-
-    Example:
-        >>> accumulation_dtype(torch.zeros(1, dtype=torch.float16), torch.zeros(1, dtype=torch.bfloat16))
-        torch.float32
-
-    Args:
-        *tensors: of a floating point or complex dtype.
-
-    Returns:
-        The dtype.
-    """
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
-
-
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The widest dtype of the same kind that the tensor's device has."""
-    if tensor.device.type == "mps":  # which has no float64
-        return accumulation_dtype(tensor)
-    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def cancelled(value: Tensor, scale: Tensor) -> Tensor:
@@ -86,9 +63,10 @@ def _sq_sum(tensor: Tensor) -> Tensor:
     """Sum |tensor[b]|^2 over all but the first axis, in the tensor's own precision: (b,)."""
     flat: Tensor = _real(tensor).unsqueeze(-1).flatten(1)
     whole = flat.shape[1] // _ROW * _ROW
-    rows: Tensor = torch.linalg.vector_norm(flat[:, :whole].reshape(flat.shape[0], whole // _ROW, _ROW), dim=2)
-    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1)
-    return rows.square().sum(1) + rest.square()
+    if whole == 0:
+        return torch.linalg.vector_norm(flat, dim=1).square()
+    rows = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _ROW)), dim=2).square().sum(1)
+    return rows if whole == flat.shape[1] else rows + torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
 
 
 def _dot_sum(a: Tensor, b: Tensor) -> Tensor:
@@ -98,6 +76,8 @@ def _dot_sum(a: Tensor, b: Tensor) -> Tensor:
 
 def _row_sq_norms(tensor: Tensor) -> Tensor:
     """|tensor[b, t]|^2: (b, t, d) to (b, t)."""
+    if tensor.shape[2] <= _ROW and not tensor.is_complex():
+        return torch.linalg.vector_norm(tensor, dim=2).square()
     return _sq_sum(tensor.flatten(0, 1)).view(tensor.shape[:2])
 
 
@@ -111,13 +91,33 @@ def _size(tensor: Tensor, dtype: torch.dtype) -> int:
     return tensor[:1].numel() * dtype.itemsize if tensor.shape[0] else 0
 
 
+def _widening(*tensors: Tensor, dtype: torch.dtype) -> int:
+    """Bytes of one sample of those tensors that have to be copied to `dtype`."""
+    return sum(_size(tensor, dtype) for tensor in tensors if tensor.dtype != dtype)
+
+
+def by_chunks(like: Tensor, dtype: torch.dtype, bytes_each: int, compute: Callable[[slice], Tensor]) -> Tensor:
+    """One number per sample, some samples at a time.
+
+    Args:
+        like: any tensor (B, ...) on the device.
+        dtype: in which the sums are taken.
+        bytes_each: bytes of temporaries for one sample.
+        compute: gives the numbers of a slice of the samples.
+
+    Returns:
+        (B,).
+    """
+    parts = [compute(part) for part in chunks(like.shape[0], bytes_each, like.device)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else zeros(like, dtype)
+
+
 def dense_sq_norm(grad: Tensor) -> Tensor:
     """Sum |grad[b]|^2, grad (B, *shape): (B,)."""
     dtype = accumulation_dtype(grad)
-    result = zeros(grad, dtype)
-    for part in chunks(grad.shape[0], _size(grad, dtype), grad.device):
-        result[part] = _sq_sum(grad[part].to(dtype))
-    return result
+    return by_chunks(grad, dtype, _widening(grad, dtype=dtype), lambda part: _sq_sum(grad[part].to(dtype)))
 
 
 def dense_inner(a: Tensor, b: Tensor) -> Tensor:
@@ -132,10 +132,37 @@ def dense_inner(a: Tensor, b: Tensor) -> Tensor:
 def outer_terms_sq_norm(left: Tensor, right: Tensor) -> Tensor:
     """sum_t |left[t]|^2 |right[t]|^2, the squared norm if the terms were orthogonal: (B,)."""
     dtype = accumulation_dtype(left, right)
-    result = zeros(left, dtype)
-    for part in chunks(left.shape[0], _size(left, dtype) + _size(right, dtype), left.device):
-        result[part] = (_row_sq_norms(left[part].to(dtype)) * _row_sq_norms(right[part].to(dtype))).sum(1)
-    return result
+
+    def terms(part: slice) -> Tensor:
+        products = _row_sq_norms(left[part].to(dtype)) * _row_sq_norms(right[part].to(dtype))
+        return products.squeeze(1) if products.shape[1] == 1 else products.sum(1)
+
+    return by_chunks(left, dtype, _widening(left, right, dtype=dtype), terms)
+
+
+def outer_gram_sq_norm(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The squared norm of sum_t left[t] (x) right[t] from the Gram matrices of both sides.
+
+    Args:
+        left: (B, T, p).
+        right: (B, T, d).
+
+    Returns:
+        The squared norm (B,), and what it would be if the terms were orthogonal (B,).
+    """
+    dtype, T = accumulation_dtype(left, right), left.shape[1]
+    if left.shape[0] == 0 or 3 * T * T * dtype.itemsize > memory_budget(left.device):
+        return outer_gram_inner(left, right, left, right), outer_terms_sq_norm(left, right)
+
+    def both(part: slice) -> Tensor:
+        one, other = left[part].to(dtype), right[part].to(dtype)
+        products = torch.bmm(one.conj(), one.transpose(1, 2))
+        products *= torch.bmm(other.conj(), other.transpose(1, 2))
+        return torch.stack([products.flatten(1).sum(1), products.diagonal(dim1=1, dim2=2).sum(1)], 1).real
+
+    bytes_each = 2 * T * T * dtype.itemsize + _widening(left, right, dtype=dtype)
+    value, scale = by_chunks(left, dtype, bytes_each, both).unbind(1)
+    return value, scale
 
 
 def outer_gram_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:

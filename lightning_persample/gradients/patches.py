@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_persample.gradients.cost import PatchKernel, chunks, patch_kernel
-from lightning_persample.gradients.norms import accumulation_dtype, cancelled, dense_sq_norm, wide_dtype, zeros
+from lightning_persample.gradients.norms import cancelled, dense_sq_norm, zeros
+from lightning_persample.gradients.precision import accumulation_dtype, wide_dtype
 
 __all__ = ["PatchGeometry", "patches_dense", "patches_sq_norm", "patches_terms_sq_norm"]
 

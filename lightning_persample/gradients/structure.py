@@ -8,7 +8,6 @@ returned in float32. Complex parameters have |.|^2 as squared norm and Re(conj(a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import norms
+from lightning_persample.gradients import norms, precision
 from lightning_persample.gradients.cost import chunks, outer_kernel
 from lightning_persample.gradients.patches import PatchGeometry, patches_dense, patches_sq_norm, patches_terms_sq_norm
 
@@ -52,7 +51,7 @@ class SampleGradient(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the gradient is added up: float32 at least."""
-        return norms.accumulation_dtype(*(x for x in self._tensors() if x.is_floating_point() or x.is_complex()))
+        return precision.accumulation_dtype(*(x for x in self._tensors() if x.is_floating_point() or x.is_complex()))
 
     @property
     def device(self) -> torch.device:
@@ -65,7 +64,7 @@ class SampleGradient(ABC):
         Returns:
             (B, *shape), float32 at least.
         """
-        with self._full_precision():
+        with precision.without_autocast(self.device.type):
             return self._dense()
 
     def sq_norm(self) -> Tensor:
@@ -74,7 +73,7 @@ class SampleGradient(ABC):
         Returns:
             (B,), real, float32 at least, never negative; NaN or infinite where the gradient is.
         """
-        with self._full_precision():
+        with precision.without_autocast(self.device.type):
             return self._sq_norm()
 
     def inner(self, other: SampleGradient) -> Tensor:
@@ -93,7 +92,7 @@ class SampleGradient(ABC):
             raise ValueError(
                 f"inner: {_describe(self)} and {_describe(other)} do not belong to the same samples and parameter."
             )
-        with self._full_precision():
+        with precision.without_autocast(self.device.type):
             for one, two in ((self, other), (other, self)):
                 known = one._inner(two)
                 if known is not None:
@@ -120,7 +119,7 @@ class SampleGradient(ABC):
         return None
 
     def _tensors(self) -> list[Tensor]:
-        return [x for x in (getattr(self, f.name) for f in dataclasses.fields(self)) if isinstance(x, Tensor)]
+        return [x for x in vars(self).values() if isinstance(x, Tensor)]
 
     def _map(self: AnyGradient, function: Callable[[Tensor], Tensor]) -> AnyGradient:
         """The same structure with `function` applied to each of its tensors."""
@@ -129,7 +128,7 @@ class SampleGradient(ABC):
 
     def _widened(self: AnyGradient) -> AnyGradient:
         """The same structure in the widest precision of its device."""
-        return self._map(lambda x: x.to(norms.wide_dtype(x)) if x.is_floating_point() or x.is_complex() else x)
+        return self._map(lambda x: x.to(precision.wide_dtype(x)) if x.is_floating_point() or x.is_complex() else x)
 
     def _numbers(self) -> int:
         """How many numbers the structure holds for one sample."""
@@ -138,13 +137,6 @@ class SampleGradient(ABC):
     def _dense_bytes(self) -> int:
         """Bytes of one sample's gradient."""
         return prod(self.shape) * self.dtype.itemsize
-
-    def _full_precision(self) -> contextlib.AbstractContextManager[object]:
-        """Autocast, were it on, would round the inputs of every matrix product."""
-        device_type = self.device.type
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-            return torch.autocast(device_type, enabled=False)
-        return contextlib.nullcontext()
 
 
 def _describe(gradient: SampleGradient) -> str:
@@ -232,8 +224,8 @@ class Outer(SampleGradient):
             return self._terms_sq_norm()
         if outer_kernel(positions, *self.shape) == "direct":
             return norms.outer_direct_sq_norm(self.left, self.right)
-        value = norms.outer_gram_inner(self.left, self.right, self.left, self.right)
-        suspect = norms.cancelled(value, self._terms_sq_norm())
+        value, scale = norms.outer_gram_sq_norm(self.left, self.right)
+        suspect = norms.cancelled(value, scale)
         if suspect.any():
             wide = self._map(lambda tensor: tensor[suspect])._widened()
             value[suspect] = norms.outer_direct_sq_norm(wide.left, wide.right).to(value.dtype)

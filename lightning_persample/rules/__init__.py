@@ -41,6 +41,7 @@ from lightning_persample.rules.registry import (
     canonical_op,
     find_rule,
     register_rule,
+    rule_of,
     supported_ops,
 )
 
@@ -58,5 +59,6 @@ __all__ = [
     "normalization",
     "recurrent",
     "register_rule",
+    "rule_of",
     "supported_ops",
 ]

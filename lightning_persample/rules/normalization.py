@@ -1,8 +1,9 @@
 """Scale and shift of the normalization layers.
 
 Each is ``y = xhat * scale + shift`` with xhat the normalized input: d scale = sum_t g_t xhat_t, d shift = sum_t g_t.
-The normalized input is recomputed by the same torch op without its affine part, in float32 for float16 and bfloat16
-inputs as torch's own kernels do.
+Statistics are computed again in float32 for float16 and bfloat16 inputs, as torch's own kernels do. Where they belong
+to channels, xhat is never written down: with m and r the mean and the reciprocal standard deviation,
+d scale = r (sum_t g_t x_t - m sum_t g_t), two sums that torch's group norm takes in one pass over g and x.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense
+from lightning_persample.gradients.cost import chunks
 from lightning_persample.rules.elementwise import sum_to_shape, widen
 from lightning_persample.rules.registry import Call, register_rule
 
@@ -81,7 +83,7 @@ def group_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
         weight, bias: `Dense` of shape (c,).
     """
     groups, eps = call.arguments["num_groups"], call.get("eps", 1e-5)
-    return _channelwise(call, grad_output, lambda x: torch.group_norm(x, groups, None, None, eps, False))
+    return _channelwise(call, grad_output, groups, lambda x: _statistics_of_groups(x, groups, eps))
 
 
 @register_rule(
@@ -106,11 +108,10 @@ def instance_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
         weight, bias: `Dense` of shape (c,).
     """
     eps = call.arguments["eps"]
+    channels = grad_output.shape[2]
     if not call.arguments["use_input_stats"]:
-        return _channelwise(call, grad_output, _by_running_statistics(call, eps))
-    return _channelwise(
-        call, grad_output, lambda x: torch.instance_norm(x, None, None, None, None, True, 0.0, eps, False)
-    )
+        return _channelwise(call, grad_output, channels, lambda x: _running_statistics(call, x, eps))
+    return _channelwise(call, grad_output, channels, lambda x: _statistics_of_groups(x, channels, eps))
 
 
 def _training(arguments: Mapping[str, Any]) -> bool:
@@ -142,9 +143,10 @@ def batch_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
         weight, bias: `Dense` of shape (c,).
     """
     eps = call.arguments["eps"]
+    channels = grad_output.shape[2]
     if not _training(call.arguments):
-        return _channelwise(call, grad_output, _by_running_statistics(call, eps))
-    return _channelwise(call, grad_output, lambda x: torch.batch_norm(x, None, None, None, None, True, 0.0, eps, False))
+        return _channelwise(call, grad_output, channels, lambda x: _running_statistics(call, x, eps))
+    return _channelwise(call, grad_output, channels, lambda x: _statistics_of_batch(x, eps))
 
 
 def _trailing(op: str, call: Call, grad_output: Tensor, normalize: Callable[[Tensor], Tensor]) -> dict[str, Dense]:
@@ -156,35 +158,63 @@ def _trailing(op: str, call: Call, grad_output: Tensor, normalize: Callable[[Ten
         )
     found = {}
     if "weight" in call.weights:
-        scaled = widen(grad_output) * normalize(widen(call.arguments["input"]))
-        found["weight"] = Dense(sum_to_shape(scaled, shape))
+        x = call.arguments["input"]
+        bytes_each = 4 * max(x.element_size(), 4) * (x.numel() // max(len(x), 1))
+        scales = []
+        for part in chunks(len(x), bytes_each, x.device):
+            scaled = normalize(widen(x[part])).mul_(widen(grad_output[part]))
+            scales.append(sum_to_shape(scaled, shape))
+        found["weight"] = Dense(torch.cat(scales) if scales else sum_to_shape(grad_output, shape))
     if "bias" in call.weights:
         found["bias"] = Dense(sum_to_shape(grad_output, shape))
     return found
 
 
-def _channelwise(call: Call, grad_output: Tensor, normalize: Callable[[Tensor], Tensor]) -> dict[str, Dense]:
-    """`normalize` maps rows (B * k, c, *t) to normalized rows."""
-    found = {}
-    if "weight" in call.weights:
-        rows = widen(call.arguments["input"]).flatten(0, 1)
-        normalized = normalize(rows).unflatten(0, grad_output.shape[:2])
-        found["weight"] = Dense(_sum_to_channels(widen(grad_output) * normalized))
-    if "bias" in call.weights:
-        found["bias"] = Dense(_sum_to_channels(grad_output))
-    return found
+def _channelwise(
+    call: Call, grad_output: Tensor, groups: int, statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> dict[str, Dense]:
+    """`statistics` gives mean and reciprocal standard deviation, (n, groups) each, of rows (n = B * k, c, *t).
+
+    Where each channel has statistics of its own, torch subtracts the mean before it multiplies, and so does this: the
+    two sums cancel where the mean is large beside the deviation.
+    """
+    wide = widen(grad_output)
+    B, k, c = wide.shape[:3]
+    if "weight" not in call.weights or not wide.numel():
+        return {name: Dense(wide.flatten(3).sum((1, 3)) if wide.dim() > 3 else wide.sum(1)) for name in call.weights}
+    rows = widen(call.arguments["input"]).flatten(0, 1)
+    mean, reciprocal = statistics(rows)
+    # Group norm's own kernel adds up over the batch; with all rows as channels of one sample, only over positions.
+    if groups == c:
+        rows, mean = rows - mean.view(*mean.shape, *(1,) * (rows.dim() - 2)), torch.zeros_like(mean)
+    _, scale, shift = torch.ops.aten.native_group_norm_backward(
+        wide.reshape(1, B * k * c, -1).contiguous(),
+        rows.reshape(1, B * k * c, -1).contiguous(),
+        mean.reshape(1, -1).contiguous(),
+        reciprocal.reshape(1, -1).contiguous(),
+        rows.new_ones(B * k * c),  # (not read for these two results)
+        1,
+        B * k * c,
+        wide[0, 0, 0].numel(),
+        B * k * groups,
+        (False, True, True),
+    )
+    given = {"weight": scale, "bias": shift}
+    return {name: Dense(given[name].view(B, k, c).sum(1)) for name in call.weights}
 
 
-def _sum_to_channels(grad: Tensor) -> Tensor:
-    """(B, k, c, *t) -> (B, c)."""
-    return widen(grad).sum([axis for axis in range(1, grad.dim()) if axis != 2])
+def _statistics_of_groups(rows: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
+    n, c = rows.shape[:2]
+    rows = rows.contiguous()
+    _, mean, reciprocal = torch.native_group_norm(rows, None, None, n, c, rows[0, 0].numel(), groups, eps)
+    return mean, reciprocal
 
 
-def _by_running_statistics(call: Call, eps: float) -> Callable[[Tensor], Tensor]:
-    mean, var = widen(call.arguments["running_mean"]), widen(call.arguments["running_var"])
+def _statistics_of_batch(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    _, mean, reciprocal = torch.native_batch_norm(rows, None, None, None, None, True, 0.0, eps)
+    return mean.expand(rows.shape[0], -1), reciprocal.expand(rows.shape[0], -1)
 
-    def normalize(rows: Tensor) -> Tensor:
-        channels = (-1,) + (1,) * (rows.dim() - 2)
-        return (rows - mean.view(channels)) * (var + eps).rsqrt().view(channels)
 
-    return normalize
+def _running_statistics(call: Call, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    mean, var = (call.arguments[name].to(rows.dtype) for name in ("running_mean", "running_var"))
+    return mean.expand(rows.shape[0], -1), (var + eps).rsqrt().expand(rows.shape[0], -1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_persample.errors import RuleRegistrationError
 from lightning_persample.gradients import SampleGradient
 
-__all__ = ["Call", "Rule", "RuleFunction", "canonical_op", "find_rule", "register_rule", "supported_ops"]
+__all__ = ["Call", "Rule", "RuleFunction", "canonical_op", "find_rule", "register_rule", "rule_of", "supported_ops"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +245,12 @@ def register_rule(
 
 def find_rule(op: Callable[..., Any]) -> Rule | None:
     """The rule of an op in any of its spellings, or None where only the generic rule can answer."""
-    return _RULES.get(canonical_op(op))
+    return rule_of(canonical_op(op))
+
+
+def rule_of(op: object) -> Rule | None:
+    """The rule of a canonical op, or None."""
+    return _RULES.get(op)
 
 
 def supported_ops() -> tuple[str, ...]:

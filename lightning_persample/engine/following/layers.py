@@ -32,7 +32,7 @@ def _follow_linear(call: ObservedCall) -> Followed:
         beside = placed.aligned is not None and any(tensor is item for item in data)
         return placed.aligned(tensor) if placed.aligned is not None and beside else None
 
-    return replace(placed, aligned=aligned)
+    return Followed(placed.outputs, aligned, placed.mixing, placed.weighting)
 
 
 @follower("embedding")

@@ -116,6 +116,8 @@ def _unequal_weights(call: ObservedCall) -> str | None:
     if not isinstance(axis, BatchAxis) or target.is_floating_point():
         return None
     counted = target != ignored
+    if weight is None and axis.owner is None and bool(counted.all()):
+        return None
     shares = counted.to(torch.float64)
     if isinstance(weight, Tensor):
         shares = shares * weight.detach().to(torch.float64)[torch.where(counted, target, 0)]
