@@ -40,8 +40,10 @@ from lightning_persample.rules.registry import (
     RuleFunction,
     canonical_op,
     find_rule,
+    op_name,
     register_rule,
     supported_ops,
+    watched,
 )
 
 __all__ = [
@@ -56,7 +58,9 @@ __all__ = [
     "generic_rule",
     "linear",
     "normalization",
+    "op_name",
     "recurrent",
     "register_rule",
     "supported_ops",
+    "watched",
 ]

@@ -7,16 +7,29 @@ contributes to the gradient of each weight among the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 
 from lightning_persample.errors import RuleRegistrationError
 from lightning_persample.gradients import SampleGradient
 
-__all__ = ["Call", "Rule", "RuleFunction", "canonical_op", "find_rule", "register_rule", "supported_ops"]
+__all__ = [
+    "Call",
+    "Rule",
+    "RuleFunction",
+    "canonical_op",
+    "find_rule",
+    "op_name",
+    "register_rule",
+    "supported_ops",
+    "watched",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,24 +156,39 @@ def canonical_op(op: Callable[..., Any]) -> object:
     """The key under which an op is known.
 
     Every spelling of one torch op (``torch.add``, ``Tensor.add``, ``Tensor.add_``, ``a + b``, ``a += b``) has the op's
-    plain name as key. A function that is not torch's own is its own key.
+    plain name as key. A custom op (`torch.library.custom_op`, ``torch.ops.mine.affine``, any of its overloads) has its
+    name with the namespace, ``mine.affine``. Any other function is its own key.
 
     >>> import torch
     >>> {canonical_op(op) for op in (torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__iadd__)}
     {'add'}
 
     Returns:
-        The name of a torch op, or the function itself.
+        The name of an op of torch or of a library of custom ops, or the function itself.
     """
     name = getattr(op, "__name__", None)
     if name is None or not _is_torch_op(op):
-        return op
+        return _custom_op(op)
     if name in _OPERATORS:
         return _OPERATORS[name]
     if name.startswith("__"):
         return name.strip("_")
     plain = name.rstrip("_")
     return _OPERATORS.get(plain, plain)
+
+
+def _custom_op(op: object) -> object:
+    """The name under which torch knows a custom op, whichever of its forms is called; anything else as it is."""
+    if isinstance(op, CustomOpDef):
+        op = op._opoverload
+    if isinstance(op, OpOverload):
+        op = op.overloadpacket
+    return str(op) if isinstance(op, OpOverloadPacket) else op
+
+
+def op_name(op: object) -> str:
+    """A canonical op in messages: its name, or that of the function."""
+    return op if isinstance(op, str) else str(getattr(op, "__qualname__", None) or repr(op))
 
 
 def _is_torch_op(op: object) -> bool:
@@ -215,13 +243,13 @@ def register_rule(
     read = batched if reads is None else reads
     unknown = [name for name in (*batched, *weights, *read) if name not in arguments]
     if unknown:
-        raise RuleRegistrationError(f"rule for {key!r} names {unknown}, but the op's arguments are {list(arguments)}")
+        raise RuleRegistrationError(f"rule for {op_name(key)!r} names {unknown}, but the op's arguments are {list(arguments)}")
 
     def register(function: RuleFunction) -> RuleFunction:
         if key in _RULES and not overwrite:
             known = _RULES[key].function
             raise RuleRegistrationError(
-                f"{key!r} already has the rule {known.__module__}.{known.__qualname__}; "
+                f"{op_name(key)!r} already has the rule {known.__module__}.{known.__qualname__}; "
                 f"pass overwrite=True to replace it by {function.__module__}.{function.__qualname__}"
             )
         _RULES[key] = Rule(
@@ -250,4 +278,22 @@ def find_rule(op: Callable[..., Any]) -> Rule | None:
 
 def supported_ops() -> tuple[str, ...]:
     """The names of all ops with a rule of their own, sorted."""
-    return tuple(sorted(str(op) for op in _RULES))
+    return tuple(sorted(op_name(op) for op in _RULES))
+
+
+@contextmanager
+def watched(rule: Rule, function: RuleFunction) -> Iterator[None]:
+    """Let another function answer in place of a registered rule inside this context.
+
+    Args:
+        rule: the rule as `find_rule` gave it.
+        function: what is called instead.
+
+    Yields:
+        Nothing.
+    """
+    _RULES[rule.op] = replace(rule, function=function)
+    try:
+        yield
+    finally:
+        _RULES[rule.op] = rule
