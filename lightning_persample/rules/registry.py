@@ -77,7 +77,8 @@ class Rule:
         arguments: names of the op's arguments in positional order.
         batched: names of the arguments that may depend on the batch.
         weights: names of the arguments whose gradient the rule knows.
-        reads: names of the arguments whose values the rule reads; what is not read is not kept alive for the backward.
+        reads: names of the arguments whose values the rule reads; what is not read need not be kept alive for the
+            backward. Of a weight that is asked for, shape and dtype are known in any case.
         mixes_samples: given the arguments by name, does this call let one sample influence another's output?
         binds: gives the arguments by name where their order depends on their kinds.
         several_outputs: the rule gets a tuple of gradients, one per output, None where an output got none.
@@ -216,14 +217,35 @@ def register_rule(
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the rule of an op.
 
+    The rule computes ``g_i = d <grad_output_i, op(...)_i> / d weight`` for each sample i, from batch-first tensors (see
+    `Call` and the convention in `lightning_persample.rules`), summed over all rows and positions of the sample::
+
+        @torch.library.custom_op("mine::scaled_linear", mutates_args=())
+        def scaled_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor: ...  # and its register_autograd
+
+
+        @register_rule(scaled_linear, arguments=("x", "weight", "scale"), batched=("x",), weights=("weight",))
+        def rule(call, grad_output):
+            x = call.arguments["x"].flatten(1, -2)  # (B, t, d)
+            return {"weight": Outer(call.arguments["scale"] * grad_output.flatten(1, -2), x)}
+
+
+        assert check_rule(scaled_linear, (torch.randn(6, 3), torch.randn(2, 3), 0.5))
+
+    "Your own op" in the README has the whole of it.
+
     Args:
-        op: the op as torch dispatches it; every spelling of a torch op counts as the same op.
+        op: the op as torch dispatches it; every spelling of a torch op counts as the same op. A `torch.library.custom_op`
+            is known in all its forms. A Python function is seen only where it offers itself to overrides, decorated
+            with `torch.overrides.wrap_torch_function`; so is an `autograd.Function` only where such a function calls
+            it. `check_rule` tells.
         arguments: names of the op's arguments in positional order.
         batched: names of the arguments that may depend on the batch; a call in which another argument depends on the
             batch goes to the generic rule.
         weights: names of the arguments whose gradient the rule knows; a call in which another argument is a tracked
             weight goes to the generic rule.
-        reads: names of the arguments whose values the rule reads, by default `batched`. The others are not kept alive.
+        reads: names of the arguments whose values the rule reads, by default `batched`. Of other tensors it is promised
+            no values: a weight that is asked for has at least shape and dtype, the rest may be left out.
         mixes_samples: tells from the arguments by name whether the call lets samples influence each other.
         bind: gives the arguments by name where their order depends on their kinds.
         several_outputs: the rule gets a tuple of gradients, one per output, None where an output got none.
@@ -243,7 +265,9 @@ def register_rule(
     read = batched if reads is None else reads
     unknown = [name for name in (*batched, *weights, *read) if name not in arguments]
     if unknown:
-        raise RuleRegistrationError(f"rule for {op_name(key)!r} names {unknown}, but the op's arguments are {list(arguments)}")
+        raise RuleRegistrationError(
+            f"rule for {op_name(key)!r} names {unknown}, but the op's arguments are {list(arguments)}"
+        )
 
     def register(function: RuleFunction) -> RuleFunction:
         if key in _RULES and not overwrite:
