@@ -231,18 +231,15 @@ class _Check:
             reason = raised(error)
             self.checks += [RuleCheck(text, name, math.nan, "raised", reason) for name in names]
             return
+        unseen = "" if called else self._why_not_found()
         for name, own in names.items():
-            if own in record.unsupported:
-                self.checks.append(RuleCheck(text, name, math.nan, "missing", record.unsupported[own]))
-                continue
-            if own not in record.grad_samples:
-                self.checks.append(RuleCheck(text, name, math.nan, "missing", "no gradient reached it"))
-                continue
-            found = Dense(record.grad_samples[own])
-            off, status, reason = compared(found, expected[name], self._allowed(self.dtypes[0]), record.sq_norms[own])
-            if status == "agrees" and not called:
-                status, reason = "not found", self._why_not_found()
-            self.checks.append(RuleCheck(text, name, off, status, reason))
+            finding: Finding = (math.nan, "missing", record.unsupported.get(own, "no gradient reached it"))
+            if own in record.grad_samples:
+                rows, allowed = Dense(record.grad_samples[own]), self._allowed(self.dtypes[0])
+                finding = compared(rows, expected[name], allowed, record.sq_norms[own])
+            if unseen:
+                finding = (finding[0], "not found", unseen)
+            self.checks.append(RuleCheck(text, name, *finding))
 
     def _why_not_found(self) -> str:
         seen: list[Callable[..., Any]] = []
@@ -252,13 +249,14 @@ class _Check:
                 seen.append(func)
                 return func(*args, **(kwargs or {}))
 
+        leaves = self.example.leaves()
         with Listening():
-            self.example.run(self.example.leaves())
+            self.example.run(leaves)
         ops = list(dict.fromkeys(canonical_op(function) for function in seen))
         if self.rule.op in ops:
             return (
-                "the call went to the generic rule: the op was called in a way that `arguments`, `batched` and "
-                "`weights` of the rule do not describe"
+                "the rule is never asked, although torch shows the call: the op was called in a way that `arguments`, "
+                "`batched` and `weights` of the rule do not describe"
             )
         calls = ", ".join(op_name(op) for op in ops) or "nothing"
         return (

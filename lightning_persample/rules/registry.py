@@ -235,10 +235,10 @@ def register_rule(
     "Your own op" in the README has the whole of it.
 
     Args:
-        op: the op as torch dispatches it; every spelling of a torch op counts as the same op. A `torch.library.custom_op`
-            is known in all its forms. A Python function is seen only where it offers itself to overrides, decorated
-            with `torch.overrides.wrap_torch_function`; so is an `autograd.Function` only where such a function calls
-            it. `check_rule` tells.
+        op: the op as torch dispatches it; every spelling of a torch op counts as the same op. A custom op
+            (`torch.library.custom_op`) is known in all its forms. A Python function is seen only where it offers itself
+            to overrides, decorated with `torch.overrides.wrap_torch_function`, and an `autograd.Function` only where
+            such a function calls it. `check_rule` tells.
         arguments: names of the op's arguments in positional order.
         batched: names of the arguments that may depend on the batch; a call in which another argument depends on the
             batch goes to the generic rule.
