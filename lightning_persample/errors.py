@@ -30,7 +30,7 @@ class OptionError(PerSampleError, ValueError):
 
 
 class RuleRegistrationError(PerSampleError):
-    """A rule is registered twice, or names an argument that its op does not have."""
+    """A rule is registered twice, or names an argument that its op does not have; or an op to be checked has none."""
 
 
 class VerificationError(PerSampleError):

@@ -13,6 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_persample import PerSampleGradientMonitor, supported_ops
+from lightning_persample.rules import registry
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,6 +32,7 @@ def table_rows(heading: str) -> list[list[str]]:
 
 def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))  # what the README registers is gone afterwards
     namespace: dict[str, object] = {"__name__": "readme"}
     for number, block in enumerate(blocks("python")):
         exec(compile(block, f"README.md, python block {number}", "exec"), namespace)
@@ -38,6 +40,12 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
     assert "'per_sample_grad/norm_mean'" in printed
     assert "has the largest norm" in printed
     assert "'0.weight': (4, 32, 8)" in printed
+
+
+def test_a_rule_of_ones_own_takes_less_than_20_lines():
+    (block,) = [block for block in blocks("python") if "register_rule" in block]
+    assert len([line for line in block.splitlines() if line.strip()]) < 20
+    assert "check_rule(" in block.splitlines()[-2]
 
 
 def test_ci_runs_the_two_commands_of_the_readme():

@@ -1,5 +1,6 @@
 """The engine: from the torch calls of a training step to a record of per-sample gradients."""
 
+from lightning_persample.engine.check_rule import check_rule
 from lightning_persample.engine.coverage import warning_texts
 from lightning_persample.engine.expanded_weight import ExpandedWeight
 from lightning_persample.engine.failure import FAILURES, reason_of
@@ -12,6 +13,7 @@ from lightning_persample.engine.functional import (
 from lightning_persample.engine.mode import Capture, expanded_weights
 from lightning_persample.engine.record import PerSampleRecord, group_name
 from lightning_persample.engine.report import ParameterCheck, VerificationReport
+from lightning_persample.engine.rule_report import RuleCheck, RuleReport
 from lightning_persample.engine.verify import check_per_sample_gradients
 
 __all__ = [
@@ -20,9 +22,12 @@ __all__ = [
     "ExpandedWeight",
     "ParameterCheck",
     "PerSampleRecord",
+    "RuleCheck",
+    "RuleReport",
     "VerificationReport",
     "call_for_per_sample_grads",
     "check_per_sample_gradients",
+    "check_rule",
     "expanded_weights",
     "group_name",
     "loop_per_sample_grads",

@@ -3,6 +3,7 @@
 `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` in evaluation mode without gradient (a frozen teacher in a
 training step) take a fused path, unless ``torch.overrides.has_torch_function`` is true, which any torch function
 mode makes it. The fused path rounds differently: without this, observing a step would change what it computes.
+A function that asks because it offers itself to overrides (`torch.overrides.wrap_torch_function`) gets the true answer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def modules_do_not_see(kind: type[TorchFunctionMode]) -> Iterator[None]:
     asked = torch.overrides.has_torch_function
 
     def has_torch_function(args: Iterable[Any]) -> bool:
-        if any(not isinstance(mode, kind) for mode in _get_current_function_mode_stack()):
+        offers_itself = "handle_torch_function" in sys._getframe(1).f_code.co_names
+        if offers_itself or any(not isinstance(mode, kind) for mode in _get_current_function_mode_stack()):
             return bool(asked(args))
         return any(_overrides(type(arg)) for arg in args)
 

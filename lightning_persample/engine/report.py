@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
-__all__ = ["ParameterCheck", "VerificationReport"]
+__all__ = ["ParameterCheck", "VerificationReport", "table"]
+
+Row: TypeAlias = tuple[tuple[str, ...], float, str, str]
 
 _HEADER = ("parameter", "largest relative error", "status", "reason")
 
@@ -57,22 +60,9 @@ class VerificationReport:
 
     def __str__(self) -> str:
         """The table, with each reason written once below it."""
-        reasons = list(dict.fromkeys(row.reason for row in self.parameters if row.reason))
-        cells = [_HEADER] + [
-            (
-                row.name,
-                "-" if math.isnan(row.error) else f"{row.error:.1e}",
-                row.status,
-                f"[{reasons.index(row.reason) + 1}]" if row.reason else "",
-            )
-            for row in self.parameters
-        ]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADER))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-        table.insert(1, "  ".join("-" * width for width in widths))
-        lines = [self._summary(), *(line.rstrip() for line in table)]
-        lines += [f"[{number}] {reason}" for number, reason in enumerate(reasons, start=1)]
-        return "\n".join(lines)
+        return (
+            f"{self._summary()}\n{table(_HEADER, [((r.name,), r.error, r.status, r.reason) for r in self.parameters])}"
+        )
 
     def _summary(self) -> str:
         if self.reason:
@@ -82,3 +72,31 @@ class VerificationReport:
             f"Per-sample gradients of {self.samples} samples, compared with the one-sample loop (tolerance "
             f"{self.tolerance:.0e}): {agree} of {len(self.parameters)} parameters agree"
         )
+
+
+def table(header: Sequence[str], rows: Sequence[Row]) -> str:
+    """Rows as text, with each reason written once below the table.
+
+    Args:
+        header: what stands above the columns: names, error, status, reason.
+        rows: for each row the names, the error (nan where there is none), the status and the reason ("" for none).
+
+    Returns:
+        The lines of the table and of the reasons.
+    """
+    reasons = list(dict.fromkeys(reason for *_, reason in rows if reason))
+    cells = [tuple(header)] + [
+        (
+            *names,
+            "-" if math.isnan(error) else f"{error:.1e}",
+            status,
+            f"[{reasons.index(reason) + 1}]" if reason else "",
+        )
+        for names, error, status, reason in rows
+    ]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(
+        [line.rstrip() for line in lines] + [f"[{n}] {reason}" for n, reason in enumerate(reasons, start=1)]
+    )

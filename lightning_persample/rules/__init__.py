@@ -40,9 +40,11 @@ from lightning_persample.rules.registry import (
     RuleFunction,
     canonical_op,
     find_rule,
+    op_name,
     register_rule,
     rule_of,
     supported_ops,
+    watched,
 )
 
 __all__ = [
@@ -57,8 +59,10 @@ __all__ = [
     "generic_rule",
     "linear",
     "normalization",
+    "op_name",
     "recurrent",
     "register_rule",
     "rule_of",
     "supported_ops",
+    "watched",
 ]

@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.rules.elementwise import widen
-from lightning_persample.rules.registry import canonical_op
+from lightning_persample.rules.registry import canonical_op, op_name
 
 __all__ = ["generic_rule"]
 
@@ -165,9 +165,8 @@ class _Call:
                 shapes.append(f"{leaf}: {tuple(self.batched[leaf].shape[1:])} per sample{note}")
             elif isinstance(value, Tensor):
                 shapes.append(f"{leaf}: {tuple(value.shape)}{note}")
-        name = self.op if isinstance(self.op, str) else getattr(self.op, "__qualname__", repr(self.op))
         return (
-            f"no per-sample gradient of the op {name!r}: {reason}. Tensor leaves: {', '.join(shapes)}. "
+            f"no per-sample gradient of the op {op_name(self.op)!r}: {reason}. Tensor leaves: {', '.join(shapes)}. "
             "Give the op a rule of its own with lightning_persample.register_rule."
         )
 

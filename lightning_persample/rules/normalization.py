@@ -173,20 +173,16 @@ def _trailing(op: str, call: Call, grad_output: Tensor, normalize: Callable[[Ten
 def _channelwise(
     call: Call, grad_output: Tensor, groups: int, statistics: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> dict[str, Dense]:
-    """`statistics` gives mean and reciprocal standard deviation, (n, groups) each, of rows (n = B * k, c, *t).
-
-    Where each channel has statistics of its own, torch subtracts the mean before it multiplies, and so does this: the
-    two sums cancel where the mean is large beside the deviation.
-    """
+    """`statistics` gives mean and reciprocal standard deviation, (n, groups) each, of rows (n = B * k, c, *t)."""
     wide = widen(grad_output)
     B, k, c = wide.shape[:3]
     if "weight" not in call.weights or not wide.numel():
         return {name: Dense(wide.flatten(3).sum((1, 3)) if wide.dim() > 3 else wide.sum(1)) for name in call.weights}
     rows = widen(call.arguments["input"]).flatten(0, 1)
     mean, reciprocal = statistics(rows)
-    # Group norm's own kernel adds up over the batch; with all rows as channels of one sample, only over positions.
-    if groups == c:
+    if groups == c:  # here torch subtracts the mean first, since the two sums may cancel, and so does this
         rows, mean = rows - mean.view(*mean.shape, *(1,) * (rows.dim() - 2)), torch.zeros_like(mean)
+    # Group norm's own kernel adds up over the batch; with all rows as channels of one sample, only over positions.
     _, scale, shift = torch.ops.aten.native_group_norm_backward(
         wide.reshape(1, B * k * c, -1).contiguous(),
         rows.reshape(1, B * k * c, -1).contiguous(),

@@ -333,6 +333,7 @@ def _register(kind: str) -> None:
         arguments=names,
         batched=("input", "hx"),
         weights=("params", "hx"),
+        reads=("input", "batch_sizes", "hx", "params"),
         bind=bind_layer,
         several_outputs=True,
         draws=_draws,
@@ -344,6 +345,7 @@ def _register(kind: str) -> None:
         arguments=_CELL,
         batched=("input", "hx"),
         weights=("hx", *_CELL[2:]),
+        reads=_CELL,
         several_outputs=True,
         per_sample=("hx",),
     )(cell_rule)

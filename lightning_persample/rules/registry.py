@@ -7,16 +7,30 @@ contributes to the gradient of each weight among the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 
 from lightning_persample.errors import RuleRegistrationError
 from lightning_persample.gradients import SampleGradient
 
-__all__ = ["Call", "Rule", "RuleFunction", "canonical_op", "find_rule", "register_rule", "rule_of", "supported_ops"]
+__all__ = [
+    "Call",
+    "Rule",
+    "RuleFunction",
+    "canonical_op",
+    "find_rule",
+    "op_name",
+    "register_rule",
+    "rule_of",
+    "supported_ops",
+    "watched",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +78,8 @@ class Rule:
         arguments: names of the op's arguments in positional order.
         batched: names of the arguments that may depend on the batch.
         weights: names of the arguments whose gradient the rule knows.
-        reads: names of the arguments whose values the rule reads; what is not read is not kept alive for the backward.
+        reads: names of the arguments whose values the rule reads; what is not read need not be kept alive for the
+            backward. Of a weight that is asked for, shape and dtype are known in any case.
         mixes_samples: given the arguments by name, does this call let one sample influence another's output?
         binds: gives the arguments by name where their order depends on their kinds.
         several_outputs: the rule gets a tuple of gradients, one per output, None where an output got none.
@@ -143,24 +158,39 @@ def canonical_op(op: Callable[..., Any]) -> object:
     """The key under which an op is known.
 
     Every spelling of one torch op (``torch.add``, ``Tensor.add``, ``Tensor.add_``, ``a + b``, ``a += b``) has the op's
-    plain name as key. A function that is not torch's own is its own key.
+    plain name as key. A custom op (`torch.library.custom_op`, ``torch.ops.mine.affine``, any of its overloads) has its
+    name with the namespace, ``mine.affine``. Any other function is its own key.
 
     >>> import torch
     >>> {canonical_op(op) for op in (torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__iadd__)}
     {'add'}
 
     Returns:
-        The name of a torch op, or the function itself.
+        The name of an op of torch or of a library of custom ops, or the function itself.
     """
     name = getattr(op, "__name__", None)
     if name is None or not _is_torch_op(op):
-        return op
+        return _custom_op(op)
     if name in _OPERATORS:
         return _OPERATORS[name]
     if name.startswith("__"):
         return name.strip("_")
     plain = name.rstrip("_")
     return _OPERATORS.get(plain, plain)
+
+
+def _custom_op(op: object) -> object:
+    """The name under which torch knows a custom op, whichever of its forms is called; anything else as it is."""
+    if isinstance(op, CustomOpDef):
+        op = op._opoverload
+    if isinstance(op, OpOverload):
+        op = op.overloadpacket
+    return str(op) if isinstance(op, OpOverloadPacket) else op
+
+
+def op_name(op: object) -> str:
+    """A canonical op in messages: its name, or that of the function."""
+    return op if isinstance(op, str) else str(getattr(op, "__qualname__", None) or repr(op))
 
 
 def _is_torch_op(op: object) -> bool:
@@ -188,14 +218,35 @@ def register_rule(
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the rule of an op.
 
+    The rule computes ``g_i = d <grad_output_i, op(...)_i> / d weight`` for each sample i, from batch-first tensors (see
+    `Call` and the convention in `lightning_persample.rules`), summed over all rows and positions of the sample::
+
+        @torch.library.custom_op("mine::scaled_linear", mutates_args=())
+        def scaled_linear(x: Tensor, weight: Tensor, scale: float) -> Tensor: ...  # and its register_autograd
+
+
+        @register_rule(scaled_linear, arguments=("x", "weight", "scale"), batched=("x",), weights=("weight",))
+        def rule(call, grad_output):
+            x = call.arguments["x"].flatten(1, -2)  # (B, t, d)
+            return {"weight": Outer(call.arguments["scale"] * grad_output.flatten(1, -2), x)}
+
+
+        assert check_rule(scaled_linear, (torch.randn(6, 3), torch.randn(2, 3), 0.5))
+
+    "Your own op" in the README has the whole of it.
+
     Args:
-        op: the op as torch dispatches it; every spelling of a torch op counts as the same op.
+        op: the op as torch dispatches it; every spelling of a torch op counts as the same op. A custom op
+            (`torch.library.custom_op`) is known in all its forms. A Python function is seen only where it offers itself
+            to overrides, decorated with `torch.overrides.wrap_torch_function`, and an `autograd.Function` only where
+            such a function calls it. `check_rule` tells.
         arguments: names of the op's arguments in positional order.
         batched: names of the arguments that may depend on the batch; a call in which another argument depends on the
             batch goes to the generic rule.
         weights: names of the arguments whose gradient the rule knows; a call in which another argument is a tracked
             weight goes to the generic rule.
-        reads: names of the arguments whose values the rule reads, by default `batched`. The others are not kept alive.
+        reads: names of the arguments whose values the rule reads, by default `batched`. Of other tensors it is promised
+            no values: a weight that is asked for has at least shape and dtype, the rest may be left out.
         mixes_samples: tells from the arguments by name whether the call lets samples influence each other.
         bind: gives the arguments by name where their order depends on their kinds.
         several_outputs: the rule gets a tuple of gradients, one per output, None where an output got none.
@@ -215,13 +266,15 @@ def register_rule(
     read = batched if reads is None else reads
     unknown = [name for name in (*batched, *weights, *read) if name not in arguments]
     if unknown:
-        raise RuleRegistrationError(f"rule for {key!r} names {unknown}, but the op's arguments are {list(arguments)}")
+        raise RuleRegistrationError(
+            f"rule for {op_name(key)!r} names {unknown}, but the op's arguments are {list(arguments)}"
+        )
 
     def register(function: RuleFunction) -> RuleFunction:
         if key in _RULES and not overwrite:
             known = _RULES[key].function
             raise RuleRegistrationError(
-                f"{key!r} already has the rule {known.__module__}.{known.__qualname__}; "
+                f"{op_name(key)!r} already has the rule {known.__module__}.{known.__qualname__}; "
                 f"pass overwrite=True to replace it by {function.__module__}.{function.__qualname__}"
             )
         _RULES[key] = Rule(
@@ -255,4 +308,22 @@ def rule_of(op: object) -> Rule | None:
 
 def supported_ops() -> tuple[str, ...]:
     """The names of all ops with a rule of their own, sorted."""
-    return tuple(sorted(str(op) for op in _RULES))
+    return tuple(sorted(op_name(op) for op in _RULES))
+
+
+@contextmanager
+def watched(rule: Rule, function: RuleFunction) -> Iterator[None]:
+    """Let another function answer in place of a registered rule inside this context.
+
+    Args:
+        rule: the rule as `find_rule` gave it.
+        function: what is called instead.
+
+    Yields:
+        Nothing.
+    """
+    _RULES[rule.op] = replace(rule, function=function)
+    try:
+        yield
+    finally:
+        _RULES[rule.op] = rule

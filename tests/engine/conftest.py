@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lightning_persample.rules import registry
+
 
 @pytest.fixture
 def double_precision() -> Iterator[None]:
@@ -15,3 +17,9 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))

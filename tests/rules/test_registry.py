@@ -67,6 +67,18 @@ def test_a_function_of_the_user_is_its_own_op():
     assert canonical_op(scale) is scale
 
 
+def test_a_function_of_the_user_goes_by_its_name():
+    def scale(x, w):
+        return x * w
+
+    register = register_rule(scale, arguments=("x", "w"), batched=("x",), weights=("w",))
+    register(another_linear)
+    name = "test_a_function_of_the_user_goes_by_its_name.<locals>.scale"
+    assert name in supported_ops()
+    with pytest.raises(RuleRegistrationError, match=f"^{re.escape(repr(name))} already has the rule {__name__}"):
+        register(another_linear)
+
+
 def test_reads_are_the_batched_arguments_unless_said_otherwise():
     assert find_rule(F.linear).reads == {"input"}
     assert find_rule(torch.add).reads == frozenset()
