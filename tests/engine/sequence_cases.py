@@ -155,18 +155,9 @@ for kind in ("rnn", "gru", "lstm"):
         lambda kind=kind: Model(from_learned_state, a=RECURRENT[kind](6, 4, batch_first=True), h=parameter(1, 1, 4)),
         sequences,
     )
-case("rnn-cell", lambda: Model(lambda m, x: m.a(x[:, 1], m.a(x[:, 0])), a=nn.RNNCell(6, 4)), sequences)
-case("gru-cell", lambda: Model(lambda m, x: m.a(x[:, 1], m.a(x[:, 0])), a=nn.GRUCell(6, 4)), sequences)
 case(
     "lstm-cell",
     lambda: Model(lambda m, x: torch.cat(m.a(x[:, 1], m.a(x[:, 0])), 1), a=nn.LSTMCell(6, 4, bias=False)),
-    sequences,
-)
-case(
-    "rnn-relu-cell-learned-state",
-    lambda: Model(
-        lambda m, x: m.a(x[:, 1], m.h.expand(len(x), -1)), a=nn.RNNCell(6, 4, nonlinearity="relu"), h=parameter(1, 4)
-    ),
     sequences,
 )
 case(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-import tests.engine.sequence_cases  # noqa: F401  (adds its cases)
+import tests.engine.recurrent_cases  # noqa: F401  (adds its cases)
 from lightning_persample import (
     ExpandedWeight,
     UnsupportedError,
