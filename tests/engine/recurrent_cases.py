@@ -39,6 +39,12 @@ def from_state_of_sample(m: Any, x: Tensor) -> Tensor:
     return m.a(x, (state, state.tanh()) if isinstance(m.a, nn.LSTM) else state)[0]
 
 
+def packed_equal(m: Any, x: Tensor) -> Tensor:
+    """All sequences are equally long."""
+    packed, _ = m.a(nn.utils.rnn.pack_padded_sequence(x, [T] * len(x), batch_first=True))
+    return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+
+
 def on_rows(m: Any, x: Tensor) -> Tensor:
     """Several short sequences to a sample."""
     return m.a(x.reshape(-1, 2, 3))[0].reshape(len(x), -1)
@@ -66,6 +72,7 @@ for kind, layer in RECURRENT.items():
         lambda layer=layer: Model(lambda m, x: m.a(m.b(x))[0], a=layer(3, 4, batch_first=True), b=nn.Linear(6, 3)),
         sequences,
     )
+    case(f"{kind}-packed-equal", lambda layer=layer: Model(packed_equal, a=layer(6, 4, batch_first=True)), sequences)
     case(f"{kind}-on-rows", lambda layer=layer: Model(on_rows, a=layer(3, 4, batch_first=True)), sequences)
     case(f"{kind}-on-rows-time-first", lambda layer=layer: Model(on_rows_time_first, a=layer(3, 4)), sequences)
     if kind == "lstm-projected":
@@ -82,16 +89,17 @@ for kind, layer in RECURRENT.items():
     )
 case("rnn-relu-learned-state", lambda: Model(from_learned_state, a=nn.RNN(6, 4, nonlinearity="relu", batch_first=True),
      h=parameter(1, 1, 4)), sequences)  # fmt: skip
-case(
-    "lstm-projected-learned-states",
-    lambda: Model(
-        from_both_learned_states,
-        a=nn.LSTM(6, 4, proj_size=2, batch_first=True),
-        h=parameter(1, 1, 2),
-        c=parameter(1, 1, 4),
-    ),
-    sequences,
-)
+for name, subset in (("learned-states", ("_",)), ("only-learned-states", ())):
+    case(
+        f"lstm-projected-{name}",
+        lambda subset=subset: Model(
+            from_both_learned_states,
+            a=only(subset, nn.LSTM(6, 4, proj_size=2, batch_first=True)),
+            h=parameter(1, 1, 2),
+            c=parameter(1, 1, 4),
+        ),
+        sequences,
+    )
 case(
     "lstm-learned-cell-state",
     lambda: Model(from_learned_cell_state, a=nn.LSTM(6, 4, batch_first=True), c=parameter(1, 1, 4)),
