@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,8 +45,9 @@ class OneCall(nn.Module):
         return self.case.run(arguments)
 
 
+@cache
 def one_call(case: Case, dtype: torch.dtype) -> tuple[OneCall, list[Tensor]]:
-    """The module of a case and its batch."""
+    """The module of a case and its batch, which are for copying: the next caller gets the same."""
     arguments = case.build(SIZE, dtype)
     of_sample = case.output_gradient(arguments).shape[1:]
     first = arguments[case.batched[0]]
