@@ -46,7 +46,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 def _model(name: str, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
     case = CASES[name]
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return case.build().to(dtype), [t.to(dtype) if t.is_floating_point() else t for t in case.batch(5)]
 
 
@@ -142,7 +142,7 @@ def test_dropout_between_recurrent_layers(kind: type[nn.RNNBase], batch_first: b
     for dtype, quantities in QUANTITIES.items():
         module, batch = Outputs(kind, batch_first).to(dtype), [torch.randn(5, 7, 6, dtype=dtype)]
         facts = _check_first_order(module, batch, quantities=quantities)
-        assert not torch.equal(facts["random numbers"], torch.manual_seed(3).get_state())
+        assert not torch.equal(facts["random numbers"], torch.default_generator.manual_seed(3).get_state())
         _check_second_order(module, batch, refused=False)
 
 

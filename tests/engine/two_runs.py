@@ -53,7 +53,7 @@ def _run(
         part.register_forward_hook(partial(_note_output, facts, name))
         for name, part in module.named_modules(remove_duplicate=False)
     ]
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)  # (torch.manual_seed also asks after every kind of accelerator)
     watched = None if options is None else expanded_weights(module, batch, unsupported="ignore", **options)
     context: AbstractContextManager[Any] = nullcontext() if watched is None else watched
     with context, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
