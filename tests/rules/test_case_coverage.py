@@ -26,7 +26,8 @@ def _described(value: Any) -> str:
     return f"{value.dtype}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-# ops whose cases are whole models, because only the engine sorts out their lists of weights, outputs and states
+# Ops whose cases are whole models, because only the engine sorts out their lists of weights, outputs and states; their
+# options are looked at in tests/engine/test_case_options.py.
 THROUGH_THE_ENGINE = {
     "embedding_bag": "embedding-bag-",
     "lstm": "lstm-",
