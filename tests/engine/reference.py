@@ -52,16 +52,16 @@ def assert_exact(
     assert sorted(record.names) == sorted(used)
     assert record.coverage == 1.0
     assert record.unsupported == {}
-    total = torch.stack([grads.flatten(1).square().sum(1) for grads in expected.values()]).sum(0)
+    total = torch.stack([grads.reshape(len(grads), -1).square().sum(1) for grads in expected.values()]).sum(0)
     scale = total.sqrt().clamp_min(1e-18)
     for name, grads in expected.items():
         if name in record.unused:
             assert not grads.any(), name
             continue
-        worst = ((record.grad_samples[name] - grads).flatten(1).abs().amax(1) / scale).max().item()
+        worst = ((record.grad_samples[name] - grads).reshape(len(grads), -1).abs().amax(1) / scale).max().item()
         assert worst <= tolerance, f"{name}: {worst:.1e}"
         for found in (record, lean):
-            sq_norm = grads.flatten(1).square().sum(1)
+            sq_norm = grads.reshape(len(grads), -1).square().sum(1)
             worst = ((found.sq_norms[name] - sq_norm).abs() / scale.square()).max().item()
             assert worst <= 2 * tolerance, f"{name} sq_norm: {worst:.1e}"
     for found in (record, lean):

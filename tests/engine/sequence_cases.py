@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.engine.model_cases import Model, T, case, parameter, sequences, vectors
+from tests.engine.model_cases import Model, T, case, mean_of_all, parameter, sequences, time_major, vectors
 
 # Sequences ------------------------------------------------------------------------------------------------------------
 
@@ -40,6 +40,16 @@ def attention(m: Any, x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+case(
+    "linear-vector", lambda: Model(lambda m, x: F.linear(x, m.w, m.b).tanh(), w=parameter(6), b=parameter()), sequences
+)
+case(
+    "linear-vector-frozen-time-major",
+    lambda: Model(lambda m, x: F.linear(x, m.w, m.b).tanh(), w=parameter(6).requires_grad_(False), b=parameter()),
+    time_major,
+    loss=mean_of_all,
+    options={"batch_dim": 1},
+)
 case("recurrence-by-hand", HandWrittenRecurrence, sequences)
 case("last-token", lambda: Model(last_token, a=nn.Linear(6, 4)), sequences)
 case("first-token", lambda: Model(lambda m, x: m.b(m.a(x)[:, 0]), a=nn.Linear(6, 4), b=nn.Linear(4, 2)), sequences)
@@ -145,18 +155,9 @@ for kind in ("rnn", "gru", "lstm"):
         lambda kind=kind: Model(from_learned_state, a=RECURRENT[kind](6, 4, batch_first=True), h=parameter(1, 1, 4)),
         sequences,
     )
-case("rnn-cell", lambda: Model(lambda m, x: m.a(x[:, 1], m.a(x[:, 0])), a=nn.RNNCell(6, 4)), sequences)
-case("gru-cell", lambda: Model(lambda m, x: m.a(x[:, 1], m.a(x[:, 0])), a=nn.GRUCell(6, 4)), sequences)
 case(
     "lstm-cell",
     lambda: Model(lambda m, x: torch.cat(m.a(x[:, 1], m.a(x[:, 0])), 1), a=nn.LSTMCell(6, 4, bias=False)),
-    sequences,
-)
-case(
-    "rnn-relu-cell-learned-state",
-    lambda: Model(
-        lambda m, x: m.a(x[:, 1], m.h.expand(len(x), -1)), a=nn.RNNCell(6, 4, nonlinearity="relu"), h=parameter(1, 4)
-    ),
     sequences,
 )
 case(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_persample.engine import expanded_weights
-from tests.engine import sequence_cases  # noqa: F401  (adds to CASES)
+from tests.engine import recurrent_cases  # noqa: F401  (adds to CASES)
 from tests.engine.model_cases import BATCH_SIZES, CASES, ModelCase
 from tests.engine.reference import assert_exact
 from tests.models import MODELS, Model, gpt

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-import tests.engine.sequence_cases  # noqa: F401  (adds its cases)
+import tests.engine.recurrent_cases  # noqa: F401  (adds its cases)
 from lightning_persample import (
     ExpandedWeight,
     UnsupportedError,
@@ -30,9 +30,11 @@ pytestmark = pytest.mark.usefixtures("double_precision")
 
 B = 4
 
-# What torch.func cannot run: shapes that depend on the data, recurrent kernels, sparse gradients, writes into buffers.
+# What torch.func cannot run: shapes that depend on the data, recurrent kernels, sparse gradients, writes into buffers,
+# a linear map by a vector.
 BEYOND_VMAP = re.compile(
-    r"(rnn|gru|lstm)-|tokens-picked|experts|embedding-(max_norm|sparse)|embedding-bag-.*uneven|instance-norm|time-major"
+    r"(rnn|gru|lstm)-|tokens-picked|experts|embedding-(max_norm|sparse)|embedding-bag-.*(uneven|empty|max-norm|sparse)|"
+    r"instance-norm|time-major|linear-vector"
 )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.engine import expanded_weights, loop_per_sample_grads
-from tests.engine import sequence_cases  # noqa: F401  (adds to CASES)
+from tests.engine import recurrent_cases  # noqa: F401  (adds to CASES)
 from tests.engine.model_cases import CASES, mean_of_squares
 from tests.models import MODELS
 

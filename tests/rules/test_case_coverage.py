@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.rules import find_rule, supported_ops
-from tests.engine import sequence_cases  # noqa: F401  (adds to CASES)
+from tests.engine import recurrent_cases  # noqa: F401  (adds to CASES)
 from tests.engine.model_cases import CASES
 from tests.rules.families import all_cases
 
@@ -26,7 +26,8 @@ def _described(value: Any) -> str:
     return f"{value.dtype}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-# ops whose cases are whole models, because only the engine sorts out their lists of weights, outputs and states
+# Ops whose cases are whole models, because only the engine sorts out their lists of weights, outputs and states; their
+# options are looked at in tests/engine/test_case_options.py.
 THROUGH_THE_ENGINE = {
     "embedding_bag": "embedding-bag-",
     "lstm": "lstm-",

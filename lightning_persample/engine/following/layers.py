@@ -32,7 +32,9 @@ def _follow_linear(call: ObservedCall) -> Followed:
         beside = placed.aligned is not None and any(tensor is item for item in data)
         return placed.aligned(tensor) if placed.aligned is not None and beside else None
 
-    return Followed(placed.outputs, aligned, placed.mixing, placed.weighting)
+    (_, axis), *_ = call.located  # axes keep their places from the front: a weight that is a vector takes the last away
+    outputs = tuple(mark.moved(axis.dim) if isinstance(mark, BatchAxis) else mark for mark in placed.outputs)
+    return Followed(outputs, aligned, placed.mixing, placed.weighting)
 
 
 @follower("embedding")
