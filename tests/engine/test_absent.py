@@ -110,19 +110,6 @@ def test_an_op_without_a_batch_dimension() -> None:
     )
 
 
-def test_an_op_that_cannot_be_repeated_by_sample() -> None:
-    def fill_masked(m: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        x[x[..., 0] > 0] = m.t
-        return m.a(x)
-
-    module = Model(fill_masked, a=nn.Linear(6, 4), t=parameter(6))
-    batch = sequences()
-    record = record_of(module, mean_of_squares, batch)
-    assert_missing(record, module, {"t": r"no per-sample gradient of the op 'setitem'.*register_rule"})
-    assert_values(record, loop(module, mean_of_squares, (batch,)))
-
-
 def test_a_weight_used_by_a_custom_autograd_function() -> None:
     module = Model(lambda m, x: OwnMatmul.apply(x, m.w) + x @ m.w, w=parameter(6, 4))
     text = r"its gradient also arrives through OwnMatmulBackward, which is not a torch call that can be seen"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_persample.engine import expanded_weights
 from tests.engine import sequence_cases  # noqa: F401  (adds to CASES)
-from tests.engine.model_cases import BATCH_SIZES, CASES, ModelCase
+from tests.engine.model_cases import BATCH_SIZES, CASES, ModelCase, mean_of_squares, parameter
+from tests.engine.model_cases import Model as OneUse
 from tests.engine.reference import assert_exact
 from tests.models import MODELS, Model, gpt
 
@@ -67,3 +70,16 @@ def test_dropout_between_recurrent_layers_is_drawn_again(kind: type[nn.RNNBase],
         output.square().sum().div(len(batch)).backward()
     for name, p in layer.named_parameters():
         torch.testing.assert_close(capture.record.grad_samples[name].mean(0), p.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+def test_an_op_that_torch_cannot_run_batched(batch_size: int) -> None:
+    """A learned token in the places that a mask tells: how many there are differs from sample to sample."""
+
+    def fill_masked(m: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[x[..., 0] > 0] = m.t
+        return m.a(x)
+
+    module = OneUse(fill_masked, a=nn.Linear(6, 4), t=parameter(6)).double()
+    assert_exact(module, mean_of_squares, (torch.randn(batch_size, 5, 6, dtype=torch.float64),))
