@@ -22,6 +22,7 @@ from lightning_persample.engine.kinds import (
     SHAPE_OF_SECOND,
     adds_a_term,
     attribute_of,
+    in_parts,
     is_inplace,
     op_of,
 )
@@ -193,7 +194,9 @@ class Dispatcher:
         involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
         live = involved if weights and any(output.requires_grad for output in outputs) else {}
         try:
-            self._note(call, live, stop)
+            for part in in_parts(call):
+                own = live if part is call else {key: live[key] for key in map(id, part.args) if key in live}
+                self._note(part, own, stop)
         except FAILURES as error:
             self._give_up(call, live, error)
         return result
@@ -207,6 +210,9 @@ class Dispatcher:
             self._with_batch(call, involved)
         elif involved:
             self._derive(call, involved)
+        elif call.inplace and isinstance(before, Weight):  # written to without gradient: it is still made of weights
+            others = [o.tensor for o in call.operands if o.tensor is not call.outputs[0]]
+            before.outside |= call.op in DATA_SOURCES or not all(self._is_known(tensor) for tensor in others)
         else:
             self._note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
         if call.inplace and call.outputs[0]._is_view():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from lightning_persample.engine.observed import ObservedCall
 from lightning_persample.rules import canonical_op
 
-__all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "adds_a_term", "attribute_of", "is_inplace", "op_of"]
+__all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "adds_a_term", "attribute_of", "in_parts", "is_inplace", "op_of"]
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
@@ -46,6 +49,26 @@ def is_inplace(function: Callable[..., Any]) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_") and not name.startswith("_")
+
+
+def in_parts(call: ObservedCall) -> tuple[ObservedCall, ...]:
+    """A call that does the same to each of its tensors, as one call for each of them."""
+    if call.op != "broadcast_tensors":
+        return (call,)
+    shape = call.outputs[0].shape  # (tensors of this shape are returned as they are, and are no outputs here)
+    pairs = zip([o for o in call.operands if o.tensor.shape != shape], call.outputs, strict=True)
+    return tuple(
+        replace(
+            call,
+            op="expand",
+            function=Tensor.expand,
+            args=(operand.tensor, *output.shape),
+            kwargs={},
+            operands=(operand,),
+            outputs=(output,),
+        )
+        for operand, output in pairs
+    )
 
 
 def adds_a_term(call: ObservedCall) -> bool:

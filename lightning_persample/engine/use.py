@@ -37,6 +37,7 @@ class Use:
 
     Attributes:
         whole: there is one sample, and no axis that holds it: every tensor of the batch is the sample's as a whole.
+        entries: what the call has added up, where its one output is a number.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Use:
         self.mixing: str | None = None
         uncertain = bool(call.lost) or any(isinstance(axis, Lost) for axis in followed.outputs)
         self.whole = call.batch_size == 1 and uncertain
+        self.entries = followed.entries() if followed.entries is not None and weights and not self.whole else None
         arguments = rule.bind(call.args, call.kwargs) if rule is not None else None
-        if rule is None or arguments is None or self.whole:
+        if rule is None or arguments is None or self.whole or self.entries is not None:
             return
         if rule.mixes_samples is not None and rule.mixes_samples(arguments):
             self.mixing = f"{self.describe()} normalises with the statistics of the whole batch"
@@ -100,6 +102,8 @@ class Use:
         """The outputs that can get a gradient and hold the batch along an axis."""
         if self.whole:
             return [(output, _ANYWHERE) for output in self.call.outputs if output.requires_grad]
+        if self.entries is not None:
+            return [(output, self.entries.axis) for output in self.call.outputs if output.requires_grad]
         pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
         return [(output, axis) for output, axis in pairs if output.requires_grad and isinstance(axis, BatchAxis)]
 
@@ -107,7 +111,7 @@ class Use:
         """Why the contributions of this call cannot be told apart by sample, or None."""
         pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
         lost = next((axis for output, axis in pairs if output.requires_grad and isinstance(axis, Lost)), None)
-        if lost is not None and not self.whole:
+        if lost is not None and not self.whole and self.entries is None:
             return (
                 f"{self.describe()}: the batch axis cannot be followed here: {lost.reason}; the samples must stay "
                 "along one axis (see `batch_dim` for where the batch has it, and `batch_size` where sizes differ)"

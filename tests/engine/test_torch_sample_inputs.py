@@ -74,11 +74,8 @@ OTHERS = tuple(name for name in OPS if name not in (*RULED, *GENERIC) and not LE
 TOLERANCES = {"matrix_exp": 1e-7}  # (its kernel chooses the degree of a polynomial for the whole batch)
 MORE = {"nn.functional.conv1d": 8, "nn.functional.batch_norm": 10}  # (most inputs are for one sample, or in training)
 
-CLASS_WEIGHTS = "class weights that are themselves in the batch mix samples, and nothing says so"
 FAULTS = {
     "nn.functional.embedding_bag": "the refusal of scale_grad_by_freq does not name the sizes",
-    "nn.functional.linear_cross_entropy": CLASS_WEIGHTS,
-    "nn.functional.linear_cross_entropy.chunked_none": CLASS_WEIGHTS,
 }
 
 
@@ -157,7 +154,6 @@ REFUSED = {
     "nn.functional.conv1d": {"`conv1d` has a weight that depends on the batch"},
     "nn.functional.conv2d": {"`conv2d` has a weight that depends on the batch"},
     "nn.functional.linear": {"`linear` has a weight that depends on the batch"},
-    "nn.functional.mse_loss": {"broadcast_tensors': it has 2 floating point outputs, but 1 gradients were given"},
     "nn.functional.scaled_dot_product_attention": {
         "scaled_dot_product_attention': running it batched over samples raised RuntimeError",
     },

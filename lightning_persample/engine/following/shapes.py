@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_persample.engine.batch_axis import BatchAxis, Lost, picked, reshaped, row_owners
+from lightning_persample.engine.batch_axis import BatchAxis, picked, reshaped, row_owners
 from lightning_persample.engine.following.base import Followed, broadcast, dims_argument, follower, keep, lost
 from lightning_persample.engine.observed import ObservedCall
 
@@ -52,18 +52,9 @@ def _follow_permutation(call: ObservedCall) -> Followed:
     return keep(call, axis.moved(moved.shape.index(axis.dim + 2)))
 
 
-@follower("expand", "expand_as", "broadcast_to", "broadcast_tensors")
+@follower("expand", "expand_as", "broadcast_to")
 def _follow_expand(call: ObservedCall) -> Followed:
-    found: list[BatchAxis | Lost] = []
-    for position, output in enumerate(call.outputs):
-        operand = call.operands[position if call.op == "broadcast_tensors" else 0]
-        if isinstance(operand.axis, BatchAxis):
-            found.append(operand.axis.moved(operand.axis.dim + output.dim() - operand.tensor.dim()))
-        elif operand.axis is None:
-            return broadcast(call)
-        else:
-            found.append(operand.axis)
-    return Followed(tuple(found))
+    return broadcast(call)
 
 
 @follower("repeat", "tile")
@@ -85,6 +76,10 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
             return lost(call, "cuts the batch axis apart")
         axis, dim = flat, 0
     dim = int(dim) % max(call.outputs[0].dim(), 1)
+    counts = call.axis_of(repeats) if isinstance(repeats, Tensor) else None
+    own = isinstance(counts, BatchAxis) and tensor is not repeats and dim == axis.dim and counts.same_layout(axis)
+    if counts is not None and not own:
+        return lost(call, "repeats entries as often as numbers of the batch say", mixes=True)
     if dim != axis.dim:
         return keep(call, axis)
     if isinstance(repeats, int):
