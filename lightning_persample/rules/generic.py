@@ -36,8 +36,9 @@ def generic_rule(
 
     Sample i's gradient is what calling ``function`` on the i-th entry of every batched leaf gives. The op is run again,
     on copies where it works in place, so nothing of the caller is modified; float16 and bfloat16 leaves are computed in
-    float32. An op that torch cannot run batched is run on one sample after another. An op that mixes samples, or whose plain arguments (an index, an axis, a size) address the batch axis,
-    means something else on one sample: the caller must not bring it here.
+    float32. An op that torch cannot run batched is run on one sample after another. An op that mixes samples, or whose
+    plain arguments (an index, an axis, a size) address the batch axis, means something else on one sample: the caller
+    must not bring it here.
 
     Args:
         function: the op.

@@ -60,7 +60,9 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "nll": lambda m, x, r: F.nll_loss(m.w.log_softmax(0).expand(len(x), -1), labels(x), reduction=r),
     "triplet": lambda m, x, r: F.triplet_margin_loss(m.a(x), m.w[None], -m.w[None], reduction=r),
     "cosine": lambda m, x, r: F.cosine_embedding_loss(m.a(x), scores(m, x), x[:, 0].sign(), reduction=r),
-    "multi-margin": lambda m, x, r: F.multi_margin_loss(scores(m, x), labels(x), weight=torch.tensor([0.3, 1.0, 0.7, 2.0]), reduction=r),
+    "multi-margin": lambda m, x, r: F.multi_margin_loss(
+        scores(m, x), labels(x), weight=torch.tensor([0.3, 1.0, 0.7, 2.0]), reduction=r
+    ),
     "multilabel-margin": lambda m, x, r: F.multilabel_margin_loss(
         scores(m, x), labels(x)[:, None].expand(-1, D).contiguous(), reduction=r
     ),

@@ -25,7 +25,8 @@ from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
 __all__ = [
-    "FACTORIES", "POINTWISE", "Followed", "follow", "indexing", "layers", "losses", "recurrence", "reductions", "shapes",
+    "FACTORIES", "POINTWISE", "Followed", "follow", "indexing", "layers", "losses", "recurrence", "reductions",
+    "shapes",
 ]  # fmt: skip
 
 

@@ -12,7 +12,18 @@ from torch import Tensor
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.observed import ObservedCall, user_line
 
-__all__ = ["FOLLOWERS", "Entries", "Followed", "Follower", "broadcast", "dims_argument", "follower", "keep", "lost", "meet"]
+__all__ = [
+    "FOLLOWERS",
+    "Entries",
+    "Followed",
+    "Follower",
+    "broadcast",
+    "dims_argument",
+    "follower",
+    "keep",
+    "lost",
+    "meet",
+]
 
 Alignment = Callable[[Tensor], BatchAxis | None]
 

@@ -151,7 +151,9 @@ def _follow_ctc(call: ObservedCall) -> Followed:
     if scores.dim() != 3 or not isinstance(axis, BatchAxis) or axis.dim != 1:
         return lost(call, "needs the samples along the second axis of its log-probabilities", mixes=True)
     joined = targets.dim() == 1
-    met = meet(call, [axis.moved(0), *[a for t, a in call.located if t is not scores and not (joined and t is targets)]])
+    met = meet(
+        call, [axis.moved(0), *[a for t, a in call.located if t is not scores and not (joined and t is targets)]]
+    )
     if isinstance(met, Followed):
         return met
     place, event = met
