@@ -77,6 +77,7 @@ class Dispatcher:
         self.refused: dict[str, str] = {}
         self.mixing: dict[str, None] = {}
         self.weighting: dict[str, None] = {}
+        self.not_additive: dict[str, None] = {}
         self.accepting = True
         self.keep_structures = keep_structures
         self.kept: set[str] = set()
@@ -349,6 +350,8 @@ class Dispatcher:
             weight.uses += 1
         for text in use.tainted if self.batch_size > 1 else ():
             self.mixing.setdefault(text)
+        if use.not_additive is not None and self.batch_size > 1:
+            self.not_additive.setdefault(use.not_additive)
         attach(use, self)
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:

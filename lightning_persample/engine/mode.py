@@ -282,6 +282,7 @@ class Capture:
             unused=coverage.unused,
             mixing=tuple(mixing),
             weighting=() if isinstance(self._weighting, Tensor) else tuple(weighting),
+            not_additive=tuple(self._dispatcher.not_additive),
         )
 
     def _own(self, values: Tensor, power: int, scale: Tensor | None) -> Tensor:

@@ -43,6 +43,8 @@ class PerSampleRecord:
             contribution to the batch gradient, not what the sample alone would give.
         weighting: where the loss gives samples unequal weights w_i that `loss_reduction` does not tell: each value is
             then off by the factor between the true w_i and the assumed one.
+        not_additive: where the batch gradient is not the weighted sum of these values (an embedding that divides by how
+            often an index occurs in the batch): each value is what the sample alone would give.
     """
 
     batch_size: int
@@ -53,6 +55,7 @@ class PerSampleRecord:
     unused: tuple[str, ...] = ()
     mixing: tuple[str, ...] = ()
     weighting: tuple[str, ...] = ()
+    not_additive: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ class Use:
 
     Attributes:
         whole: there is one sample, and no axis that holds it: every tensor of the batch is the sample's as a whole.
+        not_additive: why what the samples alone give does not add up to the gradient of the batch, or None.
         entries: what the call has added up, where its one output is a number.
     """
 
@@ -49,6 +50,7 @@ class Use:
         self.rule: Rule | None = None
         self.arguments: dict[str, Any] = {}
         self.mixing: str | None = None
+        self.not_additive: str | None = None
         uncertain = bool(call.lost) or any(isinstance(axis, Lost) for axis in followed.outputs)
         self.whole = call.batch_size == 1 and uncertain
         self.entries = followed.entries() if followed.entries is not None and weights and not self.whole else None
@@ -59,6 +61,11 @@ class Use:
             self.mixing = f"{self.describe()} normalises with the statistics of the whole batch"
         if self._answered_by(rule, arguments):
             self.rule, self.arguments = rule, arguments
+            if call.op == "embedding" and arguments.get("scale_grad_by_freq"):
+                self.not_additive = (
+                    f"{self.describe()} divides by how often an index occurs in the whole batch (scale_grad_by_freq), "
+                    "a sample alone by how often it occurs in that sample"
+                )
 
     def _answered_by(self, rule: Rule, arguments: Mapping[str, Any]) -> bool:
         """Whether weights and batch stand only where the rule expects them."""

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_persample.engine import call_for_per_sample_grads, expanded_weights
+from lightning_persample.errors import PerSampleWarning
 from tests.engine.model_cases import Model, mean_of_squares
 from tests.engine.reference import assert_values, loop, record_of
 
@@ -283,3 +285,27 @@ def test_a_whole_number_among_the_options_of_a_loss_is_not_its_reduction(
     function = partial(loss, reduction=reduction, **{"beta" if loss is F.smooth_l1_loss else "delta": 1})
     record = record_of(nn.Linear(6, 4), lambda m, x: function(m(x), x[:, :4]), vectors(), loss_reduction=reduction)
     assert record.weighting == ()
+
+
+def test_an_embedding_that_counts_in_the_batch_is_the_loop_and_says_that_it_does_not_add_up() -> None:
+    module, tokens = nn.Embedding(4, 3, scale_grad_by_freq=True), torch.randint(0, 4, (B, 6))
+    with (
+        pytest.warns(PerSampleWarning, match="not the weighted sum of the samples' gradients.*\n- `embedding` on"),
+        expanded_weights(module, tokens, quantities=("sq_norm", "grad_sample")) as capture,
+    ):
+        mean_of_squares(module, tokens).backward()
+    record = capture.record
+    assert_values(record, loop(module, mean_of_squares, (tokens,)))
+    (text,) = record.not_additive
+    assert "`embedding` on (4, 3), (5, 6)" in text
+    assert "with `weight` divides by how often an index occurs in the whole batch (scale_grad_by_freq)" in text
+    assert (record.mixing, record.weighting) == ((), ())
+    assert record_of(module, mean_of_squares, tokens[:1]).not_additive == ()
+
+
+def test_door_one_says_that_an_embedding_that_counts_in_the_batch_does_not_add_up() -> None:
+    module, tokens = nn.Embedding(4, 3, scale_grad_by_freq=True), torch.randint(0, 4, (B, 6))
+    with pytest.warns(PerSampleWarning, match="not the weighted sum of the samples' gradients"):
+        call_for_per_sample_grads(module)(tokens).square().sum().backward()
+    expected = loop(module, lambda m, x: m(x).square().sum(), (tokens,))["weight"]
+    torch.testing.assert_close(module.weight.grad_sample, expected, rtol=1e-10, atol=1e-12)

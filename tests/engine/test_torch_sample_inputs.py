@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -74,19 +73,6 @@ OTHERS = tuple(name for name in OPS if name not in (*RULED, *GENERIC) and not LE
 TOLERANCES = {"matrix_exp": 1e-7}  # (its kernel chooses the degree of a polynomial for the whole batch)
 MORE = {"nn.functional.conv1d": 8, "nn.functional.batch_norm": 10}  # (most inputs are for one sample, or in training)
 
-FAULTS = {
-    "nn.functional.embedding_bag": "the refusal of scale_grad_by_freq does not name the sizes",
-}
-
-
-def cases(names: Sequence[str]) -> list[object]:
-    """The ops as parameters of a test, those with a known fault expected to fail."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=FAULTS[name])) if name in FAULTS else name
-        for name in names
-    ]
-
-
 Found = tuple[tuple[str, Verdict], ...]
 
 
@@ -123,13 +109,13 @@ def test_an_op_without_a_rule_is_exact_or_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases([*RULED, *GENERIC]))
+@pytest.mark.parametrize("name", [*RULED, *GENERIC])
 def test_along_every_axis_of_more_inputs(name: str) -> None:
     assert_none_wrong(verdicts(name, 20, forms=name in RULED, every_axis=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases(OTHERS))
+@pytest.mark.parametrize("name", OTHERS)
 def test_every_other_op_of_torch(name: str) -> None:
     assert_none_wrong(verdicts(name, 6))
 
