@@ -97,9 +97,9 @@ def generic_rule(
             warnings.filterwarnings("ignore", message="There is a performance drop")
             per_sample = torch.vmap(one_sample, randomness="error", chunk_size=chunk_size)
             result: dict[int, Tensor] = per_sample(sample_leaves, present)
-    except (UnsupportedError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except (UnsupportedError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         if "random operation" in str(error):
             raise UnsupportedError(call.complaint("it draws random numbers")) from error
         result = _one_after_another(call, one_sample, sample_leaves, present)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,3 +84,27 @@ def test_an_op_that_torch_cannot_run_batched(batch_size: int) -> None:
 
     module = OneUse(fill_masked, a=nn.Linear(6, 4), t=parameter(6)).double()
     assert_exact(module, mean_of_squares, (torch.randn(batch_size, 5, 6, dtype=torch.float64),))
+
+
+PICKED: dict[str, Callable[..., Tensor]] = {
+    "gather-along-the-batch": lambda m, x: m.t.gather(0, ((x[:, 0] > 0).long() + 1)[:, :4]),
+    "gather-in-own-rows": lambda m, x: m.t[:1].expand(len(x), -1).gather(1, (x[:, 0, :3] > 0).long() + 1),
+    "take-along-the-batch": lambda m, x: m.t.take_along_dim((x[:, 0, :4] > 0).long() + 1, 0),
+    "take-flattened-rows": lambda m, x: torch.take_along_dim(m.t[:1], (x[:, 0, :3] > 0).long(), 1),
+    "index-select": lambda m, x: m.t.index_select(0, (x[:, 0, 0] > 0).long() + 1),
+    "attention-of-learned-queries": lambda m, x: nn.functional.scaled_dot_product_attention(
+        m.t[None, :, None].expand(len(x), -1, 2, -1), x[:, None, :, :4], x[:, None, :, :4]
+    ),
+    "attention-to-learned-keys": lambda m, x: nn.functional.scaled_dot_product_attention(
+        x[:, None, :, :4], m.t[None, None].expand(len(x), 1, -1, -1), m.t[None, None].expand(len(x), 1, -1, -1)
+    ),
+    "solve": lambda m, x: torch.linalg.solve(m.t[:4, :4] + 9 * torch.eye(4), x[:, :4, :4]),
+}
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("name", PICKED)
+def test_a_table_of_parameters_read_by_the_batch(name: str, batch_size: int) -> None:
+    module = OneUse(PICKED[name], t=parameter(6, 4))
+    assert_exact(module, mean_of_squares, (torch.randn(batch_size, 5, 6),))

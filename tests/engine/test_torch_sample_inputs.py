@@ -129,21 +129,12 @@ def test_every_op_with_a_rule_has_inputs_here() -> None:
 # By op, what is refused although single samples have a gradient of their own there.
 REFUSED = {
     "cat": {"`cat` puts rows of the batch beside rows that belong to no sample"},
-    "gather": {"`gather` picks entries across the batch"},
     "kron": {"`kron` gives a sample another value alone than in its batch"},
-    "linalg.solve": {
-        "linalg_solve': on one sample its output has shape (3, 2, 5, 3), its output's gradient (1, 2, 5, 3): a size "
-        "among its arguments addresses the batch axis",
-        "linalg_solve': running it batched over samples raised RuntimeError",
-    },
     "nn.functional.bilinear": {"`bilinear` has a weight that depends on the batch"},
     "nn.functional.conv1d": {"`conv1d` has a weight that depends on the batch"},
     "nn.functional.conv2d": {"`conv2d` has a weight that depends on the batch"},
     "nn.functional.linear": {"`linear` has a weight that depends on the batch"},
-    "nn.functional.scaled_dot_product_attention": {
-        "scaled_dot_product_attention': running it batched over samples raised RuntimeError",
-    },
-    "take_along_dim": {"`take_along_dim` picks entries across the batch"},
+    "nn.functional.scaled_dot_product_attention": {"scaled_dot_product_attention': it draws random numbers"},
     "vstack": {"`vstack` stacks tensors of one axis"},
 }
 CAUSES = (r"followed here: (.+?) \(sizes", r"the op '(.+?': .+?)\. Tensor leaves", r"^.+?: (.+)$")

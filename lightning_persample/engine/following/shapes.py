@@ -210,6 +210,8 @@ def _follow_gather(call: ObservedCall) -> Followed:
         return keep(call, axis, beside)
     if any(not other.same_place(axis) for _, other in located) and call.batch_size > 1:
         return lost(call, "picks entries by indices that do not belong to the same sample", mixes=True)
+    if call.op in ("gather", "take_along_dim") and call.axis_of(target) is None:
+        return _from_table(call, target, dim, axis)
     size = located[0][0].size(axis.dim)
     others = [o.tensor for o in call.operands if o.axis is None]
     if dim == axis.dim or any(other.dim() > axis.dim and other.size(axis.dim) != size for other in others):
@@ -218,4 +220,17 @@ def _follow_gather(call: ObservedCall) -> Followed:
     def aligned(tensor: Tensor) -> BatchAxis | None:
         return axis if tensor.dim() > axis.dim and call.batch_size > 1 else None
 
+    return keep(call, axis, aligned)
+
+
+def _from_table(call: ObservedCall, table: Tensor, dim: int, axis: BatchAxis) -> Followed:
+    """Each index picks along `dim` from the row of the table at its place: its output lies where the index does."""
+    rows = call.outputs[0].size(axis.dim)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        own = tensor is table and dim != axis.dim and table.size(axis.dim) == rows and call.batch_size > 1
+        return axis if own else None
+
+    if dim != axis.dim and table.size(axis.dim) not in (1, rows):
+        return lost(call, "picks entries from more rows than the batch has", mixes=True)
     return keep(call, axis, aligned)
