@@ -16,6 +16,7 @@ from lightning_persample.engine.observed import Description, ObservedCall, versi
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, SampleGradient
 from lightning_persample.rules import Call, Rule, generic_rule
+from lightning_persample.rules.elementwise import widen
 
 if TYPE_CHECKING:
     from lightning_persample.engine.use import Use
@@ -122,8 +123,9 @@ def _placed(gradient: SampleGradient, where: BatchAxis | None, description: Desc
 def _by_generic_rule(use: Use) -> Computation:
     call, batch_size = use.call, use.call.batch_size
     axis = _UNSPLIT if use.whole else use.outputs[0][1]
-    aligned = use.followed.aligned
-    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
+    aligned, entries = use.followed.aligned, use.entries
+    given = (call.args, dict(call.kwargs)) if entries is None else (entries.args, entries.kwargs)
+    leaves, spec = tree_flatten(given)
     owners = {position: use.weights[id(leaf)] for position, leaf in enumerate(leaves) if id(leaf) in use.weights}
     axes: dict[int, BatchAxis | None] = {}
     for position, leaf in enumerate(leaves):
@@ -145,12 +147,14 @@ def _by_generic_rule(use: Use) -> Computation:
         (grad,) = grads
         if grad is None:
             return []
+        if entries is not None:
+            grad = (widen(grad) * entries.share).expand(entries.shape)
         args, kwargs = tree_unflatten(kept, spec)
         batched = {position: _first(kept[position], where, batch_size) for position, where in axes.items()}
         grad = _first(grad, axis, batch_size, fill=False)
-        given = generic_rule(function, args, kwargs, batched, frozenset(owners), grad)
+        found = generic_rule(function, args, kwargs, batched, frozenset(owners), grad)
         return [
-            (owners[place], _placed(Dense(gradient), axes.get(place), description)) for place, gradient in given.items()
+            (owners[place], _placed(Dense(gradient), axes.get(place), description)) for place, gradient in found.items()
         ]
 
     return compute

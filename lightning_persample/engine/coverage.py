@@ -81,6 +81,11 @@ def warning_texts(record: PerSampleRecord) -> list[str]:
             "The samples weigh unequally in the loss, so their own gradients are off by a factor; give the weight of "
             "each sample in the loss as loss_reduction.\n" + _bullets(record.weighting)
         )
+    if record.not_additive:
+        texts.append(
+            "The batch gradient is not the weighted sum of the samples' gradients: reported is what each sample alone "
+            "gives.\n" + _bullets(record.not_additive)
+        )
     return texts
 
 

@@ -84,14 +84,14 @@ class DeliveringDispatcher(Dispatcher):
 
     Attributes:
         targets: where contributions go, by name.
-        not_additive: weights whose gradient over the batch is not the sum of the samples' gradients.
+        apart: weights whose gradient over the batch is not the sum of the samples' gradients.
         exposed: weights that may be used where no call is seen.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], batch_size: int, buffers: Iterable[Tensor] = ()) -> None:
         super().__init__(weights, batch_size, True, buffers)
         self.targets: dict[str, Target] = {}
-        self.not_additive: set[Weight] = set()
+        self.apart: set[Weight] = set()
         self.exposed: set[Weight] = set()
 
     def add_targets(self, originals: Mapping[str, Tensor], leaves: Mapping[str, Tensor], factor: float) -> None:
@@ -110,8 +110,8 @@ class DeliveringDispatcher(Dispatcher):
         self.marks[tensor] = weight
 
     def _register(self, use: Use, involved: Mapping[int, Weight]) -> None:
-        if use.arguments.get("scale_grad_by_freq"):  # the frequency in the batch is not the one in a sample
-            self.not_additive |= set(involved.values())
+        if use.not_additive is not None:
+            self.apart |= set(involved.values())
         super()._register(use, involved)
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
@@ -246,7 +246,7 @@ class Delivery:
     def _total(self, target: Target, grad: Tensor) -> Tensor:
         total = add_up(target.weight.contributions).dense().to(target.original.dtype)
         weight = target.weight
-        additive = all(weight not in dispatcher.not_additive for dispatcher in self._dispatchers)
+        additive = all(weight not in dispatcher.apart for dispatcher in self._dispatchers)
         exposed = any(weight in dispatcher.exposed for dispatcher in self._dispatchers)
         if additive and (exposed or not weight.children):  # what is derived from it may be a penalty, no sample's own
             _check_sum(total, grad)
@@ -266,7 +266,8 @@ class Delivery:
                 + "\n".join(dict.fromkeys(lines))
             )
         for dispatcher in self._dispatchers:
-            record = PerSampleRecord(dispatcher.batch_size, {}, coverage=1.0, mixing=tuple(dispatcher.mixing))
+            mixing, apart = tuple(dispatcher.mixing), tuple(dispatcher.not_additive)
+            record = PerSampleRecord(dispatcher.batch_size, {}, coverage=1.0, mixing=mixing, not_additive=apart)
             for text in warning_texts(record):
                 warnings.warn(text, PerSampleWarning, stacklevel=2)
 

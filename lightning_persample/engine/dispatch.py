@@ -22,32 +22,20 @@ from lightning_persample.engine.kinds import (
     SHAPE_OF_SECOND,
     adds_a_term,
     attribute_of,
+    in_parts,
     kind_of,
 )
-from lightning_persample.engine.marks import Marks
+from lightning_persample.engine.marks import CONSTANT, KNOWN, Constant, Marks
 from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, version_of
 from lightning_persample.engine.use import Use, attach, refuse_where_used
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.gradients import SampleGradient
 from lightning_persample.rules import rule_of
 
-__all__ = ["Constant", "Dispatcher"]
-
-
-class Constant:
-    """Mark of a tensor that holds neither weights nor the batch.
-
-    Args:
-        known: it was made of numbers, parameters and buffers alone, so that no sample's data can be in it.
-    """
-
-    def __init__(self, *, known: bool) -> None:
-        self.known = known
+__all__ = ["Dispatcher"]
 
 
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
-
-_CONSTANT, _KNOWN = Constant(known=False), Constant(known=True)
 
 
 class Dispatcher:
@@ -75,6 +63,7 @@ class Dispatcher:
         self.refused: dict[str, str] = {}
         self.mixing: dict[str, None] = {}
         self.weighting: dict[str, None] = {}
+        self.not_additive: dict[str, None] = {}
         self.accepting = True
         self.keep_structures = keep_structures
         self.kept: set[str] = set()
@@ -84,7 +73,7 @@ class Dispatcher:
             self.weights.append(weight)
             self.marks[parameter] = weight
         for buffer in buffers:
-            self.marks[buffer] = _KNOWN
+            self.marks[buffer] = KNOWN
 
     def mark_batch(self, tensor: Tensor, mark: BatchAxis | Lost) -> None:
         """Declare where the batch lies in a tensor of the batch."""
@@ -194,7 +183,9 @@ class Dispatcher:
         involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
         live = involved if weights and any(output.requires_grad for output in outputs) else {}
         try:
-            self._note(call, live, stop)
+            for part in in_parts(call):
+                own = live if part is call else {key: live[key] for key in map(id, part.args) if key in live}
+                self._note(part, own, stop)
         except FAILURES as error:
             self._give_up(call, live, error)
         return result
@@ -208,6 +199,9 @@ class Dispatcher:
             self._with_batch(call, involved)
         elif involved:
             self._derive(call, involved)
+        elif call.inplace and isinstance(before, Weight):  # written to without gradient: it is still made of weights
+            others = [o.tensor for o in call.operands if o.tensor is not call.outputs[0]]
+            before.outside |= call.op in DATA_SOURCES or not all(self._is_known(tensor) for tensor in others)
         else:
             self._note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
         if call.inplace and call.outputs[0]._is_view():
@@ -256,8 +250,8 @@ class Dispatcher:
         known = op not in DATA_SOURCES and all(self._is_known(tensor) for tensor in operands)
         for output in tensors_in(result):
             foreign = output.requires_grad and output.grad_fn is not None
-            if known or foreign or self.marks.get(output) is _KNOWN:
-                self._set_mark(output, _KNOWN if known else _CONSTANT)
+            if known or foreign or self.marks.get(output) is KNOWN:
+                self._set_mark(output, KNOWN if known else CONSTANT)
 
     def _mark_of(self, tensor: Tensor) -> Mark | None:
         mark = self.marks.get(tensor)
@@ -325,7 +319,7 @@ class Dispatcher:
                 self._set_mark(output, mark)
         if call.op in FACTORIES and call.op not in DATA_SOURCES:
             for output in call.outputs:
-                self._set_mark(output, _KNOWN)
+                self._set_mark(output, KNOWN)
         if not involved and (rule is None or rule.mixes_samples is None):
             return
         use = Use(call, followed, involved, rule)
@@ -346,6 +340,8 @@ class Dispatcher:
             weight.uses += 1
         for text in use.tainted if self.batch_size > 1 else ():
             self.mixing.setdefault(text)
+        if use.not_additive is not None and self.batch_size > 1:
+            self.not_additive.setdefault(use.not_additive)
         attach(use, self)
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_persample.engine.batch_axis import BatchAxis
 from lightning_persample.engine.decompose import is_composite
 from lightning_persample.engine.delivery import DeliveringDispatcher, Target, stand_in
-from lightning_persample.engine.dispatch import Constant
+from lightning_persample.engine.marks import Constant
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError

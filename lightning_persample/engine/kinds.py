@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import Tensor
 
 from lightning_persample.engine.decompose import is_composite
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.observed import ObservedCall
 from lightning_persample.rules import canonical_op
 
-__all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "Kind", "adds_a_term", "attribute_of", "is_inplace", "kind_of", "op_of"]
+__all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "Kind", "adds_a_term", "attribute_of", "in_parts", "kind_of"]
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
@@ -80,6 +82,26 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         if op is None or isinstance(op, str):
             _KINDS[function] = kind
     return kind
+
+
+def in_parts(call: ObservedCall) -> tuple[ObservedCall, ...]:
+    """A call that does the same to each of its tensors, as one call for each of them."""
+    if call.op != "broadcast_tensors":
+        return (call,)
+    shape = call.outputs[0].shape  # (tensors of this shape are returned as they are, and are no outputs here)
+    pairs = zip([o for o in call.operands if o.tensor.shape != shape], call.outputs, strict=True)
+    return tuple(
+        replace(
+            call,
+            op="expand",
+            function=Tensor.expand,
+            args=(operand.tensor, *output.shape),
+            kwargs={},
+            operands=(operand,),
+            outputs=(output,),
+        )
+        for operand, output in pairs
+    )
 
 
 def adds_a_term(call: ObservedCall) -> bool:

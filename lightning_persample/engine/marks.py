@@ -7,9 +7,23 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-__all__ = ["Marks"]
+__all__ = ["CONSTANT", "KNOWN", "Constant", "Marks"]
 
 Mark = TypeVar("Mark")
+
+
+class Constant:
+    """Mark of a tensor that holds neither weights nor the batch.
+
+    Args:
+        known: it was made of numbers, parameters and buffers alone, so that no sample's data can be in it.
+    """
+
+    def __init__(self, *, known: bool) -> None:
+        self.known = known
+
+
+CONSTANT, KNOWN = Constant(known=False), Constant(known=True)
 
 
 class Marks(Generic[Mark]):

@@ -263,9 +263,9 @@ class Capture:
                     if reason is not None:
                         self._dispatcher.refuse([weight], reason)
                         continue
-                    sq_norms[name] = self._own(_sq_norm(weight, total), 2, scale)
+                    sq_norms[name] = _like(self._own(_sq_norm(weight, total), 2, scale), weight.tensor)
                     if wanted and total is not None:
-                        grad_samples[name] = self._own(total.dense(), 1, scale)
+                        grad_samples[name] = _like(self._own(total.dense(), 1, scale), weight.tensor)
                 except FAILURES as error:
                     self._dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
         coverage = classify(trainable, watched.got_gradient, reported, self._dispatcher.refused)
@@ -280,6 +280,7 @@ class Capture:
             unused=coverage.unused,
             mixing=tuple(mixing),
             weighting=() if isinstance(self._weighting, Tensor) else tuple(weighting),
+            not_additive=tuple(self._dispatcher.not_additive),
         )
 
     def _own(self, values: Tensor, power: int, scale: Tensor | None) -> Tensor:
@@ -324,6 +325,14 @@ def _sq_norm(weight: Weight, total: SampleGradient | None) -> Tensor:
     if total is None:
         raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
     return total.sq_norm()
+
+
+def _like(values: Tensor, parameter: Tensor) -> Tensor:
+    """Gradients or norms in the precision of the parameter, which its ``.grad`` has, and float32 at least."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    if values.is_complex() and not dtype.is_complex:  # the gradient of a real parameter is real
+        values = values.real
+    return values.to(dtype if values.is_complex() else dtype.to_real())
 
 
 def _report(record: PerSampleRecord, unsupported: str) -> None:

@@ -34,7 +34,8 @@ class PerSampleRecord:
         batch_size: number of samples B.
         sq_norms: squared norm of each sample's gradient by parameter name, shape (B,); a parameter whose per-sample
             gradient is not known is left out.
-        grad_samples: each sample's gradient by parameter name, shape (B, *parameter.shape); empty unless asked for.
+        grad_samples: each sample's gradient by parameter name, shape (B, *parameter.shape), in the parameter's
+            dtype and float32 at least; empty unless asked for.
         coverage: of the weights that got a gradient in this backward, the share (by number of entries, in [0, 1]) whose
             per-sample gradient is known. Below 1 the norms leave weights out; at 0 they are nan.
         unsupported: parameters that got a gradient but have no value here, with the reason.
@@ -43,6 +44,8 @@ class PerSampleRecord:
             contribution to the batch gradient, not what the sample alone would give.
         weighting: where the loss gives samples unequal weights w_i that `loss_reduction` does not tell: each value is
             then off by the factor between the true w_i and the assumed one.
+        not_additive: where the batch gradient is not the weighted sum of these values (an embedding that divides by how
+            often an index occurs in the batch): each value is what the sample alone would give.
     """
 
     batch_size: int
@@ -53,6 +56,7 @@ class PerSampleRecord:
     unused: tuple[str, ...] = ()
     mixing: tuple[str, ...] = ()
     weighting: tuple[str, ...] = ()
+    not_additive: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

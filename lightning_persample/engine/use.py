@@ -38,6 +38,8 @@ class Use:
 
     Attributes:
         whole: there is one sample, and no axis that holds it: every tensor of the batch is the sample's as a whole.
+        not_additive: why what the samples alone give does not add up to the gradient of the batch, or None.
+        entries: what the call has added up, where its one output is a number.
     """
 
     def __init__(
@@ -50,15 +52,22 @@ class Use:
         self.arguments: dict[str, Any] = {}
         self.mixing: str | None = None
         self._description: Description | None = None
+        self.not_additive: str | None = None
         uncertain = bool(call.lost) or any(isinstance(axis, Lost) for axis in followed.outputs)
         self.whole = call.batch_size == 1 and uncertain
+        self.entries = followed.entries() if followed.entries is not None and weights and not self.whole else None
         arguments = rule.bind(call.args, call.kwargs) if rule is not None else None
-        if rule is None or arguments is None or self.whole:
+        if rule is None or arguments is None or self.whole or self.entries is not None:
             return
         if rule.mixes_samples is not None and rule.mixes_samples(arguments):
             self.mixing = f"{self.description} normalises with the statistics of the whole batch"
         if self._answered_by(rule, arguments):
             self.rule, self.arguments = rule, arguments
+            if call.op == "embedding" and arguments.get("scale_grad_by_freq"):
+                self.not_additive = (
+                    f"{self.description} divides by how often an index occurs in the whole batch (scale_grad_by_freq), "
+                    "a sample alone by how often it occurs in that sample"
+                )
 
     def _answered_by(self, rule: Rule, arguments: Mapping[str, Any]) -> bool:
         """Whether weights and batch stand only where the rule expects them."""
@@ -106,6 +115,8 @@ class Use:
         """The outputs that can get a gradient and hold the batch along an axis."""
         if self.whole:
             return [(output, _ANYWHERE) for output in self.call.outputs if output.requires_grad]
+        if self.entries is not None:
+            return [(output, self.entries.axis) for output in self.call.outputs if output.requires_grad]
         pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
         return [(output, axis) for output, axis in pairs if output.requires_grad and isinstance(axis, BatchAxis)]
 
@@ -113,7 +124,7 @@ class Use:
         """Why the contributions of this call cannot be told apart by sample, or None."""
         pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
         lost = next((axis for output, axis in pairs if output.requires_grad and isinstance(axis, Lost)), None)
-        if lost is not None and not self.whole:
+        if lost is not None and not self.whole and self.entries is None:
             return (
                 f"{self.description}: the batch axis cannot be followed here: {lost.reason}; the samples must stay "
                 "along one axis (see `batch_dim` for where the batch has it, and `batch_size` where sizes differ)"

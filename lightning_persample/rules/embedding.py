@@ -77,17 +77,18 @@ def embedding_bag(call: Call, grad_output: Tensor) -> dict[str, Indexed]:
     Raises:
         UnsupportedError: a sample has several bags, or `scale_grad_by_freq` is set.
     """
+    table = call.arguments["weight"]
+    sizes = f" on a table of sizes {tuple(table.shape)}, {call.batch_size} samples"
     if call.get("scale_grad_by_freq", False):
         raise UnsupportedError(
-            "`embedding_bag` with scale_grad_by_freq: torch divides its gradient by the counts of other indices than "
-            "documented, so that there is no right value; use nn.Embedding with scale_grad_by_freq and sum"
+            f"`embedding_bag` with scale_grad_by_freq{sizes}: torch divides its gradient by the counts of other "
+            "indices than documented, so that there is no right value; use nn.Embedding with scale_grad_by_freq and sum"
         )
     if grad_output.shape[1] != 1:
         raise UnsupportedError(
-            f"`embedding_bag` has {grad_output.shape[1]} bags to a sample; give it the bags of one sample as one, or "
-            "use nn.Embedding and sum"
+            f"`embedding_bag` has {grad_output.shape[1]} bags to a sample{sizes}; give it the bags of one sample as "
+            "one, or use nn.Embedding and sum"
         )
-    table = call.arguments["weight"]
     num_rows, width = table.shape
     index = call.arguments["indices"].long()
     grad = widen(grad_output)

@@ -36,8 +36,9 @@ def generic_rule(
 
     Sample i's gradient is what calling ``function`` on the i-th entry of every batched leaf gives. The op is run again,
     on copies where it works in place, so nothing of the caller is modified; float16 and bfloat16 leaves are computed in
-    float32. An op that mixes samples, or whose plain arguments (an index, an axis, a size) address the batch axis,
-    means something else on one sample: the caller must not bring it here.
+    float32. An op that torch cannot run batched is run on one sample after another. An op that mixes samples, or whose
+    plain arguments (an index, an axis, a size) address the batch axis, means something else on one sample: the caller
+    must not bring it here.
 
     Args:
         function: the op.
@@ -55,8 +56,8 @@ def generic_rule(
         {leaf: (B, *shape of the weight)}, the per-sample shape for a leaf in `batched`.
 
     Raises:
-        UnsupportedError: the op writes to `out`, is random, has outputs that do not match `grad_output`, or cannot be
-            batched.
+        UnsupportedError: the op writes to `out`, is random, has outputs that do not match `grad_output`, or fails on
+            one sample alone.
         torch.OutOfMemoryError: as the device raised it; a smaller `chunk_size` needs less.
     """
     call = _Call(function, args, kwargs, batched, weights)
@@ -96,12 +97,39 @@ def generic_rule(
             warnings.filterwarnings("ignore", message="There is a performance drop")
             per_sample = torch.vmap(one_sample, randomness="error", chunk_size=chunk_size)
             result: dict[int, Tensor] = per_sample(sample_leaves, present)
-    except (UnsupportedError, torch.OutOfMemoryError):
+    except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        reason = f"running it batched over samples raised {type(error).__name__}"
-        raise UnsupportedError(call.complaint(reason)) from error
+    except (UnsupportedError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        if "random operation" in str(error):
+            raise UnsupportedError(call.complaint("it draws random numbers")) from error
+        result = _one_after_another(call, one_sample, sample_leaves, present)
     return result
+
+
+def _one_after_another(
+    call: _Call,
+    one_sample: Callable[[dict[int, Tensor], list[Tensor]], dict[int, Tensor]],
+    sample_leaves: Mapping[int, Tensor],
+    cotangents: Sequence[Tensor],
+) -> dict[int, Tensor]:
+    """The slow way, for an op that torch cannot run on samples in a batch (a mask decides its sizes)."""
+    found = []
+    devices = [cotangents[0].device] if cotangents[0].is_cuda else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+        for sample in range(len(cotangents[0])):
+            values = {leaf: value[sample] for leaf, value in sample_leaves.items()}
+            try:
+                found.append(one_sample(values, [cotangent[sample] for cotangent in cotangents]))
+            except (UnsupportedError, torch.OutOfMemoryError):
+                raise
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+                reason = f"running it on one sample alone raised {type(error).__name__}"
+                raise UnsupportedError(call.complaint(reason)) from error
+        after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    if not all(map(torch.equal, states, after)):
+        raise UnsupportedError(call.complaint("it draws random numbers"))
+    return {leaf: torch.stack([gradients[leaf] for gradients in found]) for leaf in found[0]}
 
 
 class _Call:

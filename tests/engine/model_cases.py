@@ -316,7 +316,7 @@ case("experts", lambda: Model(experts, a=nn.Linear(6, 6), b=nn.Sequential(nn.Lay
 case("shuffled-and-back", lambda: Model(shuffled_and_back, a=nn.Linear(6, 4), b=nn.Linear(4, 2)), sequences)
 
 # Embeddings -----------------------------------------------------------------------------------------------------------
-for options in ({"padding_idx": 0}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}, {"sparse": True}):
+for options in ({"padding_idx": 0}, {"max_norm": 1.0}, {"sparse": True}):
     case(
         f"embedding-{next(iter(options))}",
         lambda options=options: Model(lambda m, x: m.e(x), e=nn.Embedding(9, 6, **options)),

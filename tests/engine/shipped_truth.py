@@ -148,10 +148,10 @@ def _adds_up(trial: Trial, module: nn.Module) -> bool:
     def value(*samples: int) -> Tensor:
         changed = [tensor.detach().clone() for tensor in batch]
         for sample in samples:
-            for tensor in changed:
-                own, other = (tensor.narrow(trial.batch_dim, (sample + step) % size, 1) for step in (0, 1))
-                values = 0.6 * own if tensor.is_floating_point() else other
-                own.copy_(values.clone())
+            for tensor, before in zip(changed, batch, strict=True):
+                own = tensor.narrow(trial.batch_dim, sample, 1)
+                other = before.narrow(trial.batch_dim, (sample + 1) % size, 1)
+                own.copy_(0.6 * own if tensor.is_floating_point() else other)
         return trial.outputs(module, changed)[0].detach()
 
     try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_persample.engine import expanded_weights
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, batch_first, reshaped, row_owners
-from lightning_persample.engine.dispatch import Constant
+from lightning_persample.engine.marks import Constant
 
 B = 3
 Change = Callable[[Tensor], Tensor]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_persample.engine import expanded_weights
 from tests.engine import recurrent_cases  # noqa: F401  (adds to CASES)
-from tests.engine.model_cases import BATCH_SIZES, CASES, ModelCase
+from tests.engine.model_cases import BATCH_SIZES, CASES, ModelCase, mean_of_squares, parameter
+from tests.engine.model_cases import Model as OneUse
 from tests.engine.reference import assert_exact
 from tests.models import MODELS, Model, gpt
 
@@ -67,3 +71,40 @@ def test_dropout_between_recurrent_layers_is_drawn_again(kind: type[nn.RNNBase],
         output.square().sum().div(len(batch)).backward()
     for name, p in layer.named_parameters():
         torch.testing.assert_close(capture.record.grad_samples[name].mean(0), p.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+def test_an_op_that_torch_cannot_run_batched(batch_size: int) -> None:
+    """A learned token in the places that a mask tells: how many there are differs from sample to sample."""
+
+    def fill_masked(m: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[x[..., 0] > 0] = m.t
+        return m.a(x)
+
+    module = OneUse(fill_masked, a=nn.Linear(6, 4), t=parameter(6)).double()
+    assert_exact(module, mean_of_squares, (torch.randn(batch_size, 5, 6, dtype=torch.float64),))
+
+
+PICKED: dict[str, Callable[..., Tensor]] = {
+    "gather-along-the-batch": lambda m, x: m.t.gather(0, ((x[:, 0] > 0).long() + 1)[:, :4]),
+    "gather-in-own-rows": lambda m, x: m.t[:1].expand(len(x), -1).gather(1, (x[:, 0, :3] > 0).long() + 1),
+    "take-along-the-batch": lambda m, x: m.t.take_along_dim((x[:, 0, :4] > 0).long() + 1, 0),
+    "take-flattened-rows": lambda m, x: torch.take_along_dim(m.t[:1], (x[:, 0, :3] > 0).long(), 1),
+    "index-select": lambda m, x: m.t.index_select(0, (x[:, 0, 0] > 0).long() + 1),
+    "attention-of-learned-queries": lambda m, x: nn.functional.scaled_dot_product_attention(
+        m.t[None, :, None].expand(len(x), -1, 2, -1), x[:, None, :, :4], x[:, None, :, :4]
+    ),
+    "attention-to-learned-keys": lambda m, x: nn.functional.scaled_dot_product_attention(
+        x[:, None, :, :4], m.t[None, None].expand(len(x), 1, -1, -1), m.t[None, None].expand(len(x), 1, -1, -1)
+    ),
+    "solve": lambda m, x: torch.linalg.solve(m.t[:4, :4] + 9 * torch.eye(4), x[:, :4, :4]),
+}
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("batch_size", BATCH_SIZES)
+@pytest.mark.parametrize("name", PICKED)
+def test_a_table_of_parameters_read_by_the_batch(name: str, batch_size: int) -> None:
+    module = OneUse(PICKED[name], t=parameter(6, 4))
+    assert_exact(module, mean_of_squares, (torch.randn(batch_size, 5, 6),))

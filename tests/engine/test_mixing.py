@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_persample.engine import call_for_per_sample_grads, expanded_weights
+from lightning_persample.errors import PerSampleWarning
 from tests.engine.model_cases import Model, mean_of_squares
 from tests.engine.reference import assert_values, loop, record_of
 
@@ -101,7 +104,17 @@ def test_unequal_weights_in_the_loss_are_named(name: str) -> None:
     assert told.weighting == ()
 
 
+def without_the_true_class(scores: Tensor, label: Tensor) -> Tensor:
+    scores = scores * 1
+    scores[torch.arange(len(scores)), label] = 0.0
+    scores[label > 0] *= 2.0
+    return scores
+
+
 PLAIN_LOSSES = {
+    "true-class-struck-out": lambda m, x: (
+        without_the_true_class(m(x[:, 0]), (x[:, 0, 0] > 0).long()).square().sum(1).mean()
+    ),
     "two-terms": lambda m, x: 0.5 * F.mse_loss(m(x), x[..., :4]) + m(x).abs().mean() / 2,
     "equal-ignored-tokens": lambda m, x: F.cross_entropy(
         m(x).flatten(0, 1), torch.tensor([1, -100, 2, 0, -100]).repeat(len(x))
@@ -170,3 +183,129 @@ CLASSES_ALONG_THE_BATCH = {
 def test_a_loss_that_takes_the_samples_for_classes_mixes_them(name: str) -> None:
     record = record_of(nn.Linear(6, 1), lambda m, x: CLASSES_ALONG_THE_BATCH[name](m(x).flatten()), vectors())
     assert any("compares entries along the batch axis" in text for text in record.mixing)
+
+
+def of_other_samples(x: Tensor) -> Tensor:
+    return (x[:, 0] > 0).long().flip(0)
+
+
+def written(target: Tensor, rows: Tensor) -> Tensor:
+    target[rows] = 0.0
+    return target
+
+
+READ_FROM_OTHERS = {
+    "class-weights": (
+        lambda scores, x: F.cross_entropy(scores, (x[:, 0] > 0).long(), weight=x[:, 1].abs(), reduction="sum"),
+        "`cross_entropy_loss` has class weights that depend on the batch",
+    ),
+    "class-weights-counted": (
+        lambda scores, x: F.cross_entropy(
+            scores, (x[:, 0] > 0).long(), weight=1 / (1 + (x[:, 0] > 0).long().bincount(minlength=B)), reduction="sum"
+        ),
+        "`cross_entropy_loss` has class weights that depend on the batch",
+    ),
+    "class-weights-of-nll": (
+        lambda scores, x: F.nll_loss(scores, (x[:, 0] > 0).long(), weight=x[:, 1].abs(), reduction="none").sum(),
+        "`nll_loss_nd` has class weights that depend on the batch",
+    ),
+    "class-weights-of-margin": (
+        lambda scores, x: F.multi_margin_loss(scores, (x[:, 0] > 0).long(), weight=x[:, 1].abs()),
+        "`multi_margin_loss` has class weights that depend on the batch",
+    ),
+    "positive-weights": (
+        lambda scores, x: F.binary_cross_entropy_with_logits(scores, (x[:, :B] > 0).double(), pos_weight=x[:, 5].abs()),
+        "`binary_cross_entropy_with_logits` meets two tensors of the batch with their batch axes at different places",
+    ),
+    "targets": (
+        lambda scores, x: F.cross_entropy(scores, of_other_samples(x)),
+        "`cross_entropy_loss` combines different samples",
+    ),
+    "targets-of-margin": (
+        lambda scores, x: F.multi_margin_loss(scores, of_other_samples(x)),
+        "`multi_margin_loss` combines different samples",
+    ),
+    "regression-targets": (
+        lambda scores, x: F.mse_loss(scores, x[:, :B].flip(0)),
+        "`mse_loss` combines different samples",
+    ),
+    "targets-of-ctc": (
+        lambda scores, x: F.ctc_loss(
+            scores[None].expand(4, B, B).log_softmax(-1), 1 + of_other_samples(x)[:, None], [4] * B, [1] * B
+        ),
+        "`ctc_loss` combines different samples",
+    ),
+    "table-of-bags": (
+        lambda scores, x: F.embedding_bag((x > 0).long(), scores).square().sum(1).mean(),
+        "`embedding_bag` has a table that depends on the batch",
+    ),
+    "mask": (
+        lambda scores, x: scores.masked_select((x[:, :B] > 0).T).square().sum(),
+        "`masked_select` picks entries by a mask that depends on other samples",
+    ),
+    "places": (
+        lambda scores, x: scores.index_put((of_other_samples(x),), torch.zeros(())).square().sum(),
+        "`index_put`",
+    ),
+    "places-written-to": (
+        lambda scores, x: written(scores * 1, of_other_samples(x)).square().sum(),
+        "`setitem` writes into places that depend on other samples",
+    ),
+    "counts": (
+        lambda scores, x: scores.repeat_interleave((x[:, 0] > 0).long() + 1, dim=1).square().sum(),
+        "`repeat_interleave` repeats entries as often as numbers of the batch say",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ_FROM_OTHERS)
+def test_an_argument_that_is_read_from_other_samples_is_said(name: str) -> None:
+    """Class weights, targets, tables, masks and counts may depend on the batch like any other operand."""
+    loss, text = READ_FROM_OTHERS[name]
+    module = nn.Linear(6, B)
+    record = record_of(module, lambda m, x: loss(m(x), x), vectors(), loss_reduction="sum")
+    assert any(text in entry for entry in record.mixing), record.mixing
+    for name, p in module.named_parameters():
+        if name in record.names:
+            torch.testing.assert_close(record.grad_samples[name].sum(0), p.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss])
+def test_targets_scaled_by_the_batch_are_said(loss: Callable[..., Tensor]) -> None:
+    record = record_of(nn.Linear(6, 4), lambda m, x: loss(m(x), x[:, :4] / x.std()), vectors())
+    (text,) = record.weighting
+    assert "`div` combines samples with a value computed over the whole batch" in text
+
+
+@pytest.mark.parametrize("loss", [F.smooth_l1_loss, F.huber_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_whole_number_among_the_options_of_a_loss_is_not_its_reduction(
+    loss: Callable[..., Tensor], reduction: str
+) -> None:
+    function = partial(loss, reduction=reduction, **{"beta" if loss is F.smooth_l1_loss else "delta": 1})
+    record = record_of(nn.Linear(6, 4), lambda m, x: function(m(x), x[:, :4]), vectors(), loss_reduction=reduction)
+    assert record.weighting == ()
+
+
+def test_an_embedding_that_counts_in_the_batch_is_the_loop_and_says_that_it_does_not_add_up() -> None:
+    module, tokens = nn.Embedding(4, 3, scale_grad_by_freq=True), torch.randint(0, 4, (B, 6))
+    with (
+        pytest.warns(PerSampleWarning, match="not the weighted sum of the samples' gradients.*\n- `embedding` on"),
+        expanded_weights(module, tokens, quantities=("sq_norm", "grad_sample")) as capture,
+    ):
+        mean_of_squares(module, tokens).backward()
+    record = capture.record
+    assert_values(record, loop(module, mean_of_squares, (tokens,)))
+    (text,) = record.not_additive
+    assert "`embedding` on (4, 3), (5, 6)" in text
+    assert "with `weight` divides by how often an index occurs in the whole batch (scale_grad_by_freq)" in text
+    assert (record.mixing, record.weighting) == ((), ())
+    assert record_of(module, mean_of_squares, tokens[:1]).not_additive == ()
+
+
+def test_door_one_says_that_an_embedding_that_counts_in_the_batch_does_not_add_up() -> None:
+    module, tokens = nn.Embedding(4, 3, scale_grad_by_freq=True), torch.randint(0, 4, (B, 6))
+    with pytest.warns(PerSampleWarning, match="not the weighted sum of the samples' gradients"):
+        call_for_per_sample_grads(module)(tokens).square().sum().backward()
+    expected = loop(module, lambda m, x: m(x).square().sum(), (tokens,))["weight"]
+    torch.testing.assert_close(module.weight.grad_sample, expected, rtol=1e-10, atol=1e-12)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_persample.engine import expanded_weights
+from lightning_persample.engine import call_for_per_sample_grads, expanded_weights
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError
+from tests.engine.model_cases import Model
+from tests.engine.reference import assert_exact
 
 BAD_OPTIONS = {
     "loss_reduction": ("median", "loss_reduction is 'median'; allowed are 'mean', 'sum' or a tensor of weights"),
@@ -57,3 +60,30 @@ def test_no_record_without_a_backward() -> None:
         pass
     with pytest.raises(PerSampleError, match=re.escape("there is no record: no backward has reached a parameter")):
         _ = capture.record
+
+
+MIXED_DTYPES: dict[str, tuple[torch.dtype, Callable[..., Tensor]]] = {
+    "wide-number-scales": (torch.float64, lambda m, x: x * m.w.sum()),
+    "wide-number-adds": (torch.float64, lambda m, x: x + m.w.sum()),
+    "wide-promotes": (torch.float64, lambda m, x: x * m.w),
+    "wide-made-narrow": (torch.float64, lambda m, x: nn.functional.linear(x, m.w[None].to(torch.float32))),
+    "narrow-promoted": (torch.float32, lambda m, x: x.double() * m.w),
+    "narrow-made-wide": (torch.float32, lambda m, x: nn.functional.linear(x.double(), m.w[None].double())),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_DTYPES)
+def test_gradients_have_the_dtype_of_the_parameter(name: str) -> None:
+    dtype, function = MIXED_DTYPES[name]
+    module, x = Model(function, w=nn.Parameter(torch.randn(4, dtype=dtype))), torch.randn(B, 4)
+    record = assert_exact(module, lambda m, x: m(x).double().square().mean(), (x,), tolerance=1e-5)
+    assert record.grad_samples["w"].dtype == dtype
+    call_for_per_sample_grads(module)(x).sum().backward()
+    assert module.w.grad_sample.dtype == dtype
+
+
+def test_gradients_of_low_precision_are_in_single_precision() -> None:
+    module = nn.Linear(6, 4).bfloat16()
+    with expanded_weights(module, x := torch.randn(B, 6).bfloat16(), quantities=("grad_sample",)) as capture:
+        module(x).square().mean().backward()
+    assert capture.record.grad_samples["weight"].dtype == torch.float32

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -74,22 +73,6 @@ OTHERS = tuple(name for name in OPS if name not in (*RULED, *GENERIC) and not LE
 TOLERANCES = {"matrix_exp": 1e-7}  # (its kernel chooses the degree of a polynomial for the whole batch)
 MORE = {"nn.functional.conv1d": 8, "nn.functional.batch_norm": 10}  # (most inputs are for one sample, or in training)
 
-CLASS_WEIGHTS = "class weights that are themselves in the batch mix samples, and nothing says so"
-FAULTS = {
-    "nn.functional.embedding_bag": "the refusal of scale_grad_by_freq does not name the sizes",
-    "nn.functional.linear_cross_entropy": CLASS_WEIGHTS,
-    "nn.functional.linear_cross_entropy.chunked_none": CLASS_WEIGHTS,
-}
-
-
-def cases(names: Sequence[str]) -> list[object]:
-    """The ops as parameters of a test, those with a known fault expected to fail."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=FAULTS[name])) if name in FAULTS else name
-        for name in names
-    ]
-
-
 Found = tuple[tuple[str, Verdict], ...]
 
 
@@ -126,13 +109,13 @@ def test_an_op_without_a_rule_is_exact_or_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases([*RULED, *GENERIC]))
+@pytest.mark.parametrize("name", [*RULED, *GENERIC])
 def test_along_every_axis_of_more_inputs(name: str) -> None:
     assert_none_wrong(verdicts(name, 20, forms=name in RULED, every_axis=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases(OTHERS))
+@pytest.mark.parametrize("name", OTHERS)
 def test_every_other_op_of_torch(name: str) -> None:
     assert_none_wrong(verdicts(name, 6))
 
@@ -146,22 +129,12 @@ def test_every_op_with_a_rule_has_inputs_here() -> None:
 # By op, what is refused although single samples have a gradient of their own there.
 REFUSED = {
     "cat": {"`cat` puts rows of the batch beside rows that belong to no sample"},
-    "gather": {"`gather` picks entries across the batch"},
     "kron": {"`kron` gives a sample another value alone than in its batch"},
-    "linalg.solve": {
-        "linalg_solve': on one sample its output has shape (3, 2, 5, 3), its output's gradient (1, 2, 5, 3): a size "
-        "among its arguments addresses the batch axis",
-        "linalg_solve': running it batched over samples raised RuntimeError",
-    },
     "nn.functional.bilinear": {"`bilinear` has a weight that depends on the batch"},
     "nn.functional.conv1d": {"`conv1d` has a weight that depends on the batch"},
     "nn.functional.conv2d": {"`conv2d` has a weight that depends on the batch"},
     "nn.functional.linear": {"`linear` has a weight that depends on the batch"},
-    "nn.functional.mse_loss": {"broadcast_tensors': it has 2 floating point outputs, but 1 gradients were given"},
-    "nn.functional.scaled_dot_product_attention": {
-        "scaled_dot_product_attention': running it batched over samples raised RuntimeError",
-    },
-    "take_along_dim": {"`take_along_dim` picks entries across the batch"},
+    "nn.functional.scaled_dot_product_attention": {"scaled_dot_product_attention': it draws random numbers"},
     "vstack": {"`vstack` stacks tensors of one axis"},
 }
 CAUSES = (r"followed here: (.+?) \(sizes", r"the op '(.+?': .+?)\. Tensor leaves", r"^.+?: (.+)$")

@@ -181,27 +181,47 @@ def raises(error: Exception):
     return op
 
 
+def test_an_op_that_cannot_be_batched_runs_sample_by_sample():
+    x, w, grad = torch.randn(5, 1, 4), torch.randn(4), torch.randn(5, 1, 4)
+    found = generic_rule(depends_on_values, (x, w), {}, {0: x}, frozenset({1}), grad)[1]
+    for row, own, upstream in zip(found, x, grad, strict=True):
+        expected = own * upstream if own.sum() > 0 else upstream
+        assert_close(row, expected.sum(0), 1e-10)
+
+
 @pytest.mark.parametrize(
     ("op", "cause"),
     [
-        (depends_on_values, RuntimeError),
-        (noisy, RuntimeError),
         (raises(NotImplementedError("no batching rule")), NotImplementedError),
         (raises(TypeError("not a tensor")), TypeError),
         (raises(ValueError("secret tensor(1.25)")), ValueError),
     ],
-    ids=["depends_on_values", "random", "NotImplementedError", "TypeError", "ValueError"],
+    ids=["NotImplementedError", "TypeError", "ValueError"],
 )
-def test_what_cannot_be_batched(op, cause):
+def test_what_fails_on_one_sample(op, cause):
     x, w = torch.randn(3, 1, 4), torch.randn(4)
     with pytest.raises(UnsupportedError) as raised:
         generic_rule(op, (x, w), {}, {0: x}, frozenset({1}), torch.ones(3, 1, 4))
     assert str(raised.value) == (
-        f"no per-sample gradient of the op {op.__qualname__!r}: running it batched over samples raised "
+        f"no per-sample gradient of the op {op.__qualname__!r}: running it on one sample alone raised "
         f"{cause.__name__}. Tensor leaves: 0: (1, 4) per sample, 1: (4,) (weight). Give the op a rule of its own with "
         "lightning_persample.register_rule."
     )
     assert type(raised.value.__cause__) is cause
+
+
+def noisy_by_values(x: Tensor, w: Tensor) -> Tensor:
+    scale = 1 if x.sum().item() > 0 else 2
+    return F.dropout(x * w * scale)
+
+
+@pytest.mark.parametrize("op", [noisy, noisy_by_values])
+def test_a_random_op_is_refused_and_draws_nothing(op):
+    x, w, state = torch.randn(3, 1, 4), torch.randn(4), torch.get_rng_state()
+    text = f"the op '{op.__name__}': it draws random numbers. Tensor leaves: 0: (1, 4) per sample, 1: (4,) (weight)."
+    with pytest.raises(UnsupportedError, match=re.escape(text)):
+        generic_rule(op, (x, w), {}, {0: x}, frozenset({1}), torch.ones(3, 1, 4))
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_size_that_addresses_the_batch():

@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from lightning_persample.engine.following import (  # (registers the families)
     indexing,
     layers,
+    losses,
     recurrence,
     reductions,
     shapes,
@@ -23,7 +24,10 @@ from lightning_persample.engine.following.pointwise import FACTORIES, POINTWISE
 from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
-__all__ = ["FACTORIES", "POINTWISE", "Followed", "follow", "indexing", "layers", "recurrence", "reductions", "shapes"]
+__all__ = [
+    "FACTORIES", "POINTWISE", "Followed", "follow", "indexing", "layers", "losses", "recurrence", "reductions",
+    "shapes",
+]  # fmt: skip
 
 
 def _is_plain(tensor: Tensor) -> bool:

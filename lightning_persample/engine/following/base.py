@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.observed import ObservedCall, user_line
 
-__all__ = ["FOLLOWERS", "Followed", "Follower", "broadcast", "dims_argument", "follower", "keep", "lost"]
+__all__ = [
+    "FOLLOWERS",
+    "Entries",
+    "Followed",
+    "Follower",
+    "broadcast",
+    "dims_argument",
+    "follower",
+    "keep",
+    "lost",
+    "meet",
+]
 
 Alignment = Callable[[Tensor], BatchAxis | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """What a call that gives one number has added up: the same call without its reduction gives these values.
+
+    Attributes:
+        args: positional arguments of the call that gives them.
+        kwargs: its keyword arguments.
+        shape: shape of the values.
+        axis: where the batch lies in them.
+        share: the number is `share` times their sum.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: torch.Size
+    axis: BatchAxis
+    share: Tensor | float
 
 
 @dataclass(frozen=True)
@@ -25,12 +57,14 @@ class Followed:
             batch, or None.
         mixing: where samples influence each other in this call, or None.
         weighting: where the loss gives samples weights that only the caller knows, or None.
+        entries: what the one output adds up, where the call can give it.
     """
 
     outputs: tuple[BatchAxis | Lost | None, ...]
     aligned: Alignment | None = None
     mixing: str | None = None
     weighting: str | None = None
+    entries: Callable[[], Entries] | None = None
 
 
 Follower = Callable[[ObservedCall], Followed]
@@ -71,28 +105,43 @@ def dims_argument(value: object, ndim: int) -> tuple[int, ...] | None:
     return dims or None
 
 
-def broadcast(call: ObservedCall) -> Followed:
-    """Operands are laid over each other from the right."""
-    located = call.located
-    first, axis = located[0]
-    from_right = axis.dim - first.dim()
-    mixing = next((other.mixing for _, other in located if other.mixing), None)
+def meet(call: ObservedCall, places: Sequence[BatchAxis]) -> tuple[BatchAxis, str | None] | Followed:
+    """The operands of the batch are laid over each other, and over those that hold it along no axis.
+
+    Args:
+        call: the call.
+        places: where each of the operands that hold the batch has it, all counted in the same way.
+
+    Returns:
+        Where the samples lie then and where samples influence each other, or the answer that nothing can be followed.
+    """
+    axis, *others = places
+    mixing = next((place.mixing for place in places if place.mixing), None)
     event = None
-    for tensor, other in located[1:]:
-        apart = other.dim - tensor.dim() != from_right or (other.outer, other.inner) != (axis.outer, axis.inner)
-        if apart and call.batch_size > 1:
+    with_gradient = any(output.requires_grad for output in call.outputs)
+    for other in others if call.batch_size > 1 else ():
+        if (other.dim, other.outer, other.inner) != (axis.dim, axis.outer, axis.inner):
             return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
-        if not other.same_layout(axis) and call.batch_size > 1:
+        if not other.same_layout(axis):
             mixing = f"`{call.name}` combines different samples{user_line()}"
-            event = mixing if any(output.requires_grad for output in call.outputs) else event
+            event = mixing if with_gradient else event
             axis = other if other.owner is None else axis
     for tensor, _ in call.lost:
         reason = f"`{call.name}` combines samples with a value computed over the whole batch{user_line()}"
         mixing = mixing or reason
-        if tensor.requires_grad and any(output.requires_grad for output in call.outputs):
-            event = reason
-    axis = axis.mixed(mixing)
-    size = first.size(axis.dim)
+        event = reason if tensor.requires_grad and with_gradient else event
+    return axis.mixed(mixing), event
+
+
+def broadcast(call: ObservedCall) -> Followed:
+    """Operands are laid over each other from the right."""
+    first, axis = call.located[0]
+    from_right = axis.dim - first.dim()
+    met = meet(call, [other.moved(other.dim - tensor.dim()) for tensor, other in call.located])
+    if isinstance(met, Followed):
+        return met
+    axis, event = met
+    size = first.size(first.dim() + from_right)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
         dim = tensor.dim() + from_right

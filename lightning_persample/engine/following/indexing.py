@@ -78,6 +78,10 @@ def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: Batch
         if where is not None:
             return lost(call, "picks entries by a mask that depends on other samples", mixes=True)
         return keep(call, axis.moved(axis.dim - (mask.dim() - 1) * (axis.dim > start)))
+    if where is not None and source is not None:
+        own = isinstance(where, BatchAxis) and source.same_place(where.moved(where.dim + start))
+        if not own and call.batch_size > 1:
+            return lost(call, "picks entries by a mask that depends on other samples", mixes=True)
     rows = mask.nonzero()[:, axis.dim - start]
     owners = row_owners(axis, call.batch_size, rows.device)[rows]
     mixing = axis.mixing or (where.mixing if isinstance(where, BatchAxis) else None)
@@ -155,6 +159,8 @@ def _follow_setitem(call: ObservedCall) -> Followed:
     target, index, value = call.args
     where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
     items = _per_axis(index, target.dim())
+    if isinstance(where, BatchAxis) and call.batch_size > 1 and not _places_are_own(call, items, where):
+        return lost(call, "writes into places that depend on other samples", mixes=True)
     if isinstance(where, BatchAxis) and incoming is None:
         return Followed((where,))
     if isinstance(where, Lost) or not isinstance(incoming, BatchAxis):
@@ -167,6 +173,28 @@ def _follow_setitem(call: ObservedCall) -> Followed:
         return found if tensor is target else None
 
     return Followed((found,), aligned)
+
+
+def _places_are_own(call: ObservedCall, items: list[Any], where: BatchAxis) -> bool:
+    """Whether index tensors that depend on the batch say where to write in the rows of their own samples alone."""
+    start = 0
+    rows: Tensor | None = None  # the index of the batch axis
+    found: list[tuple[Tensor, BatchAxis | Lost, int]] = []
+    for item in items:
+        width = item.dim() if _is_mask(item) else int(item is not None)
+        if isinstance(item, Tensor):
+            own = call.axis_of(item)
+            rows = item if start == where.dim and own is None else rows
+            found += [(item, own, start)] if own is not None else []
+        start += width
+    every = rows is not None and torch.equal(rows.flatten(), torch.arange(rows.numel(), device=rows.device))
+
+    def is_own(item: Tensor, own: BatchAxis | Lost, start: int) -> bool:
+        if _is_mask(item):
+            return isinstance(own, BatchAxis) and own.moved(own.dim + start).same_place(where)
+        return every and isinstance(own, BatchAxis) and own.same_layout(where)
+
+    return all(is_own(*each) for each in found)
 
 
 def _filled(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, picked, row_owners
+from lightning_persample.engine.following.added_up import added_up
 from lightning_persample.engine.following.base import Followed, broadcast, follower, keep, lost
-from lightning_persample.engine.following.reductions import added_up
 from lightning_persample.engine.observed import ObservedCall
 
 __all__: list[str] = []
@@ -54,6 +54,8 @@ def _follow_embedding_bag(call: ObservedCall) -> Followed:
         call.argument(2, "offsets"),
         call.argument(6, "per_sample_weights"),
     )
+    if call.axis_of(call.argument(0, "weight")) is not None or call.lost:
+        return lost(call, "has a table that depends on the batch", mixes=True)
     bags = call.outputs[0].size(0)
     own, by_bag = call.axis_of(rows), call.axis_of(offsets)
     starts = offsets[:bags].to(rows.device)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_persample.engine.batch_axis import BatchAxis, Lost, picked, reshaped, row_owners
+from lightning_persample.engine.batch_axis import BatchAxis, picked, reshaped, row_owners
 from lightning_persample.engine.following.base import Followed, broadcast, dims_argument, follower, keep, lost
 from lightning_persample.engine.observed import ObservedCall
 
@@ -52,18 +52,9 @@ def _follow_permutation(call: ObservedCall) -> Followed:
     return keep(call, axis.moved(moved.shape.index(axis.dim + 2)))
 
 
-@follower("expand", "expand_as", "broadcast_to", "broadcast_tensors")
+@follower("expand", "expand_as", "broadcast_to")
 def _follow_expand(call: ObservedCall) -> Followed:
-    found: list[BatchAxis | Lost] = []
-    for position, output in enumerate(call.outputs):
-        operand = call.operands[position if call.op == "broadcast_tensors" else 0]
-        if isinstance(operand.axis, BatchAxis):
-            found.append(operand.axis.moved(operand.axis.dim + output.dim() - operand.tensor.dim()))
-        elif operand.axis is None:
-            return broadcast(call)
-        else:
-            found.append(operand.axis)
-    return Followed(tuple(found))
+    return broadcast(call)
 
 
 @follower("repeat", "tile")
@@ -85,6 +76,10 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
             return lost(call, "cuts the batch axis apart")
         axis, dim = flat, 0
     dim = int(dim) % max(call.outputs[0].dim(), 1)
+    counts = call.axis_of(repeats) if isinstance(repeats, Tensor) else None
+    own = isinstance(counts, BatchAxis) and tensor is not repeats and dim == axis.dim and counts.same_layout(axis)
+    if counts is not None and not own:
+        return lost(call, "repeats entries as often as numbers of the batch say", mixes=True)
     if dim != axis.dim:
         return keep(call, axis)
     if isinstance(repeats, int):
@@ -215,6 +210,8 @@ def _follow_gather(call: ObservedCall) -> Followed:
         return keep(call, axis, beside)
     if any(not other.same_place(axis) for _, other in located) and call.batch_size > 1:
         return lost(call, "picks entries by indices that do not belong to the same sample", mixes=True)
+    if call.op in ("gather", "take_along_dim") and call.axis_of(target) is None:
+        return _from_table(call, target, dim, axis)
     size = located[0][0].size(axis.dim)
     others = [o.tensor for o in call.operands if o.axis is None]
     if dim == axis.dim or any(other.dim() > axis.dim and other.size(axis.dim) != size for other in others):
@@ -223,4 +220,17 @@ def _follow_gather(call: ObservedCall) -> Followed:
     def aligned(tensor: Tensor) -> BatchAxis | None:
         return axis if tensor.dim() > axis.dim and call.batch_size > 1 else None
 
+    return keep(call, axis, aligned)
+
+
+def _from_table(call: ObservedCall, table: Tensor, dim: int, axis: BatchAxis) -> Followed:
+    """Each index picks along `dim` from the row of the table at its place: its output lies where the index does."""
+    rows = call.outputs[0].size(axis.dim)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        own = tensor is table and dim != axis.dim and table.size(axis.dim) == rows and call.batch_size > 1
+        return axis if own else None
+
+    if dim != axis.dim and table.size(axis.dim) not in (1, rows):
+        return lost(call, "picks entries from more rows than the batch has", mixes=True)
     return keep(call, axis, aligned)
