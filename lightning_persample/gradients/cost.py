@@ -32,11 +32,13 @@ CPU_MEMORY_BUDGET = 16 * 2**20
 """The same on a CPU, where larger temporaries leave the cache and are returned to the system after each use."""
 
 MatrixKernel = Literal["gram", "direct"]
-PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "grouped"]
+PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
 
 _ELEMENTWISE = 32  # one number written and read again
 _SHIFTED_ADD = 64  # one number of a strided window added to another
-_GROUPED_OUTPUT = 140  # one number of the result of a grouped convolution's weight gradient
+_LAYERED = 48  # one number of the layers, in products that are narrower
+_GROUPED_OUTPUT = 100  # one number of the result of a grouped convolution's weight gradient
+_FULL_COLUMNS = 32  # a matrix product with fewer columns takes as long as with this many
 _FULL_CHANNELS = 8  # a convolution with fewer channels takes as long as with this many
 
 
@@ -104,6 +106,11 @@ def outer_inner_kernel(positions: int, other_positions: int, rows: int, columns:
     return "gram" if gram < direct else "direct"
 
 
+def _narrow(products: int, columns: int) -> int:
+    """Multiply-adds of a matrix product, with few columns counted as many: they take as long."""
+    return products * max(columns, _FULL_COLUMNS) // columns
+
+
 def patch_kernel(
     rows: int,
     in_channels: int,
@@ -112,6 +119,7 @@ def patch_kernel(
     kernel_size: tuple[int, ...],
     extent: tuple[int, ...],
     out_size: tuple[int, ...],
+    layers: int,
     *,
     item_size: int,
     device: torch.device,
@@ -125,6 +133,7 @@ def patch_kernel(
     - "autocorrelation" P^2 C + T^2 O for the Gram matrices of input and output gradient, T^2 K G shifted adds;
     - "unfolded gram" T C K numbers unfolded, T^2 (C K + O);
     - "unfolded" T C K numbers unfolded, T C K O / G;
+    - "layers" the numbers unfolded along all spatial axes but the first, T C K O / G; on a CPU;
     - "grouped" T C K O / G inside a convolution with groups = samples * G, which writes O C K / G numbers slowly.
 
     Args:
@@ -135,6 +144,7 @@ def patch_kernel(
         kernel_size: size of the kernel along each spatial axis.
         extent: number of padded input positions that are read, along each spatial axis.
         out_size: number of output positions along each spatial axis.
+        layers: numbers written for one sample where patches are unfolded along all spatial axes but the first.
         item_size: bytes of one number.
         device: where the kernel will run.
         dense: is the gradient itself asked for, and not only its squared norm? Gram kernels cannot give it.
@@ -149,7 +159,11 @@ def patch_kernel(
     gram = positions**2 * (out_channels + _ELEMENTWISE * groups)
     few_channels = groups == 1 and in_channels < _FULL_CHANNELS
     padded_products = products * _FULL_CHANNELS // in_channels if few_channels else products
-    costs: dict[PatchKernel, int] = {"unfolded": unfold + products + _ELEMENTWISE * result}
+    columns = in_channels // groups * offsets
+    costs: dict[PatchKernel, int] = {"unfolded": unfold + _narrow(products, columns) + _ELEMENTWISE * result}
+    if rows == 1 and offsets > 1 and device.type == "cpu":
+        narrow = _narrow(products, columns // kernel_size[0])
+        costs["layers"] = _LAYERED * layers + narrow + _ELEMENTWISE * result
     if device.type == "cpu" or groups > 1:
         costs["grouped"] = padded_products + _GROUPED_OUTPUT * result
     budget = memory_budget(device)
@@ -158,7 +172,10 @@ def patch_kernel(
         costs["autocorrelation"] = read**2 * in_channels + gram + shifted
     if not dense and item_size * (2 * positions**2 * groups + unfolded_size) <= budget:
         costs["unfolded gram"] = unfold + positions**2 * in_channels * offsets + gram
+    if item_size * layers > budget:
+        costs.pop("layers", None)
     if item_size * unfolded_size > budget:
-        costs.setdefault("grouped", padded_products)
         del costs["unfolded"]
+    if not costs:
+        costs["grouped"] = padded_products
     return min(costs, key=lambda kernel: costs[kernel])

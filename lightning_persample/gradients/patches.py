@@ -8,7 +8,8 @@ input under the kernel at output position t.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -73,6 +74,18 @@ class PatchGeometry:
         axes = zip(out_size, self.stride, self.dilation, self.kernel_size, strict=True)
         return tuple((out - 1) * step + gap * (size - 1) + 1 for out, step, gap, size in axes)
 
+    def places(self) -> list[tuple[int, int]]:
+        """For each kernel offset along the first axis: positions that fall together after a stride, and the shift."""
+        stride, gap = self.stride[0], self.dilation[0]
+        offsets = [offset * gap for offset in range(self.kernel_size[0])]
+        return [(offset % stride // math.gcd(stride, gap), offset // stride) for offset in offsets]
+
+    def layer_numbers(self, channels: int, out_size: tuple[int, ...]) -> int:
+        """How many numbers of one sample are written where patches are written out along all axes but the first."""
+        places = self.places()
+        rows = (max(phase for phase, _ in places) + 1) * (places[-1][1] + out_size[0])
+        return channels * rows * prod(self.kernel_size[1:]) * prod(out_size[1:])
+
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
@@ -118,6 +131,35 @@ class _Rows:
         stride = (*read.stride()[:2], *along_kernel, read.stride(2), *along_output)
         return read.as_strided(size, stride, read.storage_offset())
 
+    def layers(self) -> tuple[Tensor, list[tuple[int, slice]]]:
+        """The input with its patches written out along all spatial axes but the first, for one row per sample.
+
+        Along the first axis, an offset of the kernel then only shifts the positions: those that fall together after a
+        stride lie in one layer.
+
+        Returns:
+            Layers (b G, C K' / G, phases, positions), with K' offsets of the kernel along the other axes; and for each
+            offset along the first axis its layer and the positions in it.
+        """
+        geometry, first = self.geometry, self.out_size[0]
+        inner, others = prod(self.out_size[1:]), geometry.kernel_size[1:]
+        stride, step = geometry.stride[0], math.gcd(geometry.stride[0], geometry.dilation[0])
+        places = geometry.places()
+        phases, length = max(phase for phase, _ in places) + 1, places[-1][1] + first
+        read = self.read().squeeze(2)
+        missing = (phases - 1) * step + (length - 1) * stride + 1 - read.shape[2]
+        if missing > 0:
+            read = F.pad(read, (0, 0) * (read.dim() - 3) + (0, missing))
+        along = read.stride()[3:]
+        kernel = [gap * one for gap, one in zip(geometry.dilation[1:], along, strict=True)]
+        output = [step * one for step, one in zip(geometry.stride[1:], along, strict=True)]
+        size = (*read.shape[:2], *others, phases, length, *self.out_size[1:])
+        strides = (*read.stride()[:2], *kernel, step * read.stride(2), stride * read.stride(2), *output)
+        groups, _ = self.group_shape
+        written = read.as_strided(size, strides, read.storage_offset())
+        slices = [(phase, slice(start * inner, (start + first) * inner)) for phase, start in places]
+        return written.reshape(groups, -1, phases, length * inner), slices
+
     def unfolded(self) -> Tensor:
         """Every patch: (b G, C K / G, T)."""
         groups, positions = self.group_shape
@@ -126,6 +168,23 @@ class _Rows:
 
 def _dense_unfolded(rows: _Rows) -> Tensor:
     return torch.bmm(rows.output_rows(), rows.unfolded().transpose(1, 2)).view(-1, *rows.weight_shape)
+
+
+def _layer_products(rows: _Rows) -> Iterator[Tensor]:
+    """The gradient's entries (b G, O/G, C K' / G) for each offset of the kernel along the first axis."""
+    b, k, groups = rows.grad_out.shape[0], rows.grad_out.shape[1], rows.geometry.groups
+    single = _Rows(rows.grad_out.flatten(0, 1).unsqueeze(1), rows.input.flatten(0, 1).unsqueeze(1), rows.geometry)
+    outputs = single.output_rows()
+    layers, offsets = single.layers()
+    for phase, positions in offsets:
+        product = torch.bmm(outputs, layers[:, :, phase, positions].transpose(1, 2))
+        yield product if k == 1 else product.view(b, k, groups, *product.shape[1:]).sum(1).flatten(0, 1)
+
+
+def _dense_layers(rows: _Rows) -> Tensor:
+    _, channels, _, *others = rows.weight_shape
+    parts = [part.view(-1, rows.weight_shape[0], channels, 1, *others) for part in _layer_products(rows)]
+    return torch.cat(parts, 3)
 
 
 def _dense_grouped(rows: _Rows) -> Tensor:
@@ -172,7 +231,11 @@ def _gram_unfolded(rows: _Rows) -> Tensor:
     return torch.bmm(unfolded.transpose(1, 2), unfolded)
 
 
-_DENSE: dict[PatchKernel, Callable[[_Rows], Tensor]] = {"unfolded": _dense_unfolded, "grouped": _dense_grouped}
+_DENSE: dict[PatchKernel, Callable[[_Rows], Tensor]] = {
+    "unfolded": _dense_unfolded,
+    "layers": _dense_layers,
+    "grouped": _dense_grouped,
+}
 _GRAM: dict[PatchKernel, Callable[[_Rows], Tensor]] = {
     "autocorrelation": _gram_autocorrelation,
     "unfolded gram": _gram_unfolded,
@@ -189,6 +252,7 @@ def _choose(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, dtype: to
         kernel_size=geometry.kernel_size,
         extent=geometry.extent(out_size),
         out_size=out_size,
+        layers=geometry.layer_numbers(inputs.shape[2], out_size),
         item_size=dtype.itemsize,
         device=inputs.device,
         dense=dense,
@@ -202,6 +266,9 @@ def _bytes_each(kernel: PatchKernel, rows: _Rows, dtype: torch.dtype) -> int:
     read = rows.input.shape[1] * prod(rows.geometry.extent(rows.out_size))
     numbers = {
         "unfolded": unfolded + result,
+        "layers": rows.geometry.layer_numbers(rows.input.shape[2], rows.out_size)
+        + read * rows.input.shape[2]
+        + 2 * result,
         "grouped": 2 * result + read * rows.input.shape[2] + positions * rows.weight_shape[0],
         "unfolded gram": unfolded + 3 * rows.geometry.groups * positions**2,
         "autocorrelation": rows.geometry.groups * (read**2 + 3 * positions**2),
@@ -263,6 +330,10 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -
     kernel = _choose(grad_out, inputs, geometry, dtype, dense=False)
     for part in chunks(inputs.shape[0], _bytes_each(kernel, whole, dtype), inputs.device):
         rows = _Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry)
+        if kernel == "layers":
+            squares = [dense_sq_norm(product) for product in _layer_products(rows)]
+            value[part] = torch.stack(squares).sum(0).view(-1, geometry.groups).sum(1)
+            continue
         if kernel in _DENSE:
             value[part] = dense_sq_norm(_DENSE[kernel](rows))
             continue

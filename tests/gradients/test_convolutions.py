@@ -8,7 +8,8 @@ import torch
 from lightning_persample.gradients import Dense, Patches, PatchGeometry, Sum, patches
 from tests.gradients.structures import GEOMETRIES, assert_close, inner, sq_norm
 
-KERNELS = ["unfolded", "grouped", "autocorrelation", "unfolded gram"]
+KERNELS = ["unfolded", "layers", "grouped", "autocorrelation", "unfolded gram"]
+GRAM = {"autocorrelation", "unfolded gram"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64], ids=str)
@@ -17,10 +18,10 @@ KERNELS = ["unfolded", "grouped", "autocorrelation", "unfolded gram"]
 def test_kernel(name: str, kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient, expected = GEOMETRIES[name].build(dtype)
     monkeypatch.setattr(
-        patches, "patch_kernel", lambda *, dense, **_: "unfolded" if dense and "a" in kernel else kernel
+        patches, "patch_kernel", lambda *, dense, **_: "unfolded" if dense and kernel in GRAM else kernel
     )
     assert_close(gradient.sq_norm(), sq_norm(expected))
-    if kernel in {"unfolded", "grouped"}:
+    if kernel not in GRAM:
         assert_close(gradient.dense(), expected)
 
 
@@ -53,7 +54,7 @@ def test_squared_norm_of_orthogonal_terms(name: str) -> None:
 def test_inputs_that_are_not_contiguous(layout: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient, expected = GEOMETRIES["2d-three-rows"].build(torch.float64)
     monkeypatch.setattr(
-        patches, "patch_kernel", lambda *, dense, **_: "unfolded" if dense and "a" in kernel else kernel
+        patches, "patch_kernel", lambda *, dense, **_: "unfolded" if dense and kernel in GRAM else kernel
     )
     tensors = [gradient.grad_out, gradient.input]
     if layout == "channels-last":

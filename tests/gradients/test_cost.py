@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_persample.gradients import cost
+from lightning_persample.gradients import PatchGeometry, cost
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -16,7 +16,7 @@ TIMED = [
     (64, 64, 16, 3, 1, 1, "grouped"),
     (128, 128, 8, 3, 1, 1, "autocorrelation"),
     (64, 64, 32, 3, 1, 1, "grouped"),
-    (128, 128, 16, 3, 1, 1, "unfolded"),
+    (128, 128, 16, 3, 1, 1, "layers"),
     (256, 256, 8, 3, 1, 1, "autocorrelation"),
     (512, 512, 4, 3, 1, 1, "autocorrelation"),
     (64, 128, 16, 1, 1, 1, "unfolded"),
@@ -30,15 +30,16 @@ def choose(case: tuple[int, int, int, int, int, int], *, device: torch.device, d
     channels, outputs, size, kernel, stride, groups = case
     out = size // stride
     extent = (out - 1) * stride + kernel
-    return cost.patch_kernel(
-        1, channels, outputs, groups, (kernel,) * 2, (extent,) * 2, (out,) * 2, item_size=4, device=device, dense=dense
-    )
+    geometry = PatchGeometry((kernel,) * 2, (stride,) * 2, ((0, 0),) * 2, (1, 1), groups)
+    sizes = ((kernel,) * 2, (extent,) * 2, (out,) * 2)
+    layers = geometry.layer_numbers(channels, (out,) * 2)
+    return cost.patch_kernel(1, channels, outputs, groups, *sizes, layers, item_size=4, device=device, dense=dense)
 
 
 @pytest.mark.parametrize("case", TIMED, ids=str)
 def test_patches(case: tuple[int, int, int, int, int, int, str]) -> None:
     assert choose(case[:6], device=CPU, dense=False) == case[6]
-    assert choose(case[:6], device=CPU, dense=True) in {"unfolded", "grouped"}
+    assert choose(case[:6], device=CPU, dense=True) in {"unfolded", "layers", "grouped"}
     assert choose(case[:6], device=CUDA, dense=True) == ("grouped" if case[5] > 1 else "unfolded")
 
 
