@@ -15,7 +15,7 @@ from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.failure import FAILURES, reason_of
-from lightning_persample.engine.following import FACTORIES, follow
+from lightning_persample.engine.following import FACTORIES, common_axis, follow
 from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
@@ -36,6 +36,10 @@ __all__ = ["Dispatcher"]
 
 
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
+
+
+_OF_NO_SAMPLE = {type(None), Constant}
+_PLAIN = {type(None), Constant, BatchAxis}
 
 
 class Dispatcher:
@@ -139,21 +143,25 @@ class Dispatcher:
         tensors = operands_of(args, kwargs)
         if op in SHAPE_OF_SECOND:
             del tensors[1:]
-        marked = [(tensor, self._mark_of(tensor)) for tensor in tensors]
-        if all(mark is None or type(mark) is Constant for _, mark in marked):
+        marks = [self._mark_of(tensor) for tensor in tensors]
+        kinds = set(map(type, marks))
+        if kinds <= _OF_NO_SAMPLE:
             result = function(*args, **kwargs)
             self._note_constant(op, tensors, result)
             return result
-        if kind.pointwise and len(marked) == 1 and type(marked[0][1]) is BatchAxis:
-            result = function(*args, **kwargs)  # by far the most calls: the output lies where the input does
-            for output in (result,) if isinstance(result, Tensor) else tensors_in(result):
-                self._set_mark(output, marked[0][1])
-            return result
+        if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
+            axis, rank = common_axis(tensors, marks)
+            if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
+                result = function(*args, **kwargs)  # by far the most calls: the output lies where the inputs do
+                for output in (result,) if isinstance(result, Tensor) else tensors_in(result):
+                    self._set_mark(output, axis.moved(axis.dim + output.dim() - rank))
+                return result
         if any(is_lazy(tensor) for tensor in tensors):
             return function(*args, **kwargs)
         if kind.composite:
             with visible:
                 return decomposed(function)(*args, **kwargs)
+        marked = list(zip(tensors, marks, strict=True))
         weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
         inplace = kind.inplace
         stop = boundary(tensor for tensor, _ in marked) if weights else set()
@@ -169,7 +177,6 @@ class Dispatcher:
         if not outputs:
             return result
         written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
-        marks = [mark for _, mark in marked]
         operands = tuple(
             Operand(
                 saved[0] if inplace and weights and tensor is args[0] else tensor,

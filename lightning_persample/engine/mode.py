@@ -190,13 +190,13 @@ class Capture:
         """Answer one torch call under the mode."""
         if function in _BACKWARD:
             return self._backward(function, args, kwargs)
-        if function is torch.autograd.grad:
-            with self._dispatcher.aside():
-                gradients = function(*args, **kwargs)
-            inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-            self._dispatcher.mark_gradients(list(tensors_in((inputs,))), gradients)
-            return gradients
-        return self._dispatcher.call(function, args, kwargs, self._mode)
+        if function is not torch.autograd.grad:
+            return self._dispatcher.call(function, args, kwargs, self._mode)
+        with self._dispatcher.aside():
+            gradients = function(*args, **kwargs)
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+        self._dispatcher.mark_gradients(list(tensors_in((inputs,))), gradients)
+        return gradients
 
     def _keep_scale(self, grad: Tensor) -> None:
         self._scale = grad.detach()

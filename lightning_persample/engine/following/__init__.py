@@ -6,10 +6,6 @@ exactly one axis and hold the values that the whole call gave that sample. What 
 reason.
 """
 
-import torch
-from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-
 from lightning_persample.engine.following import (  # (registers the families)
     indexing,
     layers,
@@ -19,19 +15,15 @@ from lightning_persample.engine.following import (  # (registers the families)
     shapes,
 )
 from lightning_persample.engine.following.after_reduction import after_reduction
-from lightning_persample.engine.following.base import FOLLOWERS, Followed, lost
-from lightning_persample.engine.following.pointwise import FACTORIES, POINTWISE
+from lightning_persample.engine.following.base import FOLLOWERS, Followed, is_plain, lost
+from lightning_persample.engine.following.pointwise import FACTORIES, POINTWISE, common_axis
 from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
 __all__ = [
-    "FACTORIES", "POINTWISE", "Followed", "follow", "indexing", "layers", "losses", "recurrence", "reductions",
-    "shapes",
+    "FACTORIES", "POINTWISE", "Followed", "common_axis", "follow", "indexing", "layers", "losses", "recurrence",
+    "reductions", "shapes",
 ]  # fmt: skip
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
 
 
 def follow(call: ObservedCall) -> Followed:
@@ -47,7 +39,7 @@ def follow(call: ObservedCall) -> Followed:
         return Followed(())
     if not call.located:
         return after_reduction(call)
-    if any(not _is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
+    if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
         return lost(call, "works on tensors that are nested, sparse or wrapped")
     known = FOLLOWERS.get(call.op)
     if known is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.observed import ObservedCall, user_line
@@ -20,6 +21,7 @@ __all__ = [
     "broadcast",
     "dims_argument",
     "follower",
+    "is_plain",
     "keep",
     "lost",
     "meet",
@@ -94,6 +96,11 @@ def lost(call: ObservedCall, what: str, *, mixes: bool = False) -> Followed:
     reason = f"`{call.name}` {what} (sizes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
     mixing = reason if mixes and any(o.requires_grad for o in call.outputs) else None
     return Followed((Lost(reason, noted=mixing is not None),) * len(call.outputs), mixing=mixing)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether this is an ordinary tensor: neither sparse, nested nor wrapped by a torch.func transform."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
 
 
 def dims_argument(value: object, ndim: int) -> tuple[int, ...] | None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_persample.engine.following.base import Followed, broadcast, follower, lost
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_persample.engine.batch_axis import BatchAxis
+from lightning_persample.engine.following.base import Followed, broadcast, follower, is_plain, lost
 from lightning_persample.engine.observed import ObservedCall
 
-__all__ = ["FACTORIES", "POINTWISE"]
+__all__ = ["FACTORIES", "POINTWISE", "common_axis"]
 
 # fmt: off
 POINTWISE = frozenset({
@@ -32,6 +37,31 @@ POINTWISE = frozenset({
     "cfloat", "cdouble", "float16", "native_dropout", "as_tensor",
 })
 # fmt: on
+
+
+def common_axis(tensors: Sequence[Tensor], marks: Sequence[object]) -> tuple[BatchAxis | None, int]:
+    """The axis along which operands that are laid over each other all hold the samples, where it is plainly the same.
+
+    Args:
+        tensors: the operands.
+        marks: what is known of each; all but a `BatchAxis` counts as holding no sample.
+
+    Returns:
+        The axis and the rank of the tensor it is counted in; None where `follow` has to look closer.
+    """
+    found, rank = None, 0
+    for tensor, mark in zip(tensors, marks, strict=True):
+        if len(tensors) > 1 and not is_plain(tensor):
+            return None, 0
+        if not isinstance(mark, BatchAxis):
+            continue
+        if found is None:
+            found, rank = mark, tensor.dim()
+            continue
+        same = (mark.outer, mark.inner, mark.dim - tensor.dim()) == (found.outer, found.inner, found.dim - rank)
+        if not same or mark.owner is not found.owner or mark.mixing is not found.mixing:
+            return None, 0
+    return found, rank
 
 
 @follower(*sorted(POINTWISE))

@@ -83,6 +83,17 @@ def _follow_topk(call: ObservedCall) -> Followed:
     return _along(call, dims_argument(call.argument(2, "dim", default=-1), tensor.dim()))
 
 
-@follower("nonzero", "argwhere", "unique", "bincount", "histc", "as_strided", "take", "unique_consecutive")
+@follower(
+    "nonzero",
+    "argwhere",
+    "unique",
+    "bincount",
+    "histc",
+    "as_strided",
+    "as_strided_copy",
+    "as_strided_scatter",
+    "take",
+    "unique_consecutive",
+)
 def _follow_scattered(call: ObservedCall) -> Followed:
     return lost(call, "gathers entries across the batch")

@@ -1,0 +1,262 @@
+"""What per-sample gradient norms cost: this package and its peers beside a plain training step, in one run.
+
+    python -m tests.benchmarks.cost_of_norms                    the table: time, and peak memory above the model's own
+    python -m tests.benchmarks.cost_of_norms --fit              a whole Trainer.fit with the monitor beside one without
+    python -m tests.benchmarks.cost_of_norms --scaling          as batch, tokens, width and channels grow
+    options: [--models mlp cnn resnet18 gpt] [--pairs 15] [--device cuda] [--json FILE]
+
+Every ratio is that of a pair: a plain step, then one with norms. Plain and all engines take turns, so that what else
+the machine does falls on all. Shown are the median and the middle half of the ratios. Peak memory is that of a process
+of its own (on an accelerator: of the allocator), less what the process holds before the first step. Where a peer is
+not installed (``pip install opacus backpack-for-pytorch``) its cell is "-".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.benchmarks.engines import ENGINES, Step, available
+from tests.benchmarks.timed_models import MODELS, Built, cnn, gpt, mlp
+
+OURS = "lightning_persample"
+FIT_STEPS = {"mlp": 400, "cnn": 100, "resnet18": 50, "gpt": 100}
+
+
+def prepared(build: Callable[[], Built], engine: str, device: torch.device) -> Step:
+    torch.manual_seed(0)
+    module, x = build()
+    y = torch.randint(0, 10, (len(x),))
+    return ENGINES[engine](module.to(device), x.to(device), y.to(device))
+
+
+def seconds(step: Step, device: torch.device) -> float:
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def middle(ratios: list[float]) -> dict[str, float]:
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {"ratio": median, "low": low, "high": high}
+
+
+# Time and memory ------------------------------------------------------------------------------------------------------
+def times(build: Callable[[], Built], engines: list[str], pairs: int, device: torch.device) -> dict[str, Any]:
+    """For each engine the ratios to the plain step before it, or why it fails."""
+    plain, found, steps = prepared(build, "plain", device), {}, {}
+    for engine in engines:
+        try:
+            steps[engine] = prepared(build, engine, device)
+            steps[engine]()
+            steps[engine]()
+        except Exception as error:  # strangers' code: whatever it raises is what its user would see
+            steps.pop(engine, None)
+            found[engine] = {"fails": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
+    plain()
+    ratios: dict[str, list[float]] = {engine: [] for engine in steps}
+    alone = []
+    for _ in range(pairs):
+        for engine, step in steps.items():
+            alone.append(seconds(plain, device))
+            ratios[engine].append(seconds(step, device) / alone[-1])
+    return {"plain": {"ms": 1e3 * statistics.median(alone)}} | found | {e: middle(r) for e, r in ratios.items()}
+
+
+def peak_bytes(model: str, engine: str, device: torch.device) -> int:
+    """Peak memory of three steps above what is held before them, measured in this process."""
+    step = prepared(MODELS[model][1], engine, device)
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        import resource
+
+        before = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(3):
+        step()
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) - before
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+def peak_in_another_process(model: str, engine: str, device: torch.device) -> int | None:
+    command = [sys.executable, "-m", __spec__.name, "--peak", model, engine, "--device", str(device)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    return int(done.stdout) if done.returncode == 0 else None
+
+
+def table(models: list[str], pairs: int, device: torch.device) -> dict[str, Any]:
+    engines = [engine for engine in ENGINES if engine != "plain"]
+    print(f"| model | plain step | {' | '.join(engines)} |")
+    print(f"|---|---|{'---|' * len(engines)}")
+    results = {}
+    for model in models:
+        title, build = MODELS[model]
+        here = [engine for engine in engines if available(engine)]
+        result = results[model] = times(build, here, pairs, device)
+        for engine in ["plain", *[e for e in here if "fails" not in result[e]]]:
+            result[engine]["peak"] = peak_in_another_process(model, engine, device)
+        base = result["plain"]["peak"]
+
+        def cell(engine: str, result: dict[str, Any] = result, base: int | None = base) -> str:
+            if engine not in result:
+                return "-"
+            if "fails" in result[engine]:
+                return "fails"
+            one = result[engine]
+            memory = f", {one['peak'] / base:.2f}x memory" if one["peak"] is not None and base else ""
+            return f"{one['ratio']:.2f}x ({one['low']:.2f} to {one['high']:.2f}){memory}"
+
+        size = f", {base / 2**20:.0f} MiB" if base else ""
+        print(f"| {title} | {result['plain']['ms']:.1f} ms{size} | {' | '.join(map(cell, engines))} |", flush=True)
+    for model, result in results.items():
+        for engine, one in result.items():
+            if "fails" in one:
+                print(f"\n{engine} on {model}: {one['fails']}")
+    return results
+
+
+# A whole run ----------------------------------------------------------------------------------------------------------
+def fit_seconds(build: Callable[[], Built], steps: int, device: torch.device, monitored: bool) -> float:
+    import lightning as L
+    from lightning.pytorch.loggers import CSVLogger
+
+    from lightning_persample import PerSampleGradientMonitor
+
+    class Classifier(L.LightningModule):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = F.cross_entropy(self.module(batch[0]), batch[1])
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    torch.manual_seed(0)
+    module, x = build()
+    data = TensorDataset(x, torch.randint(0, 10, (len(x),)))
+    loader = DataLoader(data, batch_size=len(x))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            max_steps=steps,
+            max_epochs=-1,
+            accelerator="gpu" if device.type == "cuda" else "cpu",
+            devices=1,
+            logger=CSVLogger(folder),
+            callbacks=[PerSampleGradientMonitor()] if monitored else [],
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        start = time.perf_counter()
+        trainer.fit(Classifier(module), loader)
+        return time.perf_counter() - start
+
+
+def fits(models: list[str], pairs: int, device: torch.device) -> dict[str, Any]:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    print("| model | steps | Trainer.fit without | with PerSampleGradientMonitor() |\n|---|---|---|---|")
+    results = {}
+    for model in models:
+        title, build = MODELS[model]
+        steps = FIT_STEPS[model]
+        for monitored in (False, True):
+            fit_seconds(build, 2, device, monitored)
+        timed = [[fit_seconds(build, steps, device, monitored) for monitored in (False, True)] for _ in range(pairs)]
+        one = results[model] = middle([own / alone for alone, own in timed])
+        alone = statistics.median(alone for alone, _ in timed)
+        print(f"| {title} | {steps} | {alone:.2f} s | {one['ratio']:.3f}x ({one['low']:.3f} to {one['high']:.3f}) |")
+    return results
+
+
+# Growth ---------------------------------------------------------------------------------------------------------------
+GROWTH: dict[str, list[tuple[int, Callable[[], Built]]]] = {
+    "MLP, batch": [(b, lambda b=b: mlp(batch_size=b)) for b in (16, 64, 256, 1024)],
+    "MLP, width": [(w, lambda w=w: mlp(width=w)) for w in (64, 256, 1024, 2048)],
+    "CNN, batch": [(b, lambda b=b: cnn(batch_size=b)) for b in (4, 16, 64)],
+    "CNN, channels": [(c, lambda c=c: cnn(batch_size=16, channels=c)) for c in (8, 32, 128)],
+    "GPT, batch": [(b, lambda b=b: gpt(batch_size=b)) for b in (2, 8, 32)],
+    "GPT, tokens": [(t, lambda t=t: gpt(batch_size=4, tokens=t)) for t in (32, 128, 512)],
+    "GPT, width": [(w, lambda w=w: gpt(batch_size=4, width=w)) for w in (64, 256, 1024)],
+}
+
+
+def operations(step: Step) -> int:
+    """Multiplications and additions in products and convolutions."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return int(counter.get_total_flops())
+
+
+def scaling(pairs: int, device: torch.device) -> dict[str, Any]:
+    print("| grows | size | plain step | with norms | operations of products, plain | with norms |")
+    print("|---|---|---|---|---|---|")
+    results: dict[str, Any] = {}
+    for what, sizes in GROWTH.items():
+        for size, build in sizes:
+            found = times(build, [OURS], pairs, device)
+            counts = [operations(prepared(build, engine, device)) for engine in ("plain", OURS)]
+            one = {"ms": found["plain"]["ms"], **found[OURS], "operations": counts}
+            results.setdefault(what, {})[size] = one
+            print(
+                f"| {what} | {size} | {one['ms']:.1f} ms | {one['ratio']:.2f}x | {counts[0] / 1e9:.2f} G | "
+                f"{counts[1] / counts[0]:.2f}x |",
+                flush=True,
+            )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    device = torch.device(options.device)
+    if options.peak:
+        print(peak_bytes(*options.peak, device))
+        return
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    machine = f"{platform.machine()}, {name}, torch {torch.__version__}, float32, {options.pairs} pairs"
+    print(f"{machine}\n")
+    if options.fit:
+        results = fits(options.models, options.pairs, device)
+    elif options.scaling:
+        results = scaling(options.pairs, device)
+    else:
+        results = table(options.models, options.pairs, device)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
