@@ -69,6 +69,7 @@ class Dispatcher:
         self.weighting: dict[str, None] = {}
         self.not_additive: dict[str, None] = {}
         self.accepting = True
+        self.frees = False  # does the present backward free the graph it has gone through?
         self.keep_structures = keep_structures
         self.kept: set[str] = set()
         self._written: dict[int, UntypedStorage] = {}

@@ -219,6 +219,9 @@ class Capture:
         self._dispatcher.start_backward(losses, weighted)
         if not self._loss_is_known and len(losses) == 1:
             self._dispatcher.check_reduction(losses[0], self._weighting)
+        options = dict(zip(("gradient", "retain_graph", "create_graph"), args[1:], strict=False)) | kwargs
+        create = bool(options.get("create_graph"))
+        self._dispatcher.frees = not (create if options.get("retain_graph") is None else options["retain_graph"])
         self._depth += 1
         try:
             result = run(*args, **kwargs)
@@ -227,6 +230,7 @@ class Capture:
             raise
         finally:
             self._depth -= 1
+            self._dispatcher.frees = False
         self._finish()
         return result
 

@@ -14,6 +14,7 @@ from lightning_persample.engine.computation import computation
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import Followed
 from lightning_persample.engine.observed import Description, ObservedCall
+from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import Rule
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 __all__ = ["Use", "attach", "refuse_where_used"]
 
 
+_FREED = (
+    "a second backward goes through it, but the first one was to free the graph; pass retain_graph=True to the first"
+)
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
 
 
@@ -149,8 +153,9 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
         refuse_where_used(use.call.outputs, weights, reason, dispatcher)
         return
     outputs = [output for output, _ in use.outputs]
-    compute, readers = computation(use), [_gradient_reader(output) for output in outputs]
+    held, readers = [computation(use)], [_gradient_reader(output) for output in outputs]
     kind, description = outputs[0].device.type, use.description
+    keeps_values = use.rule is None or bool(use.rule.reads)
 
     def hook(grads: Sequence[Tensor | None]) -> None:
         if not dispatcher.accepting:
@@ -160,8 +165,12 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
                 read = [
                     None if grad is None else reader(grad.detach()) for grad, reader in zip(grads, readers, strict=True)
                 ]
-                for weight, gradient in compute(read):
+                if not held:
+                    raise UnsupportedError(f"{description}: {_FREED}")
+                for weight, gradient in held[0](read):
                     dispatcher.contribute(weight, gradient)
+                if dispatcher.frees and keeps_values:
+                    held.clear()  # autograd lets its saved tensors go now, too
             except FAILURES as error:
                 dispatcher.refuse(weights, reason_of(error, description))
 

@@ -82,6 +82,12 @@ def times(build: Callable[[], Built], engines: list[str], pairs: int, device: to
     return {"plain": {"ms": 1e3 * statistics.median(alone)}} | found | {e: middle(r) for e, r in ratios.items()}
 
 
+def resident(entry: str) -> int:
+    """Bytes of this process: "VmRSS" now, "VmHWM" at most; Linux keeps both."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(entry))
+
+
 def peak_bytes(model: str, engine: str, device: torch.device) -> int:
     """Peak memory of three steps above what is held before them, measured in this process."""
     step = prepared(MODELS[model][1], engine, device)
@@ -89,14 +95,11 @@ def peak_bytes(model: str, engine: str, device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        import resource
-
-        before = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     for _ in range(3):
         step()
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) - before
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return (torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")) - before
 
 
 def peak_in_another_process(model: str, engine: str, device: torch.device) -> int | None:

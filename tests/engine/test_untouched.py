@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_persample.engine import expanded_weights, loop_per_sample_grads
 from tests.engine import recurrent_cases  # noqa: F401  (adds to CASES)
@@ -149,6 +150,46 @@ def test_nothing_is_kept_alive() -> None:
     gc.collect()
     assert seen() is None
     assert capture.record.norms().shape == (5,)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_activations_are_let_go_when_autograd_lets_them_go(retain: bool) -> None:
+    first, second, batch = nn.Linear(6, 8), nn.Linear(8, 4), torch.randn(5, 6, requires_grad=True)
+    alive: list[bool] = []
+    with expanded_weights(nn.ModuleList([first, second]), batch) as capture:
+        hidden = first(batch).tanh()
+        storage = StorageWeakRef(hidden.untyped_storage())
+        loss = second(hidden * 1.0).square().mean()
+        del hidden
+        batch.register_hook(lambda _: alive.append(not storage.expired()))  # the last thing in the backward
+        loss.backward(retain_graph=retain)
+        if retain:
+            loss.backward()
+    assert alive == ([True, False] if retain else [False])
+    assert [record.coverage for record in capture.records] == [1.0] * len(alive)
+    assert all(torch.equal(record.norms(), capture.record.norms()) for record in capture.records)
+
+
+def test_a_second_backward_through_a_freed_graph_is_refused() -> None:
+    weight, batch = nn.Parameter(torch.randn(6)), torch.randn(5, 6)
+    module = nn.ParameterList([weight])
+    with expanded_weights(module, batch, unsupported="ignore") as capture:
+        loss = (batch * weight).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            loss.backward()
+    assert len(capture.records) == 1
+    assert capture.record.coverage == 1.0
+
+
+def test_a_second_backward_through_calls_that_saved_nothing_is_named() -> None:
+    weight, batch = nn.Parameter(torch.randn(5, 6)), torch.randn(5, 6)
+    with expanded_weights(nn.ParameterList([weight]), batch, unsupported="ignore") as capture:
+        loss = torch.lerp(batch, weight, 0.5).sum()
+        loss.backward()
+        loss.backward()
+    assert capture.records[0].coverage == 1.0
+    assert "the first one was to free the graph; pass retain_graph=True" in capture.record.unsupported["0"]
 
 
 def test_forwards_without_gradient_keep_nothing() -> None:
