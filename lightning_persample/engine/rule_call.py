@@ -29,7 +29,7 @@ class RuleCall:
         samples: the batched arguments and the gradients of the outputs, in any precision.
         asked: the weights that are asked for.
         dtype: the precision of the gradients of the outputs.
-        strided: give batched arguments and gradients strides that no kernel expects.
+        strided: give every argument and gradient strides that no kernel expects.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class RuleCall:
         self.rule = example.rule
         self.asked = asked
         self.batch_size = samples.count
-        lay = _strided if strided else torch.clone
+        self._lay = _strided if strided else torch.clone
         rank = samples.output_grads[0].dim() if self.rule.op in POINTWISE else 0
         self.values: dict[str, Any] = dict(example.named)
         for name, tensor in samples.inputs.items():
             aligned = align_rank(tensor, rank) if tensor.dim() < rank else tensor
-            self.values[name] = lay(_like(aligned, dtype))
-        self.grads = tuple(lay(_like(grad, dtype)) for grad in samples.output_grads)
+            self.values[name] = _like(aligned, dtype)
+        self.grads = tuple(self._lay(_like(grad, dtype)) for grad in samples.output_grads)
         reads_output = self.rule.reads_output and samples.output is not None
-        self.output = _like(samples.output, dtype) if reads_output and samples.output is not None else None
+        self.output = self._lay(_like(samples.output, dtype)) if reads_output and samples.output is not None else None
 
     @property
     def held_back(self) -> frozenset[str]:
@@ -69,7 +69,7 @@ class RuleCall:
         arguments: dict[str, Any] = {}
         for name, value in self.values.items():
             if name not in self.held_back or name in given:
-                arguments[name] = value.clone() if isinstance(value, Tensor) else value
+                arguments[name] = self._lay(value) if isinstance(value, Tensor) else value
             elif name in self.asked:
                 arguments[name] = value.to("meta")
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -118,7 +118,7 @@ def compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm:
     if not bool(expected.any()):
         reason = "the loop's gradients are all zero, which proves nothing: give other example arguments"
         return math.nan, "not compared", reason
-    square = expected.abs().square().flatten(1).sum(1)
+    square = expected.abs().square().reshape(sizes[0], -1).sum(1)
     try:
         dense = found.dense()
         if dense.shape != expected.shape:
@@ -156,5 +156,7 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    """The same values with strides that no kernel expects."""
-    return torch.stack([tensor, tensor], dim=1).movedim(1, -1)[..., 0]
+    """A copy with strides that no kernel expects: every axis has gaps, and the first one varies fastest."""
+    order = tuple(reversed(range(tensor.dim())))
+    memory = tensor.new_empty((*reversed(tensor.shape), 2))
+    return memory[..., 0].permute(order).copy_(tensor)

@@ -239,6 +239,41 @@ def test_an_error_with_other_strides_alone_is_caught():
     assert TWO not in caught
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "grad"])
+def test_a_rule_that_reads_memory_in_its_order_is_caught(name: str):
+    def as_if_contiguous(tensor):
+        return tensor.as_strided(tensor.shape, torch.empty(tensor.shape).stride(), tensor.storage_offset())
+
+    @torch.overrides.wrap_torch_function(lambda x, weight: (x, weight))
+    def squared(x, weight):
+        return x @ weight.square().T
+
+    def rule(call, grad):
+        given = {"x": call.arguments["x"], "weight": call.arguments["weight"], "grad": grad}
+        given[name] = as_if_contiguous(given[name])
+        rows = Outer(given["grad"].flatten(1, -2), given["x"].flatten(1, -2)).dense()
+        return {"weight": Dense(2 * given["weight"] * rows)}
+
+    declared = {"arguments": ("x", "weight"), "batched": ("x",), "weights": ("weight",), "reads": ("x", "weight")}
+    register(rule, squared, **declared)
+    caught = found(check_rule(squared, (torch.randn(B, 3), torch.randn(2, 3))), status="differs")
+    assert f"{TWO}, strided" in caught
+    assert TWO not in caught
+
+
+def test_a_weight_without_axes():
+    @torch.overrides.wrap_torch_function(lambda x, weight: (x, weight))
+    def scaled(x, weight):
+        return x * weight
+
+    declared = {"arguments": ("x", "weight"), "batched": ("x",), "weights": ("weight",)}
+    register(lambda call, g: {"weight": Dense((g * call.arguments["x"]).flatten(1).sum(1))}, scaled, **declared)
+    report = check_rule(scaled, (torch.randn(B, 3), torch.randn(())))
+    assert report, str(report)
+    register(lambda call, g: {"weight": Dense((g * call.arguments["x"])[:, 0].sum(-1))}, scaled, **declared)
+    assert TWO in found(check_rule(scaled, (torch.randn(B, 3), torch.randn(()))), status="differs")
+
+
 def test_gradients_that_are_zero_prove_nothing():
     register(right)
     report = check_rule(affine, (torch.zeros(B, 3), torch.randn(3), torch.randn(3)))
