@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_persample.engine.computation import wrong_answer
 from lightning_persample.engine.example_call import ExampleCall, Samples, relative_error
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.gradients import Dense, SampleGradient
@@ -78,8 +79,7 @@ class RuleCall:
         call = Call(self.batch_size, arguments, frozenset(self.asked), output=self.output)
         try:
             with torch.no_grad():
-                found = self.rule.function(call, self.grads if self.rule.several_outputs else self.grads[0])
-                found = dict(found)
+                found: Any = self.rule.function(call, self.grads if self.rule.several_outputs else self.grads[0])
         except Exception as error:  # whatever the rule raises, which the report names
             return dict.fromkeys(expected, (math.nan, "raised", raised(error)))
         written = [name for name, tensor in tensors.items() if tensor._version != versions[name]]
@@ -88,12 +88,12 @@ class RuleCall:
             return dict.fromkeys(expected, (math.nan, "differs", reason))
         findings: dict[str, Finding] = {}
         for name, rows in expected.items():
-            if name in found:
-                findings[name] = compared(found[name], rows, tolerance)
+            wrong = wrong_answer(found, {name: tuple(rows.shape)})
+            if wrong:
+                is_there = isinstance(found, Mapping) and name in found
+                findings[name] = (math.nan, "differs" if is_there else "missing", f"the rule {wrong}")
             else:
-                findings[name] = (math.nan, "missing", f"the rule was asked for {name!r}, but gives {sorted(found)}")
-        for name in found.keys() - expected.keys():
-            findings[name] = (math.nan, "differs", f"the rule gives {name!r}, but `call.weights` does not ask for it")
+                findings[name] = compared(found[name], rows, tolerance)
         return findings
 
 
@@ -109,16 +109,10 @@ def compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm:
     Returns:
         The largest error, whether it agrees, and why not.
     """
-    if not isinstance(found, SampleGradient):
-        return math.nan, "differs", f"the rule gives a {type(found).__name__}, not a SampleGradient"
-    sizes = (found.batch_size, *found.shape)
-    if sizes != tuple(expected.shape):
-        reason = f"the rule gives sizes {sizes}, but (samples, *shape of the weight) is {tuple(expected.shape)}"
-        return math.nan, "differs", reason
     if not bool(expected.any()):
         reason = "the loop's gradients are all zero, which proves nothing: give other example arguments"
         return math.nan, "not compared", reason
-    square = expected.abs().square().reshape(sizes[0], -1).sum(1)
+    square = expected.abs().square().reshape(len(expected), -1).sum(1)
     try:
         dense = found.dense()
         if dense.shape != expected.shape:
@@ -129,7 +123,7 @@ def compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm:
             "squared norms": (found.sq_norm() if sq_norm is None else sq_norm, square),
             "inner products with themselves": (found.inner(found), square),
             "inner products": (found.inner(Dense(expected.to(found.dtype))), square),
-            "gradients of the last sample": (found.samples(sizes[0] - 1, sizes[0]).dense(), expected[-1:]),
+            "gradients of the last sample": (found.samples(len(expected) - 1, len(expected)).dense(), expected[-1:]),
         }
         errors = {what: relative_error(*pair) for what, pair in quantities.items()}
     except Exception as error:  # whatever the rule's structure raises, which the report names

@@ -123,6 +123,14 @@ def not_a_structure(call, grad):
     return {name: value.dense() for name, value in right(call, grad).items()}
 
 
+def a_tuple(call, grad):
+    return tuple(right(call, grad).values())
+
+
+def a_tensor(call, grad):
+    return grad
+
+
 def writes(call, grad):
     grad.mul_(1)
     return right(call, grad)
@@ -132,6 +140,8 @@ def raises(call, grad):
     raise IndexError("no such row")
 
 
+REMEDY = "Dense(...) around a tensor (samples, *shape of the weight) is one"
+RETURNS = "a rule returns a dict with a structure (Dense, Outer, Indexed or Patches) for each argument asked for"
 TWO, ALL = "3 samples of 2 rows", "6 samples"
 
 
@@ -140,22 +150,11 @@ TWO, ALL = "3 samples of 2 rows", "6 samples"
     [
         (wrong_values, ALL, "differs", "the gradients are off by more than 1e-07"),
         (not_a_number, ALL, "differs", "the gradients hold values that are not finite"),
-        (missing_bias, ALL, "missing", "the rule was asked for 'bias', but gives ['weight']"),
-        (
-            always_both,
-            f"{TWO}, only weight",
-            "differs",
-            "the rule gives 'bias', but `call.weights` does not ask for it",
-        ),
-        (
-            wrong_shape,
-            ALL,
-            "differs",
-            "the rule gives sizes (6, 1), but (samples, *shape of the weight) is (6, 3)",
-        ),
+        (missing_bias, ALL, "missing", f"the rule gave nothing for bias, only for weight; {RETURNS}"),
+        (a_tuple, ALL, "missing", f"the rule gave a tuple; {RETURNS}"),
+        (a_tensor, ALL, "missing", f"the rule gave a Tensor; {RETURNS}"),
         (one_row_only, TWO, "differs", "the gradients are off by more than 1e-07"),
         (averaged, ALL, "differs", "the gradients are off by more than 1e-07"),
-        (not_a_structure, ALL, "differs", "the rule gives a Tensor, not a SampleGradient"),
         (
             writes,
             ALL,
@@ -169,6 +168,25 @@ def test_wrong_rules_are_caught(rule, where: str, status: str, reason: str):
     register(rule)
     report = check_rule(affine, arguments())
     assert found(report, status=status)[where] == {reason}
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (not_a_structure, f"the rule gave a Tensor for %s; {RETURNS}: {REMEDY}"),
+        (wrong_shape, "the rule gave sizes (6, 1) for %s, but (samples, *shape of the weight) is (6, 3)"),
+    ],
+)
+def test_answers_of_another_form_are_caught_for_each_weight(rule, reason: str):
+    register(rule)
+    caught = found(check_rule(affine, arguments()), status="differs")[ALL]
+    assert caught == {reason % "weight", reason % "bias"}
+
+
+def test_a_rule_may_give_more_than_it_is_asked_for():
+    register(always_both)
+    report = check_rule(affine, arguments())
+    assert report, str(report)
 
 
 def test_a_rule_for_one_row_agrees_where_a_sample_has_one():
@@ -319,5 +337,5 @@ def test_a_structure_with_its_sides_exchanged():
     register(exchanged, F.linear, arguments=("input", "weight"), batched=("input",), weights=("weight",))
     report = check_rule(F.linear, (torch.randn(B, 3), torch.randn(2, 3)))
     assert found(report, status="differs")[ALL] == {
-        "the rule gives sizes (6, 3, 2), but (samples, *shape of the weight) is (6, 2, 3)"
+        "the rule gave sizes (6, 3, 2) for weight, but (samples, *shape of the weight) is (6, 2, 3)"
     }
