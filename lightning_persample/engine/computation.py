@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, batch_first
+from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.graph import boundary, nodes_between
 from lightning_persample.engine.observed import Description, ObservedCall, version_of
@@ -89,7 +90,10 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
             for grad, axis in zip(grads, output_axes, strict=True)
         )
         seen = Call(batch_size, arguments, frozenset(owners), counts, draws, output, nested)
-        given = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
+        try:
+            given = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
+        except FAILURES as error:
+            raise UnsupportedError(reason_of(error, description, rule.function)) from error
         sizes = {name: (*(() if name in axes else (batch_size,)), *arguments[name].shape) for name in owners}
         reason = wrong_answer(given, sizes)
         if reason:
@@ -123,7 +127,8 @@ def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
             return f"gave a {kind} for {name}; {expected}{remedy}"
         found = (given[name].batch_size, *given[name].shape)
         if found != sizes:
-            return f"gave sizes {found} for {name}, but (samples, *shape of the weight) is {sizes}"
+            remedy = ": sum over the rows and positions of each sample" if len(found) > len(sizes) else ""
+            return f"gave sizes {found} for {name}, but (samples, *shape of the weight) is {sizes}{remedy}"
     return ""
 
 

@@ -131,10 +131,18 @@ def compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm:
     wrong = [what for what, error in errors.items() if not error <= tolerance]
     if any(math.isnan(error) for error in errors.values()):
         return math.nan, "differs", f"the {wrong[0]} hold values that are not finite"
-    largest = max(errors.values())
-    if wrong:
-        return largest, "differs", f"the {wrong[0]} are off by more than {tolerance:.0e}"
-    return largest, "agrees", ""
+    if not wrong:
+        return max(errors.values()), "agrees", ""
+    factor = _factor(dense, expected, tolerance) if wrong[0] == "gradients" else None
+    if factor is not None:
+        return errors[wrong[0]], "differs", f"every value of the gradients is {factor:.4g} times the loop's"
+    return errors[wrong[0]], "differs", f"the {wrong[0]} are off by more than {tolerance:.0e}"
+
+
+def _factor(found: Tensor, expected: Tensor, tolerance: float) -> float | None:
+    """The one number that all gradients are a multiple of the loop's by, or None."""
+    factor = float((found * expected.conj()).sum().real / expected.abs().square().sum())
+    return factor if factor and relative_error(found, factor * expected) <= tolerance else None
 
 
 def raised(error: Exception) -> str:

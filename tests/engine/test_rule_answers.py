@@ -62,7 +62,8 @@ RETURNS = "a rule returns a dict with a structure (Dense, Outer, Indexed or Patc
         ),
         (
             lambda call, g: {**both(call, g), "bias": Dense(g)},
-            "gave sizes (6, 1, 4, 3) for bias, but (samples, *shape of the weight) is (6, 3)",
+            "gave sizes (6, 1, 4, 3) for bias, but (samples, *shape of the weight) is (6, 3): sum over the rows and "
+            "positions of each sample",
         ),
     ],
     ids=["one weight", "no weight", "tuple", "tensor", "nothing", "tensors", "positions"],
@@ -74,3 +75,18 @@ def test_answers_of_another_form_are_refused_by_name(rule, reason: str):
     assert record.coverage == 0.0
     for text in record.unsupported.values():
         assert text.endswith(f"with `bias`, `weight`: the rule of affine {reason}")
+
+
+def test_an_exception_of_a_rule_of_ones_own_is_said_to_be_its_own():
+    def reads_x(call, grad):
+        return {"weight": Dense((grad * call.arguments["x"]).flatten(1, -2).sum(1))}
+
+    register(reads_x, reads=())
+    module = Affine()
+    module.bias.requires_grad_(False)
+    with pytest.warns(PerSampleWarning, match="missing for 1 parameter"):
+        record = captured(module)
+    assert record.unsupported["weight"].endswith(
+        f"with `weight`: its rule {__name__}.{reads_x.__qualname__} failed with KeyError: 'x'; check_rule shows in "
+        "which calls, and what the rule reads must be registered with reads=(...)"
+    )
