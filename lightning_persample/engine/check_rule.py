@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import wraps
 from itertools import combinations
 from typing import Any
 
@@ -67,7 +68,7 @@ def check_rule(
             and 1e-3 in single precision.
 
     Returns:
-        The report: true where everything agrees, and a table with the reasons when printed.
+        The report: true where everything agrees that proves anything, and a table with the reasons when printed.
 
     Raises:
         RuleRegistrationError: the op has no rule.
@@ -148,7 +149,9 @@ class _Check:
                 f"{total // number} samples of {number} rows" if total // number > 1 else f"1 sample of {number} rows"
             )
             layouts.append(example.laid_out(text, dim, rows(number), first.output_dims))
-        alone = {name: tensor[:1] for name, tensor in first.inputs.items()}
+        of_samples = torch.stack([rows.reshape(len(rows), -1).any(1) for rows in example.loop(first).values()])
+        telling = int(of_samples.sum(0).argmax())  # a sample alone whose gradients are zero would prove nothing
+        alone = {name: tensor[telling : telling + 1] for name, tensor in first.inputs.items()}
         layouts.append(example.laid_out("1 sample", dim, alone, first.output_dims))
         pairs = rows(2) if self.further_axis else {}
         for text, place, after in (
@@ -180,17 +183,26 @@ class _Check:
         call = RuleCall(self.example.in_precision(dtype), samples, asked, dtype, strided=strided)
         allowed = self._allowed(dtype)
         findings = call.compare(expected, allowed)
-        held_back = call.held_back
-        if _agree(call.compare(expected, allowed, held_back)) and not _agree(findings):
-            needed = [n for n in held_back if not _agree(call.compare(expected, allowed, held_back - {n}))]
-            names = sorted({name.split("[")[0] for name in needed})
+        needed = self._undeclared(call, expected, allowed, _severity(findings))
+        if needed:
             reason = (
-                f"the rule reads {', '.join(names)}, of which it is promised no values: register it with "
-                f"reads={(*sorted(self.rule.reads), *names)!r}"
+                f"the rule reads {', '.join(needed)}, of which it is promised no values: register it with "
+                f"reads={(*sorted(self.rule.reads), *needed)!r}"
             )
             findings = {n: f if f[1] == "agrees" else (f[0], f[1], reason) for n, f in findings.items()}
         text = f"{samples.text}, {note}" if note else samples.text
         self.checks += [RuleCheck(text, name, *finding) for name, finding in findings.items()]
+
+    def _undeclared(
+        self, call: RuleCall, expected: Mapping[str, Tensor], allowed: float, severity: int
+    ) -> tuple[str, ...]:
+        """Names of the arguments without whose values, of which none are promised, the rule does worse."""
+        given = call.held_back
+        least = _severity(call.compare(expected, allowed, given)) if severity else 0
+        if least >= severity:
+            return ()
+        needed = [name for name in given if _severity(call.compare(expected, allowed, given - {name})) > least]
+        return tuple(sorted({name.split("[")[0] for name in needed}))
 
     def _through_the_engine(self, samples: Samples) -> None:
         """Call the op inside `expanded_weights` and compare the record."""
@@ -201,6 +213,7 @@ class _Check:
             module.register_parameter(f"weight{place}", nn.Parameter(weight.detach()))
         names = {name: f"weight{place}" for place, name in enumerate(example.weights)}
 
+        @wraps(self.rule.function)
         def counted(call: Call, grad_output: Any) -> Mapping[str, SampleGradient]:
             called.append(call.batch_size)
             return self.rule.function(call, grad_output)
@@ -269,8 +282,10 @@ class _Check:
         return default_tolerance({dtype}, self.device) if self.tolerance is None else self.tolerance
 
 
-def _agree(findings: Mapping[str, Finding]) -> bool:
-    return all(status == "agrees" for _, status, _ in findings.values())
+def _severity(findings: Mapping[str, Finding]) -> int:
+    """0 for nothing wrong, 1 for wrong values, 2 for an exception."""
+    statuses = {status for _, status, _ in findings.values()}
+    return 2 if "raised" in statuses else int(bool(statuses - {"agrees", "not compared"}))
 
 
 def _example(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -10,19 +10,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, batch_first
+from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.graph import boundary, nodes_between
 from lightning_persample.engine.observed import Description, ObservedCall, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, SampleGradient
-from lightning_persample.rules import Call, Rule, generic_rule
+from lightning_persample.rules import Call, Rule, generic_rule, op_name
 from lightning_persample.rules.elementwise import widen
 
 if TYPE_CHECKING:
     from lightning_persample.engine.use import Use
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["computation"]
+__all__ = ["computation", "wrong_answer"]
 
 Contributions: TypeAlias = "list[tuple[Weight, SampleGradient]]"
 Computation: TypeAlias = Callable[[Sequence[Tensor | None]], Contributions]
@@ -89,10 +90,46 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
             for grad, axis in zip(grads, output_axes, strict=True)
         )
         seen = Call(batch_size, arguments, frozenset(owners), counts, draws, output, nested)
-        given = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
-        return [(owners[name], _placed(gradient, axes.get(name), description)) for name, gradient in given.items()]
+        try:
+            given = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
+        except FAILURES as error:
+            raise UnsupportedError(reason_of(error, description, rule.function)) from error
+        sizes = {name: (*(() if name in axes else (batch_size,)), *arguments[name].shape) for name in owners}
+        reason = wrong_answer(given, sizes)
+        if reason:
+            raise UnsupportedError(f"{description}: the rule of {op_name(rule.op)} {reason}")
+        return [(weight, _placed(given[name], axes.get(name), description)) for name, weight in owners.items()]
 
     return compute
+
+
+def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
+    """What is wrong with what a rule gave, apart from its values; what it gives for other arguments does not matter.
+
+    Args:
+        given: what the rule returned.
+        asked: names of the weights that it was asked for, with the sizes (samples, *shape of the weight) of each.
+
+    Returns:
+        What the rule did, and what it must do; "" where nothing is wrong.
+    """
+    expected = "a rule returns a dict with a structure (Dense, Outer, Indexed or Patches) for each argument asked for"
+    if not isinstance(given, Mapping):
+        return f"gave a {type(given).__name__}; {expected}"
+    missing = [name for name in asked if name not in given]
+    if missing:
+        others = f", only for {', '.join(map(str, given))}" if given else ""
+        return f"gave nothing for {', '.join(missing)}{others}; {expected}"
+    for name, sizes in asked.items():
+        if not isinstance(given[name], SampleGradient):
+            kind = type(given[name]).__name__
+            remedy = ": Dense(...) around a tensor (samples, *shape of the weight) is one" if kind == "Tensor" else ""
+            return f"gave a {kind} for {name}; {expected}{remedy}"
+        found = (given[name].batch_size, *given[name].shape)
+        if found != sizes:
+            remedy = ": sum over the rows and positions of each sample" if len(found) > len(sizes) else ""
+            return f"gave sizes {found} for {name}, but (samples, *shape of the weight) is {sizes}{remedy}"
+    return ""
 
 
 def _later_lies_below_earlier(call: ObservedCall) -> bool:

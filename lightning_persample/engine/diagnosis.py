@@ -56,7 +56,7 @@ class Comparison:
         factors = torch.as_tensor(factor, dtype=loop.dtype, device=loop.device).reshape(-1, 1)
         difference = (engine - factors * loop).norm(dim=1)
         scale = factors.abs().flatten() * loop.norm(dim=1).clamp_min(self._smallest())
-        return float(torch.where(difference > 0, difference / scale, 0.0).max())
+        return float(torch.where(difference == 0, 0.0, difference / scale).max())
 
     def agrees(self, name: str, factor: Tensor | float = 1.0) -> bool:
         """Whether a parameter's gradients equal the loop's times `factor`."""

@@ -54,7 +54,9 @@ def call_for_per_sample_grads(
     Args:
         module: the module to call; its trainable parameters get the gradients.
         batch_size: number of samples B; by default the size on which all tensors among the inputs agree. Give it where
-            some inputs hold no samples: those of another size then count as constants.
+            some inputs hold no samples: beside an input of B rows, those of another size count as constants. Where no
+            input has B rows, ``k * B`` rows are k neighbouring rows of each sample (along the second axis: every B-th
+            row), and any other number is refused.
         loss_reduction: "sum" or "mean": how the loss combines the samples' own losses.
         batch_first: whether the samples lie along the first axis of the inputs, or along the second.
 

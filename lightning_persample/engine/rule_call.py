@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_persample.engine.computation import wrong_answer
 from lightning_persample.engine.example_call import ExampleCall, Samples, relative_error
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.gradients import Dense, SampleGradient
@@ -29,7 +30,7 @@ class RuleCall:
         samples: the batched arguments and the gradients of the outputs, in any precision.
         asked: the weights that are asked for.
         dtype: the precision of the gradients of the outputs.
-        strided: give batched arguments and gradients strides that no kernel expects.
+        strided: give every argument and gradient strides that no kernel expects.
     """
 
     def __init__(
@@ -38,15 +39,15 @@ class RuleCall:
         self.rule = example.rule
         self.asked = asked
         self.batch_size = samples.count
-        lay = _strided if strided else torch.clone
+        self._lay = _strided if strided else torch.clone
         rank = samples.output_grads[0].dim() if self.rule.op in POINTWISE else 0
         self.values: dict[str, Any] = dict(example.named)
         for name, tensor in samples.inputs.items():
             aligned = align_rank(tensor, rank) if tensor.dim() < rank else tensor
-            self.values[name] = lay(_like(aligned, dtype))
-        self.grads = tuple(lay(_like(grad, dtype)) for grad in samples.output_grads)
+            self.values[name] = _like(aligned, dtype)
+        self.grads = tuple(self._lay(_like(grad, dtype)) for grad in samples.output_grads)
         reads_output = self.rule.reads_output and samples.output is not None
-        self.output = _like(samples.output, dtype) if reads_output and samples.output is not None else None
+        self.output = self._lay(_like(samples.output, dtype)) if reads_output and samples.output is not None else None
 
     @property
     def held_back(self) -> frozenset[str]:
@@ -69,7 +70,7 @@ class RuleCall:
         arguments: dict[str, Any] = {}
         for name, value in self.values.items():
             if name not in self.held_back or name in given:
-                arguments[name] = value.clone() if isinstance(value, Tensor) else value
+                arguments[name] = self._lay(value) if isinstance(value, Tensor) else value
             elif name in self.asked:
                 arguments[name] = value.to("meta")
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -78,8 +79,7 @@ class RuleCall:
         call = Call(self.batch_size, arguments, frozenset(self.asked), output=self.output)
         try:
             with torch.no_grad():
-                found = self.rule.function(call, self.grads if self.rule.several_outputs else self.grads[0])
-                found = dict(found)
+                found: Any = self.rule.function(call, self.grads if self.rule.several_outputs else self.grads[0])
         except Exception as error:  # whatever the rule raises, which the report names
             return dict.fromkeys(expected, (math.nan, "raised", raised(error)))
         written = [name for name, tensor in tensors.items() if tensor._version != versions[name]]
@@ -88,12 +88,12 @@ class RuleCall:
             return dict.fromkeys(expected, (math.nan, "differs", reason))
         findings: dict[str, Finding] = {}
         for name, rows in expected.items():
-            if name in found:
-                findings[name] = compared(found[name], rows, tolerance)
+            wrong = wrong_answer(found, {name: tuple(rows.shape)})
+            if wrong:
+                is_there = isinstance(found, Mapping) and name in found
+                findings[name] = (math.nan, "differs" if is_there else "missing", f"the rule {wrong}")
             else:
-                findings[name] = (math.nan, "missing", f"the rule was asked for {name!r}, but gives {sorted(found)}")
-        for name in found.keys() - expected.keys():
-            findings[name] = (math.nan, "differs", f"the rule gives {name!r}, but `call.weights` does not ask for it")
+                findings[name] = compared(found[name], rows, tolerance)
         return findings
 
 
@@ -109,16 +109,10 @@ def compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm:
     Returns:
         The largest error, whether it agrees, and why not.
     """
-    if not isinstance(found, SampleGradient):
-        return math.nan, "differs", f"the rule gives a {type(found).__name__}, not a SampleGradient"
-    sizes = (found.batch_size, *found.shape)
-    if sizes != tuple(expected.shape):
-        reason = f"the rule gives sizes {sizes}, but (samples, *shape of the weight) is {tuple(expected.shape)}"
-        return math.nan, "differs", reason
     if not bool(expected.any()):
         reason = "the loop's gradients are all zero, which proves nothing: give other example arguments"
         return math.nan, "not compared", reason
-    square = expected.abs().square().flatten(1).sum(1)
+    square = expected.abs().square().reshape(len(expected), -1).sum(1)
     try:
         dense = found.dense()
         if dense.shape != expected.shape:
@@ -129,7 +123,7 @@ def compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm:
             "squared norms": (found.sq_norm() if sq_norm is None else sq_norm, square),
             "inner products with themselves": (found.inner(found), square),
             "inner products": (found.inner(Dense(expected.to(found.dtype))), square),
-            "gradients of the last sample": (found.samples(sizes[0] - 1, sizes[0]).dense(), expected[-1:]),
+            "gradients of the last sample": (found.samples(len(expected) - 1, len(expected)).dense(), expected[-1:]),
         }
         errors = {what: relative_error(*pair) for what, pair in quantities.items()}
     except Exception as error:  # whatever the rule's structure raises, which the report names
@@ -137,10 +131,18 @@ def compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm:
     wrong = [what for what, error in errors.items() if not error <= tolerance]
     if any(math.isnan(error) for error in errors.values()):
         return math.nan, "differs", f"the {wrong[0]} hold values that are not finite"
-    largest = max(errors.values())
-    if wrong:
-        return largest, "differs", f"the {wrong[0]} are off by more than {tolerance:.0e}"
-    return largest, "agrees", ""
+    if not wrong:
+        return max(errors.values()), "agrees", ""
+    factor = _factor(dense, expected, tolerance) if wrong[0] == "gradients" else None
+    if factor is not None:
+        return errors[wrong[0]], "differs", f"every value of the gradients is {factor:.4g} times the loop's"
+    return errors[wrong[0]], "differs", f"the {wrong[0]} are off by more than {tolerance:.0e}"
+
+
+def _factor(found: Tensor, expected: Tensor, tolerance: float) -> float | None:
+    """The one number that all gradients are a multiple of the loop's by, or None."""
+    factor = float((found * expected.conj()).sum().real / expected.abs().square().sum())
+    return factor if factor and relative_error(found, factor * expected) <= tolerance else None
 
 
 def raised(error: Exception) -> str:
@@ -156,5 +158,7 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    """The same values with strides that no kernel expects."""
-    return torch.stack([tensor, tensor], dim=1).movedim(1, -1)[..., 0]
+    """A copy with strides that no kernel expects: every axis has gaps, and the first one varies fastest."""
+    order = tuple(reversed(range(tensor.dim())))
+    memory = tensor.new_empty((*reversed(tensor.shape), 2))
+    return memory[..., 0].permute(order).copy_(tensor)

@@ -20,8 +20,8 @@ class RuleCheck:
         call: how the rule was called: how many samples, with how many rows each, in which layout, by whom.
         weight: name of the weight.
         error: largest error of a sample's value, relative to the loop's: ``max_i ||g_i - r_i|| / ||r_i||`` for the
-            gradients, the same for squared norms and inner products (a value below 1% of the largest sample's counts
-            as 1% of it); nan where there is nothing to compare, or a value is not a finite number.
+            gradients (a value below 1% of the largest sample's counts as 1% of it); where these agree, that of squared
+            norms and inner products; nan where there is nothing to compare, or a value is not a finite number.
         status: "agrees"; "differs"; "missing": the rule gives no value; "raised": the rule raised an exception; "not
             found": `expanded_weights` does not come to the rule; "not compared": the example arguments prove nothing.
         reason: why, where the status is not "agrees".
@@ -36,7 +36,7 @@ class RuleCheck:
 
 @dataclass(frozen=True)
 class RuleReport:
-    """A rule beside a loop over single samples; true where all rows agree.
+    """A rule beside a loop over single samples; true where all rows agree that prove anything, at least one per weight.
 
     Attributes:
         op: the op.
@@ -49,7 +49,10 @@ class RuleReport:
     left_out: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.checks) and all(row.status == "agrees" for row in self.checks)
+        proven = {row.weight for row in self.named("agrees")}
+        return bool(self.checks) and all(
+            row.status == "agrees" or (row.status == "not compared" and row.weight in proven) for row in self.checks
+        )
 
     def named(self, status: str) -> tuple[RuleCheck, ...]:
         """The rows with one status."""

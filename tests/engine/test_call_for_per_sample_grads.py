@@ -230,6 +230,11 @@ def test_several_rows_of_each_sample() -> None:
     expected = rows(module, [module(x[3 * i : 3 * i + 3]).sin().sum() for i in range(B)])
     call_for_per_sample_grads(module, batch_size=B)(x).sin().sum().backward()
     assert_same(grad_samples(module), expected)
+    clear(module)
+    x = torch.randn(2, B * 3, 6)
+    expected = rows(module, [module(x[:, i::B]).sin().sum() for i in range(B)])
+    call_for_per_sample_grads(module, batch_size=B, batch_first=False)(x).sin().sum().backward()
+    assert_same(grad_samples(module), expected)
 
 
 def test_two_calls_in_one_backward_and_two_backwards_add_up() -> None:

@@ -123,6 +123,14 @@ def not_a_structure(call, grad):
     return {name: value.dense() for name, value in right(call, grad).items()}
 
 
+def a_tuple(call, grad):
+    return tuple(right(call, grad).values())
+
+
+def a_tensor(call, grad):
+    return grad
+
+
 def writes(call, grad):
     grad.mul_(1)
     return right(call, grad)
@@ -132,30 +140,21 @@ def raises(call, grad):
     raise IndexError("no such row")
 
 
+REMEDY = "Dense(...) around a tensor (samples, *shape of the weight) is one"
+RETURNS = "a rule returns a dict with a structure (Dense, Outer, Indexed or Patches) for each argument asked for"
 TWO, ALL = "3 samples of 2 rows", "6 samples"
 
 
 @pytest.mark.parametrize(
     ("rule", "where", "status", "reason"),
     [
-        (wrong_values, ALL, "differs", "the gradients are off by more than 1e-07"),
+        (wrong_values, ALL, "differs", "every value of the gradients is 2 times the loop's"),
         (not_a_number, ALL, "differs", "the gradients hold values that are not finite"),
-        (missing_bias, ALL, "missing", "the rule was asked for 'bias', but gives ['weight']"),
-        (
-            always_both,
-            f"{TWO}, only weight",
-            "differs",
-            "the rule gives 'bias', but `call.weights` does not ask for it",
-        ),
-        (
-            wrong_shape,
-            ALL,
-            "differs",
-            "the rule gives sizes (6, 1), but (samples, *shape of the weight) is (6, 3)",
-        ),
+        (missing_bias, ALL, "missing", f"the rule gave nothing for bias, only for weight; {RETURNS}"),
+        (a_tuple, ALL, "missing", f"the rule gave a tuple; {RETURNS}"),
+        (a_tensor, ALL, "missing", f"the rule gave a Tensor; {RETURNS}"),
         (one_row_only, TWO, "differs", "the gradients are off by more than 1e-07"),
-        (averaged, ALL, "differs", "the gradients are off by more than 1e-07"),
-        (not_a_structure, ALL, "differs", "the rule gives a Tensor, not a SampleGradient"),
+        (averaged, ALL, "differs", "every value of the gradients is 0.1667 times the loop's"),
         (
             writes,
             ALL,
@@ -171,6 +170,32 @@ def test_wrong_rules_are_caught(rule, where: str, status: str, reason: str):
     assert found(report, status=status)[where] == {reason}
 
 
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        (not_a_structure, f"the rule gave a Tensor for %s; {RETURNS}: {REMEDY}"),
+        (wrong_shape, "the rule gave sizes (6, 1) for %s, but (samples, *shape of the weight) is (6, 3)"),
+    ],
+)
+def test_answers_of_another_form_are_caught_for_each_weight(rule, reason: str):
+    register(rule)
+    caught = found(check_rule(affine, arguments()), status="differs")[ALL]
+    assert caught == {reason % "weight", reason % "bias"}
+
+
+def test_a_rule_may_give_more_than_it_is_asked_for():
+    register(always_both)
+    report = check_rule(affine, arguments())
+    assert report, str(report)
+
+
+def test_the_error_shown_is_that_of_the_gradients():
+    register(wrong_values)
+    shown = {row.error for row in check_rule(affine, arguments(), dtypes=(torch.float64,)).checks}
+    assert max(shown) == pytest.approx(1.0)
+    assert min(shown) == pytest.approx(1.0)
+
+
 def test_a_rule_for_one_row_agrees_where_a_sample_has_one():
     register(one_row_only)
     caught = found(check_rule(affine, arguments()), status="differs")
@@ -183,28 +208,44 @@ def test_a_rule_that_scales_by_the_batch_is_right_for_one_sample():
     assert "1 sample" not in found(check_rule(affine, arguments()), status="differs")
 
 
-@pytest.mark.parametrize("reads", [(), ("weight",)], ids=["nothing", "another"])
-def test_what_is_read_must_be_declared(reads):
-    register(right, reads=reads)
-    caught = found(check_rule(affine, arguments()), status="raised")
-    names = (*reads, "x")
-    reason = f"the rule reads x, of which it is promised no values: register it with reads={names!r}"
-    assert caught[ALL] == {reason}
-    assert f"{TWO}, only bias" not in caught
+def test_a_sample_whose_gradients_are_zero_does_not_fail_a_right_rule():
+    @torch.overrides.wrap_torch_function(lambda x, weight, bias: (x, weight, bias))
+    def gated(x, weight, bias):
+        return torch.where(x[..., :1] > 0, x * weight, x + bias)
+
+    def rule(call, grad):
+        x = call.arguments["x"]
+        off = torch.zeros_like(grad)
+        return {
+            "weight": Dense(torch.where(x[..., :1] > 0, grad * x, off).flatten(1, -2).sum(1)),
+            "bias": Dense(torch.where(x[..., :1] > 0, off, grad).flatten(1, -2).sum(1)),
+        }
+
+    register(rule, gated)
+    x, weight, bias = arguments()
+    x[:, 0] = torch.tensor([-1.0, 1.0, 1.0, -1.0, -1.0, 1.0])
+    report = check_rule(gated, (x, weight, bias))
+    assert report, str(report)
+    (row,) = report.named("not compared")
+    assert (row.call, row.weight) == ("1 sample", "weight")
+    x[:, 0] = -1
+    assert {row.weight for row in check_rule(gated, (x, weight, bias)).named("not compared")} == {"weight"}
+    assert not check_rule(gated, (x, weight, bias))
 
 
-def test_the_value_of_a_weight_must_be_declared_too():
-    def reads_the_weight(call, grad):
-        scale = call.arguments["weight"].mean() / call.arguments["weight"].mean()
-        return {name: Dense(value.dense() * scale) for name, value in right(call, grad).items()}
+def test_a_sample_alone_is_one_that_proves_something():
+    @torch.overrides.wrap_torch_function(lambda x, weight, bias: (x, weight, bias))
+    def rectified(x, weight, bias):
+        return (x * weight + bias).relu()
 
-    register(reads_the_weight)
-    caught = found(check_rule(affine, arguments(), weights=("weight",)), status="raised")
-    assert caught[ALL] == {
-        "the rule reads weight, of which it is promised no values: register it with reads=('x', 'weight')"
-    }
-    register(reads_the_weight, reads=("x", "weight"))
-    assert check_rule(affine, arguments(), weights=("weight",))
+    def rule(call, grad):
+        a = call.arguments
+        return right(call, grad * (a["x"] * a["weight"] + a["bias"] > 0))
+
+    register(rule, rectified, reads=("x", "weight", "bias"))
+    x = torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0, -1.0])[:, None].expand(6, 3)
+    report = check_rule(rectified, (x, torch.ones(3), torch.zeros(3)))
+    assert len(report.named("agrees")) == len(report.checks), str(report)
 
 
 def test_a_wrong_squared_norm_of_a_structure_of_ones_own():
@@ -237,6 +278,41 @@ def test_an_error_with_other_strides_alone_is_caught():
     caught = found(check_rule(affine, arguments(), further_axis=False), status="raised")
     assert f"{TWO}, strided" in caught
     assert TWO not in caught
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "grad"])
+def test_a_rule_that_reads_memory_in_its_order_is_caught(name: str):
+    def as_if_contiguous(tensor):
+        return tensor.as_strided(tensor.shape, torch.empty(tensor.shape).stride(), tensor.storage_offset())
+
+    @torch.overrides.wrap_torch_function(lambda x, weight: (x, weight))
+    def squared(x, weight):
+        return x @ weight.square().T
+
+    def rule(call, grad):
+        given = {"x": call.arguments["x"], "weight": call.arguments["weight"], "grad": grad}
+        given[name] = as_if_contiguous(given[name])
+        rows = Outer(given["grad"].flatten(1, -2), given["x"].flatten(1, -2)).dense()
+        return {"weight": Dense(2 * given["weight"] * rows)}
+
+    declared = {"arguments": ("x", "weight"), "batched": ("x",), "weights": ("weight",), "reads": ("x", "weight")}
+    register(rule, squared, **declared)
+    caught = found(check_rule(squared, (torch.randn(B, 3), torch.randn(2, 3))), status="differs")
+    assert f"{TWO}, strided" in caught
+    assert TWO not in caught
+
+
+def test_a_weight_without_axes():
+    @torch.overrides.wrap_torch_function(lambda x, weight: (x, weight))
+    def scaled(x, weight):
+        return x * weight
+
+    declared = {"arguments": ("x", "weight"), "batched": ("x",), "weights": ("weight",)}
+    register(lambda call, g: {"weight": Dense((g * call.arguments["x"]).flatten(1).sum(1))}, scaled, **declared)
+    report = check_rule(scaled, (torch.randn(B, 3), torch.randn(())))
+    assert report, str(report)
+    register(lambda call, g: {"weight": Dense((g * call.arguments["x"])[:, 0].sum(-1))}, scaled, **declared)
+    assert TWO in found(check_rule(scaled, (torch.randn(B, 3), torch.randn(()))), status="differs")
 
 
 def test_gradients_that_are_zero_prove_nothing():
@@ -284,5 +360,5 @@ def test_a_structure_with_its_sides_exchanged():
     register(exchanged, F.linear, arguments=("input", "weight"), batched=("input",), weights=("weight",))
     report = check_rule(F.linear, (torch.randn(B, 3), torch.randn(2, 3)))
     assert found(report, status="differs")[ALL] == {
-        "the rule gives sizes (6, 3, 2), but (samples, *shape of the weight) is (6, 2, 3)"
+        "the rule gave sizes (6, 3, 2) for weight, but (samples, *shape of the weight) is (6, 2, 3)"
     }
