@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,17 @@ def test_values_that_stay_a_sum_over_the_samples_raise_no_alarm(name: str) -> No
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
         return PLAIN[name](m(x), x)
+
+    record = record_of(module, loss, batch)
+    assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})
+    assert_values(record, loop(module, loss, (batch,)))
+
+
+def test_a_layer_on_samples_that_were_stacked_again_is_exact() -> None:
+    module, batch = network(), torch.randn(4, 5)
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return m[2](torch.stack([2 * m[1](row) for row in m[0](x)])).square().mean()
 
     record = record_of(module, loss, batch)
     assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})

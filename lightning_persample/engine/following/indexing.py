@@ -56,8 +56,8 @@ def _one_row(call: ObservedCall, source: BatchAxis, row: int) -> Followed:
     answer = alone(call, source, [row])
     own = answer.outputs[0]
     for operand in call.operands[1:]:
-        same = isinstance(operand.axis, Lost) and isinstance(own, Lost) and operand.axis.alone == own.alone
-        if operand.axis is not None and not (same and own.samples):
+        same = isinstance(operand.axis, Lost) and isinstance(own, Lost) and operand.axis.samples == own.samples != set()
+        if operand.axis is not None and not same:
             return lost(call, "picks from a sample by numbers of the batch", mixes=True)
     return answer
 
