@@ -165,3 +165,15 @@ PICKED_FOR_ALL: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_choice_for_every_sample_by_values_of_others_is_said(name: str) -> None:
     record = record_of(nn.Linear(5, 3), lambda m, x: PICKED_FOR_ALL[name](m(x)), torch.randn(4, 5))
     assert record.mixing != ()
+
+
+@pytest.mark.parametrize(
+    "shifts", [((1, 1), (0, 0)), ((1, 1), (0, -2)), ((1, 2, 1), (0, 1, 0)), (1, 0), ((2, 1), (1, 1))]
+)
+def test_rows_rolled_along_an_axis_named_more_than_once(shifts: tuple[object, object]) -> None:
+    module, batch = nn.Linear(4, 4), torch.randn(4, 4)
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return m(x.roll(*shifts)).pow(2).mean()
+
+    assert_values(record_of(module, loss, batch), loop(module, loss, (batch,)))

@@ -156,10 +156,11 @@ def _follow_roll(call: ObservedCall) -> Followed:
     shifts, dims = call.argument(1, "shifts"), dims_argument(call.argument(2, "dims"), tensor.dim())
     if dims is None:
         return lost(call, "moves entries from sample to sample", mixes=True)
-    by_dim = dict(zip(dims, (shifts,) if isinstance(shifts, int) else shifts, strict=True))
-    if axis.dim not in by_dim:
+    pairs = zip(dims, (shifts,) if isinstance(shifts, int) else shifts, strict=True)
+    shift = sum(int(by) for dim, by in pairs if dim == axis.dim)  # an axis may be named more than once
+    if axis.dim not in dims:
         return keep(call, axis)
-    return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).roll(by_dim[axis.dim]))
+    return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).roll(shift))
 
 
 @follower("select", "narrow", "index_select", "unfold")
