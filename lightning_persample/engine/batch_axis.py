@@ -95,6 +95,7 @@ class Lost:
         noted: it has been said already that it is not.
         uneven: the samples gave unequal numbers of rows to that sum.
         how: "sum" or "mean" where it is a plain one over the samples, as far as can be told.
+        samples: the samples that it is made of, each alone or added up; empty where they are not known.
     """
 
     reason: str
@@ -102,6 +103,12 @@ class Lost:
     noted: bool = False
     uneven: bool = False
     how: str | None = None
+    samples: frozenset[int] = frozenset()
+
+    @property
+    def alone(self) -> int | None:
+        """The one sample that the tensor belongs to, or None."""
+        return next(iter(self.samples)) if len(self.samples) == 1 else None
 
 
 def batch_first(tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool = True) -> Tensor:

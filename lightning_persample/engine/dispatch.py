@@ -99,6 +99,8 @@ class Dispatcher:
             mark = self.marks.get(loss)
             if isinstance(mark, Weight) and mark.outside:
                 self.refuse([mark], OUTSIDE)
+            if isinstance(mark, Lost) and not mark.noted and 0 < len(mark.samples) < self.batch_size:
+                self.weighting.setdefault(f"the loss takes {len(mark.samples)} of the {self.batch_size} samples alone")
             if isinstance(mark, BatchAxis) and weights is not None and weights.numel() > 1:
                 self.weighting.setdefault("`backward` was given a gradient that weighs the samples")
 

@@ -73,8 +73,8 @@ def sequences() -> Tensor:
 AFTER_THE_BATCH = {
     "mean-over-batch": (lambda h: h.mean(0), r"`linear` on \(4,\), .*with `b.bias`, `b.weight`.*`mean` reduces over"),
     "single-samples": (
-        lambda h: torch.stack([row * 2 for row in h]),
-        r"`linear` on .*`unbind` takes single samples out",
+        lambda h: (2 * h[0]).expand(len(h), -1),
+        r"`linear` on .*`getitem` takes single samples out",
     ),
     "own-function-without-torch-calls": (DoubledByNumpy.apply, r"passed through DoubledByNumpyBackward"),
 }

@@ -3,28 +3,49 @@
 Values divided by w_i are the gradients of the samples' own losses l_i only where the loss is ``sum_i w_i l_i``. A sum
 or mean over the batch keeps that form, and so does every linear op after it. Anything else (a square root of a mean,
 a product of two means) makes one sample's gradient depend on the others, which must be said.
+
+A tensor may also have lost its batch axis with every entry still of one sample: the batch was cut apart, padded, put
+beside other rows. It keeps that through ops that compute each entry from the one at its place or only move entries; an
+op that adds entries up makes it a sum over samples; of any other it must be said that it may mix them. What was taken
+from one sample alone stays that sample's, whatever is done to it, and samples stacked again are a batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_persample.engine.batch_axis import Lost
+import torch
+from torch import Tensor
+
+from lightning_persample.engine.batch_axis import Lost, picked
+from lightning_persample.engine.following.added_up import LOSSES, reduction_of
 from lightning_persample.engine.following.base import Followed
+from lightning_persample.engine.following.pointwise import POINTWISE
 from lightning_persample.engine.observed import ObservedCall, user_line
 
 __all__ = ["after_reduction"]
 
 # fmt: off
-_LINEAR = frozenset({
-    "add", "sub", "rsub", "neg", "negative", "positive", "sum", "mean", "nansum", "reshape", "view", "view_as",
-    "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "getitem", "stack", "cat", "clone", "contiguous", "to",
-    "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "detach", "data", "permute", "transpose", "t", "T",
-    "select", "unbind", "split", "chunk", "narrow",
+_ADDS = frozenset({"add", "sub", "rsub"})
+_SUMS = frozenset({
+    "sum", "mean", "nansum", "cumsum", "diff", "trace", "matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "inner",
+    "outer", "einsum", "tensordot", "linear",
+})
+_MOVES = frozenset({
+    "neg", "negative", "pos", "positive", "clone", "contiguous", "to", "type", "type_as", "float", "double", "half",
+    "bfloat16", "cpu", "cuda", "detach", "data", "reshape", "reshape_as", "view", "view_as", "ravel", "flatten",
+    "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave",
+    "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "flip", "roll", "diagonal",
+    "unfold", "getitem", "select", "unbind", "split", "split_with_sizes", "tensor_split", "chunk", "narrow",
+    "index_select", "gather", "take", "take_along_dim", "masked_select", "pad", "constant_pad_nd", "copy", "setitem",
+    "cat", "concat", "concatenate", "stack", "hstack", "vstack", "row_stack", "column_stack", "dstack",
+})
+_ENTRYWISE_LOSSES = frozenset({
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
 })
 # fmt: on
-_SUMS = frozenset({"add", "sum", "nansum"})
-_JOINS = frozenset({"cat", "stack", "concat"})
+_KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES | {"where"}
 
 
 def after_reduction(call: ObservedCall) -> Followed:
@@ -34,39 +55,82 @@ def after_reduction(call: ObservedCall) -> Followed:
         call: the call, after it has run.
 
     Returns:
-        `Lost` for every output, with a note where the loss stops being a weighted sum over samples.
+        `Lost` for every output, with a note where the loss stops being a weighted sum over samples; an axis where the
+        samples are stacked again.
     """
     marks = [mark for _, mark in call.lost]
     with_gradient = [mark for tensor, mark in call.lost if tensor.requires_grad]
     first = with_gradient[0] if with_gradient else marks[0]
-    if first.noted or not any(output.requires_grad for output in call.outputs):
-        return Followed((first,) * len(call.outputs))
-    mixing, weighting = _of_sum(call, first) if first.reduced else _of_rows(call, len(with_gradient))
-    adds = call.op in _SUMS and (first.reduced or call.outputs[0].numel() == 1)
+    one = first.alone if all(mark.alone == first.alone for mark in marks) else None
+    if one is None and len(marks) > 1:
+        stacked = _stacked(call, marks)
+        if stacked is not None:
+            return stacked
+    noted = next((mark for mark in with_gradient if mark.noted), None)
+    if one is not None or noted is not None or not with_gradient or not call.outputs[0].requires_grad:
+        mark = noted or (first if one is not None else replace(first, samples=frozenset()))
+        return Followed((mark,) * len(call.outputs))
+    reduced = any(mark.reduced for mark in with_gradient)
+    mixing, weighting = _notes(call, first, len(with_gradient), reduced)
     said = mixing is not None or weighting is not None
-    how = first.how if call.op in _LINEAR and all(mark.how == first.how for mark in with_gradient) else None
-    result = replace(first, noted=said, reduced=first.reduced or adds, how=how)
+    linear = call.op in _ADDS | _SUMS | _MOVES
+    how = first.how if linear and all(mark.how == first.how for mark in with_gradient) else None
+    known = all(mark.samples for mark in marks)
+    samples = frozenset().union(*(mark.samples for mark in marks)) if known else frozenset()
+    reduced = reduced or _adds_up(call, len(with_gradient))
+    result = replace(first, noted=said, reduced=reduced, how=how, samples=samples if reduced else frozenset())
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)
 
 
 Notes = tuple[str | None, str | None]
 
 
-def _of_sum(call: ObservedCall, summed: Lost) -> Notes:
-    """What to say of a call on a weighted sum over the samples: mixing, weighting."""
-    if call.op in _LINEAR:
-        return None, None
-    factors = [tensor for tensor, _ in call.lost if tensor.requires_grad]
-    scaled = call.args[:1] if call.op == "div" else call.args[:2] if call.op == "mul" else ()
-    if len(factors) == 1 and any(tensor is factors[0] for tensor in scaled):
-        if len(call.lost) > 1:
+def _stacked(call: ObservedCall, marks: list[Lost]) -> Followed | None:
+    """Tensors of one sample each, joined along an axis: that axis holds the samples."""
+    samples = [mark.alone for mark in marks]
+    if call.op not in ("stack", "cat", "concat", "concatenate") or len(marks) < len(call.operands):
+        return None
+    dim = int(call.argument(1, "dim", "axis", default=0)) % call.outputs[0].dim()
+    owners: list[int] = []
+    for sample, (tensor, _) in zip(samples, call.lost, strict=True):
+        if sample is None:
+            return None
+        owners += [sample] * (1 if call.op == "stack" else tensor.size(dim))
+    rows = torch.tensor(owners, device=call.outputs[0].device)
+    return Followed((picked(dim, rows, call.batch_size),))
+
+
+def _adds_up(call: ObservedCall, operands: int) -> bool:
+    """Whether an entry of the output is a sum over entries that may be of several samples."""
+    of_loss = call.op in _ENTRYWISE_LOSSES and reduction_of(call) != 0 and str(call.op) in LOSSES
+    return call.op in _SUMS or of_loss or (call.op in _ADDS and operands > 1)
+
+
+def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Notes:
+    """What to say of a call on values with gradient that have lost their batch axis: mixing, weighting."""
+    data = [(tensor, mark) for tensor, mark in call.lost if not tensor.requires_grad]
+    if operands == 1 and _scales(call) and (reduced or all(mark.reduced for _, mark in data)):
+        if data:
             return None, f"`{call.name}` scales the loss by a number computed over the whole batch{user_line()}"
-        return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if summed.uneven else None
-    return f"`{call.name}` of a value computed over the whole batch is not a sum over samples{user_line()}", None
+        uneven = reduced and first.uneven
+        return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if uneven else None
+    if call.op in _MOVES and any(_is_index(tensor) for tensor, _ in data):
+        return f"`{call.name}` picks entries by values computed over the whole batch{user_line()}", None
+    if call.op in _ADDS | _MOVES or (call.op in _SUMS and len(call.lost) == 1):
+        return None, None
+    if reduced:
+        return f"`{call.name}` of a value computed over the whole batch is not a sum over samples{user_line()}", None
+    if call.op in _KEEPS_ENTRIES and len(call.lost) == 1:
+        return None, None
+    return f"`{call.name}` combines values of the batch that may belong to different samples{user_line()}", None
 
 
-def _of_rows(call: ObservedCall, operands: int) -> Notes:
-    """What to say of a call on rows of which it is not known whose they are."""
-    if operands > 1 and call.op not in _JOINS and call.outputs[0].numel() > 1:
-        return f"`{call.name}` combines values of the batch that may belong to different samples{user_line()}", None
-    return None, None
+def _scales(call: ObservedCall) -> bool:
+    """Whether the call multiplies its one operand with gradient by something else."""
+    factor = next(tensor for tensor, _ in call.lost if tensor.requires_grad)
+    scaled = call.args[:1] if call.op == "div" else call.args[:2] if call.op == "mul" else ()
+    return any(tensor is factor for tensor in scaled)
+
+
+def _is_index(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from lightning_persample.engine.batch_axis import BatchAxis, Lost
+from lightning_persample.engine.batch_axis import BatchAxis, Lost, row_owners
 from lightning_persample.engine.observed import ObservedCall, user_line
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Entries",
     "Followed",
     "Follower",
+    "alone",
     "broadcast",
     "dims_argument",
     "follower",
@@ -96,6 +97,16 @@ def lost(call: ObservedCall, what: str, *, mixes: bool = False) -> Followed:
     reason = f"`{call.name}` {what} (sizes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
     mixing = reason if mixes and any(o.requires_grad for o in call.outputs) else None
     return Followed((Lost(reason, noted=mixing is not None),) * len(call.outputs), mixing=mixing)
+
+
+def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
+    """Each output is one row of the batch axis, and so belongs to one sample alone."""
+    what = f"`{call.name}` takes single samples out of the batch"
+    reason = f"{what} (sizes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
+    if axis.mixing is not None:
+        return Followed((Lost(reason),) * len(call.outputs))
+    owners = row_owners(axis, call.batch_size).tolist()
+    return Followed(tuple(Lost(reason, samples=frozenset({owners[row]})) for row in rows))
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, picked, row_owners
-from lightning_persample.engine.following.base import Followed, follower, keep, lost
+from lightning_persample.engine.following.base import Followed, alone, follower, keep, lost
 from lightning_persample.engine.observed import ObservedCall
 
 __all__: list[str] = []
@@ -32,13 +32,14 @@ def _follow_getitem(call: ObservedCall) -> Followed:
             return lost(call, "picks entries by indices computed over the whole batch", mixes=True)
         return _through_indices(call, place, indices)
     item, position = place.item_of(source.dim)
+    numbers = [o for o in call.operands[1:] if o.axis is not None and o.tensor.dim() == 0 and not _is_mask(o.tensor)]
     if isinstance(item, slice):
-        if indices or any(isinstance(i, Tensor) and call.axis_of(i) is not None for i in items):
+        if indices or numbers or any(isinstance(i, Tensor) and call.axis_of(i) is not None for i in items):
             return lost(call, "picks entries by indices that depend on another sample", mixes=True)
         if item.indices(tensor.size(source.dim)) == (0, tensor.size(source.dim), 1):
             return keep(call, source.moved(position))
     if isinstance(item, int) or (isinstance(item, Tensor) and item.dim() == 0):
-        return lost(call, "takes single samples out of the batch")
+        return _one_row(call, source, int(item))
     owners = row_owners(source, call.batch_size, tensor.device)
     if isinstance(item, slice):
         return keep(call, picked(position, owners[item], call.batch_size, source.mixing))
@@ -48,6 +49,17 @@ def _follow_getitem(call: ObservedCall) -> Followed:
     own = picked(long_axis[0], owners[item.flatten()], call.batch_size, source.mixing)
     others = [(i, w) for i, w in indices if i is not item]
     return _through_indices(call, place, [(item, own), *others])
+
+
+def _one_row(call: ObservedCall, source: BatchAxis, row: int) -> Followed:
+    """One row of the batch; what else says where to pick must be of the same sample."""
+    answer = alone(call, source, [row])
+    own = answer.outputs[0]
+    for operand in call.operands[1:]:
+        same = isinstance(operand.axis, Lost) and isinstance(own, Lost) and operand.axis.samples == own.samples != set()
+        if operand.axis is not None and not same:
+            return lost(call, "picks from a sample by numbers of the batch", mixes=True)
+    return answer
 
 
 def _through_indices(call: ObservedCall, place: _Place, indices: list[tuple[Tensor, BatchAxis]]) -> Followed:

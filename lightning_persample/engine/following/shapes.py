@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, picked, reshaped, row_owners
-from lightning_persample.engine.following.base import Followed, broadcast, dims_argument, follower, keep, lost
+from lightning_persample.engine.following.base import Followed, alone, broadcast, dims_argument, follower, keep, lost
 from lightning_persample.engine.observed import ObservedCall
 
 __all__: list[str] = []
@@ -136,7 +136,7 @@ def _follow_unbind(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     dim = int(call.argument(1, "dim", default=0)) % tensor.dim()
     if dim == axis.dim:
-        return lost(call, "takes single samples out of the batch")
+        return alone(call, axis, range(len(call.outputs)))
     return keep(call, axis.moved(axis.dim - (dim < axis.dim)))
 
 
@@ -156,10 +156,11 @@ def _follow_roll(call: ObservedCall) -> Followed:
     shifts, dims = call.argument(1, "shifts"), dims_argument(call.argument(2, "dims"), tensor.dim())
     if dims is None:
         return lost(call, "moves entries from sample to sample", mixes=True)
-    by_dim = dict(zip(dims, (shifts,) if isinstance(shifts, int) else shifts, strict=True))
-    if axis.dim not in by_dim:
+    pairs = zip(dims, (shifts,) if isinstance(shifts, int) else shifts, strict=True)
+    shift = sum(int(by) for dim, by in pairs if dim == axis.dim)  # an axis may be named more than once
+    if axis.dim not in dims:
         return keep(call, axis)
-    return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).roll(by_dim[axis.dim]))
+    return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).roll(shift))
 
 
 @follower("select", "narrow", "index_select", "unfold")
@@ -183,7 +184,11 @@ def _follow_select(call: ObservedCall) -> Followed:
         return _rows(call, axis, dim, owners.narrow(0, int(index), call.outputs[0].size(dim)))
     if call.op == "index_select":
         return _rows(call, axis, dim, owners[index])
-    return lost(call, "takes single samples out of the batch")
+    if call.op == "unfold":
+        return lost(call, "puts several samples into one row")
+    if isinstance(index, Tensor) and call.axis_of(index) is not None:
+        return lost(call, "picks a sample by a number of the batch", mixes=True)
+    return alone(call, axis, [int(index)])
 
 
 @follower("gather", "take_along_dim", "scatter", "scatter_add", "index_add", "index_copy", "index_fill")

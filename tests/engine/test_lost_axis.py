@@ -1,0 +1,179 @@
+"""What is done to values that hold the samples along no axis any more: it is said where it may mix them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.engine.reference import assert_values, loop, record_of
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+QUEUE, NEIGHBOURS = torch.randn(6, 1, dtype=torch.float64), torch.rand(4, 4, dtype=torch.float64)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "classes-of-two-samples": lambda z: F.cross_entropy(z.view(-1, 2), torch.zeros(len(z) // 2, dtype=torch.long)),
+    "logsumexp-of-two-samples": lambda z: z.view(-1, 2).logsumexp(1).mean(),
+    "normalised-over-two-samples": lambda z: F.layer_norm(z.view(-1, 2), (2,)).pow(3).mean(),
+    "square-of-a-partial-sum": lambda z: z.view(-1, 2).sum(1).pow(2).mean(),
+    "square-of-a-partial-mean": lambda z: z.view(-1, 2).mean(1).square().sum(),
+    "root-of-a-mean": lambda z: z.square().view(-1, 2, 1).mean().sqrt(),
+    "repeated-and-cut-apart": lambda z: z.repeat(2, 1).view(len(z), 2).std(1).mean(),
+    "graph": lambda z: torch.sparse.mm(NEIGHBOURS[: len(z), : len(z)].to_sparse(), z).pow(2).mean(),
+    "product-with-fixed-numbers": lambda z: (torch.ones(3, 2) @ z.view(2, -1)).square().sum(),
+    "softmax-with-a-queue": lambda z: torch.cat([z, QUEUE]).softmax(0).pow(2).sum(),
+    "spread-with-a-queue": lambda z: torch.cat([z, QUEUE]).std(0).sum(),
+    "softmax-of-a-padded-batch": lambda z: F.pad(z, (0, 0, 0, 1)).softmax(0).pow(2).sum(),
+    "windows-of-samples": lambda z: z[:, 0].unfold(0, 2, 1).logsumexp(1).mean(),
+    "taken": lambda z: z.take(torch.tensor([[0, 1], [1, 0]])).softmax(1)[:, 0].sum(),
+    "stacked-again": lambda z: torch.stack(list(z)).logsumexp(0).sum(),
+    "two-numbers": lambda z: z[0, 0] * z[1, 0],
+    "compared": lambda z: -F.logsigmoid(z[0] - z[1]).mean(),
+    "product-of-all": lambda z: torch.stack(z.unbind(0)).prod(),
+    "product-of-unbound": lambda z: (z.unbind(0)[0] * z.unbind(0)[1]).sum(),
+    "written-side-by-side": lambda z: side_by_side(z).softmax(0).square().sum(),
+    "masked-by-others": lambda z: (z.view(-1, 2) * (z.detach().flip(0).view(-1, 2) > 0)).sum(),
+}
+
+
+def side_by_side(z: Tensor) -> Tensor:
+    room = torch.zeros(2, 1)
+    room[0] = z[0]
+    room[1] = z[1]
+    return room
+
+
+@pytest.mark.parametrize("samples", [2, 4])
+@pytest.mark.parametrize("name", MIXING)
+def test_samples_that_mix_after_their_axis_was_lost_are_said(name: str, samples: int) -> None:
+    module = network()
+    record = record_of(module, lambda m, x: MIXING[name](m(x)), torch.randn(samples, 5))
+    assert record.mixing != (), record.weighting
+    assert record.unsupported == {}
+    for parameter, p in module.named_parameters():  # values are then each sample's contribution
+        torch.testing.assert_close(record.grad_samples[parameter].mean(0), p.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_one_sample_mixes_with_none() -> None:
+    record = record_of(network(), lambda m, x: torch.cat([m(x), QUEUE]).softmax(0).pow(2).sum(), torch.randn(1, 5))
+    assert (record.mixing, record.weighting) == ((), ())
+
+
+PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cut-apart": lambda z, x: z.view(-1, 2).square().mean() if len(z) > 1 else z.square().mean(),
+    "cut-apart-and-moved": lambda z, x: (
+        (2 * z.exp().view(2, -1).t().reshape(-1).clamp(max=9.0)).mean() if len(z) > 1 else 2 * z.exp().mean()
+    ),
+    "each-sample-in-a-loop": lambda z, x: (
+        sum(F.cross_entropy(torch.cat([row, row.square()]), target) for row, target in zip(z, targets(x), strict=True))
+        / len(z)
+    ),
+    "each-sample-by-its-number": lambda z, x: torch.stack(
+        [F.mse_loss(z[i], x[i, :1]) * z[i].exp().sum() for i in range(len(z))]
+    ).mean(),
+    "joined-again": lambda z, x: torch.cat([z[i].sigmoid() for i in range(len(z))]).square().mean(),
+    "shuffled-in-a-loop": lambda z, x: torch.stack([z[i] for i in reversed(range(len(z)))]).square().mean(),
+    "a-number-of-its-own": lambda z, x: sum(z[i, targets(x)[i] * 0].square() for i in range(len(z))) / len(z),
+    "terms": lambda z, x: z.square().mean() + 0.5 * z.flatten().abs().mean() - z.mean() / 3 + 1.0,
+    "scaled-sum-of-rows": lambda z, x: (z.square().mean(0) @ torch.ones(1)).reshape(1, 1).sum() * 2,
+    "in-place": lambda z, x: added_in_place(z),
+}
+
+
+def targets(x: Tensor) -> Tensor:
+    return (x[:, 0] > 0).long()
+
+
+def added_in_place(z: Tensor) -> Tensor:
+    total = z.square().sum() * 0
+    for row in z:
+        total += row.square().sum()
+    return total / len(z)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_values_that_stay_a_sum_over_the_samples_raise_no_alarm(name: str) -> None:
+    module, batch = network(), torch.randn(4, 5)
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return PLAIN[name](m(x), x)
+
+    record = record_of(module, loss, batch)
+    assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})
+    assert_values(record, loop(module, loss, (batch,)))
+
+
+def test_a_layer_on_samples_that_were_stacked_again_is_exact() -> None:
+    module, batch = network(), torch.randn(4, 5)
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return m[2](torch.stack([2 * m[1](row) for row in m[0](x)])).square().mean()
+
+    record = record_of(module, loss, batch)
+    assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})
+    assert_values(record, loop(module, loss, (batch,)))
+
+
+def test_a_loss_of_some_samples_alone_is_said() -> None:
+    record = record_of(
+        network(), lambda m, x: (m(x)[0] + m(x)[2]).square().sum() * 0 + m(x)[1].sum(), torch.randn(4, 5)
+    )
+    assert any("of a value computed over the whole batch" in text for text in record.mixing)
+    record = record_of(network(), lambda m, x: m(x)[0].square().sum() + m(x)[2].square().sum(), torch.randn(4, 5))
+    assert record.mixing == ()
+    assert record.weighting == ("the loss takes 2 of the 4 samples alone",)
+
+
+PICKED_BY_VALUE: dict[str, Callable[[Tensor], Tensor]] = {
+    "largest": lambda s: s[s.argmax()],
+    "positive": lambda s: s[s > s.min()].sum(),
+    "narrowed": lambda s: s.narrow(0, s.argmax(), 1).sum(),
+    "selected": lambda s: s.index_select(0, s.argmax()[None]).sum(),
+    "gathered": lambda s: s.gather(0, s.topk(2).indices).sum(),
+    "masked": lambda s: s.masked_select(s > s.min()).sum(),
+    "where": lambda s: torch.where(s > s.min(), s, 0.0).sum(),
+    "taken": lambda s: s.take(s.argmax()).sum(),
+}
+
+
+@pytest.mark.parametrize("name", PICKED_BY_VALUE)
+def test_a_choice_by_what_the_batch_sums_up_to_is_said(name: str) -> None:
+    record = record_of(nn.Linear(5, 3), lambda m, x: PICKED_BY_VALUE[name](m(x).mean(0)), torch.randn(4, 5))
+    assert record.mixing != ()
+
+
+PICKED_FOR_ALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "column": lambda z: z[:, z.detach().mean(0).argmax()].mean(),
+    "select": lambda z: z.select(1, z.detach().mean(0).argmax()).mean(),
+    "narrow": lambda z: z.narrow(1, z.detach().mean(0).argmax(), 1).mean(),
+    "sample": lambda z: z[z.detach()[:, 0].argmax()].sum(),
+    "entry-of-a-sample": lambda z: z[0, z[1].argmax()] + z[1, 0],
+}
+
+
+@pytest.mark.parametrize("name", PICKED_FOR_ALL)
+def test_a_choice_for_every_sample_by_values_of_others_is_said(name: str) -> None:
+    record = record_of(nn.Linear(5, 3), lambda m, x: PICKED_FOR_ALL[name](m(x)), torch.randn(4, 5))
+    assert record.mixing != ()
+
+
+@pytest.mark.parametrize(
+    "shifts", [((1, 1), (0, 0)), ((1, 1), (0, -2)), ((1, 2, 1), (0, 1, 0)), (1, 0), ((2, 1), (1, 1))]
+)
+def test_rows_rolled_along_an_axis_named_more_than_once(shifts: tuple[object, object]) -> None:
+    module, batch = nn.Linear(4, 4), torch.randn(4, 4)
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return m(x.roll(*shifts)).pow(2).mean()
+
+    assert_values(record_of(module, loss, batch), loop(module, loss, (batch,)))
