@@ -261,15 +261,25 @@ def test_unsupported_as_an_error() -> None:
         mean_of_all(module, batch).backward()
 
 
-def test_a_faulty_rule_refuses_its_parameters_and_lets_training_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("lightning_persample.rules.linear", "computing .* failed with IndexError: off by one; .*report"),
+        ("someone.else", r"its rule someone.else.*faulty failed with IndexError: off by one; check_rule shows"),
+    ],
+)
+def test_a_faulty_rule_refuses_its_parameters_and_lets_training_go_on(
+    place: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def faulty(call: object, grad_output: Tensor) -> None:
         raise IndexError("off by one")
 
+    faulty.__module__ = place
     rule = find_rule(F.linear)
     monkeypatch.setitem(registry._RULES, "linear", replace(rule, function=faulty))
     module, batch = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4)), vectors()
     record = record_of(module, mean_of_squares, batch)
-    text = r"`linear` on .*with `0.bias`, `0.weight`: computing .* failed with IndexError: off by one; .*report"
+    text = rf"`linear` on .*with `0.bias`, `0.weight`: {text}"
     assert_missing(record, module, {"0.weight": text, "0.bias": text})
 
 
