@@ -345,9 +345,10 @@ class Dispatcher:
             self._register(use, involved)
 
     def _register(self, use: Use, involved: Mapping[int, Weight]) -> None:
-        weights = list(dict.fromkeys(involved.values()))
-        for weight in weights:
-            weight.uses += 1
+        for operand in use.call.operands:  # one parameter may be given twice to one call
+            weight = involved.get(id(operand.tensor))
+            if weight is not None:
+                weight.uses += 1
         for text in use.tainted if self.batch_size > 1 else ():
             self.mixing.setdefault(text)
         if use.not_additive is not None and self.batch_size > 1:

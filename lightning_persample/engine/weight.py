@@ -84,7 +84,7 @@ class Weight:
         tensor: the parameter, or a detached alias of the derived weight.
         outside: data that is in neither the batch nor the module took part.
         derivation: how it was computed; None for a parameter.
-        uses: calls seen that use it together with the batch.
+        uses: arguments of calls seen that use it together with the batch.
         children: weights derived from it.
         contributions: what those calls contributed in the present backward.
         sq_norm: the squared norm (B,), where it could be taken at once and the structure let go.

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import tests.engine.recurrent_cases  # noqa: F401  (adds its cases)
+import tests.engine.twice_cases  # noqa: F401  (adds its cases)
 from lightning_persample import PerSampleWarning, UnsupportedError, call_for_per_sample_grads
 from lightning_persample.engine.batch import batch_tensors
 from tests.engine.model_cases import CASES, Model

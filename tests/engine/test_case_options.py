@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.rules import find_rule
-from tests.engine import recurrent_cases  # noqa: F401  (adds to CASES)
+from tests.engine import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.engine.model_cases import CASES
 from tests.engine.recorded_calls import RecordedCalls
 from tests.rules.test_case_coverage import THROUGH_THE_ENGINE

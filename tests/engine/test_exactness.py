@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.engine import expanded_weights
-from tests.engine import recurrent_cases  # noqa: F401  (adds to CASES)
+from tests.engine import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.engine.model_cases import BATCH_SIZES, CASES, ModelCase, mean_of_squares, parameter
 from tests.engine.model_cases import Model as OneUse
 from tests.engine.reference import assert_exact

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 import tests.engine.recurrent_cases  # noqa: F401  (adds its cases)
+import tests.engine.twice_cases  # noqa: F401  (adds its cases)
 from lightning_persample import (
     ExpandedWeight,
     UnsupportedError,
@@ -33,7 +34,7 @@ B = 4
 # What torch.func cannot run: shapes that depend on the data, recurrent kernels, sparse gradients, writes into buffers,
 # a linear map by a vector.
 BEYOND_VMAP = re.compile(
-    r"(rnn|gru|lstm)-|tokens-picked|experts|embedding-(max_norm|sparse)|embedding-bag-.*(uneven|empty|max-norm|sparse)|"
+    r"(twice-in-a-call-)?(rnn|gru|lstm)(-|$)|tokens-picked|experts|embedding-(max_norm|sparse)|embedding-bag-.*(uneven|empty|max-norm|sparse)|"
     r"instance-norm|time-major|linear-vector"
 )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_persample.engine import expanded_weights, loop_per_sample_grads
-from tests.engine import recurrent_cases  # noqa: F401  (adds to CASES)
+from tests.engine import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.engine.model_cases import CASES, mean_of_squares
 from tests.models import MODELS
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.rules import supported_ops
-from tests.engine import recurrent_cases  # noqa: F401  (adds to CASES)
+from tests.engine import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.engine.model_cases import CASES
 from tests.engine.op_modules import in_place, one_call
 from tests.engine.recorded_calls import RecordedCalls

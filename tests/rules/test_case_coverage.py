@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.rules import find_rule, supported_ops
-from tests.engine import recurrent_cases  # noqa: F401  (adds to CASES)
+from tests.engine import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.engine.model_cases import CASES
 from tests.rules.families import all_cases
 
