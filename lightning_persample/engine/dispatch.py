@@ -300,13 +300,13 @@ class Dispatcher:
             or not all(self._is_known(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in involved)
         )
         detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        text = call.describe()
+        text, versions = call.describe(), tuple(version_of(leaf) for leaf in detached if isinstance(leaf, Tensor))
         for position, output in enumerate(call.outputs):
             if not output.requires_grad:
                 continue
             derivation = Derivation(
                 call.op, call.function, detached, spec, parents, position, output.detach(), call.inplace, text,
-                call.random_state,
+                call.random_state, versions,
             )  # fmt: skip
             weight = Weight(names, output.detach(), derivation, outside=outside)
             for parent in parents.values():

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_persample.engine.blocks import row_by_row
 from lightning_persample.engine.failure import FAILURES, reason_of
-from lightning_persample.engine.observed import Description, tensors_in
+from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
 
@@ -32,6 +32,7 @@ _SAME_ENTRIES = frozenset(
 _TRANSPOSES = frozenset(
     {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "H", "mH"}
 )
+_REPEATS = {torch.float32: 1e-5, torch.float64: 1e-10}
 _BUDGET = 64 * 2**20
 
 
@@ -50,6 +51,7 @@ class Derivation:
         inplace: whether the call wrote into its first argument.
         text: op, sizes and the user's line, for messages.
         random_state: state of the generator before the call, where it drew random numbers.
+        versions: how often each tensor among the leaves had been written to when the call was done.
     """
 
     op: object
@@ -62,6 +64,7 @@ class Derivation:
     inplace: bool
     text: Description
     random_state: Tensor | None = None
+    versions: tuple[int, ...] = ()
 
     def compute(self, *parents: Tensor) -> Tensor:
         """The derived weight as a function of its parents, in the order of `self.parents`."""
@@ -158,6 +161,7 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
         if kept is not None:
             parents[0].contributions.append(kept)
             return
+    _check_unchanged(derivation)
     inputs = [derivation.leaves[position] for position in derivation.parents]
     device = derivation.value.device
     with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -213,13 +217,25 @@ def _collapse(gradient: Block, shape: torch.Size) -> SampleGradient | None:
     return Dense(total.reshape(grad.size(0), *shape))
 
 
+def _check_unchanged(derivation: Derivation) -> None:
+    """An optimizer that steps in the middle of the backward, for one, leaves other weights than the forward had."""
+    tensors = [leaf for leaf in derivation.leaves if isinstance(leaf, Tensor)]
+    changed = next((t for t, v in zip(tensors, derivation.versions, strict=True) if version_of(t) != v), None)
+    if changed is not None:
+        raise UnsupportedError(
+            f"{derivation.text} computes a weight from a tensor of sizes {tuple(changed.shape)} that was changed in "
+            "place before the backward ended (by an optimizer that steps during the backward?); change it afterwards"
+        )
+
+
 def _check_repeats(derivation: Derivation, value: Tensor) -> None:
     recorded = derivation.value
     if value.shape == recorded.shape:
         if not recorded.numel() or not recorded.is_floating_point():
             return
-        tolerance = 1e-2 * float(recorded.abs().max())
-        if torch.allclose(value, recorded.to(value.dtype), rtol=1e-2, atol=tolerance, equal_nan=True):
+        exact = _REPEATS.get(recorded.dtype, 1e-2)  # (autocast, under which a call may have run, is off by now)
+        tolerance = exact * float(recorded.abs().max())
+        if torch.allclose(value, recorded.to(value.dtype), rtol=exact, atol=tolerance, equal_nan=True):
             return
     raise UnsupportedError(
         f"{derivation.text} computes a weight, but gives another value when it is repeated: it is random, or its "

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from lightning_persample.engine import PerSampleRecord, expanded_weights
@@ -302,3 +303,19 @@ def test_bags_scaled_by_frequency_and_several_bags_to_a_sample() -> None:
     several = Model(lambda m, x: m.e(x.view(-1, 2)).view(len(x), -1), e=nn.EmbeddingBag(9, 3))
     text = r"`embedding_bag` has 2 bags to a sample on a table of sizes \(9, 3\), 5 samples; give it"
     assert_missing(record_of(several, mean_of_squares, tokens), several, {"e.weight": text})
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["seen", "through-data"])
+def test_a_weight_stepped_during_the_backward_is_refused_where_it_has_to_be_computed_again(hidden: bool) -> None:
+    module = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4)), nn.Tanh(), nn.Linear(4, 2))
+
+    def step(weight: Tensor) -> None:
+        with torch.no_grad():
+            (weight.data if hidden else weight).sub_(1e-3 * weight.grad)
+
+    for weight in module.parameters():
+        weight.register_post_accumulate_grad_hook(step)
+    record = record_of(module, mean_of_squares, vectors())
+    text = "gives another value when it is repeated" if hidden else "was changed in place before the backward ended"
+    names = [name for name, _ in module.named_parameters() if "original" in name]
+    assert_missing(record, module, dict.fromkeys(names, text))
