@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -17,8 +22,26 @@ __all__ = ["try_on_one_sample"]
 _WRITES_UNSEEN = frozenset({"fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"})
 
 
+_ALL, _SOME = 16, 8  # samples tried: all of at most so many, else so many
+_TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float64: 1e-6}
+
+
+@contextmanager
+def _other_generators_kept() -> Iterator[None]:
+    """The random numbers of Python and NumPy go on afterwards as if nothing had drawn any."""
+    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
 def try_on_one_sample(call: ObservedCall) -> Followed:
-    """Run the op on the first and the last sample alone, without gradient, and compare with what the call gave."""
+    """Run the op on a few samples alone (first, last, some between), without gradient, and compare with the call."""
     batch_size = call.batch_size
     _, axis = call.located[0]
     entries = axis.entries(batch_size)
@@ -38,7 +61,8 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
     ):
         return lost(call, "writes into its arguments or draws from a generator of its own", mixes=True)
     found: tuple[BatchAxis, ...] = ()
-    for entry in dict.fromkeys((0, entries - 1)):
+    tried = min(entries, _ALL if entries <= _ALL else _SOME)
+    for entry in dict.fromkeys(place * (entries - 1) // max(tried - 1, 1) for place in range(tried)):
         placed = _try_on(call, axis, entry)
         if isinstance(placed, str):
             return lost(call, placed, mixes=True)
@@ -56,7 +80,7 @@ def _try_on(call: ObservedCall, axis: BatchAxis, entry: int) -> tuple[BatchAxis,
         return one_entry(leaf, where, call.batch_size, entry).detach()
 
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(call)):
+        with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(call)), _other_generators_kept():
             result = call.function(*tree_map(alone, call.args), **tree_map(alone, dict(call.kwargs)))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
         return f"cannot be followed ({type(error).__name__} on one sample alone)"
@@ -86,7 +110,7 @@ def _place(call: ObservedCall, whole: Tensor, part: Tensor, axis: BatchAxis, ent
     own = one_entry(whole.detach(), moved, batch_size, entry)
     if not (part.is_floating_point() or part.is_complex()):
         return moved if torch.equal(own, part) else None
-    tolerance = 1e-3 if part.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    tolerance = _TOLERANCE.get(part.dtype, 1e-4)
     same = torch.allclose(own, part, rtol=tolerance, atol=tolerance * _scale(part), equal_nan=True)
     return moved if same else None
 
