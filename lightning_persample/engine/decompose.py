@@ -37,7 +37,7 @@ def is_composite(function: Callable[..., Any]) -> bool:
 @functools.cache
 def decomposed(function: types.FunctionType) -> types.FunctionType:
     """A copy of the function that runs its body instead of offering itself to the mode again."""
-    return _with_globals(function, dict.fromkeys(_QUESTIONS, _no))
+    return _answering_no(function)
 
 
 def decomposed_backward(function: Callable[..., Any], visible: AbstractContextManager[Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def decomposed_backward(function: Callable[..., Any], visible: AbstractContextMa
     engine = function.__globals__.get(_ENGINE) if _ENGINE in function.__code__.co_names else None
     if engine is None:
         return _entering(visible, decomposed(function))
-    return _with_globals(function, {**dict.fromkeys(_QUESTIONS, _no), _ENGINE: _entering(visible, engine)})
+    return _answering_no(function, **{_ENGINE: _entering(visible, engine)})
 
 
 def _entering(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,8 +65,8 @@ def _entering(context: AbstractContextManager[Any], function: Callable[..., Any]
     return run
 
 
-def _with_globals(function: types.FunctionType, replaced: dict[str, Any]) -> types.FunctionType:
-    namespace = {**function.__globals__, **replaced}
+def _answering_no(function: types.FunctionType, **replaced: Any) -> types.FunctionType:
+    namespace = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no), **replaced}
     copy = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )

@@ -7,13 +7,13 @@ import warnings
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_persample.engine import PerSampleRecord, expanded_weights
 from tests.engine.shipped_trials import REJECTED, Trial
 from tests.engine.shipped_truth import Truth, close, truth
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Found", "Verdict", "assert_none_wrong", "judge"]
 
 _OP = re.compile(r"`[\w.]+`|the op '[\w.:]+'")
 _NODE = re.compile(r"also arrives through \w+Backward\d*")
@@ -37,6 +37,14 @@ class Verdict:
     outcome: str
     reference: str = ""
     detail: str = ""
+
+
+Found = tuple[tuple[str, Verdict], ...]
+
+
+def assert_none_wrong(found: Found) -> None:
+    wrong = [f"{name}: {verdict.detail}" for name, verdict in found if verdict.outcome == "wrong"]
+    assert not wrong, f"{len(wrong)} of {len(found)} are wrong\n" + "\n".join(wrong[:5])
 
 
 def judge(trial: Trial, loss_reduction: str, tolerance: float | None = None) -> Verdict:
@@ -83,17 +91,18 @@ def _observed(
         quantities=("sq_norm", "grad_sample"),
         unsupported="ignore",
     ) as capture:
-        loss = trial.loss(trial.outputs(module, batch))
-        if loss_reduction == "mean" and not by_call:
-            loss = loss / trial.batch_size
-        if loss.requires_grad:
-            loss.backward()
-    grads = {n: p.grad.to_dense() for n, p in module.named_parameters() if p.grad is not None}
-    return (capture.records[-1] if capture.records else None), grads, loss.detach()
+        grads, loss = _step(trial, module, batch, loss_reduction, by_call)
+    return (capture.records[-1] if capture.records else None), grads, loss
 
 
 def _plain(trial: Trial, loss_reduction: str, by_call: bool) -> tuple[dict[str, Tensor], Tensor]:
-    module, batch = trial.module(), trial.tensors()
+    return _step(trial, trial.module(), trial.tensors(), loss_reduction, by_call)
+
+
+def _step(
+    trial: Trial, module: nn.Module, batch: list[Tensor], loss_reduction: str, by_call: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The gradients and the loss of one forward and backward."""
     loss = trial.loss(trial.outputs(module, batch))
     if loss_reduction == "mean" and not by_call:
         loss = loss / trial.batch_size

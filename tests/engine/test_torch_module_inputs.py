@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from tests.engine.shipped_verdict import Verdict, judge
+from tests.engine.shipped_verdict import Found, assert_none_wrong, judge
 from tests.engine.torch_databases import MODULES, has_parameters, module_cases
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -31,7 +31,6 @@ MORE = {
     "InstanceNorm2d": 8,
     "InstanceNorm3d": 8,
 }
-Found = tuple[tuple[str, Verdict], ...]
 
 
 @cache
@@ -47,11 +46,6 @@ def verdicts(name: str, most: int, every_axis: bool = False) -> Found:
 
 def few(name: str) -> Found:
     return verdicts(name, MORE.get(name, 1 if "Transformer" in name else 3))
-
-
-def assert_none_wrong(found: Found) -> None:
-    wrong = [f"{name}: {verdict.detail}" for name, verdict in found if verdict.outcome == "wrong"]
-    assert not wrong, f"{len(wrong)} of {len(found)} are wrong\n" + "\n".join(wrong[:5])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 
 from lightning_persample import supported_ops
-from tests.engine.shipped_verdict import Verdict, judge
+from tests.engine.shipped_verdict import Found, assert_none_wrong, judge
 from tests.engine.torch_databases import MODULES, OPS, op_cases
 
 pytestmark = [pytest.mark.usefixtures("double_precision"), pytest.mark.timeout(600)]
@@ -73,8 +73,6 @@ OTHERS = tuple(name for name in OPS if name not in (*RULED, *GENERIC) and not LE
 TOLERANCES = {"matrix_exp": 1e-7}  # (its kernel chooses the degree of a polynomial for the whole batch)
 MORE = {"nn.functional.conv1d": 8, "nn.functional.batch_norm": 10}  # (most inputs are for one sample, or in training)
 
-Found = tuple[tuple[str, Verdict], ...]
-
 
 @cache
 def verdicts(name: str, most: int, forms: bool = False, every_axis: bool = False) -> Found:
@@ -88,11 +86,6 @@ def verdicts(name: str, most: int, forms: bool = False, every_axis: bool = False
 
 def few(name: str) -> Found:
     return verdicts(name, MORE.get(name, 3))
-
-
-def assert_none_wrong(found: Found) -> None:
-    wrong = [f"{name}: {verdict.detail}" for name, verdict in found if verdict.outcome == "wrong"]
-    assert not wrong, f"{len(wrong)} of {len(found)} are wrong\n" + "\n".join(wrong[:5])
 
 
 @pytest.mark.parametrize("name", RULED)

@@ -1,4 +1,4 @@
-"""An op of no known family is tried out on one sample alone."""
+"""An op of no known family is tried out on single samples alone."""
 
 from __future__ import annotations
 
