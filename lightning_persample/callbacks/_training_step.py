@@ -251,6 +251,7 @@ class SharedCapture:
                 batch_size=first.batch_size,
                 quantities=tuple(sorted(self._quantities)),
                 unsupported="ignore",  # what there is to say is said in _deliver
+                fuse_weight_grad=first.fuse_weight_grad,
             )
         except OptionError:  # a callback's own mistake, not the model's
             raise

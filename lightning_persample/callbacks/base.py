@@ -44,6 +44,9 @@ class PerSampleCallback(Callback):
         verify: before the first captured batch, compare the engine with the one-sample loop on a few of its samples,
             and raise `VerificationError` with a table and the reasons if a value is missing or wrong. Dropout layers
             have probability 0 during the check. One callback with True decides for all callbacks of the Trainer.
+        fuse_weight_grad: take the sum of the samples' gradients as the weight's gradient where they are formed for
+            their norms anyway (convolutions, long sequences), which spares autograd's own product. It changes the order
+            in which captured steps sum ``.grad``, and so the last digits: this alone of all options touches training.
 
     Extra passes (`verify`, and every engine but "expanded") log nothing and leave the training as it is, bit for bit:
     what `training_step` changes in the module, its submodules and metrics, and in the random number generators is put
@@ -64,6 +67,7 @@ class PerSampleCallback(Callback):
         unsupported: Literal["warn", "error", "vmap"] = "warn",
         engine: Literal["expanded", "vmap", "loop"] = "expanded",
         verify: bool = False,
+        fuse_weight_grad: bool = False,
     ) -> None:
         super().__init__()
         check_option("every_n_steps", every_n_steps, is_none_or_int(every_n_steps, 1), "None or an int >= 1")
@@ -80,10 +84,12 @@ class PerSampleCallback(Callback):
         engines = ("expanded", "vmap", "loop")
         check_option("engine", engine, engine in engines, "'expanded', 'vmap' or 'loop'")
         check_option("verify", verify, verify in (True, False), "True or False")
+        check_option("fuse_weight_grad", fuse_weight_grad, isinstance(fuse_weight_grad, bool), "True or False")
         if engine != "expanded":
             why = f"with engine={engine!r}, which runs the samples alone"
             check_option("unsupported", unsupported, unsupported != "vmap", f"'warn' or 'error' {why}")
             check_option("verify", verify, not verify, f"False {why}")
+            check_option("fuse_weight_grad", fuse_weight_grad, not fuse_weight_grad, f"False {why}")
         self.every_n_steps = every_n_steps
         self.loss_reduction = loss_reduction
         self.batch_dim = batch_dim
@@ -91,6 +97,7 @@ class PerSampleCallback(Callback):
         self.unsupported = unsupported
         self.engine = engine
         self.verify = verify
+        self.fuse_weight_grad = fuse_weight_grad
         self._shared: SharedCapture | None = None
 
     def needs(self, trainer: Trainer) -> set[str]:
@@ -146,7 +153,10 @@ class PerSampleCallback(Callback):
         )
 
     def _settings(self) -> dict[str, Any]:
-        names = ("every_n_steps", "loss_reduction", "batch_dim", "batch_size", "unsupported", "engine", "verify")
+        names = (
+            "every_n_steps", "loss_reduction", "batch_dim", "batch_size", "unsupported", "engine", "verify",
+            "fuse_weight_grad",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

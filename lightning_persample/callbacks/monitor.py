@@ -50,6 +50,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         unsupported: "warn", "error" or "vmap", see `PerSampleCallback`.
         engine: "expanded", "vmap" or "loop", see `PerSampleCallback`.
         verify: check the values on the first captured batch, see `PerSampleCallback`.
+        fuse_weight_grad: form gradients once for norms and training, see `PerSampleCallback`.
         prefix: what the logged names start with.
         prog_bar: show ``<prefix>/norm_mean`` in the progress bar.
 
@@ -69,6 +70,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         unsupported: Literal["warn", "error", "vmap"] = "warn",
         engine: Literal["expanded", "vmap", "loop"] = "expanded",
         verify: bool = False,
+        fuse_weight_grad: bool = False,
         prefix: str = "per_sample_grad",
         prog_bar: bool = False,
     ) -> None:
@@ -80,6 +82,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             unsupported=unsupported,
             engine=engine,
             verify=verify,
+            fuse_weight_grad=fuse_weight_grad,
         )
         check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
         check_option(

@@ -114,10 +114,10 @@ class DeliveringDispatcher(Dispatcher):
             self.apart |= set(involved.values())
         super()._register(use, involved)
 
-    def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
+    def contribute(self, weight: Weight, gradient: SampleGradient, wants_sum: bool = False) -> Tensor | None:
         """Take what one use contributes."""
         Delivery.current().expect(self, weight)
-        super().contribute(weight, gradient)
+        return super().contribute(weight, gradient, wants_sum)
 
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:
         """Note that a gradient of these weights cannot be split by sample: in this backward, or in every one."""

@@ -16,6 +16,7 @@ from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import FACTORIES, common_axis, follow
+from lightning_persample.engine.fused import fused_call
 from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
@@ -29,7 +30,7 @@ from lightning_persample.engine.marks import CONSTANT, KNOWN, Constant, Marks
 from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, version_of
 from lightning_persample.engine.use import Use, attach, refuse_where_used
 from lightning_persample.engine.weight import Derivation, Weight
-from lightning_persample.gradients import SampleGradient
+from lightning_persample.gradients import Dense, SampleGradient, sq_norms_and_sum
 from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher"]
@@ -49,6 +50,7 @@ class Dispatcher:
         weights: the parameters, by name, each with its tensor.
         batch_size: number of samples B.
         keep_structures: keep every contribution until the backward ends, for quantities other than the squared norm.
+        fuse: form the sum over the samples, the weight's gradient, from the samples' gradients where that is cheaper.
         buffers: tensors of the module that hold no sample's data.
     """
 
@@ -58,6 +60,7 @@ class Dispatcher:
         batch_size: int,
         keep_structures: bool = False,
         buffers: Iterable[Tensor] = (),
+        fuse: bool = False,
     ) -> None:
         self.batch_size = batch_size
         self.marks: Marks[Mark] = Marks()
@@ -71,6 +74,7 @@ class Dispatcher:
         self.accepting = True
         self.frees = False  # does the present backward free the graph it has gone through?
         self.keep_structures = keep_structures
+        self.fuse = fuse
         self.kept: set[str] = set()
         self._written: dict[int, UntypedStorage] = {}
         for name, parameter in weights.items():
@@ -173,7 +177,10 @@ class Dispatcher:
         rule = rule_of(op) if weights else None
         draws = bool(weights) and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
         random_state = torch.get_rng_state() if draws else None
-        result = function(*args, **kwargs)
+        fused = None
+        if self.fuse and weights:
+            fused = fused_call(op, rule, args, kwargs, self._mark_of, self.batch_size, self.keep_structures)
+        result = function(*args, **kwargs) if fused is None else fused.run()
         outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
         if not inplace and "out" not in kwargs:  # `contiguous`, `to` and the like may return what they were given
             outputs = tuple(output for output in outputs if all(output is not tensor for tensor, _ in marked))
@@ -188,8 +195,8 @@ class Dispatcher:
             for tensor, mark in marked
         )
         call = ObservedCall(
-            op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state
-        )
+            op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
+        )  # fmt: skip
         involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
         live = involved if weights and any(output.requires_grad for output in outputs) else {}
         try:
@@ -355,16 +362,33 @@ class Dispatcher:
             self.not_additive.setdefault(use.not_additive)
         attach(use, self)
 
-    def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
-        """Take what one use contributes; where it is all there is, keep only the squared norm."""
+    def contribute(self, weight: Weight, gradient: SampleGradient, wants_sum: bool = False) -> Tensor | None:
+        """Take what one use contributes; where it is all there is, keep only the squared norm.
+
+        Args:
+            weight: the weight.
+            gradient: the samples' gradients.
+            wants_sum: give their sum, too, where it need not be computed apart.
+
+        Returns:
+            The sum over the samples, or None.
+        """
         if weight.sq_norm is not None:
             self.refuse([weight], "it was used again by a call that ran during the backward (activation checkpointing)")
-            return
+            return None
         alone = weight.derivation is None and weight.uses == 1 and weight.children == 0
-        if alone and not self.keep_structures and not weight.names & self.kept:
-            weight.sq_norm = gradient.sq_norm()
-        else:
+        if wants_sum and self.keep_structures:
+            formed = Dense(gradient.dense())
+            weight.contributions.append(formed)
+            return formed.grad.sum(0)
+        if not alone or self.keep_structures or weight.names & self.kept:
             weight.contributions.append(gradient)
+        elif wants_sum:
+            weight.sq_norm, total = sq_norms_and_sum(gradient)
+            return total
+        else:
+            weight.sq_norm = gradient.sq_norm()
+        return None
 
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:
         """Note that a gradient of these weights could not be split by sample."""

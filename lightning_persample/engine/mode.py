@@ -40,6 +40,7 @@ def expanded_weights(
     batch_size: int | None = None,
     quantities: Collection[str] = ("sq_norm",),
     unsupported: Literal["warn", "error", "ignore"] = "warn",
+    fuse_weight_grad: bool = False,
 ) -> Capture:
     """Let every trainable parameter behave as if it had one copy per sample, in forward and backward in this context.
 
@@ -63,6 +64,9 @@ def expanded_weights(
         quantities: what the record holds: "sq_norm", and "grad_sample" for the gradients themselves.
         unsupported: what to do about parameters whose per-sample gradient cannot be told: "warn", raise an "error" at
             the end of the backward, or "ignore" (the record names them in any case).
+        fuse_weight_grad: where the samples' gradients are formed for their norms anyway, take their sum as ``.grad``
+            and skip autograd's own product. Saves time with convolutions and long sequences; ``.grad`` then differs
+            from that of a run without it in the last digits, as the order of the sums is another.
 
     Returns:
         A context manager; after a backward under it, ``record`` holds the values.
@@ -77,6 +81,7 @@ def expanded_weights(
         batch_size=batch_size,
         quantities=quantities,
         unsupported=unsupported,
+        fuse_weight_grad=fuse_weight_grad,
     )
 
 
@@ -98,10 +103,13 @@ class Capture:
         batch_size: int | None = None,
         quantities: Collection[str] = ("sq_norm",),
         unsupported: Literal["warn", "error", "ignore"] = "warn",
+        fuse_weight_grad: bool = False,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise OptionError(f"module is {module!r}; allowed is an instance of torch.nn.Module")
         _check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
+        if not isinstance(fuse_weight_grad, bool):
+            raise OptionError(f"fuse_weight_grad is {fuse_weight_grad!r}; allowed are True and False")
         tensors = list(batch_tensors(batch))
         self.batch_size = read_batch_size(tensors, batch_dim) if batch_size is None else batch_size
         self.records: list[PerSampleRecord] = []
@@ -113,7 +121,7 @@ class Capture:
         self._scale: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         keep = "grad_sample" in self._quantities
-        self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, module.buffers())
+        self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, module.buffers(), fuse_weight_grad)
         for path, tensor in tensors:
             place = place_in_batch(path, tensor, batch_dim, self.batch_size)
             if place is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
+from lightning_persample.engine.fused import FusedCall
 
 __all__ = ["Description", "ObservedCall", "Operand", "operands_of", "tensors_in", "user_line", "version_of"]
 
@@ -44,6 +45,7 @@ class ObservedCall:
         inplace: whether the call wrote into its first argument.
         random_state: state of the generator before the call, where random numbers have to be drawn again.
         written: ids of the operands that the call wrote into, such as running statistics.
+        fused: the call as it ran, where its backward forms the samples' gradients and their sum together.
         located: the operands that hold the batch along a known axis.
         lost: the operands that depend on the batch without an axis that holds it.
     """
@@ -58,6 +60,7 @@ class ObservedCall:
     inplace: bool
     written: frozenset[int]
     random_state: Tensor | None = None
+    fused: FusedCall | None = None
 
     def __post_init__(self) -> None:
         self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]

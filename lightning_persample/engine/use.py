@@ -157,9 +157,11 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
     kind, description = outputs[0].device.type, use.description
     keeps_values = use.rule is None or bool(use.rule.reads)
 
-    def hook(grads: Sequence[Tensor | None]) -> None:
+    def contribute(grads: Sequence[Tensor | None], wants_sums: bool = False) -> list[tuple[Weight, Tensor]]:
+        """Note what the samples contribute; gives the sums over them that were formed on the way."""
+        sums: list[tuple[Weight, Tensor]] = []
         if not dispatcher.accepting:
-            return
+            return sums
         with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(kind):
             try:
                 read = [
@@ -168,13 +170,26 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
                 if not held:
                     raise UnsupportedError(f"{description}: {_FREED}")
                 for weight, gradient in held[0](read):
-                    dispatcher.contribute(weight, gradient)
+                    total = dispatcher.contribute(weight, gradient, wants_sums)
+                    if total is not None:
+                        sums.append((weight, total))
                 if dispatcher.frees and keeps_values:
                     held.clear()  # autograd lets its saved tensors go now, too
             except FAILURES as error:
                 dispatcher.refuse(weights, reason_of(error, description))
+        return sums
 
-    if len(outputs) == 1:
+    def hook(grads: Sequence[Tensor | None]) -> None:
+        contribute(grads)
+
+    if use.call.fused is not None:
+        names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
+
+        def sums(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
+            return {names[weight]: total for weight, total in contribute([grad], wanted)}
+
+        use.call.fused.sums = sums
+    elif len(outputs) == 1:
         _on_gradient(outputs[0], lambda grad: hook([grad]))
     else:
         register_multi_grad_hook([_hooked(output) for output in outputs], hook)

@@ -1,6 +1,7 @@
 """The algebra: what one use of one parameter contributes to each sample's gradient."""
 
 from lightning_persample.gradients.composite import Block, Sum, add_up
+from lightning_persample.gradients.fused import convolution_is_fused, linear_is_fused, sq_norms_and_sum
 from lightning_persample.gradients.patches import PatchGeometry
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
 
@@ -14,4 +15,7 @@ __all__ = [
     "SampleGradient",
     "Sum",
     "add_up",
+    "convolution_is_fused",
+    "linear_is_fused",
+    "sq_norms_and_sum",
 ]

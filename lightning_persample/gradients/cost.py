@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,9 +20,12 @@ __all__ = [
     "PatchKernel",
     "chunks",
     "memory_budget",
+    "outer_forms_gradients",
     "outer_inner_kernel",
     "outer_kernel",
+    "patch_costs",
     "patch_kernel",
+    "patches_form_gradients",
 ]
 
 MEMORY_BUDGET = 256 * 2**20
@@ -39,6 +42,7 @@ _SHIFTED_ADD = 64  # one number of a strided window added to another
 _LAYERED = 48  # one number of the layers, in products that are narrower
 _GROUPED_OUTPUT = 100  # one number of the result of a grouped convolution's weight gradient
 _FULL_COLUMNS = 32  # a matrix product with fewer columns takes as long as with this many
+_SUMMED = 24  # one number of a gradient added to the sum over the samples
 _FULL_CHANNELS = 8  # a convolution with fewer channels takes as long as with this many
 
 
@@ -106,12 +110,31 @@ def outer_inner_kernel(positions: int, other_positions: int, rows: int, columns:
     return "gram" if gram < direct else "direct"
 
 
+def outer_forms_gradients(positions: int, rows: int, columns: int) -> bool:
+    """Whether forming each sum_t left[t] (x) right[t] costs less than its squared norm and the sum over samples apart.
+
+    Args:
+        positions: T, the number of terms.
+        rows: p, the size of left[t].
+        columns: d, the size of right[t].
+
+    Returns:
+        True where T p d, squares and sums beat the cheapest squared norm and another T p d.
+    """
+    products = positions * rows * columns
+    formed = products + (_ELEMENTWISE + _SUMMED) * rows * columns
+    if positions == 1:
+        return formed < products + rows + columns
+    gram = positions**2 * (rows + columns + _ELEMENTWISE)
+    return formed < products + min(gram, products + _ELEMENTWISE * rows * columns)
+
+
 def _narrow(products: int, columns: int) -> int:
     """Multiply-adds of a matrix product, with few columns counted as many: they take as long."""
     return products * max(columns, _FULL_COLUMNS) // columns
 
 
-def patch_kernel(
+def patch_costs(
     rows: int,
     in_channels: int,
     out_channels: int,
@@ -124,8 +147,8 @@ def patch_kernel(
     item_size: int,
     device: torch.device,
     dense: bool,
-) -> PatchKernel:
-    """The cheapest way to a convolution's per-sample weight gradient or to its squared norm.
+) -> dict[PatchKernel, int]:
+    """What each way to a convolution's per-sample weight gradient, or to its squared norm, costs where it fits.
 
     Per sample, with T positions of the output, P positions of the padded input that are read, K kernel offsets,
     C input channels, O output channels and G groups:
@@ -150,7 +173,7 @@ def patch_kernel(
         dense: is the gradient itself asked for, and not only its squared norm? Gram kernels cannot give it.
 
     Returns:
-        The kernel's name.
+        Multiply-adds per sample, by the kernel's name; at least one.
     """
     offsets, positions, read = prod(kernel_size), rows * prod(out_size), rows * prod(extent)
     unfolded_size, result = positions * in_channels * offsets, out_channels * in_channels // groups * offsets
@@ -178,4 +201,26 @@ def patch_kernel(
         del costs["unfolded"]
     if not costs:
         costs["grouped"] = padded_products
+    return costs
+
+
+def patch_kernel(*sizes: Any, **options: Any) -> PatchKernel:
+    """The cheapest kernel for these sizes; see `patch_costs` for the arguments."""
+    costs = patch_costs(*sizes, **options)
     return min(costs, key=lambda kernel: costs[kernel])
+
+
+def patches_form_gradients(**shapes: Any) -> bool:
+    """Whether forming each weight gradient costs less than its squared norm and the sum over the samples apart.
+
+    Args:
+        **shapes: as `patch_costs` takes them, without `dense`.
+
+    Returns:
+        True where the cheapest dense kernel and a sum beat the cheapest squared norm and one product more.
+    """
+    out_channels, channels = shapes["out_channels"], shapes["in_channels"] // shapes["groups"]
+    result = out_channels * channels * prod(shapes["kernel_size"])
+    products = shapes["rows"] * prod(shapes["out_size"]) * result
+    formed = min(patch_costs(**shapes, dense=True).values()) + _SUMMED * result
+    return formed < min(patch_costs(**shapes, dense=False).values()) + products

@@ -21,7 +21,9 @@ from lightning_persample.gradients.cost import PatchKernel, chunks, patch_kernel
 from lightning_persample.gradients.norms import cancelled, dense_sq_norm, zeros
 from lightning_persample.gradients.precision import accumulation_dtype, wide_dtype
 
-__all__ = ["PatchGeometry", "patches_dense", "patches_sq_norm", "patches_terms_sq_norm"]
+__all__ = ["PatchGeometry", "patches_dense", "patches_sq_norm", "patches_sq_norm_and_sum", "patches_terms_sq_norm"]
+
+_SHARE = 3  # gradients that are summed as soon as they are formed stay in the cache where few are formed at a time
 
 
 @dataclass(frozen=True)
@@ -348,6 +350,41 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -
         dense = patches_dense(grad_out[suspect].to(wide), inputs[suspect].to(wide), geometry)
         value[suspect] = dense_sq_norm(dense).to(value.dtype)
     return value
+
+
+def patches_sq_norm_and_sum(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> tuple[Tensor, Tensor]:
+    """The squared norms of sum_kt grad_out[k, :, t] (x) patch[k, t], and the sum over the samples, formed once.
+
+    Args:
+        grad_out: (B, k, O, *out).
+        inputs: (B, k, C, *in).
+        geometry: where the patches lie.
+
+    Returns:
+        (B,) and (O, C/groups, *kernel).
+    """
+    dtype = accumulation_dtype(grad_out, inputs)
+    whole = _Rows(grad_out, inputs, geometry)
+    squares = zeros(inputs, dtype)
+    out_channels, channels, first, *others = whole.weight_shape
+    total = torch.zeros(out_channels, channels, first, prod(others), dtype=dtype, device=inputs.device)
+    if not (grad_out.numel() and inputs.numel()):
+        return squares, total.view(whole.weight_shape)
+    kernel = _choose(grad_out, inputs, geometry, dtype, dense=True)
+    bytes_each = _bytes_each(kernel, whole, dtype) + _SHARE * prod(whole.weight_shape) * dtype.itemsize
+    for part in chunks(inputs.shape[0], bytes_each, inputs.device):
+        rows = _Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry)
+        samples = part.stop - part.start
+        if kernel == "layers":
+            for offset, product in enumerate(_layer_products(rows)):
+                formed = product.view(samples, out_channels, channels, -1)
+                squares[part] += dense_sq_norm(formed)
+                total[:, :, offset] += formed.sum(0)
+        else:
+            formed = _DENSE[kernel](rows).view(samples, *total.shape)
+            squares[part] = dense_sq_norm(formed)
+            total += formed.sum(0)
+    return squares, total.view(whole.weight_shape)
 
 
 def patches_terms_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:

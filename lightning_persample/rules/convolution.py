@@ -12,7 +12,7 @@ from lightning_persample.gradients import Dense, Patches, PatchGeometry, SampleG
 from lightning_persample.rules.elementwise import sum_to_shape
 from lightning_persample.rules.registry import Call, register_rule
 
-__all__ = ["convolution", "resolve_padding"]
+__all__ = ["convolution", "per_axis", "resolve_padding"]
 
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
@@ -44,10 +44,10 @@ def convolution(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
                 f"conv{axes}d was called on one sample without a batch axis (batch-first shape {tuple(x.shape)}); "
                 f"give it an input of {axes + 2} axes"
             )
-        dilation = _per_axis(call.get("dilation", 1), axes)
+        dilation = per_axis(call.get("dilation", 1), axes)
         geometry = PatchGeometry(
             kernel_size=kernel_size,
-            stride=_per_axis(call.get("stride", 1), axes),
+            stride=per_axis(call.get("stride", 1), axes),
             padding=resolve_padding(call.get("padding", 0), kernel_size, dilation),
             dilation=dilation,
             groups=call.get("groups", 1),
@@ -87,10 +87,10 @@ def resolve_padding(
         return tuple((total // 2, total - total // 2) for total in totals)
     if isinstance(padding, str):
         raise UnsupportedError(f"padding={padding!r} is not a padding of a convolution: 'same', 'valid' or integers")
-    return tuple((size, size) for size in _per_axis(padding, len(kernel_size)))
+    return tuple((size, size) for size in per_axis(padding, len(kernel_size)))
 
 
-def _per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
+def per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
     """One integer per spatial axis; torch also takes a sequence of one for all."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * axes if len(values) == 1 else values

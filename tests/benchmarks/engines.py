@@ -39,6 +39,16 @@ def ours(module: nn.Module, x: Tensor, y: Tensor) -> Step:
     return step
 
 
+def ours_fused(module: nn.Module, x: Tensor, y: Tensor) -> Step:
+    def step() -> Tensor:
+        module.zero_grad()
+        with expanded_weights(module, (x, y), unsupported="error", fuse_weight_grad=True) as capture:
+            F.cross_entropy(module(x), y).backward()
+        return capture.record.norms()
+
+    return step
+
+
 def _norms_of(module: nn.Module, size: int) -> Tensor:
     squares = [p.grad_sample.flatten(1).square().sum(1) for p in module.parameters()]
     return torch.stack(squares).sum(0).sqrt() * size
@@ -122,6 +132,7 @@ def backpack_l2(module: nn.Module, x: Tensor, y: Tensor) -> Step:
 ENGINES: dict[str, Callable[[nn.Module, Tensor, Tensor], Step]] = {
     "plain": plain,
     "lightning_persample": ours,
+    "fuse_weight_grad=True": ours_fused,
     "Opacus per-sample": opacus_hooks,
     "Opacus ghost": opacus_ghost,
     "torch.func vmap": torch_vmap,

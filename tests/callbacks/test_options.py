@@ -41,6 +41,8 @@ BASE += [
     ("engine", None, "'expanded', 'vmap' or 'loop'"),
     ("verify", "yes", "True or False"),
     ("verify", None, "True or False"),
+    ("fuse_weight_grad", 1, "True or False"),
+    ("fuse_weight_grad", None, "True or False"),
 ]
 MONITOR = [
     ("per_layer", 0, NONE_OR_POSITIVE),
@@ -94,6 +96,7 @@ def test_allowed_values_are_kept():
         {"unsupported": "error"},
         {"engine": "loop"},
         {"verify": True},
+        {"fuse_weight_grad": True},
         {"prefix": "other"},
         {"prog_bar": True},
     ],
@@ -112,7 +115,7 @@ def weigh(outputs, batch, factor=1.0):
 def test_the_state_key_of_a_callable_is_the_same_in_every_process(reduction):
     key = PerSampleGradientMonitor(loss_reduction=reduction).state_key
     assert "0x" not in key
-    assert ("weigh" in key) == (reduction is weigh)
+    assert ("test_options.weigh" in key) == (reduction is weigh)
 
 
 class Stateful(Recorder):

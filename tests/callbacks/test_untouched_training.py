@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
+from lightning_persample.engine import fused
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, fit, loader
 
 STEPS = 50
@@ -118,3 +119,22 @@ def test_training_is_equal_in_other_ways_of_training(way):
     assert [record.coverage for record in recorder.records] == [1.0] * STEPS
     for name, value in plain.items():
         assert torch.equal(value, watched[name]), name
+
+
+def small_images():
+    layers = (nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Dropout(0.2))
+    return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(), nn.Linear(48, CLASSES))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("quantities", [("sq_norm",), ("sq_norm", "grad_sample")])
+def test_fused_weight_gradients_train_alike_up_to_the_order_of_sums(quantities, accumulate, monkeypatch):
+    monkeypatch.setattr(fused, "convolution_is_fused", lambda *sizes: True)
+    plain, _ = everything_after_training(small_images, accumulate, [Recorder(1)], precision="64-true")
+    recorder = Recorder(1, quantities=quantities, fuse_weight_grad=True)
+    found, _ = everything_after_training(small_images, accumulate, [recorder], precision="64-true")
+    assert {record.coverage for record in recorder.records} == {1.0}
+    for name, value in plain.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+    weights = [name for name in plain if name.startswith("module.network.1")]
+    assert not all(torch.equal(plain[name], found[name]) for name in weights)  # it did sum in another order

@@ -1,0 +1,91 @@
+"""Squared norms and the sum of all samples' gradients together, where the gradients are formed anyway.
+
+A convolution over many positions needs each sample's weight gradient for its squared norm. Their sum is the gradient of
+the batch, which autograd then need not compute a second time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_persample.gradients import norms
+from lightning_persample.gradients.cost import chunks, outer_forms_gradients, patches_form_gradients
+from lightning_persample.gradients.patches import PatchGeometry, patches_sq_norm_and_sum
+from lightning_persample.gradients.precision import without_autocast
+from lightning_persample.gradients.structure import Dense, Patches, SampleGradient
+
+__all__ = ["convolution_is_fused", "linear_is_fused", "sq_norms_and_sum"]
+
+
+def linear_is_fused(positions: int, rows: int, columns: int) -> bool:
+    """Whether forming the gradients of sum_t left[t] (x) right[t] costs less than their norms and their sum apart.
+
+    Example:
+        >>> linear_is_fused(positions=128, rows=1024, columns=256), linear_is_fused(1, 1024, 256)
+        (True, False)
+
+    Args:
+        positions: T, the number of terms.
+        rows: p, the size of left[t].
+        columns: d, the size of right[t].
+
+    Returns:
+        True where the gradients should be formed.
+    """
+    return outer_forms_gradients(positions, rows, columns)
+
+
+def convolution_is_fused(
+    input_size: tuple[int, ...], out_channels: int, geometry: PatchGeometry, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """The same for a convolution's weight gradient.
+
+    Args:
+        input_size: (C, *in), with all rows of a sample counted as one.
+        out_channels: O.
+        geometry: where the patches lie.
+        dtype: in which sums are taken.
+        device: where the kernel will run.
+
+    Returns:
+        True where the gradients should be formed.
+    """
+    out_size = geometry.output_size(tuple(input_size[1:]))
+    if 0 in (*out_size, *input_size, out_channels):
+        return False
+    return patches_form_gradients(
+        rows=1,
+        in_channels=input_size[0],
+        out_channels=out_channels,
+        groups=geometry.groups,
+        kernel_size=geometry.kernel_size,
+        extent=geometry.extent(out_size),
+        out_size=out_size,
+        layers=geometry.layer_numbers(input_size[0], out_size),
+        item_size=dtype.itemsize,
+        device=device,
+    )
+
+
+def sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
+    """The squared norm of each sample's gradient and the sum of all gradients, each formed once, some at a time.
+
+    Args:
+        gradient: what one use of a parameter contributes.
+
+    Returns:
+        sum |g[b]|^2, (B,), real; and sum_b g[b], of the parameter's shape. Both float32 at least.
+    """
+    with without_autocast(gradient.device.type):
+        if isinstance(gradient, Dense):
+            return gradient._sq_norm(), gradient._dense().sum(0)
+        if isinstance(gradient, Patches) and not gradient.dtype.is_complex:
+            return patches_sq_norm_and_sum(gradient.grad_out, gradient.input, gradient.geometry)
+        total = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        squares = norms.zeros(gradient._tensors()[0], gradient.dtype)
+        for part in chunks(gradient.batch_size, gradient._dense_bytes(), gradient.device):
+            formed = gradient.samples(part.start, part.stop)._dense()
+            squares[part] = norms.dense_sq_norm(formed)
+            total += formed[0] if len(formed) == 1 else formed.sum(0)
+        return squares, total
