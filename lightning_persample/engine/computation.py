@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_persample.engine.batch_axis import BatchAxis, batch_first
+from lightning_persample.engine.batch_axis import BatchAxis, Lost, batch_first
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import POINTWISE
-from lightning_persample.engine.graph import boundary, nodes_between
+from lightning_persample.engine.graph import boundary, nodes_between, saved_results
 from lightning_persample.engine.observed import Description, ObservedCall, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, SampleGradient
@@ -63,6 +63,8 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
     first = call.outputs[0].detach() if rule.reads_output or rule.draws is not None else None
     first_axis, random_state = use.followed.outputs[0], call.random_state
     description = use.description
+    rows_axis = _axis_of_rows(first_axis)
+    saved = saved_results(call.outputs[0], rule.saved) if rule.saved and rows_axis is not None else {}
     unchanged = _Unchanged(use, use.arguments.values(), kept.values())
 
     def compute(grads: Sequence[Tensor | None]) -> Contributions:
@@ -89,7 +91,10 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
             None if grad is None else batch_first(grad, axis, batch_size, fill=False)
             for grad, axis in zip(grads, output_axes, strict=True)
         )
-        seen = Call(batch_size, arguments, frozenset(owners), counts, draws, output, nested)
+        kept_by_autograd = (
+            {} if rows_axis is None else {name: batch_first(r, rows_axis, batch_size) for name, r in saved.items()}
+        )
+        seen = Call(batch_size, arguments, frozenset(owners), counts, draws, output, nested, kept_by_autograd)
         try:
             given = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
         except FAILURES as error:
@@ -130,6 +135,11 @@ def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
             remedy = ": sum over the rows and positions of each sample" if len(found) > len(sizes) else ""
             return f"gave sizes {found} for {name}, but (samples, *shape of the weight) is {sizes}{remedy}"
     return ""
+
+
+def _axis_of_rows(axis: BatchAxis | Lost | None) -> BatchAxis | None:
+    """Where the batch lies in results with an entry for every row of this output; None where rows are no sample's."""
+    return axis if isinstance(axis, BatchAxis) and axis.dim == 0 and axis.owner is None else None
 
 
 def _later_lies_below_earlier(call: ObservedCall) -> bool:

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-__all__ = ["Node", "accumulator", "boundary", "ends_below", "node_below", "nodes_between", "unseen_edges"]
+__all__ = [
+    "Node",
+    "accumulator",
+    "boundary",
+    "ends_below",
+    "node_below",
+    "nodes_between",
+    "saved_results",
+    "unseen_edges",
+]
 
 Nodes: TypeAlias = set[Node]
 
@@ -95,3 +105,22 @@ def node_below(tops: Iterable[Tensor], name: str) -> bool:
                 visited.add(following)
                 stack.append(following)
     return False
+
+
+def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """What autograd keeps of a call's results for the backward of the node that made its output.
+
+    Nothing where hooks on saved tensors are in place: to read what they have packed (activation checkpointing) would
+    run the forward again.
+
+    Args:
+        output: the output of a call that has just run.
+        names: of the results, as in ``_saved_<name>``.
+
+    Returns:
+        Those results that are there, detached: with their history, which holds the node, they would keep it alive.
+    """
+    if output.grad_fn is None or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return {}
+    found = {name: getattr(output.grad_fn, f"_saved_{name}", None) for name in names}
+    return {name: result.detach() for name, result in found.items() if isinstance(result, Tensor)}

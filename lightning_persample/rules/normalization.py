@@ -1,9 +1,10 @@
 """Scale and shift of the normalization layers.
 
 Each is ``y = xhat * scale + shift`` with xhat the normalized input: d scale = sum_t g_t xhat_t, d shift = sum_t g_t.
-Statistics are computed again in float32 for float16 and bfloat16 inputs, as torch's own kernels do. Where they belong
-to channels, xhat is never written down: with m and r the mean and the reciprocal standard deviation,
-d scale = r (sum_t g_t x_t - m sum_t g_t), two sums that torch's group norm takes in one pass over g and x.
+Statistics are computed again, in float32 for float16 and bfloat16 inputs, as torch's own kernels do, unless autograd
+has kept them in this precision. Where they belong to channels, xhat is never written down: with m and r the mean and
+the reciprocal standard deviation, d scale = r (sum_t g_t x_t - m sum_t g_t), two sums that torch's group norm takes in
+one pass over g and x.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def rms_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     arguments=("input", "num_groups", "weight", "bias", "eps", "cudnn_enabled"),
     batched=("input",),
     weights=("weight", "bias"),
+    saved=("result1", "result2"),  # mean and reciprocal standard deviation
 )
 def group_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """Group norm.
@@ -83,7 +85,14 @@ def group_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
         weight, bias: `Dense` of shape (c,).
     """
     groups, eps = call.arguments["num_groups"], call.get("eps", 1e-5)
-    return _channelwise(call, grad_output, groups, lambda x: _statistics_of_groups(x, groups, eps))
+    known = tuple(call.saved[name] for name in ("result1", "result2") if name in call.saved)
+
+    def statistics(rows: Tensor) -> tuple[Tensor, Tensor]:
+        if len(known) == 2 and all(one.dtype == rows.dtype for one in known):
+            return known[0].flatten(0, 1), known[1].flatten(0, 1)
+        return _statistics_of_groups(rows, groups, eps)
+
+    return _channelwise(call, grad_output, groups, statistics)
 
 
 @register_rule(

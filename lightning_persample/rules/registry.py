@@ -49,6 +49,8 @@ class Call:
         output: the first output of the call, batch-first, where the rule reads it.
         nested: whether a later output was computed on the way to an earlier one, so that its gradient holds what flows
             back through the earlier one too.
+        saved: results that autograd keeps for the op's own backward, batch-first, where they can be had; see
+            `Rule.saved`.
     """
 
     batch_size: int
@@ -58,6 +60,7 @@ class Call:
     draws: tuple[Tensor, ...] = ()
     output: Tensor | None = None
     nested: bool = False
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an argument, or `default` where the call left it out."""
@@ -88,6 +91,9 @@ class Rule:
         reads_output: whether the rule reads the first output.
         per_sample: names of arguments that hold a row for every sample even where they do not depend on the batch, such
             as an initial state; they are batch-first in any case.
+        saved: names of results that autograd keeps for the op's own backward (``_saved_<name>`` of its node), such as
+            the statistics of a normalization, from which the rule would profit. Each has an entry for every row of the
+            first output along its own first axis.
     """
 
     op: object
@@ -102,6 +108,7 @@ class Rule:
     draws: Callable[[Mapping[str, Any], Tensor], list[Tensor]] | None = None
     reads_output: bool = False
     per_sample: frozenset[str] = frozenset()
+    saved: tuple[str, ...] = ()
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """A call's arguments by name, or None where they do not fit; tensors in a list are ``name[0]``, ``name[1]``."""
@@ -214,6 +221,7 @@ def register_rule(
     draws: Callable[[Mapping[str, Any], Tensor], list[Tensor]] | None = None,
     reads_output: bool = False,
     per_sample: tuple[str, ...] = (),
+    saved: tuple[str, ...] = (),
     overwrite: bool = False,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the rule of an op.
@@ -253,6 +261,7 @@ def register_rule(
         draws: draws the random tensors of the call again, see `Rule`.
         reads_output: whether the rule reads the first output of the call.
         per_sample: names of arguments that hold a row for every sample in any case, see `Rule`.
+        saved: names of results that autograd keeps, see `Rule`.
         overwrite: replace a rule that is already there.
 
     Returns:
@@ -290,6 +299,7 @@ def register_rule(
             draws=draws,
             reads_output=reads_output,
             per_sample=frozenset(per_sample),
+            saved=saved,
         )
         return function
 
