@@ -219,7 +219,7 @@ def _fused_convolution(
     if any(before != after for before, after in padding):
         return None
     geometry = PatchGeometry(kernel_size, stride, padding, dilation, arguments.get("groups", 1))
-    sums_dtype = torch.promote_types(x.dtype if dtype is None else dtype, torch.float32)
-    if not always and not convolution_is_fused(tuple(x.shape[1:]), weight.shape[0], geometry, sums_dtype, x.device):
+    computed_in = x.dtype if dtype is None else dtype
+    if not always and not convolution_is_fused(tuple(x.shape[1:]), weight.shape[0], geometry, computed_in, x.device):
         return None
     return _Convolution(geometry, (x, weight, bias), dtype)

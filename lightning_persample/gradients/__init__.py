@@ -2,7 +2,7 @@
 
 from lightning_persample.gradients.composite import Block, Sum, add_up
 from lightning_persample.gradients.fused import convolution_is_fused, linear_is_fused, sq_norms_and_sum
-from lightning_persample.gradients.patches import PatchGeometry
+from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
 
 __all__ = [

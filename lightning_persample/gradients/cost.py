@@ -8,16 +8,20 @@ because the choice changes how long a quantity takes and never its value.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+
+from lightning_persample.gradients.geometry import PatchGeometry
 
 __all__ = [
     "CPU_MEMORY_BUDGET",
     "MEMORY_BUDGET",
     "MatrixKernel",
     "PatchKernel",
+    "PatchSizes",
     "chunks",
     "memory_budget",
     "outer_forms_gradients",
@@ -38,7 +42,7 @@ MatrixKernel = Literal["gram", "direct"]
 PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
 
 _ELEMENTWISE = 32  # one number written and read again
-_SHIFTED_ADD = 64  # one number of a strided window added to another
+_STRIDED = 64  # one number of a strided window multiplied with another
 _LAYERED = 48  # one number of the layers, in products that are narrower
 _GROUPED_OUTPUT = 100  # one number of the result of a grouped convolution's weight gradient
 _FULL_COLUMNS = 32  # a matrix product with fewer columns takes as long as with this many
@@ -134,93 +138,120 @@ def _narrow(products: int, columns: int) -> int:
     return products * max(columns, _FULL_COLUMNS) // columns
 
 
-def patch_costs(
-    rows: int,
-    in_channels: int,
-    out_channels: int,
-    groups: int,
-    kernel_size: tuple[int, ...],
-    extent: tuple[int, ...],
-    out_size: tuple[int, ...],
-    layers: int,
-    *,
-    item_size: int,
-    device: torch.device,
-    dense: bool,
-) -> dict[PatchKernel, int]:
+@dataclass(frozen=True)
+class PatchSizes:
+    """What the kernels of a convolution's weight gradient cost depends on; the sizes are those of one sample.
+
+    Attributes:
+        rows: k, rows of one sample.
+        in_channels: C.
+        out_channels: O.
+        geometry: kernel, stride, padding, dilation and groups G.
+        out_size: number of output positions along each spatial axis.
+        item_size: bytes of one number.
+        device: where the kernel will run.
+    """
+
+    rows: int
+    in_channels: int
+    out_channels: int
+    geometry: PatchGeometry
+    out_size: tuple[int, ...]
+    item_size: int
+    device: torch.device
+
+    @property
+    def positions(self) -> int:
+        """T, the number of output positions."""
+        return self.rows * prod(self.out_size)
+
+    @property
+    def read(self) -> int:
+        """P, the number of padded input positions that are read."""
+        return self.rows * prod(self.geometry.extent(self.out_size))
+
+    @property
+    def unfolded(self) -> int:
+        """T C K, how many numbers the patches hold when written out."""
+        return self.positions * self.in_channels * prod(self.geometry.kernel_size)
+
+    @property
+    def layers(self) -> int:
+        """How many numbers of one row are written where patches are written out along all axes but the first."""
+        return self.geometry.layer_numbers(self.in_channels, self.out_size)
+
+    @property
+    def result(self) -> int:
+        """O C K / G, how many numbers the weight has."""
+        return self.out_channels * self.in_channels // self.geometry.groups * prod(self.geometry.kernel_size)
+
+
+def patch_costs(sizes: PatchSizes, *, dense: bool) -> dict[PatchKernel, int]:
     """What each way to a convolution's per-sample weight gradient, or to its squared norm, costs where it fits.
 
-    Per sample, with T positions of the output, P positions of the padded input that are read, K kernel offsets,
-    C input channels, O output channels and G groups:
+    Per sample, with T positions of the output, P positions of the padded input that are read, K kernel offsets (K_a
+    along axis a), C input channels, O output channels and G groups:
 
-    - "autocorrelation" P^2 C + T^2 O for the Gram matrices of input and output gradient, T^2 K G shifted adds;
+    - "autocorrelation" P^2 (C + O) for the Gram matrices of input and output gradient (T^2 O with a stride), and P^2 G
+      numbers added sum_a (K_a - 1) times;
     - "unfolded gram" T C K numbers unfolded, T^2 (C K + O);
     - "unfolded" T C K numbers unfolded, T C K O / G;
     - "layers" the numbers unfolded along all spatial axes but the first, T C K O / G; on a CPU;
     - "grouped" T C K O / G inside a convolution with groups = samples * G, which writes O C K / G numbers slowly.
 
     Args:
-        rows: k, rows of one sample.
-        in_channels: C.
-        out_channels: O.
-        groups: G.
-        kernel_size: size of the kernel along each spatial axis.
-        extent: number of padded input positions that are read, along each spatial axis.
-        out_size: number of output positions along each spatial axis.
-        layers: numbers written for one sample where patches are unfolded along all spatial axes but the first.
-        item_size: bytes of one number.
-        device: where the kernel will run.
+        sizes: of the convolution.
         dense: is the gradient itself asked for, and not only its squared norm? Gram kernels cannot give it.
 
     Returns:
         Multiply-adds per sample, by the kernel's name; at least one.
     """
-    offsets, positions, read = prod(kernel_size), rows * prod(out_size), rows * prod(extent)
-    unfolded_size, result = positions * in_channels * offsets, out_channels * in_channels // groups * offsets
+    geometry, channels, outputs = sizes.geometry, sizes.in_channels, sizes.out_channels
+    kernel_size, groups, on_cpu = geometry.kernel_size, geometry.groups, sizes.device.type == "cpu"
+    offsets, positions, read, result = prod(kernel_size), sizes.positions, sizes.read, sizes.result
     products = positions * result
-    unfold = _ELEMENTWISE * unfolded_size if offsets > 1 else 0  # a kernel of one element has its patches for free
-    gram = positions**2 * (out_channels + _ELEMENTWISE * groups)
-    few_channels = groups == 1 and in_channels < _FULL_CHANNELS
-    padded_products = products * _FULL_CHANNELS // in_channels if few_channels else products
-    columns = in_channels // groups * offsets
+    unfold = _ELEMENTWISE * sizes.unfolded if offsets > 1 else 0  # a kernel of one element has its patches for free
+    few_channels = groups == 1 and channels < _FULL_CHANNELS
+    padded_products = products * _FULL_CHANNELS // channels if few_channels else products
+    columns = channels // groups * offsets
     costs: dict[PatchKernel, int] = {"unfolded": unfold + _narrow(products, columns) + _ELEMENTWISE * result}
-    if rows == 1 and offsets > 1 and device.type == "cpu":
+    if sizes.rows == 1 and offsets > 1 and on_cpu:
         narrow = _narrow(products, columns // kernel_size[0])
-        costs["layers"] = _LAYERED * layers + narrow + _ELEMENTWISE * result
-    if device.type == "cpu" or groups > 1:
+        costs["layers"] = _LAYERED * sizes.layers + narrow + _ELEMENTWISE * result
+    if on_cpu or groups > 1:
         costs["grouped"] = padded_products + _GROUPED_OUTPUT * result
-    budget = memory_budget(device)
-    if not dense and item_size * (read**2 + 3 * positions**2) * groups <= budget:
-        shifted = positions**2 * offsets * groups * _SHIFTED_ADD
-        costs["autocorrelation"] = read**2 * in_channels + gram + shifted
-    if not dense and item_size * (2 * positions**2 * groups + unfolded_size) <= budget:
-        costs["unfolded gram"] = unfold + positions**2 * in_channels * offsets + gram
-    if item_size * layers > budget:
+    budget, item_size = memory_budget(sizes.device), sizes.item_size
+    if not dense and item_size * 3 * read**2 * groups <= budget:
+        shifted = _ELEMENTWISE * read**2 * groups * (sum(kernel_size) - len(kernel_size))
+        met = read if set(geometry.stride) == {1} else positions
+        each = _ELEMENTWISE if met == read else _STRIDED
+        costs["autocorrelation"] = read**2 * channels + shifted + met**2 * (outputs + each * groups)
+    if not dense and item_size * (2 * positions**2 * groups + sizes.unfolded) <= budget:
+        gram = positions**2 * (outputs + _ELEMENTWISE * groups)
+        costs["unfolded gram"] = unfold + positions**2 * channels * offsets + gram
+    if item_size * sizes.layers > budget:
         costs.pop("layers", None)
-    if item_size * unfolded_size > budget:
+    if item_size * sizes.unfolded > budget:
         del costs["unfolded"]
     if not costs:
         costs["grouped"] = padded_products
     return costs
 
 
-def patch_kernel(*sizes: Any, **options: Any) -> PatchKernel:
-    """The cheapest kernel for these sizes; see `patch_costs` for the arguments."""
-    costs = patch_costs(*sizes, **options)
+def patch_kernel(sizes: PatchSizes, *, dense: bool) -> PatchKernel:
+    """The cheapest of `patch_costs`."""
+    costs = patch_costs(sizes, dense=dense)
     return min(costs, key=lambda kernel: costs[kernel])
 
 
-def patches_form_gradients(**shapes: Any) -> bool:
+def patches_form_gradients(sizes: PatchSizes) -> bool:
     """Whether forming each weight gradient costs less than its squared norm and the sum over the samples apart.
 
     Args:
-        **shapes: as `patch_costs` takes them, without `dense`.
+        sizes: of the convolution.
 
     Returns:
         True where the cheapest dense kernel and a sum beat the cheapest squared norm and one product more.
     """
-    out_channels, channels = shapes["out_channels"], shapes["in_channels"] // shapes["groups"]
-    result = out_channels * channels * prod(shapes["kernel_size"])
-    products = shapes["rows"] * prod(shapes["out_size"]) * result
-    formed = min(patch_costs(**shapes, dense=True).values()) + _SUMMED * result
-    return formed < min(patch_costs(**shapes, dense=False).values()) + products
+    formed = min(patch_costs(sizes, dense=True).values()) + _SUMMED * sizes.result
+    return formed < min(patch_costs(sizes, dense=False).values()) + sizes.positions * sizes.result

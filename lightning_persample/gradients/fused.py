@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_persample.gradients import norms
-from lightning_persample.gradients.cost import chunks, outer_forms_gradients, patches_form_gradients
-from lightning_persample.gradients.patches import PatchGeometry, patches_sq_norm_and_sum
+from lightning_persample.gradients.cost import PatchSizes, chunks, outer_forms_gradients, patches_form_gradients
+from lightning_persample.gradients.geometry import PatchGeometry
+from lightning_persample.gradients.patches import patches_sq_norm_and_sum
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.gradients.structure import Dense, Patches, SampleGradient
 
@@ -45,7 +46,7 @@ def convolution_is_fused(
         input_size: (C, *in), with all rows of a sample counted as one.
         out_channels: O.
         geometry: where the patches lie.
-        dtype: in which sums are taken.
+        dtype: of the input and the output's gradient.
         device: where the kernel will run.
 
     Returns:
@@ -54,18 +55,8 @@ def convolution_is_fused(
     out_size = geometry.output_size(tuple(input_size[1:]))
     if 0 in (*out_size, *input_size, out_channels):
         return False
-    return patches_form_gradients(
-        rows=1,
-        in_channels=input_size[0],
-        out_channels=out_channels,
-        groups=geometry.groups,
-        kernel_size=geometry.kernel_size,
-        extent=geometry.extent(out_size),
-        out_size=out_size,
-        layers=geometry.layer_numbers(input_size[0], out_size),
-        item_size=dtype.itemsize,
-        device=device,
-    )
+    sums = torch.promote_types(dtype, torch.float32)
+    return patches_form_gradients(PatchSizes(1, input_size[0], out_channels, geometry, out_size, sums.itemsize, device))
 
 
 def sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:

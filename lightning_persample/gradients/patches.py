@@ -1,4 +1,4 @@
-"""Convolutions: the geometry of their patches, and the per-sample weight gradient and its squared norm.
+"""Convolutions: the per-sample weight gradient and its squared norm.
 
 Axis letters: b samples, k rows of one sample, c input channels, o output channels, t positions of the output. A
 convolution's weight gradient is the sum over k and t of grad_out[k, :, t] (x) patch[k, t], where patch[k, t] holds the
@@ -7,7 +7,6 @@ input under the kernel at output position t.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,76 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_persample.gradients.cost import PatchKernel, chunks, patch_kernel
+from lightning_persample.gradients.cost import PatchKernel, PatchSizes, chunks, patch_kernel
+from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.norms import cancelled, dense_sq_norm, zeros
 from lightning_persample.gradients.precision import accumulation_dtype, wide_dtype
 
-__all__ = ["PatchGeometry", "patches_dense", "patches_sq_norm", "patches_sq_norm_and_sum", "patches_terms_sq_norm"]
+__all__ = ["patches_dense", "patches_sq_norm", "patches_sq_norm_and_sum", "patches_terms_sq_norm"]
 
 _SHARE = 3  # gradients that are summed as soon as they are formed stay in the cache where few are formed at a time
-
-
-@dataclass(frozen=True)
-class PatchGeometry:
-    """Where a convolution's patches lie in its input, with one entry per spatial axis.
-
-    Example:
-        >>> geometry = PatchGeometry((3, 3), stride=(2, 2), padding=((1, 1), (1, 1)), dilation=(1, 1))
-        >>> geometry.output_size((8, 9))
-        (4, 5)
-
-    Attributes:
-        kernel_size: size of the kernel.
-        stride: distance of neighbouring patches.
-        padding: zeros (before, after) the input.
-        dilation: distance of neighbouring elements of a patch.
-        groups: number of groups of channels that do not see each other.
-
-    Raises:
-        ValueError: when the tuples differ in length, or an entry is out of range.
-    """
-
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        lengths = [len(self.kernel_size), len(self.stride), len(self.padding), len(self.dilation)]
-        if len(set(lengths)) != 1:
-            raise ValueError(
-                f"PatchGeometry: kernel_size, stride, padding and dilation have {lengths} entries; "
-                "each needs one entry per spatial axis."
-            )
-        if min((*self.kernel_size, *self.stride, *self.dilation, self.groups)) < 1:
-            raise ValueError(f"PatchGeometry: kernel_size, stride, dilation and groups are at least 1, got {self}.")
-        if any(min(pair) < 0 for pair in self.padding):
-            raise ValueError(
-                f"PatchGeometry: padding has a pair (before, after) of numbers >= 0 per axis, got {self.padding}."
-            )
-
-    def output_size(self, in_size: tuple[int, ...]) -> tuple[int, ...]:
-        """Number of patches that fit along each spatial axis of an input of size `in_size`."""
-        axes = zip(in_size, self.padding, self.extent((1,) * len(in_size)), self.stride, strict=True)
-        return tuple(max(0, (size + sum(pad) - one) // step + 1) for size, pad, one, step in axes)
-
-    def extent(self, out_size: tuple[int, ...]) -> tuple[int, ...]:
-        """Number of padded input positions that `out_size` patches read along each spatial axis."""
-        axes = zip(out_size, self.stride, self.dilation, self.kernel_size, strict=True)
-        return tuple((out - 1) * step + gap * (size - 1) + 1 for out, step, gap, size in axes)
-
-    def places(self) -> list[tuple[int, int]]:
-        """For each kernel offset along the first axis: positions that fall together after a stride, and the shift."""
-        stride, gap = self.stride[0], self.dilation[0]
-        offsets = [offset * gap for offset in range(self.kernel_size[0])]
-        return [(offset % stride // math.gcd(stride, gap), offset // stride) for offset in offsets]
-
-    def layer_numbers(self, channels: int, out_size: tuple[int, ...]) -> int:
-        """How many numbers of one sample are written where patches are written out along all axes but the first."""
-        places = self.places()
-        rows = (max(phase for phase, _ in places) + 1) * (places[-1][1] + out_size[0])
-        return channels * rows * prod(self.kernel_size[1:]) * prod(out_size[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +48,11 @@ class _Rows:
     def weight_shape(self) -> tuple[int, ...]:
         """(O, C/G, *kernel)."""
         return self.grad_out.shape[2], self.input.shape[2] // self.geometry.groups, *self.geometry.kernel_size
+
+    def sizes(self, dtype: torch.dtype) -> PatchSizes:
+        """What the kernels cost depends on this, where sums are taken in `dtype`."""
+        rows, channels, device = self.input.shape[1], self.input.shape[2], self.input.device
+        return PatchSizes(rows, channels, self.grad_out.shape[2], self.geometry, self.out_size, dtype.itemsize, device)
 
     def output_rows(self) -> Tensor:
         """grad_out as (b G, O/G, T)."""
@@ -213,24 +155,51 @@ def _dense_grouped(rows: _Rows) -> Tensor:
     return weight_grad.reshape(b, *rows.weight_shape)
 
 
-def _gram_autocorrelation(rows: _Rows) -> Tensor:
-    """The Gram matrices of the patches (b G, T, T), from that of the input: the sum of its windows shifted alike."""
+def _products_autocorrelation(rows: _Rows) -> Tensor:
+    """Products of the Gram matrices of output gradient and patches, (b G, m, m), without unfolding.
+
+    With x x^T over the n positions that are read, the Gram matrix of the patches is the sum of its copies shifted alike
+    along both sides by each offset of the kernel. In memory such a shift is one of n + 1 numbers for every position, so
+    that whole matrices are added, one axis of the kernel after the other; what crosses an edge lies at no output.
+
+    Returns:
+        One number for each pair of output positions, and zeros.
+    """
     geometry, read = rows.geometry, rows.read()
-    groups, positions = rows.group_shape
-    columns = read.reshape(groups, -1, prod(read.shape[2:]))
-    gram = torch.bmm(columns.transpose(1, 2), columns).view(groups, *read.shape[2:], *read.shape[2:])
-    result = read.new_zeros(groups, *(read.shape[2], *rows.out_size) * 2)
-    for offset in itertools.product(*map(range, geometry.kernel_size)):
-        axes = zip(offset, geometry.dilation, geometry.stride, rows.out_size, strict=True)
-        window = tuple(slice(o * gap, o * gap + step * (out - 1) + 1, step) for o, gap, step, out in axes)
-        whole = slice(None)
-        result += gram[(whole, whole, *window, whole, *window)]
-    return result.view(groups, positions, positions)
+    groups, _ = rows.group_shape
+    positions = prod(read.shape[2:])
+    columns = read.reshape(groups, -1, positions)
+    gram = torch.bmm(columns.transpose(1, 2), columns).view(groups, -1)
+    strides = [prod(read.shape[axis + 1 :]) for axis in range(3, read.dim())]
+    for size, gap, stride in zip(geometry.kernel_size, geometry.dilation, strides, strict=True):
+        if size > 1:
+            step = gap * stride * (positions + 1)
+            length = gram.shape[1] - (size - 1) * step
+            added = gram[:, :length] + gram[:, step : step + length]
+            for offset in range(2, size):
+                added += gram[:, offset * step : offset * step + length]
+            gram = added
+    out_size = (rows.grad_out.shape[1], *rows.out_size)
+    along = [prod(read.shape[3:]), *(step * stride for step, stride in zip(geometry.stride, strides, strict=True))]
+    if set(geometry.stride) == {1}:  # the gradient of the output in the places of the input, so that rows fit to rows
+        missing = [one for axis in reversed(range(3, read.dim())) for one in (0, read.shape[axis] - out_size[axis - 2])]
+        last = 1 + sum((size - 1) * stride for size, stride in zip(out_size, along, strict=True))
+        outputs = F.pad(rows.grad_out, missing).transpose(1, 2).reshape(groups, -1, positions)[:, :, :last]
+        products = torch.bmm(outputs.transpose(1, 2), outputs)
+        products *= gram.as_strided(products.shape, (gram.stride(0), positions, 1))
+        return products
+    outputs = rows.output_rows()
+    products = torch.bmm(outputs.transpose(1, 2), outputs)
+    picked = (gram.stride(0), *(stride * positions for stride in along), *along)
+    products.view(groups, *out_size, *out_size).mul_(gram.as_strided((groups, *out_size, *out_size), picked))
+    return products
 
 
-def _gram_unfolded(rows: _Rows) -> Tensor:
-    unfolded = rows.unfolded()
-    return torch.bmm(unfolded.transpose(1, 2), unfolded)
+def _products_unfolded(rows: _Rows) -> Tensor:
+    unfolded, outputs = rows.unfolded(), rows.output_rows()
+    products = torch.bmm(unfolded.transpose(1, 2), unfolded)
+    products *= torch.bmm(outputs.transpose(1, 2), outputs)
+    return products
 
 
 _DENSE: dict[PatchKernel, Callable[[_Rows], Tensor]] = {
@@ -239,43 +208,22 @@ _DENSE: dict[PatchKernel, Callable[[_Rows], Tensor]] = {
     "grouped": _dense_grouped,
 }
 _GRAM: dict[PatchKernel, Callable[[_Rows], Tensor]] = {
-    "autocorrelation": _gram_autocorrelation,
-    "unfolded gram": _gram_unfolded,
+    "autocorrelation": _products_autocorrelation,
+    "unfolded gram": _products_unfolded,
 }
 
 
-def _choose(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, dtype: torch.dtype, dense: bool) -> PatchKernel:
-    out_size = tuple(grad_out.shape[3:])
-    return patch_kernel(
-        rows=inputs.shape[1],
-        in_channels=inputs.shape[2],
-        out_channels=grad_out.shape[2],
-        groups=geometry.groups,
-        kernel_size=geometry.kernel_size,
-        extent=geometry.extent(out_size),
-        out_size=out_size,
-        layers=geometry.layer_numbers(inputs.shape[2], out_size),
-        item_size=dtype.itemsize,
-        device=inputs.device,
-        dense=dense,
-    )
-
-
-def _bytes_each(kernel: PatchKernel, rows: _Rows, dtype: torch.dtype) -> int:
+def _bytes_each(kernel: PatchKernel, sizes: PatchSizes) -> int:
     """Bytes of a kernel's temporaries for one sample."""
-    _, positions = rows.group_shape
-    result, unfolded = prod(rows.weight_shape), positions * rows.input.shape[2] * prod(rows.geometry.kernel_size)
-    read = rows.input.shape[1] * prod(rows.geometry.extent(rows.out_size))
+    groups, rows = sizes.geometry.groups, sizes.rows
     numbers = {
-        "unfolded": unfolded + result,
-        "layers": rows.geometry.layer_numbers(rows.input.shape[2], rows.out_size)
-        + read * rows.input.shape[2]
-        + 2 * result,
-        "grouped": 2 * result + read * rows.input.shape[2] + positions * rows.weight_shape[0],
-        "unfolded gram": unfolded + 3 * rows.geometry.groups * positions**2,
-        "autocorrelation": rows.geometry.groups * (read**2 + 3 * positions**2),
+        "unfolded": sizes.unfolded + sizes.result,
+        "layers": rows * sizes.layers + sizes.read * sizes.in_channels + 2 * sizes.result,
+        "grouped": 2 * sizes.result + sizes.read * sizes.in_channels + sizes.positions * sizes.out_channels,
+        "unfolded gram": sizes.unfolded + 2 * groups * sizes.positions**2,
+        "autocorrelation": 3 * groups * sizes.read**2,
     }
-    return numbers[kernel] * dtype.itemsize
+    return numbers[kernel] * sizes.item_size
 
 
 def _real_and_imaginary(grad_out: Tensor, inputs: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -304,8 +252,9 @@ def patches_dense(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> 
     if not (grad_out.numel() and inputs.numel()):
         return torch.zeros(size, dtype=dtype, device=inputs.device)
     result = torch.empty(size, dtype=dtype, device=inputs.device)
-    kernel = _choose(grad_out, inputs, geometry, dtype, dense=True)
-    for part in chunks(inputs.shape[0], _bytes_each(kernel, whole, dtype), inputs.device):
+    sizes = whole.sizes(dtype)
+    kernel = patch_kernel(sizes, dense=True)
+    for part in chunks(inputs.shape[0], _bytes_each(kernel, sizes), inputs.device):
         result[part] = _DENSE[kernel](_Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry))
     return result
 
@@ -325,12 +274,12 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -
     if dtype.is_complex:
         parts = _real_and_imaginary(grad_out.to(dtype), inputs.to(dtype))
         return patches_sq_norm(*parts[0], geometry) + patches_sq_norm(*parts[1], geometry)
-    whole = _Rows(grad_out, inputs, geometry)
     value, scale = zeros(inputs, dtype), zeros(inputs, dtype)
     if not (grad_out.numel() and inputs.numel()):
         return value
-    kernel = _choose(grad_out, inputs, geometry, dtype, dense=False)
-    for part in chunks(inputs.shape[0], _bytes_each(kernel, whole, dtype), inputs.device):
+    sizes = _Rows(grad_out, inputs, geometry).sizes(dtype)
+    kernel = patch_kernel(sizes, dense=False)
+    for part in chunks(inputs.shape[0], _bytes_each(kernel, sizes), inputs.device):
         rows = _Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry)
         if kernel == "layers":
             squares = [dense_sq_norm(product) for product in _layer_products(rows)]
@@ -339,8 +288,7 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -
         if kernel in _DENSE:
             value[part] = dense_sq_norm(_DENSE[kernel](rows))
             continue
-        outputs = rows.output_rows()
-        products = torch.bmm(outputs.transpose(1, 2), outputs) * _GRAM[kernel](rows)
+        products = _GRAM[kernel](rows)
         value[part] = products.flatten(1).sum(1).view(-1, geometry.groups).sum(1)
         diagonal = products.diagonal(dim1=1, dim2=2).sum(1)
         scale[part] = diagonal.view(-1, geometry.groups).sum(1)
@@ -370,8 +318,9 @@ def patches_sq_norm_and_sum(grad_out: Tensor, inputs: Tensor, geometry: PatchGeo
     total = torch.zeros(out_channels, channels, first, prod(others), dtype=dtype, device=inputs.device)
     if not (grad_out.numel() and inputs.numel()):
         return squares, total.view(whole.weight_shape)
-    kernel = _choose(grad_out, inputs, geometry, dtype, dense=True)
-    bytes_each = _bytes_each(kernel, whole, dtype) + _SHARE * prod(whole.weight_shape) * dtype.itemsize
+    sizes = whole.sizes(dtype)
+    kernel = patch_kernel(sizes, dense=True)
+    bytes_each = _bytes_each(kernel, sizes) + _SHARE * sizes.result * sizes.item_size
     for part in chunks(inputs.shape[0], bytes_each, inputs.device):
         rows = _Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry)
         samples = part.stop - part.start

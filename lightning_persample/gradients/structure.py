@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lightning_persample.gradients import norms, precision
 from lightning_persample.gradients.cost import chunks, outer_kernel
-from lightning_persample.gradients.patches import PatchGeometry, patches_dense, patches_sq_norm, patches_terms_sq_norm
+from lightning_persample.gradients.geometry import PatchGeometry
+from lightning_persample.gradients.patches import patches_dense, patches_sq_norm, patches_terms_sq_norm
 
 __all__ = ["Dense", "Indexed", "Outer", "Patches", "SampleGradient"]
 

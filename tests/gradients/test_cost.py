@@ -16,7 +16,7 @@ TIMED = [
     (64, 64, 16, 3, 1, 1, "grouped"),
     (128, 128, 8, 3, 1, 1, "autocorrelation"),
     (64, 64, 32, 3, 1, 1, "grouped"),
-    (128, 128, 16, 3, 1, 1, "layers"),
+    (128, 128, 16, 3, 1, 1, "autocorrelation"),
     (256, 256, 8, 3, 1, 1, "autocorrelation"),
     (512, 512, 4, 3, 1, 1, "autocorrelation"),
     (64, 128, 16, 1, 1, 1, "unfolded"),
@@ -29,11 +29,9 @@ TIMED = [
 def choose(case: tuple[int, int, int, int, int, int], *, device: torch.device, dense: bool) -> str:
     channels, outputs, size, kernel, stride, groups = case
     out = size // stride
-    extent = (out - 1) * stride + kernel
     geometry = PatchGeometry((kernel,) * 2, (stride,) * 2, ((0, 0),) * 2, (1, 1), groups)
-    sizes = ((kernel,) * 2, (extent,) * 2, (out,) * 2)
-    layers = geometry.layer_numbers(channels, (out,) * 2)
-    return cost.patch_kernel(1, channels, outputs, groups, *sizes, layers, item_size=4, device=device, dense=dense)
+    sizes = cost.PatchSizes(1, channels, outputs, geometry, (out,) * 2, item_size=4, device=device)
+    return cost.patch_kernel(sizes, dense=dense)
 
 
 @pytest.mark.parametrize("case", TIMED, ids=str)

@@ -49,7 +49,7 @@ def test_patches_that_nearly_cancel(kernel: str, size: float, monkeypatch: pytes
     grad_out = torch.cat([gradient.grad_out, size * torch.randn_like(gradient.grad_out) - gradient.grad_out], 1)
     cancelling = Patches(grad_out, inputs, gradient.geometry)
     expected = sq_norm(Patches(grad_out.double(), inputs.double(), gradient.geometry).dense())
-    monkeypatch.setattr(patches, "patch_kernel", lambda *, dense, **_: "unfolded" if dense else kernel)
+    monkeypatch.setattr(patches, "patch_kernel", lambda sizes, *, dense: "unfolded" if dense else kernel)
     torch.testing.assert_close(cancelling.sq_norm().double(), expected, rtol=1e-4, atol=0)
 
 
@@ -105,7 +105,7 @@ def test_low_precision_is_added_up_in_float32(shape: tuple[int, ...], name: str,
 def test_mixed_precision(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under autocast the output's gradient and the input may have different dtypes."""
     monkeypatch.setattr(
-        patches, "patch_kernel", lambda *, dense, **_: "unfolded" if dense and "a" in kernel else kernel
+        patches, "patch_kernel", lambda sizes, *, dense: "unfolded" if dense and "a" in kernel else kernel
     )
     gradient, _ = GEOMETRIES["2d-groups"].build(torch.float32)
     mixed = Patches(gradient.grad_out.bfloat16(), gradient.input, gradient.geometry)
@@ -143,7 +143,7 @@ def test_nan_and_infinity_show(shape: tuple[int, ...], name: str, number: float)
 @pytest.mark.parametrize("kernel", ["unfolded", "grouped", "autocorrelation", "unfolded gram"])
 def test_nan_shows_in_every_convolution_kernel(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        patches, "patch_kernel", lambda *, dense, **_: "unfolded" if dense and "a" in kernel else kernel
+        patches, "patch_kernel", lambda sizes, *, dense: "unfolded" if dense and "a" in kernel else kernel
     )
     gradient, expected = GEOMETRIES["2d"].build(torch.float32)
     gradient.grad_out[1, 0, 0, 0, 0] = float("nan")
