@@ -23,12 +23,22 @@ from lightning_persample.rules.registry import Call, register_rule
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
+_STATISTICS = ("result1", "result2")  # mean and reciprocal standard deviation, as torch's nodes call them
+_LARGE = 8192  # numbers of a sample from which on a kernel for it alone is worth the call
+
+
+def _kept(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """The statistics that autograd keeps, batch-first, or None where it does not or not in this precision."""
+    found = [call.saved[name] for name in _STATISTICS if name in call.saved]
+    return (found[0], found[1]) if [one.dtype for one in found] == [dtype, dtype] else None
+
 
 @register_rule(
     torch.layer_norm,
     arguments=("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable"),
     batched=("input",),
     weights=("weight", "bias"),
+    saved=_STATISTICS,
 )
 def layer_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """Layer norm over the trailing axes.
@@ -41,6 +51,9 @@ def layer_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
         weight, bias: `Dense` of shape normalized_shape.
     """
     shape = call.arguments["normalized_shape"]
+    known = _kept(call, widen(grad_output).dtype)
+    if known is not None and grad_output.device.type == "cpu" and grad_output[:1].numel() >= _LARGE:
+        return _sample_by_sample(call, grad_output, *known)
     return _trailing(
         "layer_norm", call, grad_output, lambda x: torch.layer_norm(x, shape, None, None, call.get("eps", 1e-5), False)
     )
@@ -72,7 +85,7 @@ def rms_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     arguments=("input", "num_groups", "weight", "bias", "eps", "cudnn_enabled"),
     batched=("input",),
     weights=("weight", "bias"),
-    saved=("result1", "result2"),  # mean and reciprocal standard deviation
+    saved=_STATISTICS,
 )
 def group_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """Group norm.
@@ -85,12 +98,12 @@ def group_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
         weight, bias: `Dense` of shape (c,).
     """
     groups, eps = call.arguments["num_groups"], call.get("eps", 1e-5)
-    known = tuple(call.saved[name] for name in ("result1", "result2") if name in call.saved)
 
     def statistics(rows: Tensor) -> tuple[Tensor, Tensor]:
-        if len(known) == 2 and all(one.dtype == rows.dtype for one in known):
-            return known[0].flatten(0, 1), known[1].flatten(0, 1)
-        return _statistics_of_groups(rows, groups, eps)
+        known = _kept(call, rows.dtype)
+        if known is None:
+            return _statistics_of_groups(rows, groups, eps)
+        return known[0].flatten(0, 1), known[1].flatten(0, 1)
 
     return _channelwise(call, grad_output, groups, statistics)
 
@@ -177,6 +190,20 @@ def _trailing(op: str, call: Call, grad_output: Tensor, normalize: Callable[[Ten
     if "bias" in call.weights:
         found["bias"] = Dense(sum_to_shape(grad_output, shape))
     return found
+
+
+def _sample_by_sample(call: Call, grad_output: Tensor, mean: Tensor, reciprocal: Tensor) -> dict[str, Dense]:
+    """Layer norm's own kernel sums over all rows in one pass over both tensors: here over those of each sample."""
+    shape = call.arguments["normalized_shape"]
+    wanted = (False, "weight" in call.weights, "bias" in call.weights)
+    x, grad = (widen(tensor).contiguous() for tensor in (call.arguments["input"], grad_output))
+    ones = x.new_ones(tuple(shape))  # (not read for these two results)
+    found = [
+        torch.ops.aten.native_layer_norm_backward(*one, ones, ones, wanted)
+        for one in zip(grad, x, [shape] * len(x), mean.contiguous(), reciprocal.contiguous(), strict=True)
+    ]
+    places = [(name, place) for name, place in (("weight", 1), ("bias", 2)) if wanted[place]]
+    return {name: Dense(torch.stack([one[place] for one in found])) for name, place in places}
 
 
 def _channelwise(

@@ -80,6 +80,37 @@ def test_under_checkpointing_they_are_not_unpacked(computed: list[tuple[int, ...
         torch.testing.assert_close(capture.record.sq_norms[name], grads.square().sum(1), rtol=1e-10, atol=0)
 
 
+@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+@pytest.mark.parametrize("shape", [(8,), (3, 8)])
+def test_layer_norm_of_long_samples(
+    shape: tuple[int, ...], frozen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel takes each sample's rows alone; time-major sequences and those of several rows go another way."""
+    monkeypatch.setattr(normalization, "_LARGE", 1)
+    samples = []
+    alone = normalization._sample_by_sample
+    monkeypatch.setattr(
+        normalization, "_sample_by_sample", lambda call, *rest: (samples.append(1), alone(call, *rest))[1]
+    )
+    norm = nn.LayerNorm(shape).double()
+    nn.init.normal_(norm.weight)
+    if frozen is not None:
+        getattr(norm, frozen).requires_grad_(False)
+    assert_exact(norm, cubes, (images(5, 6, 3, 8),))
+    assert_exact(norm, cubes, (images(5, 6, 3, 8).transpose(0, 1),))
+    assert len(samples) == 4
+    assert_exact(
+        norm, lambda m, x: m(x).movedim(1, 0).flatten(1).pow(3).mean(1).mean(), (images(6, 5, 3, 8),), batch_dim=1
+    )
+    assert len(samples) == 4
+
+    def rows(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x.flatten(0, 1)).unflatten(0, x.shape[:2]).flatten(1).pow(3).mean(1).mean()
+
+    assert_exact(norm, rows, (images(5, 2, 6, 3, 8),))
+    assert len(samples) == 6
+
+
 def test_the_graph_goes_with_its_output() -> None:
     norm, x = nn.GroupNorm(2, 4).double(), images(5, 4, 6)
     gc.collect()
