@@ -118,8 +118,8 @@ def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
         names: of the results, as in ``_saved_<name>``.
 
     Returns:
-        Those results that have an entry for every row of the output, detached: with their history, which holds the node,
-        they would keep it alive.
+        Those results that have an entry for every row of the output, detached: with their history, which holds the
+        node, they would keep it alive.
     """
     if output.grad_fn is None or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return {}
