@@ -33,6 +33,7 @@ float32.
 """
 
 from lightning_persample.rules import convolution, elementwise, embedding, linear, normalization, recurrent
+from lightning_persample.rules.generators import other_generators_kept
 from lightning_persample.rules.generic import generic_rule
 from lightning_persample.rules.registry import (
     Call,
@@ -60,6 +61,7 @@ __all__ = [
     "linear",
     "normalization",
     "op_name",
+    "other_generators_kept",
     "recurrent",
     "register_rule",
     "rule_of",
