@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
+from lightning_persample.rules import other_generators_kept
 
 __all__ = ["Derivation", "Weight", "pull_back", "settle"]
 
@@ -34,6 +35,8 @@ _TRANSPOSES = frozenset(
 )
 _REPEATS = {torch.float32: 1e-5, torch.float64: 1e-10}
 _BUDGET = 64 * 2**20
+_NOT_FOR_FUNC = "must override the setup_context"
+_Pull: TypeAlias = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +69,16 @@ class Derivation:
     random_state: Tensor | None = None
     versions: tuple[int, ...] = ()
 
+    def copied_leaves(self) -> list[Any]:
+        """The leaves with copies of those that are no weights: the call may write into them (observers, statistics)."""
+        return [
+            leaf.clone() if isinstance(leaf, Tensor) and position not in self.parents else leaf
+            for position, leaf in enumerate(self.leaves)
+        ]
+
     def compute(self, *parents: Tensor) -> Tensor:
         """The derived weight as a function of its parents, in the order of `self.parents`."""
-        leaves = list(self.leaves)
+        leaves = self.copied_leaves()
         for position, tensor in zip(self.parents, parents, strict=True):
             leaves[position] = tensor
         if self.inplace:
@@ -162,13 +172,54 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             parents[0].contributions.append(kept)
             return
     _check_unchanged(derivation)
+    devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), other_generators_kept():
+        value, pull = _computed_again(derivation)
+        _check_repeats(derivation, value)
+        before = _random_states(devices)
+        with other_generators_kept() as others_drawn:
+            pulled = _pulled(value, pull, gradient)
+            if others_drawn() or not all(map(torch.equal, before, _random_states(devices))):
+                raise UnsupportedError(
+                    f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op "
+                    "away from the weights"
+                )
+    for parent, grads in zip(parents, pulled, strict=True):
+        parent.contributions.append(Dense(grads))
+
+
+def _computed_again(derivation: Derivation) -> tuple[Tensor, _Pull]:
+    """The derived weight, and the function from a gradient of it to those of its parents."""
     inputs = [derivation.leaves[position] for position in derivation.parents]
-    device = derivation.value.device
-    with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        if derivation.random_state is not None:
-            torch.set_rng_state(derivation.random_state)
-        value, pull = vjp(derivation.compute, *inputs)  # type: ignore[misc]
-    _check_repeats(derivation, value)
+    with torch.enable_grad():
+        _draw_as_before(derivation)
+        try:
+            return vjp(derivation.compute, *inputs)  # type: ignore[return-value]
+        except RuntimeError as error:
+            # torch.func knows no autograd.Function without a setup_context of its own, such as that of any custom op.
+            if _NOT_FOR_FUNC not in str(error):
+                raise
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        _draw_as_before(derivation)
+        value = derivation.compute(*leaves)
+
+    def pull(cotangent: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(value, leaves, cotangent, retain_graph=True, materialize_grads=True)
+
+    return value.detach(), pull
+
+
+def _random_states(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+def _draw_as_before(derivation: Derivation) -> None:
+    if derivation.random_state is not None:
+        torch.set_rng_state(derivation.random_state)
+
+
+def _pulled(value: Tensor, pull: _Pull, gradient: SampleGradient) -> list[Tensor]:
+    """The gradients of the parents, (B, *shape) each, in parts of the batch that fit into the memory budget."""
     step = max(1, _BUDGET // (value.element_size() * max(1, math.prod(gradient.shape))))
     pieces: list[tuple[Tensor, ...]] = []
     for start in range(0, gradient.batch_size, step):
@@ -186,8 +237,7 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             NotImplementedError,
         ):  # no batching rule for the backward of this op: one sample at a time
             pieces.append(tuple(torch.stack(column) for column in zip(*map(pull, cotangents), strict=True)))
-    for position, parent in enumerate(parents):
-        parent.contributions.append(Dense(torch.cat([piece[position] for piece in pieces])))
+    return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
 
 def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGradient) -> SampleGradient | None:
