@@ -11,11 +11,11 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import vmap
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_persample.engine.blocks import row_by_row
@@ -23,7 +23,7 @@ from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
-from lightning_persample.rules import other_generators_kept
+from lightning_persample.rules import Pull, other_generators_kept, vector_jacobian
 
 __all__ = ["Derivation", "Weight", "pull_back", "settle"]
 
@@ -35,8 +35,6 @@ _TRANSPOSES = frozenset(
 )
 _REPEATS = {torch.float32: 1e-5, torch.float64: 1e-10}
 _BUDGET = 64 * 2**20
-_NOT_FOR_FUNC = "must override the setup_context"
-_Pull: TypeAlias = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,9 +170,16 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             parents[0].contributions.append(kept)
             return
     _check_unchanged(derivation)
+    inputs = [derivation.leaves[position] for position in derivation.parents]
+
+    def again(*inputs: Tensor) -> list[Tensor]:
+        if derivation.random_state is not None:
+            torch.set_rng_state(derivation.random_state)
+        return [derivation.compute(*inputs)]
+
     devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), other_generators_kept():
-        value, pull = _computed_again(derivation)
+        (value,), pull = vector_jacobian(again, inputs)
         _check_repeats(derivation, value)
         before = _random_states(devices)
         with other_generators_kept() as others_drawn:
@@ -188,37 +193,11 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
         parent.contributions.append(Dense(grads))
 
 
-def _computed_again(derivation: Derivation) -> tuple[Tensor, _Pull]:
-    """The derived weight, and the function from a gradient of it to those of its parents."""
-    inputs = [derivation.leaves[position] for position in derivation.parents]
-    with torch.enable_grad():
-        _draw_as_before(derivation)
-        try:
-            return vjp(derivation.compute, *inputs)  # type: ignore[return-value]
-        except RuntimeError as error:
-            # torch.func knows no autograd.Function without a setup_context of its own, such as that of any custom op.
-            if _NOT_FOR_FUNC not in str(error):
-                raise
-        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        _draw_as_before(derivation)
-        value = derivation.compute(*leaves)
-
-    def pull(cotangent: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(value, leaves, cotangent, retain_graph=True, materialize_grads=True)
-
-    return value.detach(), pull
-
-
 def _random_states(devices: list[torch.device]) -> list[Tensor]:
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
-def _draw_as_before(derivation: Derivation) -> None:
-    if derivation.random_state is not None:
-        torch.set_rng_state(derivation.random_state)
-
-
-def _pulled(value: Tensor, pull: _Pull, gradient: SampleGradient) -> list[Tensor]:
+def _pulled(value: Tensor, pull: Pull, gradient: SampleGradient) -> list[Tensor]:
     """The gradients of the parents, (B, *shape) each, in parts of the batch that fit into the memory budget."""
     step = max(1, _BUDGET // (value.element_size() * max(1, math.prod(gradient.shape))))
     pieces: list[tuple[Tensor, ...]] = []
@@ -229,14 +208,14 @@ def _pulled(value: Tensor, pull: _Pull, gradient: SampleGradient) -> list[Tensor
                 warnings.filterwarnings(
                     "ignore", "There is a performance drop because we have not yet implemented the batching"
                 )
-                pieces.append(vmap(pull)(cotangents))
+                pieces.append(vmap(pull)([cotangents]))
         except torch.OutOfMemoryError:
             raise
         except (
             RuntimeError,
             NotImplementedError,
         ):  # no batching rule for the backward of this op: one sample at a time
-            pieces.append(tuple(torch.stack(column) for column in zip(*map(pull, cotangents), strict=True)))
+            pieces.append(tuple(torch.stack(column) for column in zip(*(pull([c]) for c in cotangents), strict=True)))
     return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
 

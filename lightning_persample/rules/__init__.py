@@ -47,9 +47,11 @@ from lightning_persample.rules.registry import (
     supported_ops,
     watched,
 )
+from lightning_persample.rules.vector_jacobian import Pull, vector_jacobian
 
 __all__ = [
     "Call",
+    "Pull",
     "Rule",
     "RuleFunction",
     "canonical_op",
@@ -66,5 +68,6 @@ __all__ = [
     "register_rule",
     "rule_of",
     "supported_ops",
+    "vector_jacobian",
     "watched",
 ]

@@ -14,6 +14,7 @@ from lightning_persample.errors import UnsupportedError
 from lightning_persample.rules.elementwise import widen
 from lightning_persample.rules.generators import other_generators_kept
 from lightning_persample.rules.registry import canonical_op, op_name
+from lightning_persample.rules.vector_jacobian import vector_jacobian
 
 __all__ = ["generic_rule"]
 
@@ -75,12 +76,12 @@ def generic_rule(
     sample_leaves = call.sample_leaves(batch_size)
 
     def one_sample(values: dict[int, Tensor], cotangents: list[Tensor]) -> dict[int, Tensor]:
-        asked = {leaf: values.get(leaf, call.start[leaf]) for leaf in weights}
+        asked = [values.get(leaf, call.start[leaf]) for leaf in weights]
 
-        def outputs(asked: dict[int, Tensor]) -> list[Tensor]:
-            return call.outputs({**values, **asked}, wanted)
+        def outputs(*asked: Tensor) -> list[Tensor]:
+            return call.outputs({**values, **dict(zip(weights, asked, strict=True))}, wanted)
 
-        found, pull_back = torch.func.vjp(outputs, asked)[:2]
+        found, pull_back = vector_jacobian(outputs, asked)
         matched = []
         for output, cotangent in zip(found, cotangents, strict=True):
             if output.shape != cotangent.shape:
@@ -91,8 +92,7 @@ def generic_rule(
                     )
                 )
             matched.append(cotangent.to(output.dtype))
-        gradients: dict[int, Tensor] = pull_back(matched)[0]
-        return gradients
+        return dict(zip(weights, pull_back(matched), strict=True))
 
     try:
         with torch.no_grad(), other_generators_kept() as drawn, warnings.catch_warnings():
