@@ -31,14 +31,15 @@ from lightning_persample.errors import (
     VerificationError,
 )
 
-# Structured per-sample gradients, and rules for further ops
-from lightning_persample.gradients import Dense, Indexed, Outer, Patches, SampleGradient
-from lightning_persample.rules import register_rule, supported_ops
+# Structured per-sample gradients, and rules for further ops: what a rule gets, gives and is
+from lightning_persample.gradients import Dense, Indexed, Outer, Patches, PatchGeometry, SampleGradient
+from lightning_persample.rules import Call, Rule, register_rule, supported_ops
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchSizeError",
+    "Call",
     "Capture",
     "Dense",
     "ExpandedWeight",
@@ -46,12 +47,14 @@ __all__ = [
     "OptionError",
     "Outer",
     "ParameterCheck",
+    "PatchGeometry",
     "Patches",
     "PerSampleCallback",
     "PerSampleError",
     "PerSampleGradientMonitor",
     "PerSampleRecord",
     "PerSampleWarning",
+    "Rule",
     "RuleCheck",
     "RuleRegistrationError",
     "RuleReport",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import inspect
 import re
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_persample import PerSampleGradientMonitor, supported_ops
+import lightning_persample
+from lightning_persample import PerSampleGradientMonitor, PerSampleRecord, supported_ops
 from lightning_persample.rules import registry
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +78,21 @@ def test_logged_keys_are_the_monitors(tmp_path):
     with (Path(logger.log_dir) / "metrics.csv").open(encoding="utf-8") as file:
         logged = {key for key in next(csv.reader(file)) if key.startswith("per_sample_grad/")}
     assert {row[0].strip("`") for row in table_rows("What is logged")} == logged
+
+
+def test_what_needs_no_trainer_is_listed_in_full():
+    public = {name: getattr(lightning_persample, name) for name in lightning_persample.__all__}
+    functions = {name for name, value in public.items() if inspect.isfunction(value)}
+    tensors = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, torch.Tensor)}
+    listed = [re.match(r"`(\w+)\(", row[0])[1] for row in table_rows("Without a Trainer")]
+    assert sorted(listed) == sorted(functions | tensors)
+
+
+def test_what_a_record_holds_is_listed_in_full():
+    listed = [name for row in table_rows("What a record holds") for name in re.findall(r"`(\w+)", row[0])]
+    fields = {field.name for field in dataclasses.fields(PerSampleRecord)}
+    assert sorted(listed) == sorted(fields | {name for name in vars(PerSampleRecord) if not name.startswith("_")})
+    assert all(f"\n        {name}: " in PerSampleRecord.__doc__ for name in fields)
 
 
 def test_listed_ops_are_those_with_a_rule_of_their_own():

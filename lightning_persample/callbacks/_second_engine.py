@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_persample.callbacks._aside import NoLossError, aside
 from lightning_persample.engine import PerSampleRecord
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
+from lightning_persample.engine.batch_statistics import batch_statistics_explained
 from lightning_persample.engine.functional import vmap_per_sample_grads
 from lightning_persample.engine.samples import (
     Weighting,
@@ -94,7 +95,7 @@ class SecondEngine:
     def _loop(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
         scale = self._loss_scale(size)
         names, parameters = zip(*self._trainable(), strict=True)
-        with aside(self._trainer, self._module) as state:
+        with aside(self._trainer, self._module) as state, batch_statistics_explained(self._module):
             for sample in range(size):
                 one = take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
                 loss = self._own_loss(training_step, one)

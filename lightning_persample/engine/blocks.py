@@ -10,7 +10,7 @@ times the cost.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,9 +44,9 @@ def row_by_row(derivation: Derivation, gradient: Block) -> list[tuple[Weight, Sa
     if derivation.inplace or derivation.random_state is not None:
         return None
     axis = BatchAxis(gradient.dim, gradient.outer_size, gradient.inner_size)
-    given = _in_place(gradient)
-    parents = {id(derivation.leaves[position]): parent for position, parent in derivation.parents.items()}
-    for call, followed in _readings(derivation, axis, gradient):
+    given, leaves = _in_place(gradient), derivation.copied_leaves()
+    parents = {id(leaves[position]): parent for position, parent in derivation.parents.items()}
+    for call, followed in _readings(derivation, leaves, axis, gradient):
         aligned = followed.aligned
         rows = {id(tensor) for tensor, _ in call.located}
         if aligned is not None:
@@ -66,9 +66,11 @@ def row_by_row(derivation: Derivation, gradient: Block) -> list[tuple[Weight, Sa
     return None
 
 
-def _readings(derivation: Derivation, axis: BatchAxis, gradient: Block) -> Iterator[tuple[ObservedCall, Followed]]:
+def _readings(
+    derivation: Derivation, leaves: list[Any], axis: BatchAxis, gradient: Block
+) -> Iterator[tuple[ObservedCall, Followed]]:
     """The derivation as a call on a batch: one operand lies along the batch, and the result where the block says."""
-    args, kwargs = tree_unflatten(list(derivation.leaves), derivation.spec)
+    args, kwargs = tree_unflatten(leaves, derivation.spec)
     tensors = list(tensors_in((args, kwargs)))
     result = derivation.value.detach().requires_grad_()
     size = gradient.shape[gradient.dim]

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
+from lightning_persample.engine.batch_statistics import batch_statistics_explained
 from lightning_persample.engine.delivery import DeliveringDispatcher, stand_in
 from lightning_persample.engine.expanded_weight import check_batch_size, check_loss_reduction
 from lightning_persample.engine.graph import node_below
@@ -153,7 +153,7 @@ def vmap_per_sample_grads(
 
     with_grads = grad_and_value(loss_of) if parameters else lambda *args: ({}, loss_of(*args))
     over_samples = vmap(with_grads, in_dims=(None, *(0 for _ in places)), chunk_size=chunk_size, randomness=randomness)
-    with torch.no_grad(), _recurrent_layers_kept(module), _statistics_explained(module):
+    with torch.no_grad(), _recurrent_layers_kept(module), batch_statistics_explained(module):
         grads, losses = over_samples(parameters, *(leaves[place].detach() for place in places))
     return losses, grads
 
@@ -174,7 +174,8 @@ def loop_per_sample_grads(
     Returns:
         The losses (B,), and by name the gradients (B, *parameter.shape); zeros for a parameter that a sample's loss
         does not depend on.
-    Tensors that do not agree on a batch size give a `BatchSizeError`.
+    Tensors that do not agree on a batch size give a `BatchSizeError`, and batch normalisation in training of which a
+    sample alone has one value per channel an `UnsupportedError`.
     """
     batch_size = read_batch_size(list(batch_tensors(_splittable(batch))), 0)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -189,7 +190,8 @@ def loop_per_sample_grads(
 
     for sample in range(batch_size):
         one = tree_map(lambda leaf: _sample(leaf, sample), batch)  # noqa: B023  (called at once)
-        with torch.random.fork_rng(devices=_devices(parameters)), torch.enable_grad():
+        devices = _devices(parameters)
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), batch_statistics_explained(module):
             loss = loss_fn(module, *one)
             grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         losses.append(loss.detach())
@@ -286,29 +288,6 @@ def _recurrent_layers_kept(module: nn.Module) -> Iterator[None]:
     finally:
         for layer, values in zip(layers, kept, strict=True):
             vars(layer).update(values)
-
-
-@contextmanager
-def _statistics_explained(module: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if "running_mean or running_var" in str(error) or "more than 1 value per channel" in str(error):
-            raise UnsupportedError(_on_statistics(module)) from error
-        raise
-
-
-def _on_statistics(module: nn.Module) -> str:
-    keeping = [
-        f"`{name}`" if name else "the module itself"
-        for name, part in module.named_modules()
-        if isinstance(part, _NormBase) and part.training and part.running_mean is not None
-    ]
-    return (
-        f"{', '.join(keeping) or 'a batch normalisation'} normalises with the statistics of the batch and keeps them "
-        "in buffers, which vmap over single samples cannot do; call eval() on it, or build it with "
-        "track_running_stats=False"
-    )
 
 
 def _sample(leaf: Any, sample: int) -> Any:

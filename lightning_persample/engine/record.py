@@ -27,25 +27,46 @@ class _NotAsked(dict[str, Tensor]):
 class PerSampleRecord:
     """Per-sample gradients of one backward, of each sample's OWN loss.
 
-    With the training loss ``L = sum_i w_i l_i``, entry i belongs to ``d l_i / d theta``, whatever the reduction of the
-    loss (mean: w_i = 1/B, sum: w_i = 1), gradient accumulation or loss scaling multiplied in.
+    With the training loss ``L = sum_i w_i l_i`` and the parameters ``theta``, everything here is made of
+    ``g_i = d l_i / d theta``, whatever the reduction of the loss (mean: w_i = 1/B, sum: w_i = 1). So the gradient of
+    the batch is ``sum_i w_i g_i``, for a mean the mean of the g_i. In a Trainer neither gradient accumulation nor the
+    scale of mixed precision is multiplied in; without one, L is what ``backward`` is called on.
+
+    Samples are in the batch's order. Tensors have no graph, and are on the parameter's device, in its dtype and float32
+    at least (under a callback's ``engine="vmap"`` and "loop" gradients are in the parameter's own). Parameters have the
+    names of ``module.named_parameters()``, in that order; one with several names (tied weights) has its first. Frozen
+    parameters are nowhere.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from lightning_persample import expanded_weights
+    >>> module, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.randn(4, 2)
+    >>> with expanded_weights(module, (x, y), quantities=("sq_norm", "grad_sample")) as capture:
+    ...     nn.functional.mse_loss(module(x), y).backward()
+    >>> record = capture.record
+    >>> record.norms().shape, record.sq_norms["weight"].shape, record.grad_samples["weight"].shape
+    (torch.Size([4]), torch.Size([4]), torch.Size([4, 2, 3]))
+    >>> torch.allclose(record.grad_samples["weight"].mean(0), module.weight.grad, atol=1e-6)
+    True
 
     Attributes:
         batch_size: number of samples B.
-        sq_norms: squared norm of each sample's gradient by parameter name, shape (B,); a parameter whose per-sample
-            gradient is not known is left out.
-        grad_samples: each sample's gradient by parameter name, shape (B, *parameter.shape), in the parameter's
-            dtype and float32 at least; empty unless asked for.
+        sq_norms: by parameter p the squared norm ``||g_i,p||^2`` of each sample's gradient, shape (B,), real; of the
+            parameters in `names`.
+        grad_samples: by parameter each sample's gradient ``g_i,p``, shape (B, *parameter.shape); empty unless asked
+            for, with "grad_sample" among the quantities.
         coverage: of the weights that got a gradient in this backward, the share (by number of entries, in [0, 1]) whose
             per-sample gradient is known. Below 1 the norms leave weights out; at 0 they are nan.
-        unsupported: parameters that got a gradient but have no value here, with the reason.
+        unsupported: parameters that got a gradient but have no value here, with the reason and what helps.
         unused: trainable parameters that got no gradient in this backward.
-        mixing: where samples influence each other (batch normalisation in training): each value is then the sample's
-            contribution to the batch gradient, not what the sample alone would give.
-        weighting: where the loss gives samples unequal weights w_i that `loss_reduction` does not tell: each value is
-            then off by the factor between the true w_i and the assumed one.
-        not_additive: where the batch gradient is not the weighted sum of these values (an embedding that divides by how
-            often an index occurs in the batch): each value is what the sample alone would give.
+        mixing: the calls by which samples influence each other (batch normalisation in training): each value is then
+            the sample's contribution to the batch gradient, divided by w_i, not what the sample alone would give. Empty
+            where there are none, as the next two.
+        weighting: the calls by which the loss gives samples unequal weights w_i that `loss_reduction` does not tell:
+            each gradient is then off by the factor between the true w_i and the assumed one, a squared norm by its
+            square.
+        not_additive: the calls through which the batch gradient is not the weighted sum of these values (an embedding
+            that divides by how often an index occurs in the batch): each value is what the sample alone would give.
     """
 
     batch_size: int
@@ -60,26 +81,30 @@ class PerSampleRecord:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters that have values."""
+        """The parameters that have values, in the order of ``module.named_parameters()``."""
         return tuple(self.sq_norms)
 
     def norms(self) -> Tensor:
-        """Norm of each sample's gradient over all parameters in `names`: sqrt(sum_p ||g_i,p||^2), shape (B,).
+        """Norm of each sample's gradient over all parameters in `names`: ``sqrt(sum_p ||g_i,p||^2)``.
 
         Returns:
-            One norm per sample, in the units of the loss per unit of parameter; NaN where no parameter has values.
+            One norm per sample, shape (B,), of the gradient of the sample's own loss; nan where no parameter has
+            values.
         """
         return _root_of_sum(list(self.sq_norms.values()), self.batch_size)
 
     def group_norms(self, depth: int) -> dict[str, Tensor]:
-        """Norm of each sample's gradient over groups of parameters.
+        """Norm of each sample's gradient over groups of parameters: ``sqrt(sum_{p in group} ||g_i,p||^2)``.
+
+        The squares of all groups add up to the square of `norms`. "network.0.weight" and "network.0.bias" are in the
+        group "network" at depth 1, in "network.0" at depth 2 and beyond.
 
         Args:
             depth: how many leading parts of a parameter's module path name its group; parameters of the root module
                 are grouped under their own name.
 
         Returns:
-            Norm (B,) by group name, in the order of the parameters.
+            By group name one norm per sample, shape (B,), in the order of the parameters.
 
         Raises:
             OptionError: `depth` is less than 1.

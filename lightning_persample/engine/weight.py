@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
+from torch.func import vmap
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_persample.engine.blocks import row_by_row
@@ -23,6 +23,7 @@ from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
+from lightning_persample.rules import Pull, other_generators_kept, vector_jacobian
 
 __all__ = ["Derivation", "Weight", "pull_back", "settle"]
 
@@ -66,9 +67,16 @@ class Derivation:
     random_state: Tensor | None = None
     versions: tuple[int, ...] = ()
 
+    def copied_leaves(self) -> list[Any]:
+        """The leaves with copies of those that are no weights: the call may write into them (observers, statistics)."""
+        return [
+            leaf.clone() if isinstance(leaf, Tensor) and position not in self.parents else leaf
+            for position, leaf in enumerate(self.leaves)
+        ]
+
     def compute(self, *parents: Tensor) -> Tensor:
         """The derived weight as a function of its parents, in the order of `self.parents`."""
-        leaves = list(self.leaves)
+        leaves = self.copied_leaves()
         for position, tensor in zip(self.parents, parents, strict=True):
             leaves[position] = tensor
         if self.inplace:
@@ -163,12 +171,34 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             return
     _check_unchanged(derivation)
     inputs = [derivation.leaves[position] for position in derivation.parents]
-    device = derivation.value.device
-    with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+
+    def again(*inputs: Tensor) -> list[Tensor]:
         if derivation.random_state is not None:
             torch.set_rng_state(derivation.random_state)
-        value, pull = vjp(derivation.compute, *inputs)  # type: ignore[misc]
-    _check_repeats(derivation, value)
+        return [derivation.compute(*inputs)]
+
+    devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), other_generators_kept():
+        (value,), pull = vector_jacobian(again, inputs)
+        _check_repeats(derivation, value)
+        before = _random_states(devices)
+        with other_generators_kept() as others_drawn:
+            pulled = _pulled(value, pull, gradient)
+            if others_drawn() or not all(map(torch.equal, before, _random_states(devices))):
+                raise UnsupportedError(
+                    f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op "
+                    "away from the weights"
+                )
+    for parent, grads in zip(parents, pulled, strict=True):
+        parent.contributions.append(Dense(grads))
+
+
+def _random_states(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+def _pulled(value: Tensor, pull: Pull, gradient: SampleGradient) -> list[Tensor]:
+    """The gradients of the parents, (B, *shape) each, in parts of the batch that fit into the memory budget."""
     step = max(1, _BUDGET // (value.element_size() * max(1, math.prod(gradient.shape))))
     pieces: list[tuple[Tensor, ...]] = []
     for start in range(0, gradient.batch_size, step):
@@ -178,16 +208,15 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
                 warnings.filterwarnings(
                     "ignore", "There is a performance drop because we have not yet implemented the batching"
                 )
-                pieces.append(vmap(pull)(cotangents))
+                pieces.append(vmap(pull)([cotangents]))
         except torch.OutOfMemoryError:
             raise
         except (
             RuntimeError,
             NotImplementedError,
         ):  # no batching rule for the backward of this op: one sample at a time
-            pieces.append(tuple(torch.stack(column) for column in zip(*map(pull, cotangents), strict=True)))
-    for position, parent in enumerate(parents):
-        parent.contributions.append(Dense(torch.cat([piece[position] for piece in pieces])))
+            pieces.append(tuple(torch.stack(column) for column in zip(*(pull([c]) for c in cotangents), strict=True)))
+    return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
 
 def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGradient) -> SampleGradient | None:

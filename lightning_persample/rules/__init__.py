@@ -33,6 +33,7 @@ float32.
 """
 
 from lightning_persample.rules import convolution, elementwise, embedding, linear, normalization, recurrent
+from lightning_persample.rules.generators import other_generators_kept
 from lightning_persample.rules.generic import generic_rule
 from lightning_persample.rules.registry import (
     Call,
@@ -46,9 +47,11 @@ from lightning_persample.rules.registry import (
     supported_ops,
     watched,
 )
+from lightning_persample.rules.vector_jacobian import Pull, vector_jacobian
 
 __all__ = [
     "Call",
+    "Pull",
     "Rule",
     "RuleFunction",
     "canonical_op",
@@ -60,9 +63,11 @@ __all__ = [
     "linear",
     "normalization",
     "op_name",
+    "other_generators_kept",
     "recurrent",
     "register_rule",
     "rule_of",
     "supported_ops",
+    "vector_jacobian",
     "watched",
 ]

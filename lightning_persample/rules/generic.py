@@ -12,9 +12,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.rules.elementwise import widen
+from lightning_persample.rules.generators import other_generators_kept
 from lightning_persample.rules.registry import canonical_op, op_name
+from lightning_persample.rules.vector_jacobian import vector_jacobian
 
 __all__ = ["generic_rule"]
+
+_RANDOM = "it draws random numbers"
 
 _IN_PLACE_OPERATORS = frozenset({
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__",
@@ -72,12 +76,12 @@ def generic_rule(
     sample_leaves = call.sample_leaves(batch_size)
 
     def one_sample(values: dict[int, Tensor], cotangents: list[Tensor]) -> dict[int, Tensor]:
-        asked = {leaf: values.get(leaf, call.start[leaf]) for leaf in weights}
+        asked = [values.get(leaf, call.start[leaf]) for leaf in weights]
 
-        def outputs(asked: dict[int, Tensor]) -> list[Tensor]:
-            return call.outputs({**values, **asked}, wanted)
+        def outputs(*asked: Tensor) -> list[Tensor]:
+            return call.outputs({**values, **dict(zip(weights, asked, strict=True))}, wanted)
 
-        found, pull_back = torch.func.vjp(outputs, asked)[:2]
+        found, pull_back = vector_jacobian(outputs, asked)
         matched = []
         for output, cotangent in zip(found, cotangents, strict=True):
             if output.shape != cotangent.shape:
@@ -88,21 +92,23 @@ def generic_rule(
                     )
                 )
             matched.append(cotangent.to(output.dtype))
-        gradients: dict[int, Tensor] = pull_back(matched)[0]
-        return gradients
+        return dict(zip(weights, pull_back(matched), strict=True))
 
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), other_generators_kept() as drawn, warnings.catch_warnings():
             # An op that torch cannot batch runs sample by sample, and the values are right all the same.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             per_sample = torch.vmap(one_sample, randomness="error", chunk_size=chunk_size)
             result: dict[int, Tensor] = per_sample(sample_leaves, present)
+            is_random = drawn()
     except torch.OutOfMemoryError:
         raise
     except (UnsupportedError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         if "random operation" in str(error):
-            raise UnsupportedError(call.complaint("it draws random numbers")) from error
-        result = _one_after_another(call, one_sample, sample_leaves, present)
+            raise UnsupportedError(call.complaint(_RANDOM)) from error
+        return _one_after_another(call, one_sample, sample_leaves, present)
+    if is_random:
+        raise UnsupportedError(call.complaint(_RANDOM))
     return result
 
 
@@ -115,7 +121,7 @@ def _one_after_another(
     """The slow way, for an op that torch cannot run on samples in a batch (a mask decides its sizes)."""
     found = []
     devices = [cotangents[0].device] if cotangents[0].is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), other_generators_kept() as others_drawn:
         states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
         for sample in range(len(cotangents[0])):
             values = {leaf: value[sample] for leaf, value in sample_leaves.items()}
@@ -127,8 +133,8 @@ def _one_after_another(
                 reason = f"running it on one sample alone raised {type(error).__name__}"
                 raise UnsupportedError(call.complaint(reason)) from error
         after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-    if not all(map(torch.equal, states, after)):
-        raise UnsupportedError(call.complaint("it draws random numbers"))
+        if others_drawn() or not all(map(torch.equal, states, after)):
+            raise UnsupportedError(call.complaint(_RANDOM))
     return {leaf: torch.stack([gradients[leaf] for gradients in found]) for leaf in found[0]}
 
 

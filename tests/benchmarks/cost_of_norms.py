@@ -8,7 +8,7 @@
 Every ratio is that of a pair: a plain step, then one with norms. Plain and all engines take turns, so that what else
 the machine does falls on all. Shown are the median and the middle half of the ratios. Peak memory is that of a process
 of its own (on an accelerator: of the allocator), less what the process holds before the first step. Where a peer is
-not installed (``pip install opacus backpack-for-pytorch``) its cell is "-".
+not installed its cell is "-"; "How fast" in the README says how to install them.
 """
 
 from __future__ import annotations

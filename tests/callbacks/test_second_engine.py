@@ -108,6 +108,14 @@ def test_the_loop_follows_samples_of_unequal_sizes():
         fit(OnLists(), [Recorder(engine="vmap", batch_size=3)], data=as_loader([batch]))
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batch_normalization_that_one_sample_alone_cannot_have_is_said_with_what_helps(engine):
+    network = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES))
+    text = "`network.1` normalises with the statistics of the batch, but a sample alone has one value per channel"
+    with pytest.warns(PerSampleWarning, match=text):
+        fit(Classifier(network), [Recorder(engine=engine)])
+
+
 SAME = {
     "dropout": (dropout, ENGINES, {}),
     "in place": (ResidualInPlace, ENGINES, {}),

@@ -145,10 +145,6 @@ def vmapped(*batch: Any, module: Any = None, loss: Any = squares, **options: Any
     return vmap_per_sample_grads(nn.Linear(6, 4) if module is None else module, loss, *batch, **options)
 
 
-def with_norm() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-
-
 VMAP_REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "vmap-no-module": (lambda: vmapped(module=3), PerSampleError, "module must be a torch.nn.Module; got int"),
     "vmap-chunk-size": (
@@ -186,22 +182,6 @@ VMAP_REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: vmapped(torch.zeros(B, 6), loss=lambda m, x: 3.0),
         PerSampleError,
         "loss_fn must give a scalar, a tensor without axes, but gave float; reduce it",
-    ),
-    "vmap-batch-norm": (
-        lambda: vmapped(torch.zeros(B, 3, 6), module=with_norm(), loss=lambda m, x: m[1](m[0](x).mT).sum()),
-        UnsupportedError,
-        "`1` normalises with the statistics of the batch and keeps them in buffers, which vmap over single samples "
-        "cannot do; call eval() on it, or build it with track_running_stats=False",
-    ),
-    "vmap-batch-norm-of-one": (
-        lambda: vmapped(torch.zeros(B, 6), module=with_norm()),
-        UnsupportedError,
-        "`1` normalises with the statistics of the batch",
-    ),
-    "vmap-batch-norm-itself": (
-        lambda: vmapped(torch.zeros(B, 6), module=nn.BatchNorm1d(6)),
-        UnsupportedError,
-        "the module itself normalises with the statistics of the batch",
     ),
     "vmap-lazy": (
         lambda: vmapped(torch.zeros(B, 6), module=nn.LazyLinear(3)),

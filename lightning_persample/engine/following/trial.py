@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -14,6 +9,7 @@ from torch.utils._pytree import tree_map
 from lightning_persample.engine.batch_axis import BatchAxis, one_entry
 from lightning_persample.engine.following.base import Followed, keep, lost
 from lightning_persample.engine.observed import ObservedCall, tensors_in
+from lightning_persample.rules import other_generators_kept
 
 __all__ = ["try_on_one_sample"]
 
@@ -24,20 +20,6 @@ _WRITES_UNSEEN = frozenset({"fused_moving_avg_obs_fake_quant", "_fused_moving_av
 
 _ALL, _SOME = 16, 8  # samples tried: all of at most so many, else so many
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float64: 1e-6}
-
-
-@contextmanager
-def _other_generators_kept() -> Iterator[None]:
-    """The random numbers of Python and NumPy go on afterwards as if nothing had drawn any."""
-    state = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 def try_on_one_sample(call: ObservedCall) -> Followed:
@@ -80,7 +62,7 @@ def _try_on(call: ObservedCall, axis: BatchAxis, entry: int) -> tuple[BatchAxis,
         return one_entry(leaf, where, call.batch_size, entry).detach()
 
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(call)), _other_generators_kept():
+        with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(call)), other_generators_kept():
             result = call.function(*tree_map(alone, call.args), **tree_map(alone, dict(call.kwargs)))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
         return f"cannot be followed ({type(error).__name__} on one sample alone)"

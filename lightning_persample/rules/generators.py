@@ -1,0 +1,34 @@
+"""An op that is run again takes no number out of the streams that the training draws from."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["other_generators_kept"]
+
+
+@contextmanager
+def other_generators_kept() -> Iterator[Callable[[], bool]]:
+    """The random numbers of Python and NumPy go on afterwards as if nothing had drawn any; torch's are not its task.
+
+    Yields:
+        A function that tells whether anything has drawn from them inside the context.
+    """
+    numpy = sys.modules.get("numpy")  # what has not been imported has not been drawn from
+    state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+    def drawn() -> bool:
+        if random.getstate() != state:
+            return True
+        return numpy is not None and pickle.dumps(numpy.random.get_state(legacy=False)) != pickle.dumps(numpy_state)
+
+    try:
+        yield drawn
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
