@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_persample.engine.use import Use
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["computation", "wrong_answer"]
+__all__ = ["Computation", "Placement", "by_rule", "computation", "placement_of", "wrong_answer"]
 
 Contributions: TypeAlias = "list[tuple[Weight, SampleGradient]]"
 Computation: TypeAlias = Callable[[Sequence[Tensor | None]], Contributions]
@@ -42,68 +43,154 @@ def computation(use: Use) -> Computation:
     return _by_rule(use, use.rule) if use.rule is not None else _by_generic_rule(use)
 
 
-def _by_rule(use: Use, rule: Rule) -> Computation:
-    call, batch_size = use.call, use.call.batch_size
-    owners = {name: use.weights[id(value)] for name, value in use.arguments.items() if id(value) in use.weights}
-    rank = call.outputs[0].dim() if call.op in POINTWISE else 0
-    aligned = use.followed.aligned
-    kept: dict[str, Any] = {}
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which arguments of a call its rule is given, and where the batch lies in them.
+
+    Attributes:
+        rule: the op's own rule.
+        batch_size: number of samples B.
+        owners: names of the arguments that are weights.
+        kept: names of the tensors that the rule is given.
+        axes: where the batch lies in those of them that hold it.
+        output_axes: where it lies in each output that can get a gradient.
+        rank: number of axes that the op lays its operands out to, 0 where it does not.
+        nested: see `rules.Call`.
+    """
+
+    rule: Rule
+    batch_size: int
+    owners: tuple[str, ...]
+    kept: tuple[str, ...]
+    axes: Mapping[str, BatchAxis]
+    output_axes: tuple[BatchAxis, ...]
+    rank: int = 0
+    nested: bool = False
+
+
+def placement_of(use: Use, rule: Rule) -> Placement:
+    """Where a call that its rule answers has weights and batch.
+
+    Args:
+        use: the call.
+        rule: the op's own rule.
+
+    Returns:
+        What the backward needs to know of the layout of the call's tensors.
+    """
+    call, aligned = use.call, use.followed.aligned
+    owners = tuple(name for name, value in use.arguments.items() if id(value) in use.weights)
+    kept: list[str] = []
     axes: dict[str, BatchAxis] = {}
     for name, value in use.arguments.items():
-        if not isinstance(value, Tensor):
-            kept[name] = value
-        elif rule.is_read(name) or name in owners or not rule.is_batched(name):
-            kept[name] = value.detach()
+        if isinstance(value, Tensor) and (rule.is_read(name) or name in owners or not rule.is_batched(name)):
+            kept.append(name)
             own = aligned(value) if aligned is not None and rule.is_per_sample(name) else None
             where = own if own is not None else call.axis_of(value)
             if isinstance(where, BatchAxis):
                 axes[name] = where
-    nested = rule.several_outputs and _later_lies_below_earlier(call)
-    output_axes = [axis for _, axis in use.outputs]
-    first = call.outputs[0].detach() if rule.reads_output or rule.draws is not None else None
-    first_axis, random_state = use.followed.outputs[0], call.random_state
-    description = use.description
-    rows_axis = _axis_of_rows(first_axis)
-    saved = saved_results(call.outputs[0], rule.saved) if rule.saved and rows_axis is not None else {}
-    unchanged = _Unchanged(use, use.arguments.values(), kept.values())
+    return Placement(
+        rule,
+        call.batch_size,
+        owners,
+        tuple(kept),
+        axes,
+        tuple(axis for _, axis in use.outputs),
+        call.outputs[0].dim() if call.op in POINTWISE else 0,
+        rule.several_outputs and _later_lies_below_earlier(call),
+    )
+
+
+def _by_rule(use: Use, rule: Rule) -> Computation:
+    call = use.call
+    owners = {name: use.weights[id(value)] for name, value in use.arguments.items() if id(value) in use.weights}
+    drawn: Drawn | None = None
+    if rule.reads_output or rule.draws is not None:
+        drawn = Drawn(call.outputs[0].detach(), use.followed.outputs[0], call.random_state)
+    placement, output = placement_of(use, rule), call.outputs[0]
+    return by_rule(placement, use.arguments, owners, use.description, output, call.written, drawn)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What a rule may ask for beside the arguments: the first output, and from where its random numbers were drawn.
+
+    Attributes:
+        output: the first output.
+        axis: where the batch lies in it.
+        random_state: state of the generator before the call.
+    """
+
+    output: Tensor
+    axis: BatchAxis | Lost | None
+    random_state: Tensor | None
+
+
+def by_rule(
+    placement: Placement,
+    given: Mapping[str, Any],
+    owners: Mapping[str, Weight],
+    description: Description,
+    first: Tensor,
+    written: frozenset[int] = frozenset(),
+    drawn: Drawn | None = None,
+) -> Computation:
+    """What to do in backward with the gradients of the outputs of a call that a rule answers.
+
+    Args:
+        placement: where the call has weights and batch.
+        given: the arguments of the call, by name.
+        owners: the weights among them, by the same names.
+        description: the call in messages.
+        first: the first output of the call.
+        written: ids of the arguments that the call wrote into.
+        drawn: what the rule may ask for beside the arguments.
+
+    Returns:
+        A function as `computation` returns it.
+    """
+    rule, batch_size, axes, rank = placement.rule, placement.batch_size, placement.axes, placement.rank
+    tensors = {name: given[name].detach() for name in placement.kept}
+    others = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
+    unchanged = _Unchanged(given.values(), tensors.values(), written, description)
+    weights = frozenset(owners)
+    rows_axis = _axis_of_rows(placement.output_axes[0]) if rule.saved else None
+    saved = saved_results(first, rule.saved) if rows_axis is not None else {}
 
     def compute(grads: Sequence[Tensor | None]) -> Contributions:
         unchanged.check()
-        arguments = dict(kept)
+        arguments = {**others, **tensors}
         counts: dict[str, Tensor] = {}
         for name, where in axes.items():
-            tensor = kept[name]
+            tensor = tensors[name]
             extra = max(rank - tensor.dim(), 0)
             if extra:
                 tensor = tensor.reshape(*(1,) * extra, *tensor.shape)
             arguments[name] = batch_first(tensor, where.moved(where.dim + extra), batch_size)
             if where.owner is not None:
                 counts[name] = torch.bincount(where.owner.sample, minlength=batch_size) * where.rows
-        drawn: list[Tensor] = []
-        if first is not None and random_state is not None:
-            drawn = _draw_again(rule, kept, first, random_state)
         output: Tensor | None = None
         draws: tuple[Tensor, ...] = ()
-        if first is not None and isinstance(first_axis, BatchAxis):
-            output = batch_first(first, first_axis, batch_size)
-            draws = tuple(batch_first(tensor, first_axis, batch_size) for tensor in drawn)
+        if drawn is not None:
+            again = _draw_again(rule, {**others, **tensors}, drawn)
+            if isinstance(drawn.axis, BatchAxis):
+                output = batch_first(drawn.output, drawn.axis, batch_size)
+                draws = tuple(batch_first(tensor, drawn.axis, batch_size) for tensor in again)
         by_sample = tuple(
             None if grad is None else batch_first(grad, axis, batch_size, fill=False)
-            for grad, axis in zip(grads, output_axes, strict=True)
+            for grad, axis in zip(grads, placement.output_axes, strict=True)
         )
-        kept_by_autograd = (
-            {} if rows_axis is None else {name: batch_first(r, rows_axis, batch_size) for name, r in saved.items()}
-        )
-        seen = Call(batch_size, arguments, frozenset(owners), counts, draws, output, nested, kept_by_autograd)
+        kept = {} if rows_axis is None else {n: batch_first(r, rows_axis, batch_size) for n, r in saved.items()}
+        seen = Call(batch_size, arguments, weights, counts, draws, output, placement.nested, kept)
         try:
-            given = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
+            found = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
         except FAILURES as error:
             raise UnsupportedError(reason_of(error, description, rule.function)) from error
         sizes = {name: (*(() if name in axes else (batch_size,)), *arguments[name].shape) for name in owners}
-        reason = wrong_answer(given, sizes)
+        reason = wrong_answer(found, sizes)
         if reason:
             raise UnsupportedError(f"{description}: the rule of {op_name(rule.op)} {reason}")
-        return [(weight, _placed(given[name], axes.get(name), description)) for name, weight in owners.items()]
+        return [(weight, _placed(found[name], axes.get(name), description)) for name, weight in owners.items()]
 
     return compute
 
@@ -149,13 +236,13 @@ def _later_lies_below_earlier(call: ObservedCall) -> bool:
     return any(output.grad_fn in below for output in later)
 
 
-def _draw_again(rule: Rule, arguments: dict[str, Any], output: Tensor, state: Tensor) -> list[Tensor]:
-    if rule.draws is None:
+def _draw_again(rule: Rule, arguments: dict[str, Any], drawn: Drawn) -> list[Tensor]:
+    if rule.draws is None or drawn.random_state is None:
         return []
-    devices = [output.device] if output.device.type == "cuda" else []
+    devices = [drawn.output.device] if drawn.output.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(state)
-        return rule.draws(arguments, output)
+        torch.set_rng_state(drawn.random_state)
+        return rule.draws(arguments, drawn.output)
 
 
 def _placed(gradient: SampleGradient, where: BatchAxis | None, description: Description) -> SampleGradient:
@@ -186,7 +273,7 @@ def _by_generic_rule(use: Use) -> Computation:
         elif isinstance(where, BatchAxis):
             axes[position] = where
     kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    unchanged = _Unchanged(use, leaves, kept)
+    unchanged = _Unchanged(leaves, kept, call.written, use.description)
     function, description = call.function, use.description
 
     def compute(grads: Sequence[Tensor | None]) -> Contributions:
@@ -217,16 +304,16 @@ def _first(tensor: Tensor, axis: BatchAxis | None, batch_size: int, *, fill: boo
 class _Unchanged:
     """Guards the values that a rule reads in backward against in-place changes since the forward."""
 
-    def __init__(self, use: Use, given: Iterable[Any], kept: Iterable[Any]) -> None:
-        written = {
-            tensor.data_ptr() for tensor in given if isinstance(tensor, Tensor) and id(tensor) in use.call.written
-        }
+    def __init__(
+        self, given: Iterable[Any], kept: Iterable[Any], written: frozenset[int], description: Description
+    ) -> None:
+        memory = {t.data_ptr() for t in given if isinstance(t, Tensor) and id(t) in written} if written else ()
         self._versions = [
             (tensor, version_of(tensor))
             for tensor in kept
-            if isinstance(tensor, Tensor) and tensor.data_ptr() not in written
+            if isinstance(tensor, Tensor) and not (memory and tensor.data_ptr() in memory)
         ]
-        self._text = use.description
+        self._text = description
 
     def check(self) -> None:
         """Raise if one of the tensors was written to.

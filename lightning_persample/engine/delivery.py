@@ -164,7 +164,6 @@ class DeliveringDispatcher(Dispatcher):
         self.marks.clear()
         self.nodes.clear()
         self.seen.clear()
-        self._written.clear()
 
 
 class Delivery:

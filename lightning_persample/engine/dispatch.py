@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
@@ -17,7 +18,7 @@ from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import FACTORIES, common_axis, follow
 from lightning_persample.engine.fused import fused_call
-from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges
+from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges, unseen_text
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
     SHAPE_OF_SECOND,
@@ -26,17 +27,15 @@ from lightning_persample.engine.kinds import (
     in_parts,
     kind_of,
 )
-from lightning_persample.engine.marks import CONSTANT, KNOWN, Constant, Marks
-from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, version_of
-from lightning_persample.engine.use import Use, attach, refuse_where_used
+from lightning_persample.engine.layout import Plan, layout_of, recall, remember
+from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
+from lightning_persample.engine.observed import ObservedCall, Operand, describe, operands_of, tensors_in, version_of
+from lightning_persample.engine.use import Use, attach, attach_as_planned, refuse_where_used
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.gradients import Dense, SampleGradient, sq_norms_and_sum
 from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher"]
-
-
-Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
 
 
 _OF_NO_SAMPLE = {type(None), Constant}
@@ -63,7 +62,7 @@ class Dispatcher:
         fuse: bool = False,
     ) -> None:
         self.batch_size = batch_size
-        self.marks: Marks[Mark] = Marks()
+        self.marks = Marks()
         self.weights: list[Weight] = []
         self.nodes: dict[Node, list[Weight]] = {}
         self.seen: set[Node] = set()
@@ -76,7 +75,6 @@ class Dispatcher:
         self.keep_structures = keep_structures
         self.fuse = fuse
         self.kept: set[str] = set()
-        self._written: dict[int, UntypedStorage] = {}
         for name, parameter in weights.items():
             weight = Weight(frozenset({name}), parameter)
             self.weights.append(weight)
@@ -91,11 +89,11 @@ class Dispatcher:
     def mark_gradients(self, inputs: list[Tensor], gradients: Iterable[Tensor | None]) -> None:
         """A gradient asked for aside lies where its input lies; that of a weight belongs to the whole batch."""
         for tensor, gradient in zip(inputs, gradients, strict=False):
-            mark = self._mark_of(tensor)
+            mark = self.marks.of_operand(tensor)
             if gradient is None or mark is None or isinstance(mark, Constant):
                 continue
             whole = Lost("it is a gradient of the whole batch, computed in the step")
-            self._set_mark(gradient, mark if isinstance(mark, BatchAxis) else whole)
+            self.marks.set_result(gradient, mark if isinstance(mark, BatchAxis) else whole)
 
     def start_backward(self, losses: list[Tensor], weights: Tensor | None) -> None:
         """Take note of what backward starts from."""
@@ -145,29 +143,39 @@ class Dispatcher:
         op = kind.op
         if op is None:
             if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":
-                self._copy_mark(*args)
+                self.marks.copy(*args)
             return function(*args, **kwargs)
         tensors = operands_of(args, kwargs)
         if op in SHAPE_OF_SECOND:
             del tensors[1:]
-        marks = [self._mark_of(tensor) for tensor in tensors]
+        marks = [self.marks.of_operand(tensor) for tensor in tensors]
         kinds = set(map(type, marks))
         if kinds <= _OF_NO_SAMPLE:
             result = function(*args, **kwargs)
-            self._note_constant(op, tensors, result)
+            self.marks.note_constant(op, tensors, result)
             return result
         if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
             axis, rank = common_axis(tensors, marks)
             if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
                 result = function(*args, **kwargs)  # by far the most calls: the output lies where the inputs do
                 for output in (result,) if isinstance(result, Tensor) else tensors_in(result):
-                    self._set_mark(output, axis.moved(axis.dim + output.dim() - rank))
+                    self.marks.set_result(output, axis.moved(axis.dim + output.dim() - rank))
                 return result
         if any(is_lazy(tensor) for tensor in tensors):
             return function(*args, **kwargs)
         if kind.composite:
             with visible:
                 return decomposed(function)(*args, **kwargs)
+        known = kind.by_layout and "out" not in kwargs and not (op == "getitem" and len(tensors) > 1)
+        fused = None
+        if self.fuse and Weight in kinds and torch.is_grad_enabled():
+            axis_of = self.marks.of_operand
+            fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
+        known = known and fused is None
+        layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if known else None
+        plan = recall(layout, op) if layout is not None else None
+        if plan is not None:
+            return self._as_planned(plan, function, args, kwargs, tensors, marks)
         marked = list(zip(tensors, marks, strict=True))
         weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
         inplace = kind.inplace
@@ -177,9 +185,6 @@ class Dispatcher:
         rule = rule_of(op) if weights else None
         draws = bool(weights) and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
         random_state = torch.get_rng_state() if draws else None
-        fused = None
-        if self.fuse and weights:
-            fused = fused_call(op, rule, args, kwargs, self._mark_of, self.batch_size, self.keep_structures)
         result = function(*args, **kwargs) if fused is None else fused.run()
         outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
         if not inplace and "out" not in kwargs:  # `contiguous`, `to` and the like may return what they were given
@@ -196,6 +201,7 @@ class Dispatcher:
         )
         call = ObservedCall(
             op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
+            layout,
         )  # fmt: skip
         involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
         live = involved if weights and any(output.requires_grad for output in outputs) else {}
@@ -204,7 +210,36 @@ class Dispatcher:
                 own = live if part is call else {key: live[key] for key in map(id, part.args) if key in live}
                 self._note(part, own, stop)
         except FAILURES as error:
-            self._give_up(call, live, error)
+            self._give_up(call.outputs, list(live.values()), reason_of(error, call.describe()))
+        return result
+
+    def _as_planned(
+        self,
+        plan: Plan,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: list[Tensor],
+        marks: list[Mark | None],
+    ) -> Any:
+        """Run a call of which all was decided before, at one that was laid out alike."""
+        placement = plan.placement
+        stop = boundary(tensors) if placement is not None else set()
+        result = function(*args, **kwargs)
+        outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
+        for output, axis in zip(outputs, plan.outputs, strict=True):
+            self.marks.set_result(output, axis)
+        if placement is not None:
+            involved = {id(t): m for t, m in zip(tensors, marks, strict=True) if isinstance(m, Weight)}
+            names = {name for weight in involved.values() for name in weight.names}
+            description = describe(str(placement.rule.op), tensors, names)
+            try:
+                self._watch_inside(outputs, stop)
+                for weight in involved.values():
+                    weight.uses += 1
+                attach_as_planned(placement, args, kwargs, outputs, involved, description, self)
+            except FAILURES as error:
+                self._give_up(outputs, list(involved.values()), reason_of(error, replace(description, parameters=())))
         return result
 
     def _note(self, call: ObservedCall, involved: Mapping[int, Weight], stop: set[Node]) -> None:
@@ -218,20 +253,18 @@ class Dispatcher:
             self._derive(call, involved)
         elif call.inplace and isinstance(before, Weight):  # written to without gradient: it is still made of weights
             others = [o.tensor for o in call.operands if o.tensor is not call.outputs[0]]
-            before.outside |= call.op in DATA_SOURCES or not all(self._is_known(tensor) for tensor in others)
+            before.outside |= call.op in DATA_SOURCES or not all(self.marks.is_known(tensor) for tensor in others)
         else:
-            self._note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
+            self.marks.note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
         if call.inplace and call.outputs[0]._is_view():
-            self._mark_base(call.outputs[0])
+            self.marks.note_written_through(call.outputs[0])
         if call.inplace and (before is None or isinstance(before, Constant)) and not involved:
-            storage = call.outputs[0].untyped_storage()  # other views of this memory now hold the batch, too
-            self._written[storage.data_ptr()] = storage
+            self.marks.note_written(call.outputs[0])
 
-    def _give_up(self, call: ObservedCall, involved: Mapping[int, Weight], error: Exception) -> None:
-        reason = reason_of(error, call.describe())
-        for output in call.outputs:
-            self._set_mark(output, Lost(reason))
-        refuse_where_used(call.outputs, list(involved.values()), reason, self)
+    def _give_up(self, outputs: tuple[Tensor, ...], weights: list[Weight], reason: str) -> None:
+        for output in outputs:
+            self.marks.set_result(output, Lost(reason))
+        refuse_where_used(outputs, weights, reason, self)
 
     def _watch_inside(self, outputs: tuple[Tensor, ...], stop: set[Node]) -> None:
         """Gradients may enter a call through its outputs only, not through the nodes between them and the weights."""
@@ -243,60 +276,6 @@ class Dispatcher:
             for weight in weights:
                 self.watch(node, weight)
 
-    def _set_mark(self, output: Tensor, mark: Mark) -> None:
-        """Mark a result; a parameter that is written to (an update, a clamp) remains what it is."""
-        known = self.marks.get(output)
-        if not (isinstance(known, Weight) and known.derivation is None):
-            self.marks[output] = mark
-
-    def _copy_mark(self, target: Tensor, source: Tensor) -> None:
-        mark = self._mark_of(source)
-        if mark is not None:
-            self._set_mark(target, Lost("its data was replaced by assignment") if isinstance(mark, Weight) else mark)
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        """Whether no sample's data can be in a tensor that is not marked as holding it."""
-        mark = self.marks.get(tensor)
-        if mark is None:
-            return isinstance(tensor, nn.Parameter) or tensor.numel() <= 1
-        if isinstance(mark, Weight):
-            return not mark.outside
-        return isinstance(mark, Constant) and mark.known
-
-    def _note_constant(self, op: object, operands: list[Tensor], result: Any) -> None:
-        known = op not in DATA_SOURCES and all(self._is_known(tensor) for tensor in operands)
-        for output in tensors_in(result):
-            foreign = output.requires_grad and output.grad_fn is not None
-            if known or foreign or self.marks.get(output) is KNOWN:
-                self._set_mark(output, KNOWN if known else CONSTANT)
-
-    def _mark_of(self, tensor: Tensor) -> Mark | None:
-        mark = self.marks.get(tensor)
-        if type(mark) is BatchAxis:
-            return mark
-        if type(mark) is Weight:
-            return mark if tensor.requires_grad else None
-        unmarked = mark is None or type(mark) is Constant
-        if unmarked and self._written and tensor.layout == torch.strided:
-            shared = tensor.untyped_storage().data_ptr() in self._written
-            mark = Lost("it shares its memory with a tensor that the batch was written into") if shared else mark
-        if mark is None and tensor.requires_grad and tensor.grad_fn is not None:
-            return Lost(
-                f"it passed through {tensor.grad_fn.name()}, which is not a torch call that can be seen (a custom "
-                "autograd function, or a tensor kept from before this step)"
-            )
-        return mark
-
-    def _mark_base(self, view: Tensor) -> None:
-        """After a write through a view, the tensor behind it holds what the view holds."""
-        base, mark = view._base, self.marks.get(view)
-        if base is None or mark is None or (base.is_leaf and base.requires_grad):
-            return
-        known = self.marks.get(base)
-        if isinstance(known, BatchAxis) and isinstance(mark, BatchAxis):
-            return
-        self.marks[base] = Lost("it was written to in place through a view; write to the tensor itself instead")
-
     def _derive(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
         parents = {p: involved[id(leaf)] for p, leaf in enumerate(leaves) if id(leaf) in involved}
@@ -304,7 +283,9 @@ class Dispatcher:
         outside = (
             any(parent.outside for parent in parents.values())
             or call.op in DATA_SOURCES
-            or not all(self._is_known(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in involved)
+            or not all(
+                self.marks.is_known(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in involved
+            )
         )
         detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         text, versions = call.describe(), tuple(version_of(leaf) for leaf in detached if isinstance(leaf, Tensor))
@@ -333,11 +314,12 @@ class Dispatcher:
         rule = rule_of(call.op)
         for output, mark in zip(call.outputs, followed.outputs, strict=False):
             if mark is not None:
-                self._set_mark(output, mark)
+                self.marks.set_result(output, mark)
         if call.op in FACTORIES and call.op not in DATA_SOURCES:
             for output in call.outputs:
-                self._set_mark(output, KNOWN)
+                self.marks.set_result(output, KNOWN)
         if not involved and (rule is None or rule.mixes_samples is None):
+            remember(call, followed, None)
             return
         use = Use(call, followed, involved, rule)
         if use.mixing is not None and not alone:
@@ -350,6 +332,7 @@ class Dispatcher:
             refuse_where_used(call.outputs, outside, f"{use.description}: {OUTSIDE}", self)
         elif involved:
             self._register(use, involved)
+            remember(call, followed, use)
 
     def _register(self, use: Use, involved: Mapping[int, Weight]) -> None:
         for operand in use.call.operands:  # one parameter may be given twice to one call
@@ -390,6 +373,13 @@ class Dispatcher:
             weight.sq_norm = gradient.sq_norm()
         return None
 
+    def collect(
+        self, contributions: Iterable[tuple[Weight, SampleGradient]], wants_sums: bool = False
+    ) -> list[tuple[Weight, Tensor]]:
+        """Take what one call contributes to its weights; gives sums over samples that were formed, if wanted."""
+        sums = [(weight, self.contribute(weight, gradient, wants_sums)) for weight, gradient in contributions]
+        return [(weight, total) for weight, total in sums if total is not None]
+
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:
         """Note that a gradient of these weights could not be split by sample."""
         for weight in weights:
@@ -408,11 +398,7 @@ class Dispatcher:
     def find_unseen(self, tops: list[Tensor]) -> None:
         """Refuse the weights that a gradient reaches, from these tensors down, through a call that was not seen."""
         for node, below in unseen_edges(tops, set(self.nodes), self.seen):
-            self.refuse(
-                self.nodes[below],
-                f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen (a "
-                "custom autograd function, a gradient of a gradient, a tensor from before, or a forward outside)",
-            )
+            self.refuse(self.nodes[below], unseen_text(node))
 
     def close(self) -> None:
         """Forget every mark, weight and node."""
@@ -420,4 +406,3 @@ class Dispatcher:
         self.weights.clear()
         self.nodes.clear()
         self.seen.clear()
-        self._written.clear()

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "nodes_between",
     "saved_results",
     "unseen_edges",
+    "unseen_text",
 ]
 
 Nodes: TypeAlias = set[Node]
@@ -90,6 +92,21 @@ def unseen_edges(losses: Iterable[Tensor], watched: Nodes, seen: Nodes) -> Itera
             if following not in visited:
                 visited.add(following)
                 stack.append(following)
+
+
+def unseen_text(node: Node) -> str:
+    """Why the gradients of the weights below this node are not known, and what helps."""
+    if not isinstance(node, BackwardCFunction):
+        return (
+            f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen (a "
+            "gradient of a gradient, a tensor from before, or a forward outside)"
+        )
+    name = node.name().removesuffix("Backward")
+    return (
+        f"its gradient also arrives through {name}.apply, a custom autograd function, which torch does not show; "
+        "call it in a function decorated with torch.overrides.wrap_torch_function (register_rule then makes it fast), "
+        "or use engine='loop' in the callback"
+    )
 
 
 def node_below(tops: Iterable[Tensor], name: str) -> bool:

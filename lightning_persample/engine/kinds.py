@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_persample.engine.decompose import is_composite
-from lightning_persample.engine.following import POINTWISE
+from lightning_persample.engine.following import BY_LAYOUT, POINTWISE
 from lightning_persample.engine.observed import ObservedCall
 from lightning_persample.rules import canonical_op
 
@@ -62,12 +62,14 @@ class Kind:
         inplace: whether it writes into its first argument.
         pointwise: whether each entry of its output is computed from the entries at its place.
         composite: whether it is one of torch's Python functions that can be run in the open.
+        by_layout: whether what is decided of a call may be remembered under its layout.
     """
 
     op: object | None
     inplace: bool
     pointwise: bool
     composite: bool
+    by_layout: bool
 
 
 _KINDS: dict[Callable[..., Any], Kind] = {}
@@ -78,7 +80,9 @@ def kind_of(function: Callable[..., Any]) -> Kind:
     kind = _KINDS.get(function)
     if kind is None:
         op = op_of(function)
-        kind = Kind(op, is_inplace(function), op in POINTWISE, is_composite(function))
+        inplace, composite = is_inplace(function), is_composite(function)
+        by_layout = op in BY_LAYOUT and not inplace and not composite and op not in SHAPE_OF_SECOND
+        kind = Kind(op, inplace, op in POINTWISE, composite, by_layout)
         if op is None or isinstance(op, str):
             _KINDS[function] = kind
     return kind
@@ -99,6 +103,7 @@ def in_parts(call: ObservedCall) -> tuple[ObservedCall, ...]:
             kwargs={},
             operands=(operand,),
             outputs=(output,),
+            layout=None,
         )
         for operand, output in pairs
     )

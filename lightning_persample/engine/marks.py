@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import Generic, TypeVar
+from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage, nn
 
-__all__ = ["CONSTANT", "KNOWN", "Constant", "Marks"]
+from lightning_persample.engine.batch_axis import BatchAxis, Lost
+from lightning_persample.engine.kinds import DATA_SOURCES
+from lightning_persample.engine.observed import tensors_in
+from lightning_persample.engine.weight import Weight
 
-Mark = TypeVar("Mark")
+__all__ = ["CONSTANT", "KNOWN", "Constant", "Mark", "Marks"]
 
 
 class Constant:
@@ -25,8 +29,10 @@ class Constant:
 
 CONSTANT, KNOWN = Constant(known=False), Constant(known=True)
 
+Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
 
-class Marks(Generic[Mark]):
+
+class Marks:
     """A mapping from tensor objects to marks that holds no tensor alive and writes nothing on it.
 
     An entry answers only for the very object it was made for: ids are reused, so the weak reference is compared too.
@@ -34,6 +40,7 @@ class Marks(Generic[Mark]):
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[Tensor], Mark]] = {}
+        self._written: dict[int, UntypedStorage] = {}
 
     def __setitem__(self, tensor: Tensor, mark: Mark) -> None:
         self._entries[id(tensor)] = (weakref.ref(tensor), mark)
@@ -47,6 +54,71 @@ class Marks(Generic[Mark]):
         entry = self._entries.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
+    def of_operand(self, tensor: Tensor) -> Mark | None:
+        """What a tensor means as an argument of a call: its own mark, or what its memory or its history tells."""
+        entry = self._entries.get(id(tensor))
+        mark = entry[1] if entry is not None and entry[0]() is tensor else None
+        kind = type(mark)
+        if kind is BatchAxis:
+            return mark
+        if kind is Weight:
+            return mark if tensor.requires_grad else None
+        unmarked = mark is None or kind is Constant
+        if unmarked and self._written and tensor.layout == torch.strided:
+            shared = tensor.untyped_storage().data_ptr() in self._written
+            mark = Lost("it shares its memory with a tensor that the batch was written into") if shared else mark
+        if mark is None and tensor.requires_grad and tensor.grad_fn is not None:
+            return Lost(
+                f"it passed through {tensor.grad_fn.name()}, which is not a torch call that can be seen (a custom "
+                "autograd function, or a tensor kept from before this step)"
+            )
+        return mark
+
+    def set_result(self, output: Tensor, mark: Mark) -> None:
+        """Mark a result; a parameter that is written to (an update, a clamp) remains what it is."""
+        known = self.get(output)
+        if not (type(known) is Weight and known.derivation is None):
+            self[output] = mark
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """After an assignment to its data, a tensor holds what the other one holds."""
+        mark = self.of_operand(source)
+        if mark is not None:
+            self.set_result(target, Lost("its data was replaced by assignment") if isinstance(mark, Weight) else mark)
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether no sample's data can be in a tensor that is not marked as holding it."""
+        mark = self.get(tensor)
+        if mark is None:
+            return isinstance(tensor, nn.Parameter) or tensor.numel() <= 1
+        if isinstance(mark, Weight):
+            return not mark.outside
+        return isinstance(mark, Constant) and mark.known
+
+    def note_constant(self, op: object, operands: list[Tensor], result: Any) -> None:
+        """Mark the results of a call without weights and without the batch, where there is something to know."""
+        known = op not in DATA_SOURCES and all(self.is_known(tensor) for tensor in operands)
+        for output in tensors_in(result):
+            foreign = output.requires_grad and output.grad_fn is not None
+            if known or foreign or self.get(output) is KNOWN:
+                self.set_result(output, KNOWN if known else CONSTANT)
+
+    def note_written(self, tensor: Tensor) -> None:
+        """The batch was written into a tensor: other views of its memory now hold the batch, too."""
+        storage = tensor.untyped_storage()
+        self._written[storage.data_ptr()] = storage
+
+    def note_written_through(self, view: Tensor) -> None:
+        """After a write through a view, the tensor behind it holds what the view holds."""
+        base, mark = view._base, self.get(view)
+        if base is None or mark is None or (base.is_leaf and base.requires_grad):
+            return
+        known = self.get(base)
+        if isinstance(known, BatchAxis) and isinstance(mark, BatchAxis):
+            return
+        self[base] = Lost("it was written to in place through a view; write to the tensor itself instead")
+
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()
+        self._written.clear()

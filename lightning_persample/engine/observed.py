@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.fused import FusedCall
 
-__all__ = ["Description", "ObservedCall", "Operand", "operands_of", "tensors_in", "user_line", "version_of"]
+__all__ = ["Description", "ObservedCall", "Operand", "describe", "operands_of", "tensors_in", "user_line", "version_of"]
 
 _OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
 
@@ -46,6 +46,7 @@ class ObservedCall:
         random_state: state of the generator before the call, where random numbers have to be drawn again.
         written: ids of the operands that the call wrote into, such as running statistics.
         fused: the call as it ran, where its backward forms the samples' gradients and their sum together.
+        layout: the key under which what is decided of the call may be remembered, see `layout`; None where it may not.
         located: the operands that hold the batch along a known axis.
         lost: the operands that depend on the batch without an axis that holds it.
     """
@@ -61,6 +62,7 @@ class ObservedCall:
     written: frozenset[int]
     random_state: Tensor | None = None
     fused: FusedCall | None = None
+    layout: Hashable | None = None
 
     def __post_init__(self) -> None:
         self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]
@@ -86,7 +88,7 @@ class ObservedCall:
 
     def describe(self, parameters: Iterable[str] = ()) -> Description:
         """Op, sizes of its tensors and the user's line, for messages; to be asked for while the call's line runs."""
-        return Description(self.name, tuple(o.tensor.shape for o in self.operands), _user_place(), tuple(parameters))
+        return describe(self.name, [operand.tensor for operand in self.operands], parameters)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,11 @@ class Description:
         sizes = ", ".join(str(tuple(size)) for size in self.sizes)
         named = f" with {', '.join(f'`{name}`' for name in sorted(self.parameters))}" if self.parameters else ""
         return f"`{self.name}` on {sizes}{_line(self.place)}{named}"
+
+
+def describe(name: str, tensors: Iterable[Tensor], parameters: Iterable[str] = ()) -> Description:
+    """The description of a call of these tensors; to be asked for while the call's line runs."""
+    return Description(name, tuple(tensor.shape for tensor in tensors), _user_place(), tuple(parameters))
 
 
 def version_of(tensor: Tensor) -> int:

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
-from lightning_persample.engine.computation import computation
+from lightning_persample.engine.computation import Computation, Placement, by_rule, computation
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import Followed
+from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.observed import Description, ObservedCall
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients.precision import without_autocast
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_persample.engine.dispatch import Dispatcher
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["Use", "attach", "refuse_where_used"]
+__all__ = ["Use", "attach", "attach_as_planned", "refuse_where_used", "report_to"]
 
 
 _FREED = (
@@ -153,9 +154,68 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
         refuse_where_used(use.call.outputs, weights, reason, dispatcher)
         return
     outputs = [output for output, _ in use.outputs]
-    held, readers = [computation(use)], [_gradient_reader(output) for output in outputs]
-    kind, description = outputs[0].device.type, use.description
     keeps_values = use.rule is None or bool(use.rule.reads)
+    fused = use.call.fused
+    names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
+    report_to(dispatcher, outputs, weights, computation(use), use.description, keeps_values, fused, names)
+
+
+def attach_as_planned(
+    placement: Placement,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    outputs: Sequence[Tensor],
+    weights: Mapping[int, Weight],
+    description: Description,
+    dispatcher: Dispatcher,
+) -> None:
+    """Hook the gradient of the output of a call that its rule is known to answer.
+
+    Args:
+        placement: where the call has weights and batch.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        outputs: the one output.
+        weights: the weights among its operands, by the id of their tensor.
+        description: the call in messages.
+        dispatcher: receives contributions, or the reason why there are none.
+
+    Raises:
+        LookupError: the arguments are not those that the placement was made for.
+    """
+    rule = placement.rule
+    given = rule.bind(args, kwargs)
+    if given is None:
+        raise LookupError(f"the arguments of {description} have no names")
+    owners = {name: weights[id(given[name])] for name in placement.owners}
+    compute = by_rule(placement, given, owners, description, outputs[0])
+    report_to(dispatcher, outputs, list(dict.fromkeys(owners.values())), compute, description, bool(rule.reads))
+
+
+def report_to(
+    dispatcher: Dispatcher,
+    outputs: Sequence[Tensor],
+    weights: list[Weight],
+    compute: Computation,
+    description: Description,
+    keeps_values: bool,
+    fused: FusedCall | None = None,
+    names: Mapping[Weight, str] | None = None,
+) -> None:
+    """Let backward report what each sample contributes as soon as the gradients of a call's outputs are there.
+
+    Args:
+        dispatcher: receives contributions, or the reason why there are none.
+        outputs: the outputs that can get a gradient.
+        weights: the weights among the call's operands.
+        compute: gives the contributions.
+        description: the call in messages.
+        keeps_values: whether `compute` holds what autograd holds, too, and lets go with it.
+        fused: the call, where its own backward asks for what there is to report.
+        names: the arguments that its weights are.
+    """
+    held, readers = [compute], [_gradient_reader(output) for output in outputs]
+    kind = outputs[0].device.type
 
     def contribute(grads: Sequence[Tensor | None], wants_sums: bool = False) -> list[tuple[Weight, Tensor]]:
         """Note what the samples contribute; gives the sums over them that were formed on the way."""
@@ -169,10 +229,7 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
                 ]
                 if not held:
                     raise UnsupportedError(f"{description}: {_FREED}")
-                for weight, gradient in held[0](read):
-                    total = dispatcher.contribute(weight, gradient, wants_sums)
-                    if total is not None:
-                        sums.append((weight, total))
+                sums = dispatcher.collect(held[0](read), wants_sums)
                 if dispatcher.frees and keeps_values:
                     held.clear()  # autograd lets its saved tensors go now, too
             except FAILURES as error:
@@ -182,13 +239,12 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
     def hook(grads: Sequence[Tensor | None]) -> None:
         contribute(grads)
 
-    if use.call.fused is not None:
-        names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
+    if fused is not None and names is not None:
 
-        def sums(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
+        def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
             return {names[weight]: total for weight, total in contribute([grad], wanted)}
 
-        use.call.fused.sums = sums
+        fused.sums = sums_by_name
     elif len(outputs) == 1:
         _on_gradient(outputs[0], lambda grad: hook([grad]))
     else:

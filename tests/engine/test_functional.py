@@ -346,7 +346,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tens
     "custom-function": (
         lambda: Model(lambda m, x: OwnScale.apply(m.a(x), m.w), a=nn.Linear(6, 4), w=parameter(4)),
         summed,
-        "`w`: its gradient also arrives through OwnScaleBackward, which is not a torch call that can be seen",
+        "`w`: its gradient also arrives through OwnScale.apply, a custom autograd function, which torch does not show",
     ),
     "batch-axis-lost": (
         lambda: Model(lambda m, x: m.b(m.a(x).t()), a=nn.Linear(6, 4), b=nn.Linear(B, 2)),

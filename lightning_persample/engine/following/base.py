@@ -14,6 +14,7 @@ from lightning_persample.engine.batch_axis import BatchAxis, Lost, row_owners
 from lightning_persample.engine.observed import ObservedCall, user_line
 
 __all__ = [
+    "BY_LAYOUT",
     "FOLLOWERS",
     "Entries",
     "Followed",
@@ -72,16 +73,29 @@ class Followed:
 
 Follower = Callable[[ObservedCall], Followed]
 FOLLOWERS: dict[object, Follower] = {}
+BY_LAYOUT: set[object] = set()
 
 
-def follower(*ops: str) -> Callable[[Follower], Follower]:
-    """Register the decorated function as the way to follow these canonical ops."""
+def follower(*ops: str, by_layout: bool = False) -> Callable[[Follower], Follower]:
+    """Register the decorated function as the way to follow these canonical ops.
+
+    Args:
+        *ops: canonical ops.
+        by_layout: the answer depends on nothing but shapes and dtypes of the tensors, where the batch lies in them,
+            and arguments that are no tensors; on no value in a tensor unless the batch has been picked from (an
+            `Owner`). Such an answer is remembered, see `layout`.
+
+    Returns:
+        The decorator.
+    """
 
     def register(function: Follower) -> Follower:
         for op in ops:
             if op in FOLLOWERS:
                 raise ValueError(f"{op} is followed by {FOLLOWERS[op].__name__} already")
             FOLLOWERS[op] = function
+            if by_layout:
+                BY_LAYOUT.add(op)
         return function
 
     return register

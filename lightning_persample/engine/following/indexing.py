@@ -16,7 +16,7 @@ __all__: list[str] = []
 _WHOLE = slice(None)
 
 
-@follower("getitem")
+@follower("getitem", by_layout=True)
 def _follow_getitem(call: ObservedCall) -> Followed:
     tensor: Tensor = call.args[0]
     items = _per_axis(call.args[1], tensor.dim())

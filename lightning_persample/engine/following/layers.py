@@ -17,7 +17,7 @@ __all__: list[str] = []
 _MEET = "meets two tensors of the batch with their batch axes at different places"
 
 
-@follower("linear", "bilinear")
+@follower("linear", "bilinear", by_layout=True)
 def _follow_linear(call: ObservedCall) -> Followed:
     data = [call.argument(0, "input", "input1")]
     if call.op == "bilinear":
@@ -37,7 +37,7 @@ def _follow_linear(call: ObservedCall) -> Followed:
     return Followed(outputs, aligned, placed.mixing, placed.weighting)
 
 
-@follower("embedding")
+@follower("embedding", by_layout=True)
 def _follow_embedding(call: ObservedCall) -> Followed:
     indices = call.argument(1, "indices")
     axis = call.axis_of(indices)
@@ -81,6 +81,7 @@ def _follow_embedding_bag(call: ObservedCall) -> Followed:
 @follower(
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
     "group_norm", "instance_norm", "batch_norm",
+    by_layout=True,
 )  # fmt: skip
 def _follow_channels(call: ObservedCall) -> Followed:
     """Layers on (N, C, ...): samples must lie along N."""
@@ -101,7 +102,7 @@ def _spatial_axes(call: ObservedCall) -> int:
     return next(int(character) for character in call.name if character.isdigit())
 
 
-@follower("layer_norm", "rms_norm")
+@follower("layer_norm", "rms_norm", by_layout=True)
 def _follow_layer_norm(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     if len(call.located) > 1 or call.lost or tensor is not call.argument(0, "input"):
@@ -115,6 +116,7 @@ def _follow_layer_norm(call: ObservedCall) -> Followed:
     "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices",
     "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
     "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "_adaptive_avg_pool2d",
+    by_layout=True,
 )  # fmt: skip
 def _follow_pool(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
@@ -123,7 +125,7 @@ def _follow_pool(call: ObservedCall) -> Followed:
     return keep(call, axis)
 
 
-@follower("pad", "constant_pad_nd")
+@follower("pad", "constant_pad_nd", by_layout=True)
 def _follow_pad(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     padding = tuple(call.argument(1, "pad"))
@@ -133,12 +135,12 @@ def _follow_pad(call: ObservedCall) -> Followed:
     return keep(call, axis)
 
 
-@follower("one_hot")
+@follower("one_hot", by_layout=True)
 def _follow_one_hot(call: ObservedCall) -> Followed:
     return keep(call, call.located[0][1])
 
 
-@follower("triu", "tril")
+@follower("triu", "tril", by_layout=True)
 def _follow_triangle(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     if axis.dim >= tensor.dim() - 2:
@@ -152,24 +154,24 @@ def _follow_multinomial(call: ObservedCall) -> Followed:
     return keep(call, axis) if axis.dim == 0 and tensor.dim() == 2 else lost(call, "draws across the batch", mixes=True)
 
 
-@follower("scaled_dot_product_attention")
+@follower("scaled_dot_product_attention", by_layout=True)
 def _follow_attention(call: ObservedCall) -> Followed:
     if any(axis.dim - tensor.dim() > -3 for tensor, axis in call.located):
         return lost(call, "attends from one sample to another", mixes=True)
     return broadcast(call)
 
 
-@follower("matmul", "mm", "bmm", "mv")
+@follower("matmul", "mm", "bmm", "mv", by_layout=True)
 def _follow_matmul(call: ObservedCall) -> Followed:
     return _product(call, call.argument(0, "input", "self"), call.argument(1, "other", "mat2", "vec"))
 
 
-@follower("rmatmul")
+@follower("rmatmul", by_layout=True)
 def _follow_reflected_matmul(call: ObservedCall) -> Followed:
     return _product(call, call.args[1], call.args[0])
 
 
-@follower("addmm", "addmv", "baddbmm")
+@follower("addmm", "addmv", "baddbmm", by_layout=True)
 def _follow_added_product(call: ObservedCall) -> Followed:
     added = call.argument(0, "input", "self")
     left, right = call.argument(1, "mat1", "batch1", "mat"), call.argument(2, "mat2", "batch2", "vec")
@@ -234,7 +236,7 @@ def _contracted(call: ObservedCall, *, alone: bool, mixed: bool) -> Followed:
     return added_up(call, weighs=alone)
 
 
-@follower("einsum")
+@follower("einsum", by_layout=True)
 def _follow_einsum(call: ObservedCall) -> Followed:
     equation = call.argument(0, "equation")
     if not isinstance(equation, str) or call.lost:

@@ -64,12 +64,12 @@ def common_axis(tensors: Sequence[Tensor], marks: Sequence[object]) -> tuple[Bat
     return found, rank
 
 
-@follower(*sorted(POINTWISE))
+@follower(*sorted(POINTWISE), by_layout=True)
 def _follow_pointwise(call: ObservedCall) -> Followed:
     return broadcast(call)
 
 
-@follower("where")
+@follower("where", by_layout=True)
 def _follow_where(call: ObservedCall) -> Followed:
     if len(call.args) + len(call.kwargs) < 3:
         return lost(call, "gives positions across the batch")

@@ -35,20 +35,21 @@ def _reduce(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
 @follower(
     "sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "logsumexp", "nansum", "nanmean", "median",
     "nanmedian", "mode", "std", "var", "std_mean", "var_mean", "count_nonzero", "aminmax", "special_logsumexp",
+    by_layout=True,
 )  # fmt: skip
 def _follow_reduction(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     return _reduce(call, dims_argument(call.argument(1, "dim", "axis"), tensor.dim()))
 
 
-@follower("max", "min")
+@follower("max", "min", by_layout=True)
 def _follow_extremum(call: ObservedCall) -> Followed:
     if isinstance(call.argument(1, "other"), Tensor):
         return broadcast(call)
     return _follow_reduction(call)
 
 
-@follower("linalg_vector_norm", "linalg_norm", "norm")
+@follower("linalg_vector_norm", "linalg_norm", "norm", by_layout=True)
 def _follow_norm(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     return _reduce(call, dims_argument(call.argument(2, "dim"), tensor.dim()))
@@ -64,20 +65,21 @@ def _along(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
 @follower(
     "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin",
     "special_softmax", "special_log_softmax",
+    by_layout=True,
 )  # fmt: skip
 def _follow_scan(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     return _along(call, dims_argument(call.argument(1, "dim", "dims"), tensor.dim()))
 
 
-@follower("sort", "argsort", "glu", "msort")
+@follower("sort", "argsort", "glu", "msort", by_layout=True)
 def _follow_sort(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     dim = call.argument(1, "dim", default=0 if call.op == "msort" else -1)
     return _along(call, dims_argument(dim, tensor.dim()))
 
 
-@follower("topk")
+@follower("topk", by_layout=True)
 def _follow_topk(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     return _along(call, dims_argument(call.argument(2, "dim", default=-1), tensor.dim()))

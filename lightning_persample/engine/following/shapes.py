@@ -14,14 +14,14 @@ from lightning_persample.engine.observed import ObservedCall
 __all__: list[str] = []
 
 
-@follower("reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "_unsafe_view")
+@follower("reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "_unsafe_view", by_layout=True)
 def _follow_reshape(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     moved = reshaped(axis, tensor.shape, call.outputs[0].shape, call.batch_size)
     return lost(call, "cuts the batch axis apart") if moved is None else keep(call, moved)
 
 
-@follower("squeeze")
+@follower("squeeze", by_layout=True)
 def _follow_squeeze(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     given = call.args[1:] if len(call.args) > 1 else call.argument(1, "dim")
@@ -34,14 +34,28 @@ def _follow_squeeze(call: ObservedCall) -> Followed:
     return keep(call, axis.moved(axis.dim - sum(d < axis.dim for d in gone)))
 
 
-@follower("unsqueeze")
+@follower("unsqueeze", by_layout=True)
 def _follow_unsqueeze(call: ObservedCall) -> Followed:
     _, axis = call.located[0]
     dim = int(call.argument(1, "dim")) % call.outputs[0].dim()
     return keep(call, axis.moved(axis.dim + (dim <= axis.dim)))
 
 
-@follower("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "T", "mT", "H", "mH", "adjoint")
+@follower(
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "permute",
+    "movedim",
+    "moveaxis",
+    "t",
+    "T",
+    "mT",
+    "H",
+    "mH",
+    "adjoint",
+    by_layout=True,
+)
 def _follow_permutation(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     sizes = range(2, 2 + tensor.dim())
@@ -52,12 +66,12 @@ def _follow_permutation(call: ObservedCall) -> Followed:
     return keep(call, axis.moved(moved.shape.index(axis.dim + 2)))
 
 
-@follower("expand", "expand_as", "broadcast_to")
+@follower("expand", "expand_as", "broadcast_to", by_layout=True)
 def _follow_expand(call: ObservedCall) -> Followed:
     return broadcast(call)
 
 
-@follower("repeat", "tile")
+@follower("repeat", "tile", by_layout=True)
 def _follow_repeat(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     output = call.outputs[0]
@@ -87,7 +101,7 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
     return _rows(call, axis, dim, row_owners(axis, call.batch_size, repeats.device).repeat_interleave(repeats))
 
 
-@follower("cat", "concat", "concatenate", "stack", "vstack", "row_stack")
+@follower("cat", "concat", "concatenate", "stack", "vstack", "row_stack", by_layout=True)
 def _follow_joined(call: ObservedCall) -> Followed:
     located = call.located
     if call.lost:
@@ -121,7 +135,7 @@ def _rows(call: ObservedCall, axis: BatchAxis, dim: int, owners: Tensor) -> Foll
     return keep(call, picked(dim, owners, call.batch_size, axis.mixing))
 
 
-@follower("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split")
+@follower("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split", by_layout=True)
 def _follow_split(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     dim = int(call.argument(2, "dim", default=0)) % tensor.dim()
@@ -131,7 +145,7 @@ def _follow_split(call: ObservedCall) -> Followed:
     return Followed(tuple(picked(dim, piece, call.batch_size, axis.mixing) for piece in pieces))
 
 
-@follower("unbind")
+@follower("unbind", by_layout=True)
 def _follow_unbind(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     dim = int(call.argument(1, "dim", default=0)) % tensor.dim()
@@ -140,7 +154,7 @@ def _follow_unbind(call: ObservedCall) -> Followed:
     return keep(call, axis.moved(axis.dim - (dim < axis.dim)))
 
 
-@follower("flip")
+@follower("flip", by_layout=True)
 def _follow_flip(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     given = call.args[1:] if len(call.args) > 2 else call.argument(1, "dims")

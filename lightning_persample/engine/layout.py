@@ -1,0 +1,167 @@
+"""What the layout of a call decides is decided once and remembered for the calls that are laid out alike.
+
+Most of what is found out of a call (along which axis of its outputs the samples lie, whether its rule can answer, which
+of its arguments the rule is given) depends on no number in a tensor: layers meet tensors of the same sizes step after
+step. `layout_of` gives a call a key, and `recall` a `Plan` that was made for a call with the same key.
+
+Why the key suffices. A plan is made of what three readers say: the op's follower, `Use`, and `placement_of`. The key
+holds all that these may read:
+
+- the function, the number of samples, and whether gradients are recorded;
+- of each tensor its shape, its dtype, whether it requires a gradient, and whether it is a weight, holds the batch
+  (along which axis and how), or neither; a call with a tensor that is sparse, nested, wrapped, of a class of its own,
+  given twice, picked from the batch, mixed or lost gets no key;
+- the values and types of all other arguments, by place and by name;
+- shapes of the outputs and whether they require a gradient follow from these.
+
+Values in tensors are read by followers that are not declared `by_layout`, by those for an `Owner`, and where a tensor
+stands for an index; none of these get a key. The op's rule may be replaced between two calls, so `recall` compares it.
+Everything else (strides, devices, memory, versions, views) is read from the tensors of each call when it is needed, and
+no plan holds a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_persample.engine.batch_axis import BatchAxis, Lost
+from lightning_persample.engine.computation import Placement, placement_of
+from lightning_persample.engine.following import Followed, is_plain
+from lightning_persample.engine.marks import Mark
+from lightning_persample.engine.observed import ObservedCall
+from lightning_persample.engine.use import Use
+from lightning_persample.engine.weight import Weight
+from lightning_persample.rules import Rule, rule_of
+
+__all__ = ["Plan", "layout_of", "recall", "remember"]
+
+_MOST = 4096  # plans that are kept; a model has some hundreds
+_COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
+_NESTED = (tuple, list, torch.Size)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """What is known of a call before it runs.
+
+    Attributes:
+        rule: the op's rule when the plan was made.
+        outputs: where the batch lies in each output.
+        placement: where the rule finds weights and batch; None for a call without weights.
+    """
+
+    rule: Rule | None
+    outputs: tuple[BatchAxis, ...]
+    placement: Placement | None
+
+
+_PLANS: dict[Hashable, Plan] = {}
+
+
+def layout_of(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    marks: Sequence[Mark | None],
+    batch_size: int,
+) -> Hashable | None:
+    """The key under which what is decided of a call may be remembered.
+
+    Args:
+        function: what is called; its op has a follower that is declared `by_layout`.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        tensors: the tensors among the arguments, in order.
+        marks: what is known of each of them.
+        batch_size: number of samples B.
+
+    Returns:
+        The key; None where more than the layout may decide.
+    """
+    if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
+        return None
+    key: list[Hashable] = [function, batch_size, torch.is_grad_enabled()]
+    marks_left = iter(marks)
+    if not _describe(args, marks_left, key):
+        return None
+    for name, value in kwargs.items():
+        key.append(name)
+        if not _describe((value,), marks_left, key):
+            return None
+    return tuple(key)
+
+
+def _describe(values: Iterable[Any], marks: Iterator[Mark | None], key: list[Hashable]) -> bool:
+    """Add arguments to a key; false where something among them may decide otherwise than by its layout."""
+    for value in values:
+        kind: type = type(value)
+        key.append(kind)  # 1, 1.0 and True are equal, and not the same argument
+        if kind is Tensor or kind is nn.Parameter:
+            mark = next(marks)
+            dtype, shape = value.dtype, value.shape
+            if not is_plain(value) or not (dtype.is_floating_point or _is_no_index(value, mark)):
+                return False
+            if type(mark) is BatchAxis:
+                if mark.owner is not None or mark.mixing is not None:
+                    return False
+                key += (shape, dtype, value.requires_grad, mark.dim, mark.outer, mark.inner)
+            elif isinstance(mark, Lost):
+                return False
+            else:
+                key += (shape, dtype, value.requires_grad, isinstance(mark, Weight))
+        elif kind in _COMPARED:
+            key.append(value)
+        elif kind in _NESTED:
+            key.append(len(value))
+            if not _describe(value, marks, key):
+                return False
+        elif kind is slice:
+            if not _describe((value.start, value.stop, value.step), marks, key):
+                return False
+        else:
+            return False
+    return True
+
+
+def _is_no_index(tensor: Tensor, mark: Mark | None) -> bool:
+    """Whether a tensor that is no floating point number can stand for neither an axis nor a size."""
+    return tensor.numel() > 1 and (type(mark) is BatchAxis or tensor.dtype is torch.bool or tensor.is_complex())
+
+
+def recall(layout: Hashable, op: object) -> Plan | None:
+    """What was decided of a call with this layout, or None."""
+    plan = _PLANS.get(layout)
+    return plan if plan is not None and plan.rule is rule_of(op) else None
+
+
+def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
+    """Keep what was decided of a call, where its layout alone has decided it and there was nothing to say of it.
+
+    Args:
+        call: the call; its `layout` is its key.
+        followed: where the batch lies in its outputs.
+        use: the call as a use of weights; None where it has none.
+    """
+    said = (followed.mixing, followed.weighting, followed.entries) != (None, None, None)
+    axes = tuple(axis for axis in followed.outputs if isinstance(axis, BatchAxis))
+    rule = rule_of(call.op)
+    if call.layout is None or call.written or said or len(axes) != len(call.outputs):
+        return
+    if any(axis.owner is not None or axis.mixing is not None for axis in axes):
+        return
+    if rule is not None and rule.mixes_samples is not None:  # which may look at values
+        return
+    if use is not None:
+        plain = use.rule is rule is not None and not (rule.several_outputs or rule.reads_output or rule.draws)
+        if not plain or len(axes) != 1 or use.not_additive is not None or use.reason_against() is not None:
+            return
+    placement = None if use is None or rule is None else placement_of(use, rule)
+    if len(_PLANS) >= _MOST:
+        _PLANS.clear()
+    _PLANS[call.layout] = Plan(rule, axes, placement)
