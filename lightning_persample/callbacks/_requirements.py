@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_options_agree", "holds_compiled_code", "why_unsupported"]
 
-_CAPTURE_OPTIONS = ("loss_reduction", "batch_dim", "batch_size", "engine")
+_CAPTURE_OPTIONS = ("loss_reduction", "batch_dim", "batch_size", "engine", "max_memory", "autotune")
 
 
 def check_options_agree(trainer: Trainer, callbacks: Sequence[PerSampleCallback]) -> None:

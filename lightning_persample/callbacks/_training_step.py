@@ -251,6 +251,8 @@ class SharedCapture:
                 batch_size=first.batch_size,
                 quantities=tuple(sorted(self._quantities)),
                 unsupported="ignore",  # what there is to say is said in _deliver
+                max_memory=first.max_memory,
+                autotune=first.autotune,
             )
         except OptionError:  # a callback's own mistake, not the model's
             raise

@@ -44,6 +44,8 @@ class PerSampleCallback(Callback):
         verify: before the first captured batch, compare the engine with the one-sample loop on a few of its samples,
             and raise `VerificationError` with a table and the reasons if a value is missing or wrong. Dropout layers
             have probability 0 during the check. One callback with True decides for all callbacks of the Trainer.
+        max_memory: bytes that the temporaries of one kernel of the engine "expanded" may take, see `expanded_weights`.
+        autotune: measure which kernels are fastest at the first captured step, see `expanded_weights`.
 
     Extra passes (`verify`, and every engine but "expanded") log nothing and leave the training as it is, bit for bit:
     what `training_step` changes in the module, its submodules and metrics, and in the random number generators is put
@@ -64,6 +66,8 @@ class PerSampleCallback(Callback):
         unsupported: Literal["warn", "error", "vmap"] = "warn",
         engine: Literal["expanded", "vmap", "loop"] = "expanded",
         verify: bool = False,
+        max_memory: int | None = None,
+        autotune: bool = False,
     ) -> None:
         super().__init__()
         check_option("every_n_steps", every_n_steps, is_none_or_int(every_n_steps, 1), "None or an int >= 1")
@@ -80,6 +84,8 @@ class PerSampleCallback(Callback):
         engines = ("expanded", "vmap", "loop")
         check_option("engine", engine, engine in engines, "'expanded', 'vmap' or 'loop'")
         check_option("verify", verify, verify in (True, False), "True or False")
+        check_option("max_memory", max_memory, is_none_or_int(max_memory, 1), "None or an int >= 1")
+        check_option("autotune", autotune, autotune in (True, False), "True or False")
         if engine != "expanded":
             why = f"with engine={engine!r}, which runs the samples alone"
             check_option("unsupported", unsupported, unsupported != "vmap", f"'warn' or 'error' {why}")
@@ -91,6 +97,8 @@ class PerSampleCallback(Callback):
         self.unsupported = unsupported
         self.engine = engine
         self.verify = verify
+        self.max_memory = max_memory
+        self.autotune = bool(autotune)
         self._shared: SharedCapture | None = None
 
     def needs(self, trainer: Trainer) -> set[str]:
@@ -147,7 +155,7 @@ class PerSampleCallback(Callback):
 
     def _settings(self) -> dict[str, Any]:
         names = ("every_n_steps", "loss_reduction", "batch_dim", "batch_size", "unsupported", "engine", "verify")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "max_memory", "autotune")}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the shared capture, if this is the first per-sample callback of the Trainer."""

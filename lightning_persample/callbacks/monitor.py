@@ -50,6 +50,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         unsupported: "warn", "error" or "vmap", see `PerSampleCallback`.
         engine: "expanded", "vmap" or "loop", see `PerSampleCallback`.
         verify: check the values on the first captured batch, see `PerSampleCallback`.
+        max_memory: bytes that the temporaries of one kernel may take, see `PerSampleCallback`.
+        autotune: measure which kernels are fastest, see `PerSampleCallback`.
         prefix: what the logged names start with.
         prog_bar: show ``<prefix>/norm_mean`` in the progress bar.
 
@@ -69,6 +71,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         unsupported: Literal["warn", "error", "vmap"] = "warn",
         engine: Literal["expanded", "vmap", "loop"] = "expanded",
         verify: bool = False,
+        max_memory: int | None = None,
+        autotune: bool = False,
         prefix: str = "per_sample_grad",
         prog_bar: bool = False,
     ) -> None:
@@ -80,6 +84,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
             unsupported=unsupported,
             engine=engine,
             verify=verify,
+            max_memory=max_memory,
+            autotune=autotune,
         )
         check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
         check_option(

@@ -29,14 +29,12 @@ from lightning_persample.engine.marks import CONSTANT, KNOWN, Constant, Marks
 from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, version_of
 from lightning_persample.engine.use import Use, attach, refuse_where_used
 from lightning_persample.engine.weight import Derivation, Weight
-from lightning_persample.gradients import SampleGradient
+from lightning_persample.gradients import KernelOptions, SampleGradient
 from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher"]
 
-
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
-
 
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
@@ -72,6 +70,7 @@ class Dispatcher:
         self.frees = False  # does the present backward free the graph it has gone through?
         self.keep_structures = keep_structures
         self.kept: set[str] = set()
+        self.kernel_options = KernelOptions()
         self._written: dict[int, UntypedStorage] = {}
         for name, parameter in weights.items():
             weight = Weight(frozenset({name}), parameter)

@@ -15,6 +15,7 @@ from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import Followed
 from lightning_persample.engine.observed import Description, ObservedCall
 from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import kernel_options
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import Rule
 
@@ -160,7 +161,8 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
     def hook(grads: Sequence[Tensor | None]) -> None:
         if not dispatcher.accepting:
             return
-        with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(kind):
+        options = kernel_options(dispatcher.kernel_options)  # entered here: on CUDA this is another thread
+        with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(kind), options:
             try:
                 read = [
                     None if grad is None else reader(grad.detach()) for grad, reader in zip(grads, readers, strict=True)

@@ -23,6 +23,7 @@ from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
+from lightning_persample.gradients.options import current_options
 
 __all__ = ["Derivation", "Weight", "pull_back", "settle"]
 
@@ -169,7 +170,8 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             torch.set_rng_state(derivation.random_state)
         value, pull = vjp(derivation.compute, *inputs)  # type: ignore[misc]
     _check_repeats(derivation, value)
-    step = max(1, _BUDGET // (value.element_size() * max(1, math.prod(gradient.shape))))
+    limit = current_options().max_memory or _BUDGET
+    step = max(1, limit // (value.element_size() * max(1, math.prod(gradient.shape))))
     pieces: list[tuple[Tensor, ...]] = []
     for start in range(0, gradient.batch_size, step):
         cotangents = gradient.samples(start, min(start + step, gradient.batch_size)).dense().to(value.dtype)

@@ -1,17 +1,20 @@
 """The algebra: what one use of one parameter contributes to each sample's gradient."""
 
 from lightning_persample.gradients.composite import Block, Sum, add_up
-from lightning_persample.gradients.patches import PatchGeometry
+from lightning_persample.gradients.geometry import PatchGeometry
+from lightning_persample.gradients.options import KernelOptions, kernel_options
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
 
 __all__ = [
     "Block",
     "Dense",
     "Indexed",
+    "KernelOptions",
     "Outer",
     "PatchGeometry",
     "Patches",
     "SampleGradient",
     "Sum",
     "add_up",
+    "kernel_options",
 ]

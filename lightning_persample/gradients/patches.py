@@ -1,4 +1,4 @@
-"""Convolutions: the geometry of their patches, and the per-sample weight gradient and its squared norm.
+"""Convolutions: the per-sample weight gradient and its squared norm.
 
 Axis letters: b samples, k rows of one sample, c input channels, o output channels, t positions of the output. A
 convolution's weight gradient is the sum over k and t of grad_out[k, :, t] (x) patch[k, t], where patch[k, t] holds the
@@ -10,81 +10,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_persample.gradients.cost import PatchKernel, chunks, patch_kernel
+from lightning_persample.gradients.autotune import fastest
+from lightning_persample.gradients.cost import PatchKernel, chunks, memory_budget, patch_kernel
+from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.norms import cancelled, dense_sq_norm, zeros
+from lightning_persample.gradients.options import current_options, kernel_options
 from lightning_persample.gradients.precision import accumulation_dtype, wide_dtype
 
 __all__ = ["PatchGeometry", "patches_dense", "patches_sq_norm", "patches_terms_sq_norm"]
-
-
-@dataclass(frozen=True)
-class PatchGeometry:
-    """Where a convolution's patches lie in its input, with one entry per spatial axis.
-
-    Example:
-        >>> geometry = PatchGeometry((3, 3), stride=(2, 2), padding=((1, 1), (1, 1)), dilation=(1, 1))
-        >>> geometry.output_size((8, 9))
-        (4, 5)
-
-    Attributes:
-        kernel_size: size of the kernel.
-        stride: distance of neighbouring patches.
-        padding: zeros (before, after) the input.
-        dilation: distance of neighbouring elements of a patch.
-        groups: number of groups of channels that do not see each other.
-
-    Raises:
-        ValueError: when the tuples differ in length, or an entry is out of range.
-    """
-
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        lengths = [len(self.kernel_size), len(self.stride), len(self.padding), len(self.dilation)]
-        if len(set(lengths)) != 1:
-            raise ValueError(
-                f"PatchGeometry: kernel_size, stride, padding and dilation have {lengths} entries; "
-                "each needs one entry per spatial axis."
-            )
-        if min((*self.kernel_size, *self.stride, *self.dilation, self.groups)) < 1:
-            raise ValueError(f"PatchGeometry: kernel_size, stride, dilation and groups are at least 1, got {self}.")
-        if any(min(pair) < 0 for pair in self.padding):
-            raise ValueError(
-                f"PatchGeometry: padding has a pair (before, after) of numbers >= 0 per axis, got {self.padding}."
-            )
-
-    def output_size(self, in_size: tuple[int, ...]) -> tuple[int, ...]:
-        """Number of patches that fit along each spatial axis of an input of size `in_size`."""
-        axes = zip(in_size, self.padding, self.extent((1,) * len(in_size)), self.stride, strict=True)
-        return tuple(max(0, (size + sum(pad) - one) // step + 1) for size, pad, one, step in axes)
-
-    def extent(self, out_size: tuple[int, ...]) -> tuple[int, ...]:
-        """Number of padded input positions that `out_size` patches read along each spatial axis."""
-        axes = zip(out_size, self.stride, self.dilation, self.kernel_size, strict=True)
-        return tuple((out - 1) * step + gap * (size - 1) + 1 for out, step, gap, size in axes)
-
-    def places(self) -> list[tuple[int, int]]:
-        """For each kernel offset along the first axis: positions that fall together after a stride, and the shift."""
-        stride, gap = self.stride[0], self.dilation[0]
-        offsets = [offset * gap for offset in range(self.kernel_size[0])]
-        return [(offset % stride // math.gcd(stride, gap), offset // stride) for offset in offsets]
-
-    def layer_numbers(self, channels: int, out_size: tuple[int, ...]) -> int:
-        """How many numbers of one sample are written where patches are written out along all axes but the first."""
-        places = self.places()
-        rows = (max(phase for phase, _ in places) + 1) * (places[-1][1] + out_size[0])
-        return channels * rows * prod(self.kernel_size[1:]) * prod(out_size[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,20 +111,32 @@ def _dense_unfolded(rows: _Rows) -> Tensor:
     return torch.bmm(rows.output_rows(), rows.unfolded().transpose(1, 2)).view(-1, *rows.weight_shape)
 
 
-def _layer_products(rows: _Rows) -> Iterator[Tensor]:
-    """The gradient's entries (b G, O/G, C K' / G) for each offset of the kernel along the first axis."""
+def _layer_products(rows: _Rows, *, transposed: bool) -> Iterator[Tensor]:
+    """The gradient's entries (b G, O/G, C K' / G) for each offset of the kernel along the first axis.
+
+    Args:
+        rows: the samples.
+        transposed: give (b G, C K' / G, O/G), which is faster: both factors of the product then lie as it reads them.
+
+    Yields:
+        One tensor for each offset.
+    """
     b, k, groups = rows.grad_out.shape[0], rows.grad_out.shape[1], rows.geometry.groups
     single = _Rows(rows.grad_out.flatten(0, 1).unsqueeze(1), rows.input.flatten(0, 1).unsqueeze(1), rows.geometry)
     outputs = single.output_rows()
+    if transposed:
+        outputs = outputs.transpose(1, 2).contiguous()
     layers, offsets = single.layers()
     for phase, positions in offsets:
-        product = torch.bmm(outputs, layers[:, :, phase, positions].transpose(1, 2))
+        layer = layers[:, :, phase, positions]
+        product = torch.bmm(layer, outputs) if transposed else torch.bmm(outputs, layer.transpose(1, 2))
         yield product if k == 1 else product.view(b, k, groups, *product.shape[1:]).sum(1).flatten(0, 1)
 
 
 def _dense_layers(rows: _Rows) -> Tensor:
     _, channels, _, *others = rows.weight_shape
-    parts = [part.view(-1, rows.weight_shape[0], channels, 1, *others) for part in _layer_products(rows)]
+    products = _layer_products(rows, transposed=False)
+    parts = [part.view(-1, rows.weight_shape[0], channels, 1, *others) for part in products]
     return torch.cat(parts, 3)
 
 
@@ -244,7 +197,7 @@ _GRAM: dict[PatchKernel, Callable[[_Rows], Tensor]] = {
 
 def _choose(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, dtype: torch.dtype, dense: bool) -> PatchKernel:
     out_size = tuple(grad_out.shape[3:])
-    return patch_kernel(
+    likely = patch_kernel(
         rows=inputs.shape[1],
         in_channels=inputs.shape[2],
         out_channels=grad_out.shape[2],
@@ -257,21 +210,35 @@ def _choose(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, dtype: to
         device=inputs.device,
         dense=dense,
     )
+    if not current_options().autotune:
+        return likely
+    whole, budget = _Rows(grad_out, inputs, geometry), memory_budget(inputs.device)
+    fitting = [
+        kernel
+        for kernel in (_DENSE if dense else _DENSE | _GRAM)
+        if kernel == likely or _bytes_each(kernel, whole, dtype, dense) <= budget
+    ]
+    run = _dense_by if dense else _squares_by
+    work = ("patches", dense, grad_out.shape, inputs.shape, grad_out.dtype, inputs.dtype, geometry, budget)
+    return fastest(
+        work, {kernel: partial(run, kernel, grad_out, inputs, geometry) for kernel in fitting}, inputs.device
+    )
 
 
-def _bytes_each(kernel: PatchKernel, rows: _Rows, dtype: torch.dtype) -> int:
+def _bytes_each(kernel: PatchKernel, rows: _Rows, dtype: torch.dtype, dense: bool) -> int:
     """Bytes of a kernel's temporaries for one sample."""
     _, positions = rows.group_shape
     result, unfolded = prod(rows.weight_shape), positions * rows.input.shape[2] * prod(rows.geometry.kernel_size)
     read = rows.input.shape[1] * prod(rows.geometry.extent(rows.out_size))
+    inputs, outputs = read * rows.input.shape[2], positions * rows.weight_shape[0]
+    layers = rows.input.shape[1] * rows.geometry.layer_numbers(rows.input.shape[2], rows.out_size)
+    along_first = rows.input.shape[1] * result // rows.geometry.kernel_size[0]
     numbers = {
-        "unfolded": unfolded + result,
-        "layers": rows.geometry.layer_numbers(rows.input.shape[2], rows.out_size)
-        + read * rows.input.shape[2]
-        + 2 * result,
-        "grouped": 2 * result + read * rows.input.shape[2] + positions * rows.weight_shape[0],
-        "unfolded gram": unfolded + 3 * rows.geometry.groups * positions**2,
-        "autocorrelation": rows.geometry.groups * (read**2 + 3 * positions**2),
+        "unfolded": inputs + unfolded + result,
+        "layers": inputs + layers + (2 * result if dense else outputs + 2 * along_first),
+        "grouped": inputs + outputs + 2 * result,
+        "unfolded gram": inputs + unfolded + 3 * rows.geometry.groups * positions**2,
+        "autocorrelation": inputs + rows.geometry.groups * (read**2 + 3 * positions**2),
     }
     return numbers[kernel] * dtype.itemsize
 
@@ -301,9 +268,17 @@ def patches_dense(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> 
     size = (inputs.shape[0], *whole.weight_shape)
     if not (grad_out.numel() and inputs.numel()):
         return torch.zeros(size, dtype=dtype, device=inputs.device)
-    result = torch.empty(size, dtype=dtype, device=inputs.device)
-    kernel = _choose(grad_out, inputs, geometry, dtype, dense=True)
-    for part in chunks(inputs.shape[0], _bytes_each(kernel, whole, dtype), inputs.device):
+    return _dense_by(_choose(grad_out, inputs, geometry, dtype, dense=True), grad_out, inputs, geometry)
+
+
+def _dense_by(kernel: PatchKernel, grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:
+    """The gradients (B, O, C/groups, *kernel) by this kernel."""
+    dtype, whole = accumulation_dtype(grad_out, inputs), _Rows(grad_out, inputs, geometry)
+    parts = list(chunks(inputs.shape[0], _bytes_each(kernel, whole, dtype, dense=True), inputs.device))
+    if len(parts) == 1:
+        return _DENSE[kernel](_Rows(grad_out.to(dtype), inputs.to(dtype), geometry)).contiguous()
+    result = torch.empty((inputs.shape[0], *whole.weight_shape), dtype=dtype, device=inputs.device)
+    for part in parts:
         result[part] = _DENSE[kernel](_Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry))
     return result
 
@@ -323,31 +298,49 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -
     if dtype.is_complex:
         parts = _real_and_imaginary(grad_out.to(dtype), inputs.to(dtype))
         return patches_sq_norm(*parts[0], geometry) + patches_sq_norm(*parts[1], geometry)
-    whole = _Rows(grad_out, inputs, geometry)
-    value, scale = zeros(inputs, dtype), zeros(inputs, dtype)
     if not (grad_out.numel() and inputs.numel()):
-        return value
+        return zeros(inputs, dtype)
     kernel = _choose(grad_out, inputs, geometry, dtype, dense=False)
-    for part in chunks(inputs.shape[0], _bytes_each(kernel, whole, dtype), inputs.device):
-        rows = _Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry)
-        if kernel == "layers":
-            squares = [dense_sq_norm(product) for product in _layer_products(rows)]
-            value[part] = torch.stack(squares).sum(0).view(-1, geometry.groups).sum(1)
-            continue
-        if kernel in _DENSE:
-            value[part] = dense_sq_norm(_DENSE[kernel](rows))
-            continue
-        outputs = rows.output_rows()
-        products = torch.bmm(outputs.transpose(1, 2), outputs) * _GRAM[kernel](rows)
-        value[part] = products.flatten(1).sum(1).view(-1, geometry.groups).sum(1)
-        diagonal = products.diagonal(dim1=1, dim2=2).sum(1)
-        scale[part] = diagonal.view(-1, geometry.groups).sum(1)
+    value, scale = _squares_by(kernel, grad_out, inputs, geometry)
     suspect = cancelled(value, scale)
     if kernel in _GRAM and suspect.any():
         wide = wide_dtype(value)
-        dense = patches_dense(grad_out[suspect].to(wide), inputs[suspect].to(wide), geometry)
+        with kernel_options(replace(current_options(), autotune=False)):  # each batch has another number of them
+            dense = patches_dense(grad_out[suspect].to(wide), inputs[suspect].to(wide), geometry)
         value[suspect] = dense_sq_norm(dense).to(value.dtype)
     return value
+
+
+def _squares_by(
+    kernel: PatchKernel, grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry
+) -> tuple[Tensor, Tensor]:
+    """The squared norms (B,) by this kernel, and for a Gram kernel what they were if the terms were orthogonal."""
+    dtype, whole = accumulation_dtype(grad_out, inputs), _Rows(grad_out, inputs, geometry)
+    value, scale = zeros(inputs, dtype), zeros(inputs, dtype)
+    each = _bytes_each(kernel, whole, dtype, dense=False)
+    for part in chunks(inputs.shape[0], each, inputs.device):
+        for outputs in _output_channels(kernel, each, whole, dtype):
+            rows = _Rows(grad_out[part, :, outputs].to(dtype), inputs[part].to(dtype), geometry)
+            if kernel == "layers":
+                squares = [dense_sq_norm(product) for product in _layer_products(rows, transposed=True)]
+                value[part] += torch.stack(squares).sum(0).view(-1, geometry.groups).sum(1)
+                continue
+            if kernel in _DENSE:
+                value[part] += dense_sq_norm(_DENSE[kernel](rows))
+                continue
+            columns = rows.output_rows()
+            products = torch.bmm(columns.transpose(1, 2), columns) * _GRAM[kernel](rows)
+            value[part] = products.flatten(1).sum(1).view(-1, geometry.groups).sum(1)
+            diagonal = products.diagonal(dim1=1, dim2=2).sum(1)
+            scale[part] = diagonal.view(-1, geometry.groups).sum(1)
+    return value, scale
+
+
+def _output_channels(kernel: PatchKernel, each: int, rows: _Rows, dtype: torch.dtype) -> list[slice]:
+    """Which output channels are taken at once: all, unless one sample's gradient alone is too large for the memory."""
+    if kernel in _GRAM or rows.geometry.groups > 1 or each <= memory_budget(rows.input.device):
+        return [slice(None)]
+    return list(chunks(rows.weight_shape[0], 2 * prod(rows.weight_shape[1:]) * dtype.itemsize, rows.input.device))
 
 
 def patches_terms_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:
