@@ -252,6 +252,8 @@ class SharedCapture:
                 quantities=tuple(sorted(self._quantities)),
                 unsupported="ignore",  # what there is to say is said in _deliver
                 fuse_weight_grad=first.fuse_weight_grad,
+                max_memory=first.max_memory,
+                autotune=first.autotune,
             )
         except OptionError:  # a callback's own mistake, not the model's
             raise

@@ -47,6 +47,8 @@ class PerSampleCallback(Callback):
         fuse_weight_grad: take the sum of the samples' gradients as the weight's gradient where they are formed for
             their norms anyway (convolutions, long sequences), which spares autograd's own product. It changes the order
             in which captured steps sum ``.grad``, and so the last digits: this alone of all options touches training.
+        max_memory: bytes that the temporaries of one kernel of the engine "expanded" may take, see `expanded_weights`.
+        autotune: measure which kernels are fastest at the first captured step, see `expanded_weights`.
 
     Extra passes (`verify`, and every engine but "expanded") log nothing and leave the training as it is, bit for bit:
     what `training_step` changes in the module, its submodules and metrics, and in the random number generators is put
@@ -68,6 +70,8 @@ class PerSampleCallback(Callback):
         engine: Literal["expanded", "vmap", "loop"] = "expanded",
         verify: bool = False,
         fuse_weight_grad: bool = False,
+        max_memory: int | None = None,
+        autotune: bool = False,
     ) -> None:
         super().__init__()
         check_option("every_n_steps", every_n_steps, is_none_or_int(every_n_steps, 1), "None or an int >= 1")
@@ -85,6 +89,8 @@ class PerSampleCallback(Callback):
         check_option("engine", engine, engine in engines, "'expanded', 'vmap' or 'loop'")
         check_option("verify", verify, verify in (True, False), "True or False")
         check_option("fuse_weight_grad", fuse_weight_grad, isinstance(fuse_weight_grad, bool), "True or False")
+        check_option("max_memory", max_memory, is_none_or_int(max_memory, 1), "None or an int >= 1")
+        check_option("autotune", autotune, autotune in (True, False), "True or False")
         if engine != "expanded":
             why = f"with engine={engine!r}, which runs the samples alone"
             check_option("unsupported", unsupported, unsupported != "vmap", f"'warn' or 'error' {why}")
@@ -98,6 +104,8 @@ class PerSampleCallback(Callback):
         self.engine = engine
         self.verify = verify
         self.fuse_weight_grad = fuse_weight_grad
+        self.max_memory = max_memory
+        self.autotune = bool(autotune)
         self._shared: SharedCapture | None = None
 
     def needs(self, trainer: Trainer) -> set[str]:
@@ -155,7 +163,7 @@ class PerSampleCallback(Callback):
     def _settings(self) -> dict[str, Any]:
         names = (
             "every_n_steps", "loss_reduction", "batch_dim", "batch_size", "unsupported", "engine", "verify",
-            "fuse_weight_grad",
+            "fuse_weight_grad", "max_memory", "autotune",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 

@@ -51,6 +51,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         engine: "expanded", "vmap" or "loop", see `PerSampleCallback`.
         verify: check the values on the first captured batch, see `PerSampleCallback`.
         fuse_weight_grad: form gradients once for norms and training, see `PerSampleCallback`.
+        max_memory: bytes that the temporaries of one kernel may take, see `PerSampleCallback`.
+        autotune: measure which kernels are fastest, see `PerSampleCallback`.
         prefix: what the logged names start with.
         prog_bar: show ``<prefix>/norm_mean`` in the progress bar.
 
@@ -71,6 +73,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         engine: Literal["expanded", "vmap", "loop"] = "expanded",
         verify: bool = False,
         fuse_weight_grad: bool = False,
+        max_memory: int | None = None,
+        autotune: bool = False,
         prefix: str = "per_sample_grad",
         prog_bar: bool = False,
     ) -> None:
@@ -83,6 +87,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
             engine=engine,
             verify=verify,
             fuse_weight_grad=fuse_weight_grad,
+            max_memory=max_memory,
+            autotune=autotune,
         )
         check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
         check_option(

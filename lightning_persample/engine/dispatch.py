@@ -32,7 +32,7 @@ from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
 from lightning_persample.engine.observed import ObservedCall, Operand, describe, operands_of, tensors_in, version_of
 from lightning_persample.engine.use import Use, attach, attach_as_planned, refuse_where_used
 from lightning_persample.engine.weight import Derivation, Weight
-from lightning_persample.gradients import Dense, SampleGradient, sq_norms_and_sum
+from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms_and_sum
 from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher"]
@@ -75,6 +75,7 @@ class Dispatcher:
         self.keep_structures = keep_structures
         self.fuse = fuse
         self.kept: set[str] = set()
+        self.kernel_options = KernelOptions()
         for name, parameter in weights.items():
             weight = Weight(frozenset({name}), parameter)
             self.weights.append(weight)

@@ -23,7 +23,7 @@ from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.weight import Weight, settle
 from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
-from lightning_persample.gradients import SampleGradient, add_up
+from lightning_persample.gradients import KernelOptions, SampleGradient, add_up, kernel_options
 
 __all__ = ["QUANTITIES", "Capture", "ObservingMode", "expanded_weights"]
 
@@ -41,6 +41,8 @@ def expanded_weights(
     quantities: Collection[str] = ("sq_norm",),
     unsupported: Literal["warn", "error", "ignore"] = "warn",
     fuse_weight_grad: bool = False,
+    max_memory: int | None = None,
+    autotune: bool = False,
 ) -> Capture:
     """Let every trainable parameter behave as if it had one copy per sample, in forward and backward in this context.
 
@@ -67,6 +69,10 @@ def expanded_weights(
         fuse_weight_grad: where the samples' gradients are formed for their norms anyway, take their sum as ``.grad``
             and skip autograd's own product. Saves time with convolutions and long sequences; ``.grad`` then differs
             from that of a run without it in the last digits, as the order of the sums is another.
+        max_memory: bytes that the temporaries of one kernel may take; the batch is cut into parts that fit. None takes
+            as much as the layer at hand holds in any case, within bounds.
+        autotune: measure all kernels on the first data of each shape, and stay with the fastest in this process, rather
+            than choose by operation count. No value depends on it but for its last bits.
 
     Returns:
         A context manager; after a backward under it, ``record`` holds the values.
@@ -82,6 +88,8 @@ def expanded_weights(
         quantities=quantities,
         unsupported=unsupported,
         fuse_weight_grad=fuse_weight_grad,
+        max_memory=max_memory,
+        autotune=autotune,
     )
 
 
@@ -104,12 +112,13 @@ class Capture:
         quantities: Collection[str] = ("sq_norm",),
         unsupported: Literal["warn", "error", "ignore"] = "warn",
         fuse_weight_grad: bool = False,
+        max_memory: int | None = None,
+        autotune: bool = False,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise OptionError(f"module is {module!r}; allowed is an instance of torch.nn.Module")
         _check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
-        if not isinstance(fuse_weight_grad, bool):
-            raise OptionError(f"fuse_weight_grad is {fuse_weight_grad!r}; allowed are True and False")
+        _check_kernel_options(max_memory, autotune, fuse_weight_grad)
         tensors = list(batch_tensors(batch))
         self.batch_size = read_batch_size(tensors, batch_dim) if batch_size is None else batch_size
         self.records: list[PerSampleRecord] = []
@@ -122,6 +131,7 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         keep = "grad_sample" in self._quantities
         self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, module.buffers(), fuse_weight_grad)
+        self._dispatcher.kernel_options = KernelOptions(max_memory, autotune)
         for path, tensor in tensors:
             place = place_in_batch(path, tensor, batch_dim, self.batch_size)
             if place is not None:
@@ -244,8 +254,9 @@ class Capture:
 
     def _finish(self) -> None:
         dispatcher = self._dispatcher
-        settle(dispatcher.weights, dispatcher.refuse)
-        record = self._build() if self._watched.got_gradient else None
+        with kernel_options(dispatcher.kernel_options):
+            settle(dispatcher.weights, dispatcher.refuse)
+            record = self._build() if self._watched.got_gradient else None
         self._forget()
         if record is not None:
             self.records.append(record)
@@ -354,6 +365,15 @@ def _report(record: PerSampleRecord, unsupported: str) -> None:
     if unsupported != "ignore":
         for text in texts:
             warnings.warn(text, PerSampleWarning, stacklevel=2)
+
+
+def _check_kernel_options(max_memory: object, autotune: object, fuse_weight_grad: object) -> None:
+    whole = isinstance(max_memory, int) and not isinstance(max_memory, bool) and max_memory >= 1
+    if max_memory is not None and not whole:
+        raise OptionError(f"max_memory is {max_memory!r}; allowed is None or an integer of at least 1, in bytes")
+    for name, value in (("autotune", autotune), ("fuse_weight_grad", fuse_weight_grad)):
+        if not isinstance(value, bool):
+            raise OptionError(f"{name} is {value!r}; allowed are True and False")
 
 
 def _check_options(

@@ -16,6 +16,7 @@ from lightning_persample.engine.following import Followed
 from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.observed import Description, ObservedCall
 from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import kernel_options
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import Rule
 
@@ -222,7 +223,8 @@ def report_to(
         sums: list[tuple[Weight, Tensor]] = []
         if not dispatcher.accepting:
             return sums
-        with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(kind):
+        options = kernel_options(dispatcher.kernel_options)  # entered here: on CUDA this is another thread
+        with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(kind), options:
             try:
                 read = [
                     None if grad is None else reader(grad.detach()) for grad, reader in zip(grads, readers, strict=True)

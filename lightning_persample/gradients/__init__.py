@@ -3,12 +3,14 @@
 from lightning_persample.gradients.composite import Block, Sum, add_up
 from lightning_persample.gradients.fused import convolution_is_fused, linear_is_fused, sq_norms_and_sum
 from lightning_persample.gradients.geometry import PatchGeometry
+from lightning_persample.gradients.options import KernelOptions, kernel_options
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
 
 __all__ = [
     "Block",
     "Dense",
     "Indexed",
+    "KernelOptions",
     "Outer",
     "PatchGeometry",
     "Patches",
@@ -16,6 +18,7 @@ __all__ = [
     "Sum",
     "add_up",
     "convolution_is_fused",
+    "kernel_options",
     "linear_is_fused",
     "sq_norms_and_sum",
 ]

@@ -15,9 +15,11 @@ from typing import Literal
 import torch
 
 from lightning_persample.gradients.geometry import PatchGeometry
+from lightning_persample.gradients.options import current_options, held_bytes
 
 __all__ = [
     "CPU_MEMORY_BUDGET",
+    "LEAST_MEMORY_BUDGET",
     "MEMORY_BUDGET",
     "MatrixKernel",
     "PatchKernel",
@@ -33,10 +35,13 @@ __all__ = [
 ]
 
 MEMORY_BUDGET = 256 * 2**20
-"""Bytes that the temporaries of one kernel may take."""
+"""Bytes that the temporaries of one kernel may take at most, where the caller sets no limit."""
 
 CPU_MEMORY_BUDGET = 16 * 2**20
 """The same on a CPU, where larger temporaries leave the cache and are returned to the system after each use."""
+
+LEAST_MEMORY_BUDGET = 2**20
+"""Bytes that the temporaries of one kernel may take in any case: less makes many small steps and saves nothing."""
 
 MatrixKernel = Literal["gram", "direct"]
 PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
@@ -51,14 +56,30 @@ _FULL_CHANNELS = 8  # a convolution with fewer channels takes as long as with th
 
 
 def memory_budget(device: torch.device) -> int:
-    """Bytes that the temporaries of one kernel may take on `device`."""
-    return min(MEMORY_BUDGET, CPU_MEMORY_BUDGET) if device.type == "cpu" else MEMORY_BUDGET
+    """Bytes that the temporaries of one kernel may take on `device`.
+
+    Where the caller sets no limit, it is what the use at hand holds in any case (its input, output gradient, weight and
+    weight gradient), within bounds: the peak of a step, where all activations live, then grows by one layer's part.
+
+    Args:
+        device: where the temporaries live.
+
+    Returns:
+        Bytes, at least 1.
+    """
+    limit = current_options().max_memory
+    if limit is not None:
+        return limit
+    most = min(MEMORY_BUDGET, CPU_MEMORY_BUDGET) if device.type == "cpu" else MEMORY_BUDGET
+    held = held_bytes()
+    return most if held is None else min(most, max(LEAST_MEMORY_BUDGET, held))
 
 
 def chunks(size: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
     """Cut an axis of `size` entries, each of which needs `bytes_each` bytes, into slices that fit the memory budget.
 
-    A slice holds at least one entry, so a kernel stays within the budget as far as one entry does.
+    A slice holds at least one entry, so a kernel stays within the budget as far as one entry does. Slices are of one
+    size, and on a CPU a multiple of the number of threads, so that none of them waits for another.
 
     Example:
         >>> [(part.start, part.stop) for part in chunks(5, MEMORY_BUDGET // 2, torch.device("meta"))]
@@ -73,6 +94,11 @@ def chunks(size: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
         Slices that cover 0 to `size`, in order, none of them empty.
     """
     step = max(1, memory_budget(device) // bytes_each) if bytes_each else max(1, size)
+    if 1 < step < size:
+        threads = torch.get_num_threads() if device.type == "cpu" else 1
+        step -= step % threads if step > threads else 0
+        step = -(-size // -(-size // step))  # as many slices, of more equal size
+        step = step if step < threads else -(-step // threads) * threads
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
 

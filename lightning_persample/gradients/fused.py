@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_persample.gradients import norms
 from lightning_persample.gradients.cost import PatchSizes, chunks, outer_forms_gradients, patches_form_gradients
 from lightning_persample.gradients.geometry import PatchGeometry
+from lightning_persample.gradients.options import held_by_use
 from lightning_persample.gradients.patches import patches_sq_norm_and_sum
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.gradients.structure import Dense, Patches, SampleGradient
@@ -68,7 +69,7 @@ def sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
     Returns:
         sum |g[b]|^2, (B,), real; and sum_b g[b], of the parameter's shape. Both float32 at least.
     """
-    with without_autocast(gradient.device.type):
+    with without_autocast(gradient.device.type), held_by_use(gradient._held_bytes()):
         if isinstance(gradient, Dense):
             return gradient._sq_norm(), gradient._dense().sum(0)
         if isinstance(gradient, Patches) and not gradient.dtype.is_complex:

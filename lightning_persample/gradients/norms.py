@@ -9,12 +9,15 @@ rounding errors; `cancelled` finds the samples for which this matters.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_persample.gradients.cost import chunks, memory_budget, outer_inner_kernel
+from lightning_persample.gradients.autotune import fastest
+from lightning_persample.gradients.cost import MatrixKernel, chunks, memory_budget, outer_inner_kernel
+from lightning_persample.gradients.options import current_options
 from lightning_persample.gradients.precision import accumulation_dtype
 
 __all__ = [
@@ -214,12 +217,22 @@ def outer_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Te
     Returns:
         (B,).
     """
-    (B, T, p), d, S = left.shape, right.shape[2], other_left.shape[1]
-    if outer_inner_kernel(T, S, p, d) == "gram":
-        return outer_gram_inner(left, right, other_left, other_right)
-    dtype = accumulation_dtype(left, right, other_left, other_right)
+    terms = left, right, other_left, other_right
+    kernels: dict[MatrixKernel, Callable[[], Tensor]] = {
+        "gram": partial(outer_gram_inner, *terms),
+        "direct": partial(_outer_direct_inner, *terms),
+    }
+    name = outer_inner_kernel(left.shape[1], other_left.shape[1], left.shape[2], right.shape[2])
+    if current_options().autotune and left.shape[0]:
+        sizes = tuple((term.shape, term.dtype) for term in terms)
+        name = fastest(("outer inner", sizes, memory_budget(left.device)), kernels, left.device)
+    return kernels[name]()
+
+
+def _outer_direct_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:
+    dtype, p, d = accumulation_dtype(left, right, other_left, other_right), left.shape[2], right.shape[2]
     result = zeros(left, dtype)
-    for part in chunks(B, 3 * p * d * dtype.itemsize, left.device):
+    for part in chunks(left.shape[0], 3 * p * d * dtype.itemsize, left.device):
         samples, columns, other_columns = part.stop - part.start, right[part].to(dtype), other_right[part].to(dtype)
         for rows in chunks(p, 3 * samples * d * dtype.itemsize, left.device):
             mine = torch.bmm(left[part, :, rows].to(dtype).transpose(1, 2), columns)

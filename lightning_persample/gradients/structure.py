@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from lightning_persample.gradients import norms, precision
-from lightning_persample.gradients.cost import chunks, outer_kernel
+from lightning_persample.gradients.autotune import fastest
+from lightning_persample.gradients.cost import MatrixKernel, chunks, memory_budget, outer_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
+from lightning_persample.gradients.options import current_options, held_by_use
 from lightning_persample.gradients.patches import patches_dense, patches_sq_norm, patches_terms_sq_norm
 
 __all__ = ["Dense", "Indexed", "Outer", "Patches", "SampleGradient"]
@@ -65,7 +67,7 @@ class SampleGradient(ABC):
         Returns:
             (B, *shape), float32 at least.
         """
-        with precision.without_autocast(self.device.type):
+        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes()):
             return self._dense()
 
     def sq_norm(self) -> Tensor:
@@ -74,7 +76,7 @@ class SampleGradient(ABC):
         Returns:
             (B,), real, float32 at least, never negative; NaN or infinite where the gradient is.
         """
-        with precision.without_autocast(self.device.type):
+        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes()):
             return self._sq_norm()
 
     def inner(self, other: SampleGradient) -> Tensor:
@@ -93,7 +95,7 @@ class SampleGradient(ABC):
             raise ValueError(
                 f"inner: {_describe(self)} and {_describe(other)} do not belong to the same samples and parameter."
             )
-        with precision.without_autocast(self.device.type):
+        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes() + other._held_bytes()):
             for one, two in ((self, other), (other, self)):
                 known = one._inner(two)
                 if known is not None:
@@ -134,6 +136,11 @@ class SampleGradient(ABC):
     def _numbers(self) -> int:
         """How many numbers the structure holds for one sample."""
         return sum(prod(tensor.shape[1:]) for tensor in self._tensors())
+
+    def _held_bytes(self) -> int:
+        """Bytes that the use holds in any case: the structure's tensors, the parameter and its ``.grad``."""
+        held = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+        return held + 2 * self._dense_bytes()
 
     def _dense_bytes(self) -> int:
         """Bytes of one sample's gradient."""
@@ -223,7 +230,7 @@ class Outer(SampleGradient):
         positions = self.left.shape[1]
         if positions == 1:
             return self._terms_sq_norm()
-        if outer_kernel(positions, *self.shape) == "direct":
+        if self._kernel() == "direct":
             return norms.outer_direct_sq_norm(self.left, self.right)
         value, scale = norms.outer_gram_sq_norm(self.left, self.right)
         suspect = norms.cancelled(value, scale)
@@ -231,6 +238,17 @@ class Outer(SampleGradient):
             wide = self._map(lambda tensor: tensor[suspect])._widened()
             value[suspect] = norms.outer_direct_sq_norm(wide.left, wide.right).to(value.dtype)
         return value
+
+    def _kernel(self) -> MatrixKernel:
+        left, right = self.left, self.right
+        if not current_options().autotune or not self.batch_size:
+            return outer_kernel(left.shape[1], *self.shape)
+        work = ("outer", left.shape, right.shape, left.dtype, right.dtype, memory_budget(left.device))
+        kernels: dict[MatrixKernel, Callable[[], object]] = {
+            "gram": lambda: norms.outer_gram_sq_norm(left, right),
+            "direct": lambda: norms.outer_direct_sq_norm(left, right),
+        }
+        return fastest(work, kernels, left.device)
 
     def _terms_sq_norm(self) -> Tensor:
         return norms.outer_terms_sq_norm(self.left, self.right)

@@ -43,6 +43,11 @@ BASE += [
     ("verify", None, "True or False"),
     ("fuse_weight_grad", 1, "True or False"),
     ("fuse_weight_grad", None, "True or False"),
+    ("max_memory", 0, NONE_OR_POSITIVE),
+    ("max_memory", True, NONE_OR_POSITIVE),
+    ("max_memory", 2.0**20, NONE_OR_POSITIVE),
+    ("autotune", "yes", "True or False"),
+    ("autotune", None, "True or False"),
 ]
 MONITOR = [
     ("per_layer", 0, NONE_OR_POSITIVE),
@@ -97,6 +102,8 @@ def test_allowed_values_are_kept():
         {"engine": "loop"},
         {"verify": True},
         {"fuse_weight_grad": True},
+        {"max_memory": 2**20},
+        {"autotune": True},
         {"prefix": "other"},
         {"prog_bar": True},
     ],
@@ -136,6 +143,8 @@ def test_callbacks_with_state_need_different_settings():
         ("batch_dim", (0, 1), ("0", "1")),
         ("batch_size", (None, 8), ("None", "8")),
         ("engine", ("expanded", "loop"), ("'expanded'", "'loop'")),
+        ("max_memory", (None, 4096), ("None", "4096")),
+        ("autotune", (False, True), ("False", "True")),
     ],
 )
 def test_callbacks_that_disagree_on_the_capture_raise_at_the_start_of_the_fit(option, values, shown):

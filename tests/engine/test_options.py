@@ -21,6 +21,8 @@ BAD_OPTIONS = {
     "batch_size": (0, "batch_size is 0; allowed is None or an integer of at least 1"),
     "quantities": ("sq_norm", "quantities is 'sq_norm'; allowed is a collection such as ('sq_norm', 'grad_sample')"),
     "unsupported": ("raise", "unsupported is 'raise'; allowed are 'warn', 'error' and 'ignore'"),
+    "max_memory": (0, "max_memory is 0; allowed is None or an integer of at least 1, in bytes"),
+    "autotune": ("yes", "autotune is 'yes'; allowed are True and False"),
 }
 
 B = 5
@@ -31,6 +33,13 @@ def test_bad_options(option: str) -> None:
     value, text = BAD_OPTIONS[option]
     with pytest.raises(OptionError, match=re.escape(text)):
         expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), **{option: value})
+
+
+@pytest.mark.parametrize("value", [-1, True, 2.0**20, "1 GiB"])
+def test_memory_is_a_whole_number_of_bytes(value: object) -> None:
+    with pytest.raises(OptionError) as error:
+        expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), max_memory=value)  # type: ignore[arg-type]
+    assert str(error.value) == f"max_memory is {value!r}; allowed is None or an integer of at least 1, in bytes"
 
 
 def test_weights_of_another_shape() -> None:

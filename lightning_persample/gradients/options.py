@@ -1,0 +1,83 @@
+"""What a caller asks of the kernels: how much memory they may take, and whether to measure which one is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+__all__ = ["KernelOptions", "current_options", "held_by_use", "held_bytes", "kernel_options"]
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """How the kernels of all quantities run; no option changes what they compute.
+
+    Attributes:
+        max_memory: bytes that the temporaries of one kernel may take; None leaves it to
+            `lightning_persample.gradients.cost.memory_budget`. One sample's, or one row's where rows can be told
+            apart, are taken in any case.
+        autotune: measure every kernel that fits the memory when shapes come for the first time, and stay with the
+            fastest, rather than choosing by operation count.
+
+    Raises:
+        ValueError: when max_memory is less than one byte.
+    """
+
+    max_memory: int | None = None
+    autotune: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_memory is not None and self.max_memory < 1:
+            raise ValueError(f"KernelOptions: max_memory is None or at least 1 byte, got {self.max_memory}.")
+
+
+_options: ContextVar[KernelOptions] = ContextVar("options of the kernels", default=KernelOptions())  # noqa: B039 (frozen)
+_held: ContextVar[int | None] = ContextVar("bytes held by the use at hand", default=None)
+
+
+def current_options() -> KernelOptions:
+    """The options in force in this thread."""
+    return _options.get()
+
+
+def held_bytes() -> int | None:
+    """Bytes that the use at hand holds in any case; None outside of one."""
+    return _held.get()
+
+
+@contextmanager
+def kernel_options(options: KernelOptions) -> Iterator[None]:
+    """Run the kernels inside this context with these options.
+
+    They hold in this thread alone: a backward on an accelerator runs in another one, so a hook enters them itself.
+
+    Args:
+        options: in place of those in force.
+
+    Yields:
+        Nothing.
+    """
+    before = _options.set(options)
+    try:
+        yield
+    finally:
+        _options.reset(before)
+
+
+@contextmanager
+def held_by_use(size: int) -> Iterator[None]:
+    """Within this context, kernels work on a use that holds so many bytes; what is nested counts as part of it.
+
+    Args:
+        size: bytes of the use's input, output gradient, weight and weight gradient.
+
+    Yields:
+        Nothing.
+    """
+    before = _held.set(size if _held.get() is None else _held.get())
+    try:
+        yield
+    finally:
+        _held.reset(before)

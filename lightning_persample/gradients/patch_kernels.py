@@ -1,0 +1,220 @@
+"""The kernels of a convolution's per-sample weight gradient: each a way to form it, or to its squared norm.
+
+Axis letters as in `lightning_persample.gradients.patches`, which chooses among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_persample.gradients.cost import PatchKernel, PatchSizes
+from lightning_persample.gradients.geometry import PatchGeometry
+
+__all__ = ["DENSE", "GRAM", "Rows", "layer_products"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some samples of a convolution's grad_out (b, k, O, *out) and input (b, k, C, *in), as the kernels see them."""
+
+    grad_out: Tensor
+    input: Tensor
+    geometry: PatchGeometry
+
+    @property
+    def out_size(self) -> tuple[int, ...]:
+        """Number of output positions along each spatial axis."""
+        return tuple(self.grad_out.shape[3:])
+
+    @property
+    def group_shape(self) -> tuple[int, int]:
+        """(b G, T)."""
+        b, k = self.grad_out.shape[:2]
+        return b * self.geometry.groups, k * prod(self.out_size)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """(O, C/G, *kernel)."""
+        return self.grad_out.shape[2], self.input.shape[2] // self.geometry.groups, *self.geometry.kernel_size
+
+    def sizes(self, dtype: torch.dtype) -> PatchSizes:
+        """What the kernels cost depends on this, where sums are taken in `dtype`."""
+        rows, channels, device = self.input.shape[1], self.input.shape[2], self.input.device
+        return PatchSizes(rows, channels, self.grad_out.shape[2], self.geometry, self.out_size, dtype.itemsize, device)
+
+    def output_rows(self) -> Tensor:
+        """grad_out as (b G, O/G, T)."""
+        groups, positions = self.group_shape
+        return self.grad_out.transpose(1, 2).reshape(groups, self.weight_shape[0] // self.geometry.groups, positions)
+
+    def read(self) -> Tensor:
+        """The input positions that are read, padded and cropped: (b, C, k, *extent)."""
+        extent = self.geometry.extent(self.out_size)
+        axes = list(zip(self.input.shape[3:], self.geometry.padding, extent, strict=True))
+        pad = [number for size, (before, _), end in reversed(axes) for number in (before, end - size - before)]
+        return (F.pad(self.input, pad) if any(pad) else self.input).transpose(1, 2)
+
+    def windows(self, read: Tensor) -> Tensor:
+        """Every patch of (b, c, k, *extent), as a view: (b, c, *kernel, k, *out)."""
+        size = (*read.shape[:2], *self.geometry.kernel_size, read.shape[2], *self.out_size)
+        strides = read.stride()[3:]
+        along_kernel = (gap * stride for gap, stride in zip(self.geometry.dilation, strides, strict=True))
+        along_output = (step * stride for step, stride in zip(self.geometry.stride, strides, strict=True))
+        stride = (*read.stride()[:2], *along_kernel, read.stride(2), *along_output)
+        return read.as_strided(size, stride, read.storage_offset())
+
+    def layers(self) -> tuple[Tensor, list[tuple[int, slice]]]:
+        """The input with its patches written out along all spatial axes but the first, for one row per sample.
+
+        Along the first axis, an offset of the kernel then only shifts the positions: those that fall together after a
+        stride lie in one layer.
+
+        Returns:
+            Layers (b G, C K' / G, phases, positions), with K' offsets of the kernel along the other axes; and for each
+            offset along the first axis its layer and the positions in it.
+        """
+        geometry, first = self.geometry, self.out_size[0]
+        inner, others = prod(self.out_size[1:]), geometry.kernel_size[1:]
+        stride, step = geometry.stride[0], math.gcd(geometry.stride[0], geometry.dilation[0])
+        places = geometry.places()
+        phases, length = max(phase for phase, _ in places) + 1, places[-1][1] + first
+        read = self.read().squeeze(2)
+        missing = (phases - 1) * step + (length - 1) * stride + 1 - read.shape[2]
+        if missing > 0:
+            read = F.pad(read, (0, 0) * (read.dim() - 3) + (0, missing))
+        along = read.stride()[3:]
+        kernel = [gap * one for gap, one in zip(geometry.dilation[1:], along, strict=True)]
+        output = [step * one for step, one in zip(geometry.stride[1:], along, strict=True)]
+        size = (*read.shape[:2], *others, phases, length, *self.out_size[1:])
+        strides = (*read.stride()[:2], *kernel, step * read.stride(2), stride * read.stride(2), *output)
+        groups, _ = self.group_shape
+        written = read.as_strided(size, strides, read.storage_offset())
+        slices = [(phase, slice(start * inner, (start + first) * inner)) for phase, start in places]
+        return written.reshape(groups, -1, phases, length * inner), slices
+
+    def unfolded(self) -> Tensor:
+        """Every patch: (b G, C K / G, T)."""
+        groups, positions = self.group_shape
+        return self.windows(self.read()).reshape(groups, prod(self.weight_shape[1:]), positions)
+
+
+def _dense_unfolded(rows: Rows) -> Tensor:
+    return torch.bmm(rows.output_rows(), rows.unfolded().transpose(1, 2)).view(-1, *rows.weight_shape)
+
+
+def layer_products(rows: Rows, *, transposed: bool) -> Iterator[Tensor]:
+    """The gradient's entries (b G, O/G, C K' / G) for each offset of the kernel along the first axis.
+
+    Args:
+        rows: the samples.
+        transposed: give (b G, C K' / G, O/G), which is faster: both factors of the product then lie as it reads them.
+
+    Yields:
+        One tensor for each offset.
+    """
+    b, k, groups = rows.grad_out.shape[0], rows.grad_out.shape[1], rows.geometry.groups
+    single = Rows(rows.grad_out.flatten(0, 1).unsqueeze(1), rows.input.flatten(0, 1).unsqueeze(1), rows.geometry)
+    outputs = single.output_rows()
+    if transposed:
+        outputs = outputs.transpose(1, 2).contiguous()
+    layers, offsets = single.layers()
+    for phase, positions in offsets:
+        layer = layers[:, :, phase, positions]
+        product = torch.bmm(layer, outputs) if transposed else torch.bmm(outputs, layer.transpose(1, 2))
+        yield product if k == 1 else product.view(b, k, groups, *product.shape[1:]).sum(1).flatten(0, 1)
+
+
+def _dense_layers(rows: Rows) -> Tensor:
+    _, channels, _, *others = rows.weight_shape
+    products = layer_products(rows, transposed=False)
+    parts = [part.view(-1, rows.weight_shape[0], channels, 1, *others) for part in products]
+    return torch.cat(parts, 3)
+
+
+def _dense_grouped(rows: Rows) -> Tensor:
+    """The weight gradient of one convolution that has every sample's channels as groups of its own, and batch k."""
+    geometry, inputs, out_size = rows.geometry, rows.input, rows.out_size
+    padding = tuple(before for before, _ in geometry.padding)
+    natural = out_size == geometry.output_size(tuple(inputs.shape[3:]))
+    if not natural or any(before != after for before, after in geometry.padding):
+        inputs, padding = rows.read().transpose(1, 2), (0,) * len(out_size)
+    b = inputs.shape[0]
+    weight_grad: Tensor = torch.ops.aten.convolution_backward(
+        rows.grad_out.transpose(0, 1).flatten(1, 2).contiguous(),
+        inputs.transpose(0, 1).flatten(1, 2).contiguous(),
+        inputs.new_empty((b * rows.weight_shape[0], *rows.weight_shape[1:])),  # only its shape is read
+        None,
+        geometry.stride,
+        padding,
+        geometry.dilation,
+        False,
+        (0,) * len(out_size),
+        b * geometry.groups,
+        (False, True, False),
+    )[1]
+    return weight_grad.reshape(b, *rows.weight_shape)
+
+
+def _products_autocorrelation(rows: Rows) -> Tensor:
+    """Products of the Gram matrices of output gradient and patches, (b G, m, m), without unfolding.
+
+    With x x^T over the n positions that are read, the Gram matrix of the patches is the sum of its copies shifted alike
+    along both sides by each offset of the kernel. In memory such a shift is one of n + 1 numbers for every position, so
+    that whole matrices are added, one axis of the kernel after the other; what crosses an edge lies at no output.
+
+    Returns:
+        One number for each pair of output positions, and zeros.
+    """
+    geometry, read = rows.geometry, rows.read()
+    groups, _ = rows.group_shape
+    positions = prod(read.shape[2:])
+    columns = read.reshape(groups, -1, positions)
+    gram = torch.bmm(columns.transpose(1, 2), columns).view(groups, -1)
+    strides = [prod(read.shape[axis + 1 :]) for axis in range(3, read.dim())]
+    for size, gap, stride in zip(geometry.kernel_size, geometry.dilation, strides, strict=True):
+        if size > 1:
+            step = gap * stride * (positions + 1)
+            length = gram.shape[1] - (size - 1) * step
+            added = gram[:, :length] + gram[:, step : step + length]
+            for offset in range(2, size):
+                added += gram[:, offset * step : offset * step + length]
+            gram = added
+    out_size = (rows.grad_out.shape[1], *rows.out_size)
+    along = [prod(read.shape[3:]), *(step * stride for step, stride in zip(geometry.stride, strides, strict=True))]
+    if set(geometry.stride) == {1}:  # the gradient of the output in the places of the input, so that rows fit to rows
+        missing = [one for axis in reversed(range(3, read.dim())) for one in (0, read.shape[axis] - out_size[axis - 2])]
+        last = 1 + sum((size - 1) * stride for size, stride in zip(out_size, along, strict=True))
+        outputs = F.pad(rows.grad_out, missing).transpose(1, 2).reshape(groups, -1, positions)[:, :, :last]
+        products = torch.bmm(outputs.transpose(1, 2), outputs)
+        products *= gram.as_strided(products.shape, (gram.stride(0), positions, 1))
+        return products
+    outputs = rows.output_rows()
+    products = torch.bmm(outputs.transpose(1, 2), outputs)
+    picked = (gram.stride(0), *(stride * positions for stride in along), *along)
+    products.view(groups, *out_size, *out_size).mul_(gram.as_strided((groups, *out_size, *out_size), picked))
+    return products
+
+
+def _products_unfolded(rows: Rows) -> Tensor:
+    unfolded, outputs = rows.unfolded(), rows.output_rows()
+    products = torch.bmm(unfolded.transpose(1, 2), unfolded)
+    products *= torch.bmm(outputs.transpose(1, 2), outputs)
+    return products
+
+
+DENSE: dict[PatchKernel, Callable[[Rows], Tensor]] = {
+    "unfolded": _dense_unfolded,
+    "layers": _dense_layers,
+    "grouped": _dense_grouped,
+}
+GRAM: dict[PatchKernel, Callable[[Rows], Tensor]] = {
+    "autocorrelation": _products_autocorrelation,
+    "unfolded gram": _products_unfolded,
+}
