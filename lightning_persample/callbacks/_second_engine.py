@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_persample.callbacks._aside import NoLossError, aside
-from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine import FAILURES, PerSampleRecord
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.engine.functional import vmap_per_sample_grads
 from lightning_persample.engine.samples import (
@@ -22,7 +22,7 @@ from lightning_persample.engine.samples import (
     tensors_of,
     with_tensors,
 )
-from lightning_persample.errors import OptionError, UnsupportedError
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients.cost import MEMORY_BUDGET
 
 __all__ = ["SecondEngine"]
@@ -90,6 +90,41 @@ class SecondEngine:
         run = self._loop if engine == "loop" else self._vmap
         run(training_step, batch, size, collected)
         return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
+
+    def record_or_reason(
+        self,
+        engine: Literal["expanded", "vmap", "loop"],
+        training_step: Callable[[Any], Any] | None,
+        batch: Any,
+        quantities: Collection[str],
+    ) -> PerSampleRecord | PerSampleError:
+        """The record of an extra pass over the batch, or why there is none.
+
+        Args:
+            engine: how the samples run.
+            training_step: the module's training step as a function of the batch alone, if there is one.
+            batch: the batch.
+            quantities: what the record holds.
+
+        Returns:
+            One of the two.
+
+        Raises:
+            OptionError: a quantity that this engine does not give.
+        """
+        if training_step is None or engine == "expanded":
+            return UnsupportedError("there is no batch to run aside")
+        try:
+            return self.record(engine, training_step, batch, quantities)
+        except OptionError:  # a callback's own mistake, not the model's
+            raise
+        except PerSampleError as error:
+            return error
+        except NoLossError:
+            return UnsupportedError(f"training_step returned None in the extra pass of engine={engine!r}")
+        except (AssertionError, *FAILURES) as error:  # single samples must not end the training
+            text = next(iter(str(error).strip().splitlines()), "")
+            return UnsupportedError(f"engine={engine!r} failed with {type(error).__name__}: {text}")
 
     def _loop(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
         scale = self._loss_scale(size)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.batch import batch_tensors, place_in_batch, read_batch_size
 from lightning_persample.engine.coverage import classify, warning_texts
+from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, reason_of
@@ -86,6 +87,8 @@ class Capture:
     Attributes:
         batch_size: number of samples B.
         records: one record per backward, in order.
+        before_backward: is given what each backward starts from, before it runs.
+        after_backward: is given each record as soon as its backward has run, before the next line of the step.
     """
 
     def __init__(
@@ -119,6 +122,8 @@ class Capture:
             if place is not None:
                 self._dispatcher.mark_batch(tensor, place)
         self._watched = WatchedParameters(self._parameters, self._dispatcher)
+        self.before_backward: Callable[[list[Tensor]], None] | None = None
+        self.after_backward: Callable[[PerSampleRecord], None] | None = None
         self._closed = False
         self._loss_is_known = False
         self._mode = ObservingMode(self.call)
@@ -168,7 +173,9 @@ class Capture:
             loss: the loss of the training step, sum_i w_i l_i.
             weights: w_i, shape (B,), in place of the `loss_reduction` given at the start; another shape gives an
                 `OptionError`.
+        It holds for the next backward.
         """
+        self._forget_loss()
         if weights is not None:
             self._check_weighting(weights)
             self._weighting = weights
@@ -180,9 +187,8 @@ class Capture:
     def close(self) -> None:
         """Forget every mark and remove every hook; the records stay."""
         self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.before_backward = self.after_backward = None
+        self._forget_loss()
         self._watched.close()
         self._dispatcher.close()
 
@@ -190,6 +196,8 @@ class Capture:
         """Answer one torch call under the mode."""
         if function in _BACKWARD:
             return self._backward(function, args, kwargs)
+        if function is mark_samples:
+            return self._declare(*args, **kwargs)
         if function is not torch.autograd.grad:
             return self._dispatcher.call(function, args, kwargs, self._mode)
         with self._dispatcher.aside():
@@ -198,8 +206,20 @@ class Capture:
         self._dispatcher.mark_gradients(list(tensors_in((inputs,))), gradients)
         return gradients
 
+    def _declare(self, tensor: Tensor, batch_dim: int = 0) -> Tensor:
+        place = place_in_batch("the tensor given to mark_samples", tensor, batch_dim, self.batch_size)
+        if place is not None and not tensor.requires_grad:
+            self._dispatcher.mark_batch(tensor, place)
+        return tensor
+
     def _keep_scale(self, grad: Tensor) -> None:
         self._scale = grad.detach()
+
+    def _forget_loss(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._loss_is_known = False
 
     def _check_weighting(self, weighting: str | Tensor) -> None:
         if isinstance(weighting, Tensor) and tuple(weighting.shape) != (self.batch_size,):
@@ -213,6 +233,8 @@ class Capture:
         if self._depth:
             return run(*args, **kwargs)
         losses = list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors")))
+        if self.before_backward is not None:
+            self.before_backward(losses)
         self._watched.watch()
         self._dispatcher.find_unseen(losses)
         weighted = next(tensors_in((args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors"))), None)
@@ -239,9 +261,12 @@ class Capture:
         settle(dispatcher.weights, dispatcher.refuse)
         record = self._build() if self._watched.got_gradient else None
         self._forget()
+        self._forget_loss()
         if record is not None:
             self.records.append(record)
             _report(record, self._unsupported)
+            if self.after_backward is not None:
+                self.after_backward(record)
 
     def _forget(self) -> None:
         """Drop what a backward left, also one that was broken off."""
@@ -285,6 +310,7 @@ class Capture:
             mixing=tuple(mixing),
             weighting=() if isinstance(self._weighting, Tensor) else tuple(weighting),
             not_additive=tuple(self._dispatcher.not_additive),
+            backward_index=len(self.records),
         )
 
     def _own(self, values: Tensor, power: int, scale: Tensor | None) -> Tensor:

@@ -46,6 +46,8 @@ class PerSampleRecord:
             then off by the factor between the true w_i and the assumed one.
         not_additive: where the batch gradient is not the weighted sum of these values (an embedding that divides by how
             often an index occurs in the batch): each value is what the sample alone would give.
+        backward_index: which backward of the training step this is, counted from 0; those that reach no parameter do
+            not count.
     """
 
     batch_size: int
@@ -57,6 +59,7 @@ class PerSampleRecord:
     mixing: tuple[str, ...] = ()
     weighting: tuple[str, ...] = ()
     not_additive: tuple[str, ...] = ()
+    backward_index: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,6 +73,14 @@ class PerSampleRecord:
             One norm per sample, in the units of the loss per unit of parameter; NaN where no parameter has values.
         """
         return _root_of_sum(list(self.sq_norms.values()), self.batch_size)
+
+    def nonfinite(self) -> Tensor:
+        """The samples whose norm is inf or nan (a loss that overflowed, bad data), by their place in the batch.
+
+        Returns:
+            Indices along the batch, (samples,), int64; all samples where no parameter has values.
+        """
+        return (~self.norms().isfinite()).nonzero().flatten()
 
     def group_norms(self, depth: int) -> dict[str, Tensor]:
         """Norm of each sample's gradient over groups of parameters.
