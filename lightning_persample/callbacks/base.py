@@ -40,9 +40,9 @@ class PerSampleCallback(Callback):
             one Trainer may differ: one "error" decides for all, else one "vmap" does.
         engine: "expanded" observes the training step and its backward. "vmap" and "loop" are for models that it cannot
             follow: at captured steps only, an extra pass before the training step runs `training_step` aside on each
-            sample alone, all at once with `torch.func.vmap`, or one after the other, which works with anything. The
-            pass has random numbers of its own (dropout masks differ from those of the training step), and batch
-            normalization in training mode sees a single sample.
+            sample alone, all at once with `torch.func.vmap`, or one after the other, which works with anything but
+            reentrant activation checkpointing. The pass has random numbers of its own (dropout masks differ from those
+            of the training step), and batch normalization in training mode sees a single sample.
         verify: before the first captured batch, compare the engine with the one-sample loop on a few of its samples,
             and raise `VerificationError` with a table and the reasons if a value is missing or wrong. Dropout layers
             have probability 0 during the check. One callback with True decides for all callbacks of the Trainer.

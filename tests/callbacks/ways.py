@@ -247,6 +247,8 @@ class Way:
         prepare: what becomes of the module before the fit.
         fit: how the fit is run.
         tolerance: relative, between the engine's values and the loop's.
+        every: which training steps are captured.
+        trials: how many training steps run first, in trials that are not captured.
     """
 
     module: Callable[[bool], Referred]
@@ -254,6 +256,8 @@ class Way:
     prepare: Callable[[Any], Any] = as_it_is
     fit: Callable[[L.Trainer, Any, Any], None] = field(default=lambda trainer, module, folder: trainer.fit(module))
     tolerance: float = 1e-4
+    every: int = 1
+    trials: int = 0
 
 
 @dataclass
