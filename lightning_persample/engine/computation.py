@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, batch_first
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import reason_of
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.graph import boundary, nodes_between
 from lightning_persample.engine.observed import Description, ObservedCall, version_of
@@ -92,7 +92,9 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
         seen = Call(batch_size, arguments, frozenset(owners), counts, draws, output, nested)
         try:
             given = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
-        except FAILURES as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a rule of the user's raises, which the reason names
             raise UnsupportedError(reason_of(error, description, rule.function)) from error
         sizes = {name: (*(() if name in axes else (batch_size,)), *arguments[name].shape) for name in owners}
         reason = wrong_answer(given, sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,14 +18,15 @@ from lightning_persample.engine.coverage import classify, warning_texts
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
-from lightning_persample.engine.weight import Weight, settle
+from lightning_persample.engine.values import has_value, in_precision_of, sq_norm_of
+from lightning_persample.engine.weight import settle
 from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
-from lightning_persample.gradients import SampleGradient, add_up
+from lightning_persample.gradients import add_up
 
 __all__ = ["QUANTITIES", "Capture", "ObservingMode", "expanded_weights"]
 
@@ -282,7 +284,7 @@ class Capture:
         scale, watched = self._scale, self._watched
         wanted = "grad_sample" in self._quantities
         trainable = watched.trainable()
-        reported = [name for name in trainable if name in watched.got_gradient and _has_value(watched.weight(name))]
+        reported = [name for name in trainable if name in watched.got_gradient and has_value(watched.weight(name))]
         with torch.no_grad():
             for name in reported:
                 weight = watched.weight(name)
@@ -292,9 +294,11 @@ class Capture:
                     if reason is not None:
                         self._dispatcher.refuse([weight], reason)
                         continue
-                    sq_norms[name] = _like(self._own(_sq_norm(weight, total), 2, scale), weight.tensor)
+                    sq_norm = in_smaller_chunks(partial(sq_norm_of, weight, total))
+                    sq_norms[name] = in_precision_of(self._own(sq_norm, 2, scale), weight.tensor)
                     if wanted and total is not None:
-                        grad_samples[name] = _like(self._own(total.dense(), 1, scale), weight.tensor)
+                        grads = in_smaller_chunks(total.dense)
+                        grad_samples[name] = in_precision_of(self._own(grads, 1, scale), weight.tensor)
                 except FAILURES as error:
                     self._dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
         coverage = classify(trainable, watched.got_gradient, reported, self._dispatcher.refused)
@@ -343,26 +347,6 @@ class ObservingMode(TorchFunctionMode):
     ) -> Any:
         """Hand the call on; torch calls this with the mode itself switched off."""
         return self._answer(func, args, kwargs or {})
-
-
-def _has_value(weight: Weight) -> bool:
-    return weight.sq_norm is not None or bool(weight.contributions)
-
-
-def _sq_norm(weight: Weight, total: SampleGradient | None) -> Tensor:
-    if weight.sq_norm is not None:
-        return weight.sq_norm
-    if total is None:
-        raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
-    return total.sq_norm()
-
-
-def _like(values: Tensor, parameter: Tensor) -> Tensor:
-    """Gradients or norms in the precision of the parameter, which its ``.grad`` has, and float32 at least."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    if values.is_complex() and not dtype.is_complex:  # the gradient of a real parameter is real
-        values = values.real
-    return values.to(dtype if values.is_complex() else dtype.to_real())
 
 
 def _report(record: PerSampleRecord, unsupported: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.computation import computation
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
 from lightning_persample.engine.following import Followed
 from lightning_persample.engine.observed import Description, ObservedCall
 from lightning_persample.errors import UnsupportedError
@@ -160,6 +161,10 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
     def hook(grads: Sequence[Tensor | None]) -> None:
         if not dispatcher.accepting:
             return
+        if _is_refused(weights, dispatcher):
+            if dispatcher.frees:
+                held.clear()
+            return
         with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(kind):
             try:
                 read = [
@@ -167,10 +172,13 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
                 ]
                 if not held:
                     raise UnsupportedError(f"{description}: {_FREED}")
-                for weight, gradient in held[0](read):
-                    dispatcher.contribute(weight, gradient)
+                for weight, gradient in in_smaller_chunks(lambda: held[0](read)):
+                    in_smaller_chunks(partial(dispatcher.contribute, weight, gradient))
                 if dispatcher.frees and keeps_values:
                     held.clear()  # autograd lets its saved tensors go now, too
+            except torch.OutOfMemoryError as error:
+                held.clear()
+                _give_up(dispatcher, reason_of(error, description))
             except FAILURES as error:
                 dispatcher.refuse(weights, reason_of(error, description))
 
@@ -178,6 +186,17 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
         _on_gradient(outputs[0], lambda grad: hook([grad]))
     else:
         register_multi_grad_hook([_hooked(output) for output in outputs], hook)
+
+
+def _is_refused(weights: list[Weight], dispatcher: Dispatcher) -> bool:
+    return bool(dispatcher.refused) and all(weight.names <= dispatcher.refused.keys() for weight in weights)
+
+
+def _give_up(dispatcher: Dispatcher, reason: str) -> None:
+    """Let go of everything that this backward has gathered: the training needs the memory."""
+    for weight in dispatcher.weights:
+        weight.forget()
+    dispatcher.refuse(dispatcher.weights, reason)
 
 
 def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, dispatcher: Dispatcher) -> None:

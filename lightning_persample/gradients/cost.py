@@ -8,6 +8,8 @@ because the choice changes how long a quantity takes and never its value.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import prod
 from typing import Literal
 
@@ -19,6 +21,7 @@ __all__ = [
     "MatrixKernel",
     "PatchKernel",
     "chunks",
+    "halved_memory_budget",
     "memory_budget",
     "outer_inner_kernel",
     "outer_kernel",
@@ -30,6 +33,8 @@ MEMORY_BUDGET = 256 * 2**20
 
 CPU_MEMORY_BUDGET = 16 * 2**20
 """The same on a CPU, where larger temporaries leave the cache and are returned to the system after each use."""
+
+_HALVINGS: ContextVar[int] = ContextVar("halvings of the memory budget", default=0)
 
 MatrixKernel = Literal["gram", "direct"]
 PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
@@ -44,7 +49,25 @@ _FULL_CHANNELS = 8  # a convolution with fewer channels takes as long as with th
 
 def memory_budget(device: torch.device) -> int:
     """Bytes that the temporaries of one kernel may take on `device`."""
-    return min(MEMORY_BUDGET, CPU_MEMORY_BUDGET) if device.type == "cpu" else MEMORY_BUDGET
+    budget = min(MEMORY_BUDGET, CPU_MEMORY_BUDGET) if device.type == "cpu" else MEMORY_BUDGET
+    return budget >> _HALVINGS.get()
+
+
+@contextmanager
+def halved_memory_budget(times: int) -> Iterator[None]:
+    """Within this context, kernels take that many halves of their memory budget, in this thread.
+
+    Args:
+        times: how often to halve it.
+
+    Yields:
+        Nothing.
+    """
+    before = _HALVINGS.set(times)
+    try:
+        yield
+    finally:
+        _HALVINGS.reset(before)
 
 
 def chunks(size: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
