@@ -35,6 +35,7 @@ from tests.callbacks.ways import (
     compiled_submodule,
     compiled_whole,
     run,
+    traces,
 )
 
 ENGINES = ("expanded", "vmap", "loop")
@@ -148,24 +149,6 @@ def plain(tmp_path_factory):
         return run((WAYS | MANUAL)[name], [], tmp_path_factory.mktemp("plain"), with_reference=True)
 
     return trained
-
-
-def traces(module):
-    """What could be left of a capture in a module."""
-    hooks = [
-        {name: len(value) for name, value in vars(part).items() if name.endswith("_hooks") and value}
-        for part in module.modules()
-    ]
-    of_parameters = [
-        (
-            [name for name in vars(parameter) if "dynamo" not in name],
-            dict(parameter._backward_hooks or {}),
-            dict(parameter._post_accumulate_grad_hooks or {}),
-        )
-        for parameter in module.parameters()
-    ]
-    methods = [type(getattr(module, name)) for name in ("training_step", "backward", "manual_backward", "log")]
-    return sorted(vars(module)), hooks, of_parameters, methods
 
 
 @pytest.mark.filterwarnings("ignore:.*(training_step.* returned .*None|lr_scheduler.step|The `max_batch|not resumable)")

@@ -289,3 +289,21 @@ def run(way: Way, callbacks: list[Any], folder: Any, *, with_reference: bool) ->
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     return Run(module, trainer, state, file.getvalue())
+
+
+def traces(module):
+    """What could be left of a capture in a module."""
+    hooks = [
+        {name: len(value) for name, value in vars(part).items() if name.endswith("_hooks") and value}
+        for part in module.modules()
+    ]
+    of_parameters = [
+        (
+            [name for name in vars(parameter) if "dynamo" not in name],
+            dict(parameter._backward_hooks or {}),
+            dict(parameter._post_accumulate_grad_hooks or {}),
+        )
+        for parameter in module.parameters()
+    ]
+    methods = [type(getattr(module, name)) for name in ("training_step", "backward", "manual_backward", "log")]
+    return sorted(vars(module)), hooks, of_parameters, methods
