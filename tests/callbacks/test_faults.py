@@ -15,13 +15,14 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from lightning_persample import Outer, PerSampleGradientMonitor
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from lightning_persample.gradients.cost import CPU_MEMORY_BUDGET, memory_budget
 from lightning_persample.rules import registry
 from tests.callbacks.runs import Recorder, column, fit, logged, make_trainer
-from tests.callbacks.ways import BATCH, BATCHES, GAN, Classifier, Manual, Way, run, traces
+from tests.callbacks.ways import BATCH, BATCHES, CLASSES, FEATURES, GAN, Classifier, Manual, Way, run, traces
 
 BOTH = ("sq_norm", "grad_sample")
 
@@ -78,6 +79,47 @@ def test_a_rule_that_raises_is_named_and_training_goes_on(kind, error, rule_of_l
     assert all(record.norms().isnan().all() for record in recorder.records)
     with pytest.raises(UnsupportedError, match=f"its rule mine.rule failed with {error.__name__}: broken"):
         fit(kind(False), [Recorder(1, unsupported="error")], data=kind(False).train_dataloader())
+
+
+@torch.overrides.wrap_torch_function(lambda inputs, weight: (inputs, weight))
+def needs_two(inputs, weight):
+    if len(inputs) < 2:
+        raise Unusual("one sample is not enough")
+    return inputs @ weight.T
+
+
+@torch.overrides.wrap_torch_function(lambda inputs, weight: (inputs, weight))
+def no_functorch(inputs, weight):
+    if torch._C._functorch.is_batchedtensor(inputs) or torch._C._functorch.is_gradtrackingtensor(weight):
+        raise Unusual("not under functorch")
+    return inputs @ weight.T
+
+
+class OwnOp(nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+        self.first, self.last = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.last(self.op(x, self.first.weight))
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (needs_two, "the batch axis cannot be followed here: `needs_two` cannot be followed (Unusual on one sample"),
+        (no_functorch, "running it on one sample alone raised Unusual"),
+    ],
+    ids=["in forward", "in backward"],
+)
+@pytest.mark.parametrize("kind", [Classifier, Manual])
+def test_an_op_of_the_users_that_raises_on_one_sample_is_named(kind, op, text, tmp_path):
+    recorder = Recorder(1)
+    _, said = assert_same_training(lambda r: kind(r, lambda: OwnOp(op)), [recorder], tmp_path)
+    assert len(said) == (2 if op is needs_two else 1)  # (what is not followed may mix samples, too)
+    assert text in said[0]
+    assert all("network.first.weight" in record.unsupported for record in recorder.records)
 
 
 def test_an_interrupt_inside_a_rule_is_an_interrupt(rule_of_linear):
