@@ -158,8 +158,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
     ) -> None:
         """Note which backward passes this step uses, where there may be several."""
         if self._manual is not None:
-            place = next(place for place, each in enumerate(trainer.optimizers) if each is optimizer)
-            self._manual.step(place)
+            for place, each in enumerate(trainer.optimizers):
+                if each is optimizer:
+                    self._manual.step(place)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

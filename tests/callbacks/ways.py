@@ -151,6 +151,12 @@ class ManualTwice(Manual):
         optimizer.step()
 
 
+class ManualClips(Manual):
+    def go_backward(self, loss):
+        super().go_backward(loss)
+        self.clip_gradients(self.optimizers(), gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
 class ManualAccumulates(Manual):
     """Steps on the last batch alone, with the gradients of all."""
 
