@@ -32,6 +32,8 @@ def in_smaller_chunks(compute: Callable[[], Result]) -> Result:
     """
     for times in range(_HALVINGS):
         try:
+            if not times:
+                return compute()
             with halved_memory_budget(times):
                 return compute()
         except torch.OutOfMemoryError:
