@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_persample.callbacks._aside import NoLossError, aside
 from lightning_persample.engine import FAILURES, PerSampleRecord
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
+from lightning_persample.engine.failure import in_smaller_chunks
 from lightning_persample.engine.functional import vmap_per_sample_grads
 from lightning_persample.engine.samples import (
     Weighting,
@@ -23,7 +24,7 @@ from lightning_persample.engine.samples import (
     with_tensors,
 )
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
-from lightning_persample.gradients.cost import MEMORY_BUDGET
+from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
 
 __all__ = ["SecondEngine"]
 
@@ -86,9 +87,14 @@ class SecondEngine:
         size = self._batch_size
         if size is None:
             size = read_batch_size(list(batch_tensors(batch)), self._batch_dim)
-        collected = _Collected(size, keep="grad_sample" in quantities)
         run = self._loop if engine == "loop" else self._vmap
-        run(training_step, batch, size, collected)
+
+        def collect() -> _Collected:
+            collected = _Collected(size, keep="grad_sample" in quantities)
+            run(training_step, batch, size, collected)
+            return collected
+
+        collected = in_smaller_chunks(collect) if engine == "vmap" else collect()
         return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
 
     def record_or_reason(
@@ -147,7 +153,7 @@ class SecondEngine:
             raise UnsupportedError("the batch holds one item per sample, not rows of tensors, which vmap cannot stack")
         scale = self._loss_scale(size)
         bytes_each = sum(parameter.numel() * parameter.element_size() for _, parameter in self._trainable())
-        chunk = max(1, MEMORY_BUDGET // max(bytes_each, 1))
+        chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
         with aside(self._trainer, self._module) as state:
             for start in range(0, size, chunk):
                 ones = [

@@ -21,6 +21,7 @@ __all__ = [
     "MatrixKernel",
     "PatchKernel",
     "chunks",
+    "halved",
     "halved_memory_budget",
     "memory_budget",
     "outer_inner_kernel",
@@ -50,6 +51,11 @@ _FULL_CHANNELS = 8  # a convolution with fewer channels takes as long as with th
 def memory_budget(device: torch.device) -> int:
     """Bytes that the temporaries of one kernel may take on `device`."""
     budget = min(MEMORY_BUDGET, CPU_MEMORY_BUDGET) if device.type == "cpu" else MEMORY_BUDGET
+    return halved(budget)
+
+
+def halved(budget: int) -> int:
+    """A memory budget in bytes, halved as often as `halved_memory_budget` says around the call."""
     return budget >> _HALVINGS.get()
 
 

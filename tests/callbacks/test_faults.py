@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_persample import Outer, PerSampleGradientMonitor
+from lightning_persample.callbacks import _second_engine
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from lightning_persample.gradients.cost import CPU_MEMORY_BUDGET, memory_budget
 from lightning_persample.rules import registry
@@ -183,6 +184,33 @@ def test_too_little_memory_gives_up_the_step_and_training_goes_on(kind, where, r
     strict = Recorder(1, quantities=recorder.quantities, unsupported="error")
     with pytest.raises(UnsupportedError, match=text):
         fit(kind(False), [strict], data=kind(False).train_dataloader())
+
+
+@pytest.mark.parametrize("least", [1, 0], ids=["suffices for one sample", "never suffices"])
+def test_an_extra_pass_takes_fewer_samples_at_once_where_memory_does_not_suffice(least, monkeypatch, tmp_path):
+    sizes, plain = [], Recorder(1, quantities=BOTH, engine="vmap")
+    run(Way(Classifier), [plain], tmp_path / "enough", with_reference=False)
+    vmap = _second_engine.vmap_per_sample_grads
+
+    def needing_memory(module, loss_fn, *batch, **options):
+        sizes.append(len(batch[0]))
+        if sizes[-1] > least:
+            raise torch.OutOfMemoryError("out of memory")
+        return vmap(module, loss_fn, *batch, **options)
+
+    monkeypatch.setattr(_second_engine, "vmap_per_sample_grads", needing_memory)
+    bytes_each = sum(parameter.numel() * parameter.element_size() for parameter in Classifier(False).parameters())
+    monkeypatch.setattr(_second_engine, "MEMORY_BUDGET", BATCH * bytes_each)
+    recorder = Recorder(1, quantities=BOTH, engine="vmap")
+    _, said = assert_same_training(Classifier, [recorder], tmp_path)
+    if not least:
+        assert said == ["engine='vmap' failed with OutOfMemoryError: out of memory"]
+        assert recorder.records == []
+        return
+    assert said == []
+    assert sizes == [4, 2, 1, 1, 1, 1] * 2 * BATCHES
+    for expected, found in zip(plain.records, recorder.records, strict=True):
+        torch.testing.assert_close(found.norms(), expected.norms())
 
 
 HOOKS = ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"]

@@ -266,6 +266,24 @@ def test_noise_that_is_not_declared_is_named_and_not_guessed(unsupported):
     assert "manual_backward" not in vars(module)
 
 
+class UndeclaredForTheCritic(GANUntoggled):
+    """The generator's noise is declared, the critic's is not."""
+
+    def training_step(self, batch, batch_idx):
+        generator, critic = self.optimizers()
+        self.optimize(generator, self.generator_loss, mark_samples(torch.randn(BATCH, NOISE)))
+        self.optimize(critic, lambda noise: self.critic(2 * noise).mean(), torch.randn(BATCH, FEATURES))
+
+
+def test_coverage_is_that_of_an_optimizers_own_parameters(tmp_path):
+    module = UndeclaredForTheCritic(False)
+    with pytest.warns(PerSampleWarning, match="mark_samples"):
+        trainer = fit(module, [PerSampleGradientMonitor()], tmp_path, module.train_dataloader())
+    assert column(trainer, "per_sample_grad/optimizer_0/coverage") == [1.0] * BATCHES
+    assert column(trainer, "per_sample_grad/optimizer_1/coverage") == [0.0] * BATCHES
+    assert all(math.isnan(mean) for mean in column(trainer, "per_sample_grad/optimizer_1/norm_mean"))
+
+
 class Assigns(Manual):
     def go_backward(self, loss):
         for parameter, grad in zip(self.parameters(), torch.autograd.grad(loss, list(self.parameters())), strict=True):
