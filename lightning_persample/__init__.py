@@ -17,6 +17,7 @@ from lightning_persample.engine import (
     check_rule,
     expanded_weights,
     loop_per_sample_grads,
+    mark_samples,
     vmap_per_sample_grads,
 )
 
@@ -68,6 +69,7 @@ __all__ = [
     "check_rule",
     "expanded_weights",
     "loop_per_sample_grads",
+    "mark_samples",
     "register_rule",
     "supported_ops",
     "vmap_per_sample_grads",

@@ -68,8 +68,6 @@ def why_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
     Returns:
         The reason, as the start of a sentence.
     """
-    if not pl_module.automatic_optimization:
-        return "manual optimization (automatic_optimization=False) is not supported yet"
     if trainer.world_size > 1:
         return f"training on {trainer.world_size} devices is not supported yet"
     strategy = trainer.strategy

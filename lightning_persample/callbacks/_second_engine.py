@@ -10,9 +10,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_persample.callbacks._aside import NoLossError, aside
-from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine import FAILURES, PerSampleRecord
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.engine.batch_statistics import batch_statistics_explained
+from lightning_persample.engine.failure import in_smaller_chunks
 from lightning_persample.engine.functional import vmap_per_sample_grads
 from lightning_persample.engine.samples import (
     Weighting,
@@ -23,8 +24,8 @@ from lightning_persample.engine.samples import (
     tensors_of,
     with_tensors,
 )
-from lightning_persample.errors import OptionError, UnsupportedError
-from lightning_persample.gradients.cost import MEMORY_BUDGET
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
 
 __all__ = ["SecondEngine"]
 
@@ -87,10 +88,50 @@ class SecondEngine:
         size = self._batch_size
         if size is None:
             size = read_batch_size(list(batch_tensors(batch)), self._batch_dim)
-        collected = _Collected(size, keep="grad_sample" in quantities)
         run = self._loop if engine == "loop" else self._vmap
-        run(training_step, batch, size, collected)
+
+        def collect() -> _Collected:
+            collected = _Collected(size, keep="grad_sample" in quantities)
+            run(training_step, batch, size, collected)
+            return collected
+
+        collected = in_smaller_chunks(collect) if engine == "vmap" else collect()
         return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
+
+    def record_or_reason(
+        self,
+        engine: Literal["expanded", "vmap", "loop"],
+        training_step: Callable[[Any], Any] | None,
+        batch: Any,
+        quantities: Collection[str],
+    ) -> PerSampleRecord | PerSampleError:
+        """The record of an extra pass over the batch, or why there is none.
+
+        Args:
+            engine: how the samples run.
+            training_step: the module's training step as a function of the batch alone, if there is one.
+            batch: the batch.
+            quantities: what the record holds.
+
+        Returns:
+            One of the two.
+
+        Raises:
+            OptionError: a quantity that this engine does not give.
+        """
+        if training_step is None or engine == "expanded":
+            return UnsupportedError("there is no batch to run aside")
+        try:
+            return self.record(engine, training_step, batch, quantities)
+        except OptionError:  # a callback's own mistake, not the model's
+            raise
+        except PerSampleError as error:
+            return error
+        except NoLossError:
+            return UnsupportedError(f"training_step returned None in the extra pass of engine={engine!r}")
+        except FAILURES as error:  # single samples must not end the training
+            text = next(iter(str(error).strip().splitlines()), "")
+            return UnsupportedError(f"engine={engine!r} failed with {type(error).__name__}: {text}")
 
     def _loop(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
         scale = self._loss_scale(size)
@@ -113,7 +154,7 @@ class SecondEngine:
             raise UnsupportedError("the batch holds one item per sample, not rows of tensors, which vmap cannot stack")
         scale = self._loss_scale(size)
         bytes_each = sum(parameter.numel() * parameter.element_size() for _, parameter in self._trainable())
-        chunk = max(1, MEMORY_BUDGET // max(bytes_each, 1))
+        chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
         with aside(self._trainer, self._module) as state:
             for start in range(0, size, chunk):
                 ones = [

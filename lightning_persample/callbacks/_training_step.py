@@ -6,53 +6,39 @@ This is the one file that knows in which order Lightning calls things. In automa
     -> on_after_backward -> on_before_optimizer_step -> clipping -> step -> on_train_batch_end
 
 and the capture has to be open during `training_step` and during `backward`. No callback hook surrounds either of them,
-so both methods are replaced on the instance for the time of a fit; strategies look them up there by name.
+so both methods are replaced on the instance for the time of a fit; strategies look them up there by name. In manual
+optimization everything from zero_grad to step happens inside `training_step`; there `manual_backward` is replaced, too.
 """
 
 from __future__ import annotations
 
-import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 
-from lightning_persample.callbacks._aside import NoLossError, on_other_batches
+from lightning_persample.callbacks._aside import on_other_batches
+from lightning_persample.callbacks._manual_step import NO_BACKWARD, NOT_VERIFIED, ManualStep, why_not_manual
 from lightning_persample.callbacks._observed_method import ObservedMethod
+from lightning_persample.callbacks._observed_step import ObservedStep
+from lightning_persample.callbacks._reports import Reports
 from lightning_persample.callbacks._requirements import (
     check_options_agree,
     holds_compiled_code,
     why_unsupported,
 )
 from lightning_persample.callbacks._second_engine import SecondEngine
-from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.callbacks._verification import verify_values
-from lightning_persample.engine import (
-    FAILURES,
-    Capture,
-    PerSampleRecord,
-    expanded_weights,
-    reason_of,
-    warning_texts,
-)
+from lightning_persample.engine import PerSampleRecord, warning_texts
 from lightning_persample.engine.samples import loss_of
-from lightning_persample.errors import (
-    OptionError,
-    PerSampleError,
-    PerSampleWarning,
-    UnsupportedError,
-)
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 
 if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
 
 __all__ = ["SharedCapture", "is_logging_step", "logging_step", "window_continues"]
-
-_SIZES = re.compile(r"\([\d, ]*\)")
 
 
 def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
@@ -102,44 +88,54 @@ class SharedCapture:
         self._module = pl_module
         self._callbacks = tuple(callbacks)
         choices = {callback.unsupported for callback in callbacks}
-        self._raise = "error" in choices
-        self._falls_back = "vmap" in choices and not self._raise
+        self._falls_back = "vmap" in choices and "error" not in choices
+        self._reports = Reports(trainer, pl_module, raises="error" in choices)
         self._verify = any(callback.verify for callback in callbacks)
         first = callbacks[0]
         self._engine: Literal["expanded", "vmap", "loop"] = first.engine
         self._second = SecondEngine(trainer, pl_module, first.loss_reduction, first.batch_dim, first.batch_size)
-        self._said: set[str] = set()
         self._methods: tuple[ObservedMethod, ...] = ()
         self._in_training_step = False
         self._receivers: list[PerSampleCallback] = []
         self._quantities: frozenset[str] = frozenset()
-        self._capture: Capture | None = None
+        self._step: ObservedStep | None = None
+        self._manual: ManualStep | None = None
         self._record: PerSampleRecord | None = None
         self._step_aside: Callable[[Any], Any] | None = None
-        self._sum_check: SumCheck | None = None
         self._sums_differ = False
         self._batch: Any = None
-        self._grad_samples: list[tuple[torch.nn.Parameter, Tensor]] = []
 
         check_options_agree(trainer, self._callbacks)
         reason = why_unsupported(trainer, pl_module)
+        manual = not pl_module.automatic_optimization
+        if reason is None and manual:
+            reason = why_not_manual(self._engine)
         if reason is not None:
-            self._report(UnsupportedError(f"{reason}: no per-sample gradients are captured in this fit"))
+            self._reports.report(UnsupportedError(f"{reason}: no per-sample gradients are captured in this fit"))
             return
-        self._methods = (
-            ObservedMethod(pl_module, "training_step", self._run_training_step, self._is_live),
-            ObservedMethod(pl_module, "backward", self._run_backward, self._is_live),
+        if manual:
+            self._falls_back = False
+            if self._verify:
+                self._verify = False
+                self._reports.report(UnsupportedError(NOT_VERIFIED))
+        names = ("training_step", "manual_backward") if manual else ("training_step", "backward")
+        runs = (self._run_training_step, self._run_manual_backward if manual else self._run_backward)
+        self._methods = tuple(
+            ObservedMethod(pl_module, name, run, self._is_live) for name, run in zip(names, runs, strict=True)
         )
         for method in self._methods:
             method.install()
+        self._say_what_to_know()
+
+    def _say_what_to_know(self) -> None:
         for callback in self._callbacks:
             if not callback.receives_records():
-                self._warn(
+                self._reports.warn(
                     f"{type(callback).__name__} does not override on_per_sample_gradients, so that nothing is done "
                     "with its records"
                 )
-        if self._engine == "expanded" and holds_compiled_code(pl_module):
-            self._warn(
+        if self._engine == "expanded" and holds_compiled_code(self._module):
+            self._reports.warn(
                 "captured steps run compiled code as it was written, because nothing of a compiled graph can be seen: "
                 "their results may differ from those of compiled steps in the last bits, and in random numbers"
             )
@@ -153,15 +149,12 @@ class SharedCapture:
 
     def end_batch(self) -> None:
         """Forget the batch: close the capture and remove ``grad_sample`` from the parameters. May be called twice."""
-        capture, self._capture = self._capture, None
-        if capture is not None:
-            capture.close()
+        step, self._step = self._step, None
+        if step is not None:
+            step.capture.close()
         self._receivers = []
-        self._record = self._step_aside = self._sum_check = self._batch = None
-        for parameter, grad_sample in self._grad_samples:
-            if getattr(parameter, "grad_sample", None) is grad_sample:
-                del parameter.grad_sample  # type: ignore[attr-defined]
-        self._grad_samples = []
+        self._record = self._step_aside = self._manual = self._batch = None
+        self._reports.end_batch()
 
     def uninstall(self) -> None:
         """Leave the module as it was before the fit. May be called twice."""
@@ -193,21 +186,53 @@ class SharedCapture:
                     self._trainer, self._module, first, self._step_aside, self._batch, allow_missing=self._falls_back
                 )
                 self._verify = not verified
-            run = self._observed if self._engine == "expanded" else self._after_an_extra_pass
-            return run(training_step, args, kwargs)
+            return self._runner()(training_step, args, kwargs)
         finally:
             self._in_training_step = False
 
+    def _runner(self) -> Callable[..., Any]:
+        if not self._module.automatic_optimization:
+            return self._optimized_manually
+        return self._observed if self._engine == "expanded" else self._after_an_extra_pass
+
     def _observed(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        capture = self._open()
-        if capture is None:
+        step = self._open()
+        if step is None:
             return training_step(*args, **kwargs)
-        self._capture = capture  # before the step runs, so that an error in it finds something to close
-        with capture.observe():
+        with step.capture.observe():
             outputs = training_step(*args, **kwargs)
-        if not self._attach(capture, outputs):
+        loss = loss_of(outputs)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            self.end_batch()
+            return outputs
+        try:
+            step.attach(loss, outputs)
+        except PerSampleError as error:
+            self._reports.report(error)
             self.end_batch()
         return outputs
+
+    def _optimized_manually(
+        self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        step = self._open()
+        if step is None:
+            return training_step(*args, **kwargs)
+        self._manual = ManualStep(step, self._deliver, self._reports.warn, self._reports.report)
+        steps = self._trainer.global_step
+        with step.capture.observe():
+            outputs = training_step(*args, **kwargs)
+        self._manual = self._step = None
+        self._sums_differ = step.sums_differ
+        step.capture.close()
+        if not step.capture.records and self._trainer.global_step > steps:
+            self._reports.report(UnsupportedError(NO_BACKWARD))
+        return outputs
+
+    def _run_manual_backward(self, manual_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._methods or self._manual is None:
+            return manual_backward(*args, **kwargs)
+        return self._manual.manual_backward(manual_backward, *args, **kwargs)
 
     def _after_an_extra_pass(
         self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -218,106 +243,47 @@ class SharedCapture:
         if isinstance(record, PerSampleRecord):
             self._record = record
         elif isinstance(loss, Tensor):
-            self._report(record)
+            self._reports.report(record)
         return outputs
 
     def _run_aside(self, engine: Literal["expanded", "vmap", "loop"]) -> PerSampleRecord | PerSampleError:
-        """The record of an extra pass over the batch, or why there is none."""
-        if self._step_aside is None or engine == "expanded":
-            return UnsupportedError("there is no batch to run aside")
-        try:
-            return self._second.record(engine, self._step_aside, self._batch, self._quantities)
-        except OptionError:  # a callback's own mistake, not the model's
-            raise
-        except PerSampleError as error:
-            return error
-        except NoLossError:
-            return UnsupportedError(f"training_step returned None in the extra pass of engine={engine!r}")
-        except (
-            AssertionError,
-            *FAILURES,
-        ) as error:  # single samples must not end the training
-            text = next(iter(str(error).strip().splitlines()), "")
-            return UnsupportedError(f"engine={engine!r} failed with {type(error).__name__}: {text}")
+        return self._second.record_or_reason(engine, self._step_aside, self._batch, self._quantities)
 
-    def _open(self) -> Capture | None:
-        first = self._callbacks[0]
+    def _open(self) -> ObservedStep | None:
         try:
-            return expanded_weights(
-                self._module,
-                self._batch,
-                loss_reduction="sum" if callable(first.loss_reduction) else first.loss_reduction,
-                batch_dim=first.batch_dim,
-                batch_size=first.batch_size,
-                quantities=tuple(sorted(self._quantities)),
-                unsupported="ignore",  # what there is to say is said in _deliver
-                fuse_weight_grad=first.fuse_weight_grad,
-                max_memory=first.max_memory,
-                autotune=first.autotune,
+            self._step = ObservedStep(  # kept before the step runs, so that an error in it finds something to close
+                self._module, self._callbacks[0], self._batch, self._quantities, check_sums=not self._sums_differ
             )
         except OptionError:  # a callback's own mistake, not the model's
             raise
-        except FAILURES as error:
-            self._report(
-                error if isinstance(error, PerSampleError) else UnsupportedError(reason_of(error, "the batch"))
-            )
-            return None
-
-    def _attach(self, capture: Capture, outputs: Any) -> bool:
-        """Tell the capture the loss; False where there is none to go backward from, or none that can be used."""
-        loss = loss_of(outputs)
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            return False
-        reduction = self._callbacks[0].loss_reduction
-        weights: Tensor | float = 1.0 if reduction == "sum" else 1.0 / capture.batch_size
-        try:
-            if callable(reduction):
-                with torch.no_grad():
-                    weights = reduction(outputs, self._batch)
-                if not isinstance(weights, Tensor):
-                    raise OptionError(
-                        f"loss_reduction returned {type(weights).__name__}, but it must return a tensor of shape "
-                        f"({capture.batch_size},) with the weight of each sample in the loss"
-                    )
-                capture.attach_loss(loss, weights)
-            else:
-                capture.attach_loss(loss)
         except PerSampleError as error:
-            self._report(error)
-            return False
-        if "grad_sample" in self._quantities and not self._sums_differ:
-            self._sum_check = SumCheck(self._module, loss, weights)
-        return True
+            self._reports.report(error)
+        return self._step
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        capture = self._capture
-        if not self._methods or (capture is None and self._record is None):
+        step = self._step
+        if not self._methods or (step is None and self._record is None):
             return backward(*args, **kwargs)
-        if capture is None:
+        if step is None:
             result = backward(*args, **kwargs)
             record, self._record = self._record, None
             if record is not None:
                 self._deliver(record)
             return result
-        if self._sum_check is not None:
-            self._sum_check.start_backward()
-        with capture.observe():
+        step.start_backward()
+        with step.capture.observe():
             result = backward(*args, **kwargs)
-        self._capture = None
-        capture.close()
-        if len(capture.records) == 1:
-            self._check_sums(capture.record)
-            self._deliver(self._complete(capture.record))
+        self._step = None
+        step.capture.close()
+        if len(step.capture.records) == 1:
+            text = step.why_sums_differ(step.capture.record)
+            if text is not None:
+                self._reports.warn(text)
+            self._sums_differ = step.sums_differ
+            self._deliver(self._complete(step.capture.record))
         else:
-            self._report(UnsupportedError(_why_no_record(self._module, len(capture.records))))
+            self._reports.report(UnsupportedError(_why_no_record(self._module, len(step.capture.records))))
         return result
-
-    def _check_sums(self, record: PerSampleRecord) -> None:
-        check, self._sum_check = self._sum_check, None
-        text = None if check is None else check.finish(record)
-        if text is not None:
-            self._sums_differ = True
-            self._warn(text)
 
     def _complete(self, record: PerSampleRecord) -> PerSampleRecord:
         """The record, or with ``unsupported="vmap"`` that of the second engine where parameters are missing."""
@@ -329,42 +295,18 @@ class SharedCapture:
             found = self._run_aside(engine)
             if isinstance(found, PerSampleRecord):
                 self._engine = engine
-                self._warn(
+                self._reports.warn(
                     f"{missing}\nFrom this step on, captured steps use engine={engine!r}, an extra pass over the "
                     f"batch{failures}"
                 )
                 return found
             failures += f"; {found}"
         self._falls_back = False
-        self._warn(f"No second engine can follow this model{failures}")
+        self._reports.warn(f"No second engine can follow this model{failures}")
         return record
 
     def _deliver(self, record: PerSampleRecord) -> None:
-        texts = warning_texts(record)
-        if record.unsupported and self._raise:
-            raise UnsupportedError(texts[0])
-        for text in texts:
-            self._warn(text)
-        if record.grad_samples:
-            parameters = dict(self._module.named_parameters(remove_duplicate=False))
-            for name, grad_sample in record.grad_samples.items():
-                parameters[name].grad_sample = grad_sample  # type: ignore[attr-defined]
-                self._grad_samples.append((parameters[name], grad_sample))
-        batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
-        for callback in self._receivers:
-            callback.on_per_sample_gradients(self._trainer, self._module, record, self._batch, batch_idx)
-
-    def _report(self, error: PerSampleError) -> None:
-        if self._raise:
-            raise error
-        self._warn(str(error))
-
-    def _warn(self, text: str) -> None:
-        """Say each thing once: the same trouble with tensors of other sizes is the same trouble."""
-        said = _SIZES.sub("", text)
-        if said not in self._said:
-            self._said.add(said)
-            warnings.warn(text, PerSampleWarning, stacklevel=2)
+        self._reports.deliver(record, self._receivers, self._batch)
 
 
 def _why_no_record(pl_module: LightningModule, backward_passes: int) -> str:

@@ -30,6 +30,8 @@ class PerSampleCallback(Callback):
         loss_reduction: how the training loss L is made of the samples' own losses l_i. "mean" is L = sum_i l_i / B,
             "sum" is L = sum_i l_i, and a callable ``(outputs, batch) -> w`` with w of shape (B,) is L = sum_i w_i l_i,
             where outputs is what `training_step` returned. Reported gradients are those of l_i, whatever the reduction.
+            In manual optimization L is what `manual_backward` is given, and so is outputs; what you divide L by
+            yourself (a number of accumulated batches) belongs to l_i unless a callable says otherwise.
         batch_dim: the axis of the batch's tensors that counts samples.
         batch_size: number of samples B; None reads it from the batch's tensors.
         unsupported: what to do where a per-sample gradient cannot be given exactly. "warn" says so once for each cause
@@ -38,9 +40,9 @@ class PerSampleCallback(Callback):
             one Trainer may differ: one "error" decides for all, else one "vmap" does.
         engine: "expanded" observes the training step and its backward. "vmap" and "loop" are for models that it cannot
             follow: at captured steps only, an extra pass before the training step runs `training_step` aside on each
-            sample alone, all at once with `torch.func.vmap`, or one after the other, which works with anything. The
-            pass has random numbers of its own (dropout masks differ from those of the training step), and batch
-            normalization in training mode sees a single sample.
+            sample alone, all at once with `torch.func.vmap`, or one after the other, which works with anything but
+            reentrant activation checkpointing. The pass has random numbers of its own (dropout masks differ from those
+            of the training step), and batch normalization in training mode sees a single sample.
         verify: before the first captured batch, compare the engine with the one-sample loop on a few of its samples,
             and raise `VerificationError` with a table and the reasons if a value is missing or wrong. Dropout layers
             have probability 0 during the check. One callback with True decides for all callbacks of the Trainer.
@@ -49,6 +51,11 @@ class PerSampleCallback(Callback):
             in which captured steps sum ``.grad``, and so the last digits: this alone of all options touches training.
         max_memory: bytes that the temporaries of one kernel of the engine "expanded" may take, see `expanded_weights`.
         autotune: measure which kernels are fastest at the first captured step, see `expanded_weights`.
+
+    In manual optimization there is one record for each backward inside `training_step`, from `manual_backward` or from
+    ``loss.backward()``; `PerSampleRecord.backward_index` counts them, and the parameters in it tell whose they are.
+    Noise that is drawn in `training_step` goes through `mark_samples`. An extra pass is not possible there: it would
+    step the optimizers.
 
     Extra passes (`verify`, and every engine but "expanded") log nothing and leave the training as it is, bit for bit:
     what `training_step` changes in the module, its submodules and metrics, and in the random number generators is put
@@ -139,6 +146,7 @@ class PerSampleCallback(Callback):
         The parameters' ``.grad`` are the accumulated gradients of the training loss. If a callback of the Trainer needs
         "grad_sample", the parameters also carry ``.grad_sample`` until the batch ends. An optimizer that evaluates its
         closure several times for one batch (LBFGS) leads to several calls with one `batch_idx`: the last one counts.
+        In manual optimization there is a call after each backward, inside `training_step`.
 
         Args:
             trainer: the Trainer.

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_persample.callbacks._optimizer_steps import ManualSteps, names_by_optimizer, restricted
 from lightning_persample.callbacks._training_step import logging_step, window_continues
 from lightning_persample.callbacks.base import PerSampleCallback, check_option, is_none_or_int
 from lightning_persample.engine import PerSampleRecord, group_name
@@ -38,6 +39,14 @@ class PerSampleGradientMonitor(PerSampleCallback):
     and with `per_layer` also ``<prefix>/<group>/norm_mean`` for each group of parameters, nan where a group has none.
     They go to every logger of the Trainer at the step number of ``self.log`` values, and to `callback_metrics`, so that
     `ModelCheckpoint` and `EarlyStopping` can monitor them.
+
+    In manual optimization a logged step is one `training_step`, as it is for ``self.log``, and its samples are those of
+    every backward in it that the optimizer's step uses: two backward passes on 8 samples are 16 samples. Of several
+    steps of one optimizer in a `training_step` (LBFGS, a critic that trains more often) the last one is logged. With
+    several optimizers all names are those of one optimizer, ``<prefix>/optimizer_0/norm_mean`` and so on in the order
+    of `configure_optimizers`, over the parameters that it holds; a backward belongs to the first optimizer that steps
+    after it and holds a parameter it reached. An optimizer without a backward in a logged step has nan in the loggers,
+    and in `callback_metrics` what it had before.
 
     Args:
         every_n_steps: log every n-th optimizer step; None follows the Trainer's `log_every_n_steps`.
@@ -103,7 +112,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self.quantiles = tuple(float(quantile) for quantile in quantiles)
         self.prefix = prefix
         self.prog_bar = prog_bar
-        self._groups: tuple[str, ...] = ()
+        self._parts: tuple[_Part, ...] = ()
+        self._manual: ManualSteps | None = None
         self._window: dict[int, _Captured] = {}
         self._window_is_whole = True
 
@@ -123,10 +133,21 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 f"prefix={self.prefix!r} is that of {len(alike)} monitors, callbacks "
                 f"{', '.join(f'[{place}]' for place in alike)} of the Trainer: give each monitor a prefix of its own"
             )
+        held = names_by_optimizer(pl_module, trainer.optimizers)
+        self._manual = None if pl_module.automatic_optimization else ManualSteps(held)
         names = [name for name, parameter in pl_module.named_parameters() if parameter.requires_grad]
-        depth = self.per_layer
-        self._groups = () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
+        if len(held) > 1:
+            self._parts = tuple(
+                _Part(f"{self.prefix}/optimizer_{place}", self._groups_of([n for n in names if n in own]), own)
+                for place, own in enumerate(held)
+            )
+        else:
+            self._parts = (_Part(self.prefix, self._groups_of(names), None),)
         self._start_window()
+
+    def _groups_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        depth = self.per_layer
+        return () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start anew: an epoch that was broken off leaves no optimizer step behind."""
@@ -135,15 +156,31 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def on_per_sample_gradients(
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the norms of one batch until the optimizer step is complete."""
-        groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
-        norms = record.norms() if record.names else None
-        self._window[batch_idx] = _Captured(record.batch_size, norms, groups, record.coverage)
+        """Keep the norms of one backward until the optimizer step is complete."""
+        if self._manual is not None:
+            self._manual.add(record)
+        else:
+            self._window[batch_idx] = self._captured(record)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Note which backward passes this step uses, where there may be several."""
+        if self._manual is not None:
+            for place, each in enumerate(trainer.optimizers):
+                if each is optimizer:
+                    self._manual.step(place)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, if this batch completes an optimizer step of which every batch was captured."""
+        if self._manual is not None:
+            steps = self._manual.end()
+            windows = {place: [self._captured(record, place, pl_module) for record in steps[place]] for place in steps}
+            if windows:
+                self._write(trainer, pl_module, windows)
+            return
         # A batch whose training_step returned None has no outputs, and no part in the gradient.
         if outputs and batch_idx not in self._window:
             self._window_is_whole = False
@@ -151,47 +188,68 @@ class PerSampleGradientMonitor(PerSampleCallback):
             return
         window = list(self._window.values())
         if window and self._window_is_whole:
-            self._write(trainer, pl_module, window)
+            self._write(trainer, pl_module, {0: window})
         self._start_window()
 
     def _start_window(self) -> None:
         self._window = {}
         self._window_is_whole = True
+        if self._manual is not None:
+            self._manual.end()
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule, window: list[_Captured]) -> None:
-        values = self._statistics(window)
-        metrics = {f"{self.prefix}/{name}": value for name, value in values.items()}
+    def _captured(self, record: PerSampleRecord, place: int = 0, pl_module: LightningModule | None = None) -> _Captured:
+        names = self._parts[place].parameters
+        if names is not None and pl_module is not None:
+            record = restricted(record, names, pl_module)
+        groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
+        return _Captured(record.batch_size, record.norms() if record.names else None, groups, record.coverage)
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, windows: dict[int, list[_Captured]]) -> None:
+        metrics: dict[str, float] = {}
+        samples: dict[str, int] = {}
+        for place, part in enumerate(self._parts):
+            window = windows.get(place, [])
+            values = {f"{part.prefix}/{name}": value for name, value in self._statistics(window, part.groups).items()}
+            metrics |= values
+            if window:
+                samples |= dict.fromkeys(values, sum(captured.batch_size for captured in window))
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logging_step(trainer))
-        samples = sum(captured.batch_size for captured in window)
-        shown = f"{self.prefix}/norm_mean" if self.prog_bar else None
-        for name, value in metrics.items():
+        for name, count in samples.items():
             LightningModule.log(  # the module may have a `log` of its own
                 pl_module,
                 name,
-                torch.tensor(value),
-                prog_bar=name == shown,
+                torch.tensor(metrics[name]),
+                prog_bar=self.prog_bar and name in {f"{part.prefix}/norm_mean" for part in self._parts},
                 logger=False,
                 on_step=True,
                 on_epoch=False,
-                batch_size=samples,
+                batch_size=count,
             )
 
-    def _statistics(self, window: list[_Captured]) -> dict[str, float]:
-        norms, *groups = _to_host(window, self._groups)
+    def _statistics(self, window: list[_Captured], groups: Sequence[str]) -> dict[str, float]:
+        norms, *group_norms = _to_host(window, groups)
         finite = norms.isfinite()
         values = _describe(norms[finite], self.quantiles)
-        values["coverage"] = min(captured.coverage for captured in window)
-        values["nonfinite"] = float((~finite).sum())
-        for group, group_norms in zip(self._groups, groups, strict=True):
-            present = group_norms[finite & ~group_norms.isnan()]
-            values[f"{group}/norm_mean"] = present.mean().item()
+        values["coverage"] = min((captured.coverage for captured in window), default=math.nan)
+        values["nonfinite"] = float((~finite).sum()) if window else math.nan
+        for group, own in zip(groups, group_norms, strict=True):
+            values[f"{group}/norm_mean"] = own[finite & ~own.isnan()].mean().item()
         return values
 
 
 @dataclass(frozen=True)
+class _Part:
+    """Names that are logged together: all, or those of one optimizer with the parameters it holds."""
+
+    prefix: str
+    groups: tuple[str, ...]
+    parameters: frozenset[str] | None
+
+
+@dataclass(frozen=True)
 class _Captured:
-    """What is kept of one batch: norms (B,), or None if no parameter was captured, and norms (B,) by group."""
+    """What is kept of one backward: norms (B,), or None if no parameter was captured, and norms (B,) by group."""
 
     batch_size: int
     norms: Tensor | None

@@ -2,6 +2,7 @@
 
 from lightning_persample.engine.check_rule import check_rule
 from lightning_persample.engine.coverage import warning_texts
+from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.expanded_weight import ExpandedWeight
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fast_path import without_compilation
@@ -31,6 +32,7 @@ __all__ = [
     "expanded_weights",
     "group_name",
     "loop_per_sample_grads",
+    "mark_samples",
     "reason_of",
     "vmap_per_sample_grads",
     "warning_texts",

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, batch_first
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import reason_of
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.graph import boundary, nodes_between, saved_results
 from lightning_persample.engine.observed import Description, ObservedCall, version_of
@@ -184,7 +184,9 @@ def by_rule(
         seen = Call(batch_size, arguments, weights, counts, draws, output, placement.nested, kept)
         try:
             found = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
-        except FAILURES as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a rule of the user's raises, which the reason names
             raise UnsupportedError(reason_of(error, description, rule.function)) from error
         sizes = {name: (*(() if name in axes else (batch_size,)), *arguments[name].shape) for name in owners}
         reason = wrong_answer(found, sizes)

@@ -11,8 +11,8 @@ __all__ = ["OUTSIDE", "Coverage", "classify", "warning_texts"]
 
 OUTSIDE = (
     "its gradient comes from calls without a tensor of the batch: a term of the loss that belongs to no sample, or "
-    "data that is not in the batch (drawn or made into a tensor in the training step); put such data into the batch, "
-    "and constants of a penalty into buffers of the module"
+    "data that is not in the batch (drawn or made into a tensor in the training step); put such data into the batch "
+    "or pass it through mark_samples, and constants of a penalty into buffers of the module"
 )
 _NAMED = 8
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
 from lightning_persample.engine.following import FACTORIES, common_axis, follow
 from lightning_persample.engine.fused import fused_call
 from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges, unseen_text
@@ -378,7 +379,10 @@ class Dispatcher:
         self, contributions: Iterable[tuple[Weight, SampleGradient]], wants_sums: bool = False
     ) -> list[tuple[Weight, Tensor]]:
         """Take what one call contributes to its weights; gives sums over samples that were formed, if wanted."""
-        sums = [(weight, self.contribute(weight, gradient, wants_sums)) for weight, gradient in contributions]
+        sums = [
+            (weight, in_smaller_chunks(partial(self.contribute, weight, gradient, wants_sums)))
+            for weight, gradient in contributions
+        ]
         return [(weight, total) for weight, total in sums if total is not None]
 
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:

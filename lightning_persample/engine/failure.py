@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients.cost import halved_memory_budget
 
-__all__ = ["FAILURES", "reason_of"]
+__all__ = ["FAILURES", "in_smaller_chunks", "reason_of"]
 
-FAILURES = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+_HALVINGS = 3
+
+Result = TypeVar("Result")
+
+
+def in_smaller_chunks(compute: Callable[[], Result]) -> Result:
+    """Run a computation, and where memory does not suffice again with half the memory for its kernels, a few times.
+
+    Args:
+        compute: gives the same every time.
+
+    Returns:
+        What it returns. The last failure is passed on.
+    """
+    for times in range(_HALVINGS):
+        try:
+            if not times:
+                return compute()
+            with halved_memory_budget(times):
+                return compute()
+        except torch.OutOfMemoryError:
+            continue
+    with halved_memory_budget(_HALVINGS):
+        return compute()
 
 
 def reason_of(error: Exception, what: object, rule: Callable[..., Any] | None = None) -> str:
@@ -25,6 +55,11 @@ def reason_of(error: Exception, what: object, rule: Callable[..., Any] | None = 
     """
     if isinstance(error, UnsupportedError):
         return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"{what}: there was not enough memory for its per-sample gradient, in kernels of 1/{2**_HALVINGS} of their "
+            "usual memory either; use smaller batches, or ask for norms alone where gradients are asked for"
+        )
     failed = f"failed with {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if rule is not None and not rule.__module__.startswith("lightning_persample."):
         return (

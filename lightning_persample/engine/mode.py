@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,20 +15,22 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.batch import batch_tensors, place_in_batch, read_batch_size
 from lightning_persample.engine.coverage import classify, warning_texts
+from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.observed import tensors_in
+from lightning_persample.engine.options import QUANTITIES, check_kernel_options, check_options
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
-from lightning_persample.engine.weight import Weight, settle
+from lightning_persample.engine.values import has_value, in_precision_of, sq_norm_of
+from lightning_persample.engine.weight import settle
 from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
-from lightning_persample.gradients import KernelOptions, SampleGradient, add_up, kernel_options
+from lightning_persample.gradients import KernelOptions, add_up, kernel_options
 
 __all__ = ["QUANTITIES", "Capture", "ObservingMode", "expanded_weights"]
 
-QUANTITIES = ("sq_norm", "grad_sample")
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 
 
@@ -99,6 +102,8 @@ class Capture:
     Attributes:
         batch_size: number of samples B.
         records: one record per backward, in order.
+        before_backward: is given what each backward starts from, before it runs.
+        after_backward: is given each record as soon as its backward has run, before the next line of the step.
     """
 
     def __init__(
@@ -117,8 +122,8 @@ class Capture:
     ) -> None:
         if not isinstance(module, nn.Module):
             raise OptionError(f"module is {module!r}; allowed is an instance of torch.nn.Module")
-        _check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
-        _check_kernel_options(max_memory, autotune, fuse_weight_grad)
+        check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
+        check_kernel_options(max_memory, autotune, fuse_weight_grad)
         tensors = list(batch_tensors(batch))
         self.batch_size = read_batch_size(tensors, batch_dim) if batch_size is None else batch_size
         self.records: list[PerSampleRecord] = []
@@ -137,6 +142,8 @@ class Capture:
             if place is not None:
                 self._dispatcher.mark_batch(tensor, place)
         self._watched = WatchedParameters(self._parameters, self._dispatcher)
+        self.before_backward: Callable[[list[Tensor]], None] | None = None
+        self.after_backward: Callable[[PerSampleRecord], None] | None = None
         self._closed = False
         self._loss_is_known = False
         self._mode = ObservingMode(self.call)
@@ -186,7 +193,9 @@ class Capture:
             loss: the loss of the training step, sum_i w_i l_i.
             weights: w_i, shape (B,), in place of the `loss_reduction` given at the start; another shape gives an
                 `OptionError`.
+        It holds for the next backward.
         """
+        self._forget_loss()
         if weights is not None:
             self._check_weighting(weights)
             self._weighting = weights
@@ -198,9 +207,8 @@ class Capture:
     def close(self) -> None:
         """Forget every mark and remove every hook; the records stay."""
         self._closed = True
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.before_backward = self.after_backward = None
+        self._forget_loss()
         self._watched.close()
         self._dispatcher.close()
 
@@ -208,6 +216,8 @@ class Capture:
         """Answer one torch call under the mode."""
         if function in _BACKWARD:
             return self._backward(function, args, kwargs)
+        if function is mark_samples:
+            return self._declare(*args, **kwargs)
         if function is not torch.autograd.grad:
             return self._dispatcher.call(function, args, kwargs, self._mode)
         with self._dispatcher.aside():
@@ -216,8 +226,20 @@ class Capture:
         self._dispatcher.mark_gradients(list(tensors_in((inputs,))), gradients)
         return gradients
 
+    def _declare(self, tensor: Tensor, batch_dim: int = 0) -> Tensor:
+        place = place_in_batch("the tensor given to mark_samples", tensor, batch_dim, self.batch_size)
+        if place is not None and not tensor.requires_grad:
+            self._dispatcher.mark_batch(tensor, place)
+        return tensor
+
     def _keep_scale(self, grad: Tensor) -> None:
         self._scale = grad.detach()
+
+    def _forget_loss(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._loss_is_known = False
 
     def _check_weighting(self, weighting: str | Tensor) -> None:
         if isinstance(weighting, Tensor) and tuple(weighting.shape) != (self.batch_size,):
@@ -231,6 +253,8 @@ class Capture:
         if self._depth:
             return run(*args, **kwargs)
         losses = list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors")))
+        if self.before_backward is not None:
+            self.before_backward(losses)
         self._watched.watch()
         self._dispatcher.find_unseen(losses)
         weighted = next(tensors_in((args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors"))), None)
@@ -258,9 +282,12 @@ class Capture:
             settle(dispatcher.weights, dispatcher.refuse)
             record = self._build() if self._watched.got_gradient else None
         self._forget()
+        self._forget_loss()
         if record is not None:
             self.records.append(record)
             _report(record, self._unsupported)
+            if self.after_backward is not None:
+                self.after_backward(record)
 
     def _forget(self) -> None:
         """Drop what a backward left, also one that was broken off."""
@@ -276,7 +303,7 @@ class Capture:
         scale, watched = self._scale, self._watched
         wanted = "grad_sample" in self._quantities
         trainable = watched.trainable()
-        reported = [name for name in trainable if name in watched.got_gradient and _has_value(watched.weight(name))]
+        reported = [name for name in trainable if name in watched.got_gradient and has_value(watched.weight(name))]
         with torch.no_grad():
             for name in reported:
                 weight = watched.weight(name)
@@ -286,9 +313,11 @@ class Capture:
                     if reason is not None:
                         self._dispatcher.refuse([weight], reason)
                         continue
-                    sq_norms[name] = _like(self._own(_sq_norm(weight, total), 2, scale), weight.tensor)
+                    sq_norm = in_smaller_chunks(partial(sq_norm_of, weight, total))
+                    sq_norms[name] = in_precision_of(self._own(sq_norm, 2, scale), weight.tensor)
                     if wanted and total is not None:
-                        grad_samples[name] = _like(self._own(total.dense(), 1, scale), weight.tensor)
+                        grads = in_smaller_chunks(total.dense)
+                        grad_samples[name] = in_precision_of(self._own(grads, 1, scale), weight.tensor)
                 except FAILURES as error:
                     self._dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
         coverage = classify(trainable, watched.got_gradient, reported, self._dispatcher.refused)
@@ -304,6 +333,7 @@ class Capture:
             mixing=tuple(mixing),
             weighting=() if isinstance(self._weighting, Tensor) else tuple(weighting),
             not_additive=tuple(self._dispatcher.not_additive),
+            backward_index=len(self.records),
         )
 
     def _own(self, values: Tensor, power: int, scale: Tensor | None) -> Tensor:
@@ -338,26 +368,6 @@ class ObservingMode(TorchFunctionMode):
         return self._answer(func, args, kwargs or {})
 
 
-def _has_value(weight: Weight) -> bool:
-    return weight.sq_norm is not None or bool(weight.contributions)
-
-
-def _sq_norm(weight: Weight, total: SampleGradient | None) -> Tensor:
-    if weight.sq_norm is not None:
-        return weight.sq_norm
-    if total is None:
-        raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
-    return total.sq_norm()
-
-
-def _like(values: Tensor, parameter: Tensor) -> Tensor:
-    """Gradients or norms in the precision of the parameter, which its ``.grad`` has, and float32 at least."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    if values.is_complex() and not dtype.is_complex:  # the gradient of a real parameter is real
-        values = values.real
-    return values.to(dtype if values.is_complex() else dtype.to_real())
-
-
 def _report(record: PerSampleRecord, unsupported: str) -> None:
     texts = warning_texts(record)
     if unsupported == "error" and record.unsupported:
@@ -365,36 +375,3 @@ def _report(record: PerSampleRecord, unsupported: str) -> None:
     if unsupported != "ignore":
         for text in texts:
             warnings.warn(text, PerSampleWarning, stacklevel=2)
-
-
-def _check_kernel_options(max_memory: object, autotune: object, fuse_weight_grad: object) -> None:
-    whole = isinstance(max_memory, int) and not isinstance(max_memory, bool) and max_memory >= 1
-    if max_memory is not None and not whole:
-        raise OptionError(f"max_memory is {max_memory!r}; allowed is None or an integer of at least 1, in bytes")
-    for name, value in (("autotune", autotune), ("fuse_weight_grad", fuse_weight_grad)):
-        if not isinstance(value, bool):
-            raise OptionError(f"{name} is {value!r}; allowed are True and False")
-
-
-def _check_options(
-    loss_reduction: object, batch_dim: object, batch_size: object, quantities: Collection[str], unsupported: object
-) -> None:
-    def whole(value: object, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    if not isinstance(loss_reduction, Tensor) and loss_reduction not in ("mean", "sum"):
-        raise OptionError(
-            f"loss_reduction is {loss_reduction!r}; allowed are 'mean', 'sum' or a tensor of weights (B,)"
-        )
-    if not whole(batch_dim, 0):
-        raise OptionError(f"batch_dim is {batch_dim!r}; allowed is an integer of at least 0")
-    if batch_size is not None and not whole(batch_size, 1):
-        raise OptionError(f"batch_size is {batch_size!r}; allowed is None or an integer of at least 1")
-    unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
-    if isinstance(quantities, str) or unknown:
-        raise OptionError(
-            f"quantities is {quantities!r}; allowed is a collection such as ('sq_norm', 'grad_sample'), of "
-            f"{', '.join(map(repr, QUANTITIES))}"
-        )
-    if unsupported not in ("warn", "error", "ignore"):
-        raise OptionError(f"unsupported is {unsupported!r}; allowed are 'warn', 'error' and 'ignore'")

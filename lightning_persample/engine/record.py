@@ -67,6 +67,8 @@ class PerSampleRecord:
             square.
         not_additive: the calls through which the batch gradient is not the weighted sum of these values (an embedding
             that divides by how often an index occurs in the batch): each value is what the sample alone would give.
+        backward_index: which backward of the training step this is, counted from 0; those that reach no parameter do
+            not count.
     """
 
     batch_size: int
@@ -78,6 +80,7 @@ class PerSampleRecord:
     mixing: tuple[str, ...] = ()
     weighting: tuple[str, ...] = ()
     not_additive: tuple[str, ...] = ()
+    backward_index: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,6 +95,14 @@ class PerSampleRecord:
             values.
         """
         return _root_of_sum(list(self.sq_norms.values()), self.batch_size)
+
+    def nonfinite(self) -> Tensor:
+        """The samples whose norm is inf or nan (a loss that overflowed, bad data), by their place in the batch.
+
+        Returns:
+            Indices along the batch, (samples,), int64; all samples where no parameter has values.
+        """
+        return (~self.norms().isfinite()).nonzero().flatten()
 
     def group_norms(self, depth: int) -> dict[str, Tensor]:
         """Norm of each sample's gradient over groups of parameters: ``sqrt(sum_{p in group} ||g_i,p||^2)``.

@@ -11,7 +11,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.computation import Computation, Placement, by_rule, computation
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
 from lightning_persample.engine.following import Followed
 from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.observed import Description, ObservedCall
@@ -223,6 +223,10 @@ def report_to(
         sums: list[tuple[Weight, Tensor]] = []
         if not dispatcher.accepting:
             return sums
+        if _is_refused(weights, dispatcher):
+            if dispatcher.frees:
+                held.clear()
+            return sums
         options = kernel_options(dispatcher.kernel_options)  # entered here: on CUDA this is another thread
         with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(kind), options:
             try:
@@ -231,9 +235,13 @@ def report_to(
                 ]
                 if not held:
                     raise UnsupportedError(f"{description}: {_FREED}")
-                sums = dispatcher.collect(held[0](read), wants_sums)
+                contributions = in_smaller_chunks(lambda: held[0](read))
+                sums = dispatcher.collect(contributions, wants_sums)
                 if dispatcher.frees and keeps_values:
                     held.clear()  # autograd lets its saved tensors go now, too
+            except torch.OutOfMemoryError as error:
+                held.clear()
+                _give_up(dispatcher, reason_of(error, description))
             except FAILURES as error:
                 dispatcher.refuse(weights, reason_of(error, description))
         return sums
@@ -251,6 +259,17 @@ def report_to(
         _on_gradient(outputs[0], lambda grad: hook([grad]))
     else:
         register_multi_grad_hook([_hooked(output) for output in outputs], hook)
+
+
+def _is_refused(weights: list[Weight], dispatcher: Dispatcher) -> bool:
+    return bool(dispatcher.refused) and all(weight.names <= dispatcher.refused.keys() for weight in weights)
+
+
+def _give_up(dispatcher: Dispatcher, reason: str) -> None:
+    """Let go of everything that this backward has gathered: the training needs the memory."""
+    for weight in dispatcher.weights:
+        weight.forget()
+    dispatcher.refuse(dispatcher.weights, reason)
 
 
 def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, dispatcher: Dispatcher) -> None:

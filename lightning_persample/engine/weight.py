@@ -23,6 +23,7 @@ from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
+from lightning_persample.gradients.cost import halved
 from lightning_persample.gradients.options import current_options
 from lightning_persample.rules import Pull, other_generators_kept, vector_jacobian
 
@@ -200,7 +201,7 @@ def _random_states(devices: list[torch.device]) -> list[Tensor]:
 
 def _pulled(value: Tensor, pull: Pull, gradient: SampleGradient) -> list[Tensor]:
     """The gradients of the parents, (B, *shape) each, in parts of the batch that fit into the memory budget."""
-    limit = current_options().max_memory or _BUDGET
+    limit = halved(current_options().max_memory or _BUDGET)
     step = max(1, limit // (value.element_size() * max(1, math.prod(gradient.shape))))
     pieces: list[tuple[Tensor, ...]] = []
     for start in range(0, gradient.batch_size, step):

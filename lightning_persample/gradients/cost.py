@@ -8,6 +8,8 @@ because the choice changes how long a quantity takes and never its value.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -25,6 +27,8 @@ __all__ = [
     "PatchKernel",
     "PatchSizes",
     "chunks",
+    "halved",
+    "halved_memory_budget",
     "memory_budget",
     "outer_forms_gradients",
     "outer_inner_kernel",
@@ -42,6 +46,8 @@ CPU_MEMORY_BUDGET = 16 * 2**20
 
 LEAST_MEMORY_BUDGET = 2**20
 """Bytes that the temporaries of one kernel may take in any case: less makes many small steps and saves nothing."""
+
+_HALVINGS: ContextVar[int] = ContextVar("halvings of the memory budget", default=0)
 
 MatrixKernel = Literal["gram", "direct"]
 PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
@@ -69,10 +75,32 @@ def memory_budget(device: torch.device) -> int:
     """
     limit = current_options().max_memory
     if limit is not None:
-        return limit
+        return halved(limit)
     most = min(MEMORY_BUDGET, CPU_MEMORY_BUDGET) if device.type == "cpu" else MEMORY_BUDGET
     held = held_bytes()
-    return most if held is None else min(most, max(LEAST_MEMORY_BUDGET, held))
+    return halved(most if held is None else min(most, max(LEAST_MEMORY_BUDGET, held)))
+
+
+def halved(budget: int) -> int:
+    """A memory budget in bytes, halved as often as `halved_memory_budget` says around the call."""
+    return max(1, budget >> _HALVINGS.get())
+
+
+@contextmanager
+def halved_memory_budget(times: int) -> Iterator[None]:
+    """Within this context, kernels take that many halves of their memory budget, in this thread.
+
+    Args:
+        times: how often to halve it.
+
+    Yields:
+        Nothing.
+    """
+    before = _HALVINGS.set(times)
+    try:
+        yield
+    finally:
+        _HALVINGS.reset(before)
 
 
 def chunks(size: int, bytes_each: int, device: torch.device) -> Iterator[slice]:

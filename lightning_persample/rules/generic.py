@@ -103,7 +103,7 @@ def generic_rule(
             is_random = drawn()
     except torch.OutOfMemoryError:
         raise
-    except (UnsupportedError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever an op of the user's raises; sample by sample it may run
         if "random operation" in str(error):
             raise UnsupportedError(call.complaint(_RANDOM)) from error
         return _one_after_another(call, one_sample, sample_leaves, present)
@@ -129,7 +129,7 @@ def _one_after_another(
                 found.append(one_sample(values, [cotangent[sample] for cotangent in cotangents]))
             except (UnsupportedError, torch.OutOfMemoryError):
                 raise
-            except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError) as error:
+            except Exception as error:  # whatever an op of the user's raises, which the reason names
                 reason = f"running it on one sample alone raised {type(error).__name__}"
                 raise UnsupportedError(call.complaint(reason)) from error
         after = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

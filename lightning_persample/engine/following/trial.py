@@ -64,7 +64,7 @@ def _try_on(call: ObservedCall, axis: BatchAxis, entry: int) -> tuple[BatchAxis,
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(call)), other_generators_kept():
             result = call.function(*tree_map(alone, call.args), **tree_map(alone, dict(call.kwargs)))
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+    except Exception as error:  # whatever an op of the user's raises, which the reason names
         return f"cannot be followed ({type(error).__name__} on one sample alone)"
     parts = tuple(tensors_in(result))
     if len(parts) != len(call.outputs):

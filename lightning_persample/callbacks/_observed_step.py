@@ -1,0 +1,119 @@
+"""One training step that the engine observes, and what is known of the losses in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_persample.callbacks._sum_check import SumCheck
+from lightning_persample.engine import FAILURES, PerSampleRecord, expanded_weights, reason_of
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lightning_persample.callbacks.base import PerSampleCallback
+
+__all__ = ["ObservedStep"]
+
+
+class ObservedStep:
+    """Opens a capture on a batch; without one where the batch's size cannot be read.
+
+    Args:
+        pl_module: the module that is trained.
+        options: the callback whose loss_reduction, batch_dim, batch_size and kernel options hold.
+        batch: the batch.
+        quantities: what the records hold.
+        check_sums: compare the sums of the samples' gradients with ``.grad``, where they are computed.
+
+    Attributes:
+        module: the module.
+        capture: what observes it.
+        sums_differ: whether such a sum was seen not to fit, in this step or before it.
+
+    Raises:
+        OptionError: a quantity that does not exist.
+        PerSampleError: the batch cannot be captured.
+    """
+
+    def __init__(
+        self,
+        pl_module: LightningModule,
+        options: PerSampleCallback,
+        batch: Any,
+        quantities: Collection[str],
+        *,
+        check_sums: bool,
+    ) -> None:
+        self.module = pl_module
+        self._reduction = options.loss_reduction
+        self._batch = batch
+        self.sums_differ = not check_sums
+        self._check_sums = check_sums and "grad_sample" in quantities
+        self._sum_check: SumCheck | None = None
+        try:
+            self.capture = expanded_weights(
+                pl_module,
+                batch,
+                loss_reduction="sum" if callable(self._reduction) else self._reduction,
+                batch_dim=options.batch_dim,
+                batch_size=options.batch_size,
+                quantities=tuple(sorted(quantities)),
+                unsupported="ignore",  # what there is to say is said where records are delivered
+                fuse_weight_grad=options.fuse_weight_grad,
+                max_memory=options.max_memory,
+                autotune=options.autotune,
+            )
+        except PerSampleError:
+            raise
+        except FAILURES as error:
+            raise UnsupportedError(reason_of(error, "the batch")) from error
+
+    def attach(self, loss: Tensor, outputs: Any) -> None:
+        """Tell the capture the loss of the next backward.
+
+        Args:
+            loss: what the backward's factors (accumulation, loss scaling) are counted from.
+            outputs: what a callable loss_reduction is given.
+
+        Raises:
+            OptionError: the loss_reduction of a callback gives weights that cannot be used.
+        """
+        reduction, size = self._reduction, self.capture.batch_size
+        weights: Tensor | float = 1.0 if reduction == "sum" else 1.0 / size
+        if callable(reduction):
+            with torch.no_grad():
+                weights = reduction(outputs, self._batch)
+            if not isinstance(weights, Tensor):
+                raise OptionError(
+                    f"loss_reduction returned {type(weights).__name__}, but it must return a tensor of shape "
+                    f"({size},) with the weight of each sample in the loss"
+                )
+            self.capture.attach_loss(loss, weights)
+        else:
+            self.capture.attach_loss(loss)
+        if self._check_sums:
+            self._sum_check = SumCheck(self.module, loss, weights)
+
+    def start_backward(self) -> None:
+        """Note what ``.grad`` holds before a backward."""
+        if self._sum_check is not None:
+            self._sum_check.start_backward()
+
+    def why_sums_differ(self, record: PerSampleRecord) -> str | None:
+        """Compare the sums with what the backward added to ``.grad``; said once, and not looked at again.
+
+        Args:
+            record: of the backward that has just run.
+
+        Returns:
+            A text on the parameters that differ, or None.
+        """
+        check, self._sum_check = self._sum_check, None
+        text = None if check is None else check.finish(record)
+        if text is not None:
+            self.sums_differ, self._check_sums = True, False
+        return text

@@ -1,0 +1,88 @@
+"""What callbacks and users get to know of a captured step: its records, and what is wrong with them."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_persample.engine import PerSampleRecord, warning_texts
+from lightning_persample.errors import PerSampleError, PerSampleWarning, UnsupportedError
+
+if TYPE_CHECKING:
+    from lightning_persample.callbacks.base import PerSampleCallback
+
+__all__ = ["Reports"]
+
+_SIZES = re.compile(r"\([\d, ]*\)")
+
+
+class Reports:
+    """Hands records to callbacks, and says each trouble once in a fit.
+
+    Args:
+        trainer: the Trainer.
+        pl_module: its module.
+        raises: whether a trouble is raised instead of said.
+    """
+
+    def __init__(self, trainer: Trainer, pl_module: LightningModule, *, raises: bool) -> None:
+        self._trainer = trainer
+        self._module = pl_module
+        self._raises = raises
+        self._said: set[str] = set()
+        self._grad_samples: dict[torch.nn.Parameter, Tensor] = {}
+
+    def deliver(self, record: PerSampleRecord, receivers: Sequence[PerSampleCallback], batch: Any) -> None:
+        """Give a record to the callbacks that want it, and its gradients to the parameters.
+
+        Args:
+            record: the record.
+            receivers: the callbacks.
+            batch: the batch that it is of.
+
+        Raises:
+            UnsupportedError: a parameter has no values, and a callback has ``unsupported="error"``.
+        """
+        texts = warning_texts(record)
+        if record.unsupported and self._raises:
+            raise UnsupportedError(texts[0])
+        for text in texts:
+            self.warn(text)
+        if record.grad_samples:
+            parameters = dict(self._module.named_parameters(remove_duplicate=False))
+            for name, grad_sample in record.grad_samples.items():
+                parameters[name].grad_sample = grad_sample  # type: ignore[attr-defined]
+                self._grad_samples[parameters[name]] = grad_sample
+        batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
+        for callback in receivers:
+            callback.on_per_sample_gradients(self._trainer, self._module, record, batch, batch_idx)
+
+    def end_batch(self) -> None:
+        """Remove ``grad_sample`` from the parameters."""
+        for parameter, grad_sample in self._grad_samples.items():
+            if getattr(parameter, "grad_sample", None) is grad_sample:
+                del parameter.grad_sample  # type: ignore[attr-defined]
+        self._grad_samples = {}
+
+    def report(self, error: PerSampleError) -> None:
+        """Say why something is not captured, or raise it if a callback has ``unsupported="error"``.
+
+        Args:
+            error: the reason, raised with ``unsupported="error"``.
+        """
+        if self._raises:
+            raise error
+        self.warn(str(error))
+
+    def warn(self, text: str) -> None:
+        """Say each thing once: the same trouble with tensors of other sizes is the same trouble."""
+        said = _SIZES.sub("", text)
+        if said not in self._said:
+            self._said.add(said)
+            warnings.warn(text, PerSampleWarning, stacklevel=2)

@@ -1,0 +1,69 @@
+"""Which values the options of a capture may have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from lightning_persample.errors import OptionError
+
+__all__ = ["QUANTITIES", "check_kernel_options", "check_options"]
+
+QUANTITIES = ("sq_norm", "grad_sample")
+
+
+def check_kernel_options(max_memory: object, autotune: object, fuse_weight_grad: object) -> None:
+    """Refuse values of the kernels' options that are not allowed.
+
+    Args:
+        max_memory: None or bytes.
+        autotune: a bool.
+        fuse_weight_grad: a bool.
+
+    Raises:
+        OptionError: one of them is something else.
+    """
+    whole = isinstance(max_memory, int) and not isinstance(max_memory, bool) and max_memory >= 1
+    if max_memory is not None and not whole:
+        raise OptionError(f"max_memory is {max_memory!r}; allowed is None or an integer of at least 1, in bytes")
+    for name, value in (("autotune", autotune), ("fuse_weight_grad", fuse_weight_grad)):
+        if not isinstance(value, bool):
+            raise OptionError(f"{name} is {value!r}; allowed are True and False")
+
+
+def check_options(
+    loss_reduction: object, batch_dim: object, batch_size: object, quantities: Collection[str], unsupported: object
+) -> None:
+    """Refuse values of a capture's options that are not allowed; `expanded_weights` says what they are.
+
+    Args:
+        loss_reduction: "mean", "sum" or a tensor.
+        batch_dim: an axis.
+        batch_size: None or a number of samples.
+        quantities: of `QUANTITIES`.
+        unsupported: "warn", "error" or "ignore".
+
+    Raises:
+        OptionError: one of them is something else.
+    """
+
+    def whole(value: object, least: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    if not isinstance(loss_reduction, Tensor) and loss_reduction not in ("mean", "sum"):
+        raise OptionError(
+            f"loss_reduction is {loss_reduction!r}; allowed are 'mean', 'sum' or a tensor of weights (B,)"
+        )
+    if not whole(batch_dim, 0):
+        raise OptionError(f"batch_dim is {batch_dim!r}; allowed is an integer of at least 0")
+    if batch_size is not None and not whole(batch_size, 1):
+        raise OptionError(f"batch_size is {batch_size!r}; allowed is None or an integer of at least 1")
+    unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
+    if isinstance(quantities, str) or unknown:
+        raise OptionError(
+            f"quantities is {quantities!r}; allowed is a collection such as ('sq_norm', 'grad_sample'), of "
+            f"{', '.join(map(repr, QUANTITIES))}"
+        )
+    if unsupported not in ("warn", "error", "ignore"):
+        raise OptionError(f"unsupported is {unsupported!r}; allowed are 'warn', 'error' and 'ignore'")
