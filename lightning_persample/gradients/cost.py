@@ -41,11 +41,15 @@ MatrixKernel = Literal["gram", "direct"]
 PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
 
 _ELEMENTWISE = 32  # one number written and read again
+_UNFOLDED = 50  # one number of the unfolded patches
 _SHIFTED_ADD = 64  # one number of a strided window added to another
-_LAYERED = 48  # one number of the layers, in products that are narrower
-_GROUPED_OUTPUT = 100  # one number of the result of a grouped convolution's weight gradient
+_LAYERED = 64  # one number of the layers, in products that are narrower
+_STRIDED = 2  # how much longer it takes to unfold what does not lie side by side
+_SQUARED = 48  # one number of the gradient, written to be squared
+_GROUPED_OUTPUT = 100  # the same for the result of a grouped convolution's weight gradient
+_KEPT = 90  # one number of the gradient, written to memory of its own
 _FULL_COLUMNS = 32  # a matrix product with fewer columns takes as long as with this many
-_FULL_CHANNELS = 8  # a convolution with fewer channels takes as long as with this many
+_FULL_CHANNELS = 16  # a convolution with fewer channels takes as long as with this many
 
 
 def memory_budget(device: torch.device) -> int:
@@ -148,6 +152,7 @@ def patch_kernel(
     out_size: tuple[int, ...],
     layers: int,
     *,
+    stride: int,
     item_size: int,
     device: torch.device,
     dense: bool,
@@ -172,6 +177,7 @@ def patch_kernel(
         extent: number of padded input positions that are read, along each spatial axis.
         out_size: number of output positions along each spatial axis.
         layers: numbers written for one sample where patches are unfolded along all spatial axes but the first.
+        stride: distance of neighbouring patches along the last axis.
         item_size: bytes of one number.
         device: where the kernel will run.
         dense: is the gradient itself asked for, and not only its squared norm? Gram kernels cannot give it.
@@ -182,17 +188,20 @@ def patch_kernel(
     offsets, positions, read = prod(kernel_size), rows * prod(out_size), rows * prod(extent)
     unfolded_size, result = positions * in_channels * offsets, out_channels * in_channels // groups * offsets
     products = positions * result
-    unfold = _ELEMENTWISE * unfolded_size if offsets > 1 else 0  # a kernel of one element has its patches for free
+    apart = _STRIDED if stride > 1 else 1
+    unfold = _UNFOLDED * apart * unfolded_size if offsets > 1 else 0  # one element has its patches (almost) for free
     gram = positions**2 * (out_channels + _ELEMENTWISE * groups)
     few_channels = groups == 1 and in_channels < _FULL_CHANNELS
     padded_products = products * _FULL_CHANNELS // in_channels if few_channels else products
     columns = in_channels // groups * offsets
-    costs: dict[PatchKernel, int] = {"unfolded": unfold + _narrow(products, columns) + _ELEMENTWISE * result}
+    squared = (_SQUARED + _KEPT * dense) * result
+    costs: dict[PatchKernel, int] = {"unfolded": unfold + _narrow(products, columns) + squared}
     if rows == 1 and offsets > 1 and device.type == "cpu":
         narrow = _narrow(products, columns // kernel_size[0])
-        costs["layers"] = _LAYERED * layers + narrow + _ELEMENTWISE * result
+        joined = _KEPT * dense * result  # the offsets' parts are written once more, side by side
+        costs["layers"] = _LAYERED * apart * layers + narrow + squared + joined
     if device.type == "cpu" or groups > 1:
-        costs["grouped"] = padded_products + _GROUPED_OUTPUT * result
+        costs["grouped"] = padded_products + (_GROUPED_OUTPUT + _KEPT * dense) * result
     budget = memory_budget(device)
     if not dense and item_size * (read**2 + 3 * positions**2) * groups <= budget:
         shifted = positions**2 * offsets * groups * _SHIFTED_ADD

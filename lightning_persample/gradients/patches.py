@@ -206,6 +206,7 @@ def _choose(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, dtype: to
         extent=geometry.extent(out_size),
         out_size=out_size,
         layers=geometry.layer_numbers(inputs.shape[2], out_size),
+        stride=geometry.stride[-1],
         item_size=dtype.itemsize,
         device=inputs.device,
         dense=dense,
