@@ -27,6 +27,7 @@ __all__ = [
     "PatchKernel",
     "PatchSizes",
     "chunks",
+    "forming_kernel",
     "halved",
     "halved_memory_budget",
     "memory_budget",
@@ -53,12 +54,17 @@ MatrixKernel = Literal["gram", "direct"]
 PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
 
 _ELEMENTWISE = 32  # one number written and read again
-_STRIDED = 64  # one number of a strided window multiplied with another
-_LAYERED = 48  # one number of the layers, in products that are narrower
-_GROUPED_OUTPUT = 100  # one number of the result of a grouped convolution's weight gradient
-_FULL_COLUMNS = 32  # a matrix product with fewer columns takes as long as with this many
+_FORMING: tuple[PatchKernel, ...] = ("unfolded", "layers", "grouped")
+_UNFOLDED = 50  # one number of the unfolded patches
+_PICKED = 64  # one number of a strided window multiplied with another
+_LAYERED = 64  # one number of the layers, in products that are narrower
+_STRIDED = 2  # how much longer it takes to unfold what does not lie side by side
+_SQUARED = 48  # one number of the gradient, written to be squared
+_GROUPED_OUTPUT = 100  # the same for the result of a grouped convolution's weight gradient
+_KEPT = 90  # one number of the gradient, written to memory of its own
 _SUMMED = 24  # one number of a gradient added to the sum over the samples
-_FULL_CHANNELS = 8  # a convolution with fewer channels takes as long as with this many
+_FULL_COLUMNS = 32  # a matrix product with fewer columns takes as long as with this many
+_FULL_CHANNELS = 16  # a convolution with fewer channels takes as long as with this many
 
 
 def memory_budget(device: torch.device) -> int:
@@ -264,21 +270,24 @@ def patch_costs(sizes: PatchSizes, *, dense: bool) -> dict[PatchKernel, int]:
     kernel_size, groups, on_cpu = geometry.kernel_size, geometry.groups, sizes.device.type == "cpu"
     offsets, positions, read, result = prod(kernel_size), sizes.positions, sizes.read, sizes.result
     products = positions * result
-    unfold = _ELEMENTWISE * sizes.unfolded if offsets > 1 else 0  # a kernel of one element has its patches for free
+    apart = _STRIDED if geometry.stride[-1] > 1 else 1
+    unfold = _UNFOLDED * apart * sizes.unfolded if offsets > 1 else 0  # one element has its patches (almost) for free
     few_channels = groups == 1 and channels < _FULL_CHANNELS
     padded_products = products * _FULL_CHANNELS // channels if few_channels else products
     columns = channels // groups * offsets
-    costs: dict[PatchKernel, int] = {"unfolded": unfold + _narrow(products, columns) + _ELEMENTWISE * result}
+    squared = (_SQUARED + _KEPT * dense) * result
+    costs: dict[PatchKernel, int] = {"unfolded": unfold + _narrow(products, columns) + squared}
     if sizes.rows == 1 and offsets > 1 and on_cpu:
         narrow = _narrow(products, columns // kernel_size[0])
-        costs["layers"] = _LAYERED * sizes.layers + narrow + _ELEMENTWISE * result
+        joined = _KEPT * dense * result  # the offsets' parts are written once more, side by side
+        costs["layers"] = _LAYERED * apart * sizes.layers + narrow + squared + joined
     if on_cpu or groups > 1:
-        costs["grouped"] = padded_products + _GROUPED_OUTPUT * result
+        costs["grouped"] = padded_products + (_GROUPED_OUTPUT + _KEPT * dense) * result
     budget, item_size = memory_budget(sizes.device), sizes.item_size
     if not dense and item_size * 3 * read**2 * groups <= budget:
         shifted = _ELEMENTWISE * read**2 * groups * (sum(kernel_size) - len(kernel_size))
         met = read if set(geometry.stride) == {1} else positions
-        each = _ELEMENTWISE if met == read else _STRIDED
+        each = _ELEMENTWISE if met == read else _PICKED
         costs["autocorrelation"] = read**2 * channels + shifted + met**2 * (outputs + each * groups)
     if not dense and item_size * (2 * positions**2 * groups + sizes.unfolded) <= budget:
         gram = positions**2 * (outputs + _ELEMENTWISE * groups)
@@ -298,6 +307,17 @@ def patch_kernel(sizes: PatchSizes, *, dense: bool) -> PatchKernel:
     return min(costs, key=lambda kernel: costs[kernel])
 
 
+def forming_kernel(sizes: PatchSizes) -> PatchKernel:
+    """The cheapest kernel that forms each gradient, where none is kept for longer than it takes to add it to a sum."""
+    costs = _forming_costs(sizes)
+    return min(costs, key=lambda kernel: costs[kernel]) if costs else patch_kernel(sizes, dense=True)
+
+
+def _forming_costs(sizes: PatchSizes) -> dict[PatchKernel, int]:
+    costs = patch_costs(sizes, dense=False)
+    return {kernel: cost for kernel, cost in costs.items() if kernel in _FORMING}
+
+
 def patches_form_gradients(sizes: PatchSizes) -> bool:
     """Whether forming each weight gradient costs less than its squared norm and the sum over the samples apart.
 
@@ -305,7 +325,8 @@ def patches_form_gradients(sizes: PatchSizes) -> bool:
         sizes: of the convolution.
 
     Returns:
-        True where the cheapest dense kernel and a sum beat the cheapest squared norm and one product more.
+        True where the cheapest kernel that forms it and a sum beat the cheapest squared norm and one product more.
     """
-    formed = min(patch_costs(sizes, dense=True).values()) + _SUMMED * sizes.result
-    return formed < min(patch_costs(sizes, dense=False).values()) + sizes.positions * sizes.result
+    formed = min(_forming_costs(sizes).values(), default=None)
+    apart = min(patch_costs(sizes, dense=False).values()) + sizes.positions * sizes.result
+    return formed is not None and formed + _SUMMED * sizes.result < apart

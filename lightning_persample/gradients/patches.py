@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from lightning_persample.gradients.autotune import fastest
-from lightning_persample.gradients.cost import PatchKernel, PatchSizes, chunks, memory_budget, patch_kernel
+from lightning_persample.gradients.cost import (
+    PatchKernel,
+    PatchSizes,
+    chunks,
+    forming_kernel,
+    memory_budget,
+    patch_kernel,
+)
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.norms import cancelled, dense_sq_norm, zeros
 from lightning_persample.gradients.options import current_options, kernel_options
@@ -182,8 +189,8 @@ def patches_sq_norm_and_sum(grad_out: Tensor, inputs: Tensor, geometry: PatchGeo
     if not (grad_out.numel() and inputs.numel()):
         return squares, total.view(whole.weight_shape)
     sizes = whole.sizes(dtype)
-    kernel = _choose(grad_out, inputs, geometry, sizes, True)
-    bytes_each = _bytes_each(kernel, sizes, True) + _SHARE * sizes.result * sizes.item_size
+    kernel = forming_kernel(sizes)
+    bytes_each = _bytes_each(kernel, sizes, False) + _SHARE * sizes.result * sizes.item_size
     for part in chunks(inputs.shape[0], bytes_each, inputs.device):
         rows = Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry)
         samples = part.stop - part.start

@@ -3,12 +3,14 @@
     python -m tests.benchmarks.cost_of_norms                    the table: time, and peak memory above the model's own
     python -m tests.benchmarks.cost_of_norms --fit              a whole Trainer.fit with the monitor beside one without
     python -m tests.benchmarks.cost_of_norms --scaling          as batch, tokens, width and channels grow
+    python -m tests.benchmarks.cost_of_norms --memory           peak of what torch allocates, with large tables, too
     options: [--models mlp cnn resnet18 gpt] [--pairs 15] [--device cuda] [--json FILE]
 
 Every ratio is that of a pair: a plain step, then one with norms. Plain and all engines take turns, so that what else
 the machine does falls on all. Shown are the median and the middle half of the ratios. Peak memory is that of a process
-of its own (on an accelerator: of the allocator), less what the process holds before the first step. Where a peer is
-not installed its cell is "-"; "How fast" in the README says how to install them.
+of its own (on an accelerator: of the allocator), less what the process holds before the first step. On a CPU this has
+what malloc keeps between the tensors and the code that is loaded, and differs from run to run; --memory counts the
+tensors alone. Where a peer is not installed its cell is "-"; "How fast" in the README says how to install them.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.benchmarks.allocated import allocated_peak
 from tests.benchmarks.engines import ENGINES, Step, available
-from tests.benchmarks.timed_models import MODELS, Built, cnn, gpt, mlp
+from tests.benchmarks.timed_models import MODELS, TABLES, Built, cnn, gpt, mlp
 
 OURS = "lightning_persample"
 FIT_STEPS = {"mlp": 400, "cnn": 100, "resnet18": 50, "gpt": 100}
@@ -106,6 +109,22 @@ def peak_in_another_process(model: str, engine: str, device: torch.device) -> in
     command = [sys.executable, "-m", __spec__.name, "--peak", model, engine, "--device", str(device)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     return int(done.stdout) if done.returncode == 0 else None
+
+
+def memory(models: list[str], device: torch.device) -> dict[str, Any]:
+    engines = [engine for engine in ENGINES if engine != "plain" and available(engine)]
+    print(f"| model | plain step | {' | '.join(engines)} |\n|---|---|{'---|' * len(engines)}")
+    results: dict[str, Any] = {}
+    for model, (title, build) in ({m: MODELS[m] for m in models} | TABLES).items():
+        one = results[model] = {"plain": allocated_peak(prepared(build, "plain", device), device)}
+        for engine in engines:
+            try:
+                one[engine] = allocated_peak(prepared(build, engine, device), device)
+            except Exception as error:  # strangers' code: whatever it raises is what its user would see
+                print(f"{engine} on {model} fails: {type(error).__name__}", file=sys.stderr)
+        cells = [f"{one[e] / one['plain']:.2f}x" if e in one else "fails" for e in engines]
+        print(f"| {title} | {one['plain'] / 2**20:.1f} MiB | {' | '.join(cells)} |", flush=True)
+    return results
 
 
 def table(models: list[str], pairs: int, device: torch.device) -> dict[str, Any]:
@@ -240,6 +259,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -253,6 +273,8 @@ def main() -> None:
     print(f"{machine}\n")
     if options.fit:
         results = fits(options.models, options.pairs, device)
+    elif options.memory:
+        results = memory(options.models, device)
     elif options.scaling:
         results = scaling(options.pairs, device)
     else:

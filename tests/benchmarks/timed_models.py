@@ -1,4 +1,4 @@
-"""The models that are timed, each with a batch: MLP, CNN and ResNet-18 with GroupNorm, a small GPT."""
+"""The models that are timed, each with a batch: MLP, CNN and ResNet-18 with GroupNorm, a small GPT; large tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["MODELS", "Built", "cnn", "gpt", "mlp", "resnet18"]
+__all__ = ["MODELS", "TABLES", "Built", "cnn", "gpt", "mlp", "resnet18"]
 
 Built = tuple[nn.Module, Tensor]
 
@@ -101,4 +101,33 @@ MODELS: dict[str, tuple[str, Callable[[], Built]]] = {
     "cnn": ("CNN with GroupNorm, batch 64 x 3x32x32", cnn),
     "resnet18": ("ResNet-18 with GroupNorm, batch 32 x 3x32x32", resnet18),
     "gpt": ("GPT 4 layers, width 256, 128 tokens, batch 16", gpt),
+}
+
+
+class Words(nn.Module):
+    """The mean of a text's word vectors, and a head: of its own, or the table itself."""
+
+    def __init__(self, words: int, width: int, tied: bool) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(words, width), nn.Linear(width, width)
+        self.head = None if tied else nn.Linear(width, 10)
+
+    def forward(self, index: Tensor) -> Tensor:
+        text = torch.tanh(self.inner(self.words(index).mean(1)))
+        return F.linear(text, self.words.weight) if self.head is None else self.head(text)
+
+
+def embedding(batch_size: int = 100, tokens: int = 20) -> Built:
+    """A table of 10,000 x 300 and a small head."""
+    return Words(10_000, 300, tied=False), torch.randint(0, 10_000, (batch_size, tokens))
+
+
+def tied_head(batch_size: int = 32, tokens: int = 16) -> Built:
+    """A table of 50,000 x 64 that is the head, too."""
+    return Words(50_000, 64, tied=True), torch.randint(0, 50_000, (batch_size, tokens))
+
+
+TABLES: dict[str, tuple[str, Callable[[], Built]]] = {
+    "embedding": ("embedding 10,000 x 300, batch 100", embedding),
+    "tied_head": ("embedding 50,000 x 64 tied to the head, batch 32", tied_head),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
+from torch import nn
 
-from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor
+from lightning_persample import expanded_weights
+from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, _training_step
 from lightning_persample.errors import OptionError, PerSampleError
 from tests.callbacks.runs import Classifier, Recorder, fit, make_trainer
 
@@ -182,3 +185,23 @@ def test_the_command_line_of_lightning_reads_the_options(tmp_path):
 
 class Untrained(LightningModule):
     pass
+
+
+def test_memory_and_measuring_reach_the_capture_and_leave_the_values(monkeypatch):
+    taken = []
+
+    def recording(*args, **options):
+        taken.append((options["max_memory"], options["autotune"]))
+        return expanded_weights(*args, **options)
+
+    monkeypatch.setattr(_training_step, "expanded_weights", recording)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    norms = []
+    for options in ({}, {"max_memory": 64}, {"autotune": True}):
+        recorder = Recorder(1, **options)
+        fit(Classifier(copy.deepcopy(network)), [recorder])
+        norms.append(torch.cat([record.norms() for record in recorder.records]))
+    assert list(dict.fromkeys(taken)) == [(None, False), (64, False), (None, True)]
+    torch.testing.assert_close(norms[1], norms[0])
+    torch.testing.assert_close(norms[2], norms[0])

@@ -23,6 +23,21 @@ TIMED = [
     (64, 64, 32, 3, 1, 64, "grouped"),
     (64, 64, 32, 3, 1, 8, "grouped"),
     (3, 768, 112, 16, 16, 1, "unfolded gram"),
+    (64, 128, 16, 3, 2, 1, "unfolded gram"),
+    (64, 128, 32, 3, 2, 1, "grouped"),
+    (128, 256, 16, 3, 2, 1, "unfolded gram"),
+    (256, 512, 8, 3, 2, 1, "autocorrelation"),
+    (64, 128, 32, 1, 2, 1, "unfolded"),
+]
+# The same for the gradients themselves.
+TIMED_DENSE = [
+    (32, 64, 32, 3, 2, 1, "grouped"),
+    (64, 64, 16, 3, 1, 1, "grouped"),
+    (128, 128, 8, 3, 1, 1, "unfolded"),
+    (64, 64, 32, 3, 1, 1, "grouped"),
+    (256, 256, 8, 3, 1, 1, "unfolded"),
+    (128, 256, 16, 3, 2, 1, "unfolded"),
+    (3, 32, 32, 3, 1, 1, "unfolded"),
 ]
 
 
@@ -39,6 +54,11 @@ def test_patches(case: tuple[int, int, int, int, int, int, str]) -> None:
     assert choose(case[:6], device=CPU, dense=False) == case[6]
     assert choose(case[:6], device=CPU, dense=True) in {"unfolded", "layers", "grouped"}
     assert choose(case[:6], device=CUDA, dense=True) == ("grouped" if case[5] > 1 else "unfolded")
+
+
+@pytest.mark.parametrize("case", TIMED_DENSE, ids=str)
+def test_patches_whose_gradients_are_kept(case: tuple[int, int, int, int, int, int, str]) -> None:
+    assert choose(case[:6], device=CPU, dense=True) == case[6]
 
 
 def test_patches_too_large_to_unfold(monkeypatch: pytest.MonkeyPatch) -> None:

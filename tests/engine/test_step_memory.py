@@ -1,0 +1,68 @@
+"""Peak memory of a captured step beside a plain one, as torch's allocator counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_persample import expanded_weights
+from tests.benchmarks.allocated import allocated_peak
+from tests.benchmarks.timed_models import MODELS, TABLES, Built, cnn
+
+CPU = torch.device("cpu")
+BOUNDS = dict.fromkeys(MODELS, 1.10) | dict.fromkeys(TABLES, 1.20)
+
+
+def peaks(build: Callable[[], Built], y: Tensor | None = None, **options: Any) -> tuple[int, int]:
+    """Of a plain step and of one with norms."""
+    torch.manual_seed(0)
+    module, x = build()
+    target = torch.randint(0, 10, (len(x),)) if y is None else y
+
+    def plain() -> None:
+        module.zero_grad()
+        F.cross_entropy(module(x), target).backward()
+
+    def captured() -> Tensor:
+        module.zero_grad()
+        with expanded_weights(module, (x, target), unsupported="error", **options) as capture:
+            F.cross_entropy(module(x), target).backward()
+        return capture.record.norms()
+
+    return allocated_peak(plain, CPU), allocated_peak(captured, CPU)
+
+
+@pytest.mark.parametrize("model", BOUNDS)
+def test_a_captured_step_takes_hardly_more_than_a_plain_one(model: str) -> None:
+    plain, captured = peaks((MODELS | TABLES)[model][1])
+    assert captured <= BOUNDS[model] * plain, f"{captured / plain:.3f}"
+
+
+class LanguageModel(nn.Module):
+    """Scores of every word at every position, by the table of the words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(50_000, 64), nn.Linear(64, 64)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.inner(self.words(index))), self.words.weight).transpose(1, 2)
+
+
+def test_a_tied_head_at_every_position() -> None:
+    y = torch.randint(0, 50_000, (4, 32))
+    plain, captured = peaks(lambda: (LanguageModel(), torch.randint(0, 50_000, (4, 32))), y)
+    assert captured <= 1.2 * plain, f"{captured / plain:.3f}"
+
+
+def test_max_memory_bounds_what_a_step_takes_beside_the_plain_one() -> None:
+    """A first convolution whose temporaries would set the peak, in parts of any size."""
+    plain, _ = peaks(lambda: cnn(batch_size=8))
+    taken = [peaks(lambda: cnn(batch_size=8), max_memory=size)[1] - plain for size in (2**17, 2**30)]
+    assert taken[0] <= 2**20
+    assert taken[0] <= taken[1]
