@@ -17,7 +17,7 @@ from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import FACTORIES, common_axis, follow
-from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges
+from lightning_persample.engine.graph import Node, boundary
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
     SHAPE_OF_SECOND,
@@ -30,8 +30,9 @@ from lightning_persample.engine.layout import Plan, layout_of, recall, remember
 from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
 from lightning_persample.engine.observed import ObservedCall, Operand, describe, operands_of, tensors_in, version_of
 from lightning_persample.engine.use import Use, attach, attach_as_planned, refuse_where_used
+from lightning_persample.engine.watched_nodes import WatchedNodes
 from lightning_persample.engine.weight import Derivation, Weight
-from lightning_persample.gradients import SampleGradient
+from lightning_persample.gradients import SampleGradient, sq_norms
 from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher"]
@@ -61,8 +62,7 @@ class Dispatcher:
         self.batch_size = batch_size
         self.marks = Marks()
         self.weights: list[Weight] = []
-        self.nodes: dict[Node, list[Weight]] = {}
-        self.seen: set[Node] = set()
+        self.nodes = WatchedNodes(self.marks)
         self.refused: dict[str, str] = {}
         self.mixing: dict[str, None] = {}
         self.weighting: dict[str, None] = {}
@@ -113,10 +113,6 @@ class Dispatcher:
                 f"loss_reduction={mark.how!r}"
             )
 
-    def watch(self, node: Node, weight: Weight) -> None:
-        """Remember the autograd node of a weight, to find gradients that reach it unseen."""
-        self.nodes.setdefault(node, []).append(weight)
-
     def call(
         self,
         function: Callable[..., Any],
@@ -141,6 +137,10 @@ class Dispatcher:
             if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":
                 self.marks.copy(*args)
             return function(*args, **kwargs)
+        if kind.pointwise and "out" not in kwargs:
+            common = self.marks.axis_of_all((*args, *kwargs.values()) if kwargs else args)
+            if common is not None and not (kind.inplace and len(operands_of(args, kwargs)) > 1):
+                return self._beside(*common, function(*args, **kwargs))  # by far the most calls
         tensors = operands_of(args, kwargs)
         if op in SHAPE_OF_SECOND:
             del tensors[1:]
@@ -153,20 +153,16 @@ class Dispatcher:
         if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
             axis, rank = common_axis(tensors, marks)
             if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
-                result = function(*args, **kwargs)  # by far the most calls: the output lies where the inputs do
-                for output in (result,) if isinstance(result, Tensor) else tensors_in(result):
-                    self.marks.set_result(output, axis.moved(axis.dim + output.dim() - rank))
-                return result
+                return self._beside(axis, rank, function(*args, **kwargs))
+        layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if kind.by_layout else None
+        plan = recall(layout, op) if layout is not None else None
+        if plan is not None:
+            return self._as_planned(plan, function, args, kwargs, tensors, marks)
         if any(is_lazy(tensor) for tensor in tensors):
             return function(*args, **kwargs)
         if kind.composite:
             with visible:
                 return decomposed(function)(*args, **kwargs)
-        known = kind.by_layout and "out" not in kwargs and not (op == "getitem" and len(tensors) > 1)
-        layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if known else None
-        plan = recall(layout, op) if layout is not None else None
-        if plan is not None:
-            return self._as_planned(plan, function, args, kwargs, tensors, marks)
         marked = list(zip(tensors, marks, strict=True))
         weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
         inplace = kind.inplace
@@ -203,6 +199,15 @@ class Dispatcher:
             self._give_up(call.outputs, list(live.values()), reason_of(error, call.describe()))
         return result
 
+    def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
+        """The output of a pointwise call holds the batch where its inputs do, counted from the right."""
+        if type(result) is Tensor and result.dim() == rank:
+            self.marks[result] = axis
+            return result
+        for output in tensors_in(result):
+            self.marks.set_result(output, axis.moved(axis.dim + output.dim() - rank))
+        return result
+
     def _as_planned(
         self,
         plan: Plan,
@@ -218,13 +223,13 @@ class Dispatcher:
         result = function(*args, **kwargs)
         outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
         for output, axis in zip(outputs, plan.outputs, strict=True):
-            self.marks.set_result(output, axis)
+            self.marks[output] = axis
         if placement is not None:
             involved = {id(t): m for t, m in zip(tensors, marks, strict=True) if isinstance(m, Weight)}
             names = {name for weight in involved.values() for name in weight.names}
             description = describe(str(placement.rule.op), tensors, names)
             try:
-                self._watch_inside(outputs, stop)
+                self.nodes.watch_inside(outputs, stop)
                 for weight in involved.values():
                     weight.uses += 1
                 attach_as_planned(placement, args, kwargs, outputs, involved, description, self)
@@ -235,7 +240,7 @@ class Dispatcher:
     def _note(self, call: ObservedCall, involved: Mapping[int, Weight], stop: set[Node]) -> None:
         """Mark the outputs of a call and collect what its weights contribute; `involved` is empty without gradient."""
         if involved:
-            self._watch_inside(call.outputs, stop)
+            self.nodes.watch_inside(call.outputs, stop)
         before = self.marks.get(call.outputs[0])
         if call.located or call.lost:
             self._with_batch(call, involved)
@@ -255,16 +260,6 @@ class Dispatcher:
         for output in outputs:
             self.marks.set_result(output, Lost(reason))
         refuse_where_used(outputs, weights, reason, self)
-
-    def _watch_inside(self, outputs: tuple[Tensor, ...], stop: set[Node]) -> None:
-        """Gradients may enter a call through its outputs only, not through the nodes between them and the weights."""
-        nodes = nodes_between(outputs, stop)
-        self.seen |= nodes
-        inside = nodes - boundary(outputs)
-        below = {node: [w for end in ends_below(node, nodes) for w in self.nodes.get(end, [])] for node in inside}
-        for node, weights in below.items():
-            for weight in weights:
-                self.watch(node, weight)
 
     def _derive(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
@@ -292,7 +287,7 @@ class Dispatcher:
             self.weights.append(weight)
             self.marks[output] = weight
             if output.grad_fn is not None:
-                self.watch(output.grad_fn, weight)
+                self.nodes.watch(output.grad_fn, weight)
 
     def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         followed = follow(call)
@@ -336,20 +331,25 @@ class Dispatcher:
         attach(use, self)
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
-        """Take what one use contributes; where it is all there is, keep only the squared norm."""
-        if weight.sq_norm is not None:
-            self.refuse([weight], "it was used again by a call that ran during the backward (activation checkpointing)")
-            return
-        alone = weight.derivation is None and weight.uses == 1 and weight.children == 0
-        if alone and not self.keep_structures and not weight.names & self.kept:
-            weight.sq_norm = gradient.sq_norm()
-        else:
+        """Take what one use contributes."""
+        if weight.sq_norm is None:
             weight.contributions.append(gradient)
+        else:
+            self.refuse([weight], "it was used again by a call that ran during the backward (activation checkpointing)")
 
-    def collect(self, contributions: Iterable[tuple[Weight, SampleGradient]]) -> None:
-        """Take what one call contributes to its weights."""
-        for weight, gradient in contributions:
-            self.contribute(weight, gradient)
+    def collect(self, contributions: list[tuple[Weight, SampleGradient]]) -> None:
+        """Take what one call contributes to its weights; where it is all there is, keep only the squared norms."""
+        alone = [(weight, gradient) for weight, gradient in contributions if self._is_all_there_is(weight)]
+        for weight, gradient in contributions if len(alone) < len(contributions) else ():
+            if not self._is_all_there_is(weight):
+                self.contribute(weight, gradient)
+        for (weight, _), sq_norm in zip(alone, sq_norms([gradient for _, gradient in alone]), strict=True):
+            weight.sq_norm = sq_norm
+
+    def _is_all_there_is(self, weight: Weight) -> bool:
+        """Whether the one use of a weight contributes now, and nobody asked for more than the squared norm."""
+        once = weight.derivation is None and weight.uses == 1 and weight.children == 0 and weight.sq_norm is None
+        return once and not self.keep_structures and not (self.kept and weight.names & self.kept)
 
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:
         """Note that a gradient of these weights could not be split by sample."""
@@ -368,9 +368,9 @@ class Dispatcher:
 
     def find_unseen(self, tops: list[Tensor]) -> None:
         """Refuse the weights that a gradient reaches, from these tensors down, through a call that was not seen."""
-        for node, below in unseen_edges(tops, set(self.nodes), self.seen):
+        for node, weights in self.nodes.unseen(tops):
             self.refuse(
-                self.nodes[below],
+                weights,
                 f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen (a "
                 "custom autograd function, a gradient of a gradient, a tensor from before, or a forward outside)",
             )
@@ -380,4 +380,3 @@ class Dispatcher:
         self.marks.clear()
         self.weights.clear()
         self.nodes.clear()
-        self.seen.clear()

@@ -3,6 +3,7 @@
 from lightning_persample.gradients.composite import Block, Sum, add_up
 from lightning_persample.gradients.patches import PatchGeometry
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
+from lightning_persample.gradients.together import sq_norms
 
 __all__ = [
     "Block",
@@ -14,4 +15,5 @@ __all__ = [
     "SampleGradient",
     "Sum",
     "add_up",
+    "sq_norms",
 ]
