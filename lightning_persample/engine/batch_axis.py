@@ -80,6 +80,16 @@ class BatchAxis:
             return False
         return other.owner is None if self.owner is None else self.owner.same(other.owner)
 
+    def is_same(self, other: BatchAxis) -> bool:
+        """Whether all attributes are the same, with no look at the values of an owner."""
+        return self is other or (
+            self.dim == other.dim
+            and self.outer == other.outer
+            and self.inner == other.inner
+            and self.owner is other.owner
+            and self.mixing is other.mixing
+        )
+
     def same_place(self, other: BatchAxis) -> bool:
         """Whether both are the same axis with the same layout."""
         return self.dim == other.dim and self.same_layout(other)

@@ -14,7 +14,7 @@ from lightning_persample.engine.batch_axis import BatchAxis, Lost, batch_first
 from lightning_persample.engine.failure import reason_of
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.graph import boundary, nodes_between, saved_results
-from lightning_persample.engine.observed import Description, ObservedCall, version_of
+from lightning_persample.engine.observed import Description, ObservedCall
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, SampleGradient
 from lightning_persample.rules import Call, Rule, generic_rule, op_name
@@ -163,10 +163,10 @@ def by_rule(
         counts: dict[str, Tensor] = {}
         for name, where in axes.items():
             tensor = tensors[name]
-            extra = max(rank - tensor.dim(), 0)
-            if extra:
-                tensor = tensor.reshape(*(1,) * extra, *tensor.shape)
-            arguments[name] = batch_first(tensor, where.moved(where.dim + extra), batch_size)
+            if rank > tensor.dim():
+                extra = rank - tensor.dim()
+                tensor, where = tensor.reshape(*(1,) * extra, *tensor.shape), where.moved(where.dim + extra)
+            arguments[name] = batch_first(tensor, where, batch_size)
             if where.owner is not None:
                 counts[name] = torch.bincount(where.owner.sample, minlength=batch_size) * where.rows
         output: Tensor | None = None
@@ -207,6 +207,8 @@ def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
     Returns:
         What the rule did, and what it must do; "" where nothing is wrong.
     """
+    if _answers(given, asked):
+        return ""
     expected = "a rule returns a dict with a structure (Dense, Outer, Indexed or Patches) for each argument asked for"
     if not isinstance(given, Mapping):
         return f"gave a {type(given).__name__}; {expected}"
@@ -224,6 +226,17 @@ def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
             remedy = ": sum over the rows and positions of each sample" if len(found) > len(sizes) else ""
             return f"gave sizes {found} for {name}, but (samples, *shape of the weight) is {sizes}{remedy}"
     return ""
+
+
+def _answers(given: object, asked: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether nothing is wrong, as nearly always."""
+    if type(given) is not dict:
+        return False
+    for name, sizes in asked.items():
+        gradient = given.get(name)
+        if not isinstance(gradient, SampleGradient) or (gradient.batch_size, *gradient.shape) != sizes:
+            return False
+    return True
 
 
 def _axis_of_rows(axis: BatchAxis | Lost | None) -> BatchAxis | None:
@@ -311,9 +324,11 @@ class _Unchanged:
     ) -> None:
         memory = {t.data_ptr() for t in given if isinstance(t, Tensor) and id(t) in written} if written else ()
         self._versions = [
-            (tensor, version_of(tensor))
+            (tensor, tensor._version)
             for tensor in kept
-            if isinstance(tensor, Tensor) and not (memory and tensor.data_ptr() in memory)
+            if isinstance(tensor, Tensor)
+            and not tensor.is_inference()  # which does not count how often it is written to
+            and not (memory and tensor.data_ptr() in memory)
         ]
         self._text = description
 
@@ -324,7 +339,7 @@ class _Unchanged:
             UnsupportedError: a tensor has another version than at the call.
         """
         for tensor, version in self._versions:
-            if version_of(tensor) != version:
+            if tensor._version != version:
                 raise UnsupportedError(
                     f"{self._text}: a tensor of sizes {tuple(tensor.shape)} that the per-sample gradient needs was "
                     "changed in "

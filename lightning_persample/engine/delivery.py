@@ -99,7 +99,7 @@ class DeliveringDispatcher(Dispatcher):
         known = {name: weight for weight in self.weights for name in weight.names}
         for name, leaf in leaves.items():
             self.targets[name] = Target(name, originals[name], known[name], factor)
-            self.watch(accumulator(leaf), known[name])
+            self.nodes.watch(accumulator(leaf), known[name])
             leaf.register_hook(partial(self._gradient_arrived, self.targets[name]))
             leaf.register_post_accumulate_grad_hook(_drop_gradient)
 
@@ -114,10 +114,10 @@ class DeliveringDispatcher(Dispatcher):
             self.apart |= set(involved.values())
         super()._register(use, involved)
 
-    def contribute(self, weight: Weight, gradient: SampleGradient, wants_sum: bool = False) -> Tensor | None:
+    def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
         """Take what one use contributes."""
         Delivery.current().expect(self, weight)
-        return super().contribute(weight, gradient, wants_sum)
+        super().contribute(weight, gradient)
 
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:
         """Note that a gradient of these weights cannot be split by sample: in this backward, or in every one."""
@@ -163,7 +163,6 @@ class DeliveringDispatcher(Dispatcher):
         """Forget what only the calls need: what holds nodes would keep the graph alive for ever."""
         self.marks.clear()
         self.nodes.clear()
-        self.seen.clear()
 
 
 class Delivery:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
+from lightning_persample.engine.collector import Collector
 from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
-from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
+from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import FACTORIES, common_axis, follow
 from lightning_persample.engine.fused import fused_call
-from lightning_persample.engine.graph import Node, boundary, ends_below, nodes_between, unseen_edges, unseen_text
+from lightning_persample.engine.graph import Node, boundary, unseen_text
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
     SHAPE_OF_SECOND,
@@ -32,8 +32,8 @@ from lightning_persample.engine.layout import Plan, layout_of, recall, remember
 from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
 from lightning_persample.engine.observed import ObservedCall, Operand, describe, operands_of, tensors_in, version_of
 from lightning_persample.engine.use import Use, attach, attach_as_planned, refuse_where_used
+from lightning_persample.engine.watched_nodes import WatchedNodes
 from lightning_persample.engine.weight import Derivation, Weight
-from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms_and_sum
 from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher"]
@@ -43,7 +43,7 @@ _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
 
 
-class Dispatcher:
+class Dispatcher(Collector):
     """The state of one capture and the one place where a torch call changes it.
 
     Args:
@@ -62,21 +62,15 @@ class Dispatcher:
         buffers: Iterable[Tensor] = (),
         fuse: bool = False,
     ) -> None:
+        super().__init__(keep_structures)
         self.batch_size = batch_size
         self.marks = Marks()
         self.weights: list[Weight] = []
-        self.nodes: dict[Node, list[Weight]] = {}
-        self.seen: set[Node] = set()
-        self.refused: dict[str, str] = {}
+        self.nodes = WatchedNodes(self.marks)
         self.mixing: dict[str, None] = {}
         self.weighting: dict[str, None] = {}
         self.not_additive: dict[str, None] = {}
-        self.accepting = True
-        self.frees = False  # does the present backward free the graph it has gone through?
-        self.keep_structures = keep_structures
         self.fuse = fuse
-        self.kept: set[str] = set()
-        self.kernel_options = KernelOptions()
         for name, parameter in weights.items():
             weight = Weight(frozenset({name}), parameter)
             self.weights.append(weight)
@@ -119,10 +113,6 @@ class Dispatcher:
                 f"loss_reduction={mark.how!r}"
             )
 
-    def watch(self, node: Node, weight: Weight) -> None:
-        """Remember the autograd node of a weight, to find gradients that reach it unseen."""
-        self.nodes.setdefault(node, []).append(weight)
-
     def call(
         self,
         function: Callable[..., Any],
@@ -147,6 +137,10 @@ class Dispatcher:
             if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":
                 self.marks.copy(*args)
             return function(*args, **kwargs)
+        if kind.pointwise and "out" not in kwargs:
+            common = self.marks.axis_of_all((*args, *kwargs.values()) if kwargs else args)
+            if common is not None and not (kind.inplace and len(operands_of(args, kwargs)) > 1):
+                return self._beside(*common, function(*args, **kwargs))  # by far the most calls
         tensors = operands_of(args, kwargs)
         if op in SHAPE_OF_SECOND:
             del tensors[1:]
@@ -159,25 +153,21 @@ class Dispatcher:
         if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
             axis, rank = common_axis(tensors, marks)
             if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
-                result = function(*args, **kwargs)  # by far the most calls: the output lies where the inputs do
-                for output in (result,) if isinstance(result, Tensor) else tensors_in(result):
-                    self.marks.set_result(output, axis.moved(axis.dim + output.dim() - rank))
-                return result
+                return self._beside(axis, rank, function(*args, **kwargs))
+        fused = None
+        if self.fuse and Weight in kinds and torch.is_grad_enabled():
+            axis_of = self.marks.of_operand
+            fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
+        known = kind.by_layout and fused is None
+        layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if known else None
+        plan = recall(layout, op) if layout is not None else None
+        if plan is not None:
+            return self._as_planned(plan, function, args, kwargs, tensors, marks)
         if any(is_lazy(tensor) for tensor in tensors):
             return function(*args, **kwargs)
         if kind.composite:
             with visible:
                 return decomposed(function)(*args, **kwargs)
-        known = kind.by_layout and "out" not in kwargs and not (op == "getitem" and len(tensors) > 1)
-        fused = None
-        if self.fuse and Weight in kinds and torch.is_grad_enabled():
-            axis_of = self.marks.of_operand
-            fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
-        known = known and fused is None
-        layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if known else None
-        plan = recall(layout, op) if layout is not None else None
-        if plan is not None:
-            return self._as_planned(plan, function, args, kwargs, tensors, marks)
         marked = list(zip(tensors, marks, strict=True))
         weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
         inplace = kind.inplace
@@ -215,6 +205,15 @@ class Dispatcher:
             self._give_up(call.outputs, list(live.values()), reason_of(error, call.describe()))
         return result
 
+    def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
+        """The output of a pointwise call holds the batch where its inputs do, counted from the right."""
+        if type(result) is Tensor and result.dim() == rank:
+            self.marks[result] = axis
+            return result
+        for output in tensors_in(result):
+            self.marks.set_result(output, axis.moved(axis.dim + output.dim() - rank))
+        return result
+
     def _as_planned(
         self,
         plan: Plan,
@@ -230,13 +229,13 @@ class Dispatcher:
         result = function(*args, **kwargs)
         outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
         for output, axis in zip(outputs, plan.outputs, strict=True):
-            self.marks.set_result(output, axis)
+            self.marks[output] = axis
         if placement is not None:
             involved = {id(t): m for t, m in zip(tensors, marks, strict=True) if isinstance(m, Weight)}
             names = {name for weight in involved.values() for name in weight.names}
             description = describe(str(placement.rule.op), tensors, names)
             try:
-                self._watch_inside(outputs, stop)
+                self.nodes.watch_inside(outputs, stop)
                 for weight in involved.values():
                     weight.uses += 1
                 attach_as_planned(placement, args, kwargs, outputs, involved, description, self)
@@ -247,7 +246,7 @@ class Dispatcher:
     def _note(self, call: ObservedCall, involved: Mapping[int, Weight], stop: set[Node]) -> None:
         """Mark the outputs of a call and collect what its weights contribute; `involved` is empty without gradient."""
         if involved:
-            self._watch_inside(call.outputs, stop)
+            self.nodes.watch_inside(call.outputs, stop)
         before = self.marks.get(call.outputs[0])
         if call.located or call.lost:
             self._with_batch(call, involved)
@@ -267,16 +266,6 @@ class Dispatcher:
         for output in outputs:
             self.marks.set_result(output, Lost(reason))
         refuse_where_used(outputs, weights, reason, self)
-
-    def _watch_inside(self, outputs: tuple[Tensor, ...], stop: set[Node]) -> None:
-        """Gradients may enter a call through its outputs only, not through the nodes between them and the weights."""
-        nodes = nodes_between(outputs, stop)
-        self.seen |= nodes
-        inside = nodes - boundary(outputs)
-        below = {node: [w for end in ends_below(node, nodes) for w in self.nodes.get(end, [])] for node in inside}
-        for node, weights in below.items():
-            for weight in weights:
-                self.watch(node, weight)
 
     def _derive(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
@@ -304,7 +293,7 @@ class Dispatcher:
             self.weights.append(weight)
             self.marks[output] = weight
             if output.grad_fn is not None:
-                self.watch(output.grad_fn, weight)
+                self.nodes.watch(output.grad_fn, weight)
 
     def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         followed = follow(call)
@@ -347,67 +336,13 @@ class Dispatcher:
             self.not_additive.setdefault(use.not_additive)
         attach(use, self)
 
-    def contribute(self, weight: Weight, gradient: SampleGradient, wants_sum: bool = False) -> Tensor | None:
-        """Take what one use contributes; where it is all there is, keep only the squared norm.
-
-        Args:
-            weight: the weight.
-            gradient: the samples' gradients.
-            wants_sum: give their sum, too, where it need not be computed apart.
-
-        Returns:
-            The sum over the samples, or None.
-        """
-        if weight.sq_norm is not None:
-            self.refuse([weight], "it was used again by a call that ran during the backward (activation checkpointing)")
-            return None
-        alone = weight.derivation is None and weight.uses == 1 and weight.children == 0
-        if wants_sum and self.keep_structures:
-            formed = Dense(gradient.dense())
-            weight.contributions.append(formed)
-            return formed.grad.sum(0)
-        if not alone or self.keep_structures or weight.names & self.kept:
-            weight.contributions.append(gradient)
-        elif wants_sum:
-            weight.sq_norm, total = sq_norms_and_sum(gradient)
-            return total
-        else:
-            weight.sq_norm = gradient.sq_norm()
-        return None
-
-    def collect(
-        self, contributions: Iterable[tuple[Weight, SampleGradient]], wants_sums: bool = False
-    ) -> list[tuple[Weight, Tensor]]:
-        """Take what one call contributes to its weights; gives sums over samples that were formed, if wanted."""
-        sums = [
-            (weight, in_smaller_chunks(partial(self.contribute, weight, gradient, wants_sums)))
-            for weight, gradient in contributions
-        ]
-        return [(weight, total) for weight, total in sums if total is not None]
-
-    def refuse(self, weights: Iterable[Weight], reason: str) -> None:
-        """Note that a gradient of these weights could not be split by sample."""
-        for weight in weights:
-            for name in weight.names:
-                self.refused.setdefault(name, reason)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Report nothing of the gradients computed inside: they are not the training gradient."""
-        before, self.accepting = self.accepting, False
-        try:
-            yield
-        finally:
-            self.accepting = before
-
     def find_unseen(self, tops: list[Tensor]) -> None:
         """Refuse the weights that a gradient reaches, from these tensors down, through a call that was not seen."""
-        for node, below in unseen_edges(tops, set(self.nodes), self.seen):
-            self.refuse(self.nodes[below], unseen_text(node))
+        for node, weights in self.nodes.unseen(tops):
+            self.refuse(weights, unseen_text(node))
 
     def close(self) -> None:
         """Forget every mark, weight and node."""
         self.marks.clear()
         self.weights.clear()
         self.nodes.clear()
-        self.seen.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ __all__ = [
     "accumulator",
     "boundary",
     "ends_below",
+    "leaf_of",
     "node_below",
     "nodes_between",
     "saved_results",
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 Nodes: TypeAlias = set[Node]
+
+_ACCUMULATES: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def accumulator(parameter: Tensor) -> Node:
@@ -69,12 +72,19 @@ def ends_below(node: Node, inside: Nodes) -> Nodes:
     return found
 
 
-def unseen_edges(losses: Iterable[Tensor], watched: Nodes, seen: Nodes) -> Iterator[tuple[Node, Node]]:
-    """Edges from a node outside of `seen` to a node in `watched`, anywhere below the losses.
+def leaf_of(node: Node) -> Tensor | None:
+    """The leaf whose gradient a node adds to, or None for any other node."""
+    return node.variable if type(node) is _ACCUMULATES else None  # type: ignore[attr-defined]
+
+
+def unseen_edges(
+    losses: Iterable[Tensor], is_watched: Callable[[Node], bool], seen: Nodes
+) -> Iterator[tuple[Node, Node]]:
+    """Edges from a node outside of `seen` to a watched node, anywhere below the losses.
 
     Args:
         losses: the tensors that backward starts from.
-        watched: nodes of weights.
+        is_watched: tells the nodes of weights.
         seen: nodes of the calls that were seen.
 
     Yields:
@@ -84,10 +94,11 @@ def unseen_edges(losses: Iterable[Tensor], watched: Nodes, seen: Nodes) -> Itera
     visited: Nodes = set(stack)
     while stack:
         node = stack.pop()
+        unseen = node not in seen
         for following, _ in node.next_functions:
             if following is None:
                 continue
-            if following in watched and node not in seen:
+            if unseen and is_watched(following):
                 yield node, following
             if following not in visited:
                 visited.add(following)

@@ -42,6 +42,7 @@ __all__ = ["Plan", "layout_of", "recall", "remember"]
 
 _MOST = 4096  # plans that are kept; a model has some hundreds
 _COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
+_INDEXING = frozenset({Tensor.__getitem__})  # an index that is a tensor counts by its values
 _NESTED = (tuple, list, torch.Size)
 
 
@@ -84,7 +85,7 @@ def layout_of(
     Returns:
         The key; None where more than the layout may decide.
     """
-    if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
+    if len(tensors) > 1 and (function in _INDEXING or len(set(map(id, tensors))) < len(tensors)):
         return None
     key: list[Hashable] = [function, batch_size, torch.is_grad_enabled()]
     marks_left = iter(marks)
@@ -92,7 +93,7 @@ def layout_of(
         return None
     for name, value in kwargs.items():
         key.append(name)
-        if not _describe((value,), marks_left, key):
+        if name == "out" or not _describe((value,), marks_left, key):
             return None
     return tuple(key)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
+from lightning_persample.engine.following import is_plain
 from lightning_persample.engine.kinds import DATA_SOURCES
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.weight import Weight
@@ -28,6 +29,8 @@ class Constant:
 
 
 CONSTANT, KNOWN = Constant(known=False), Constant(known=True)
+
+_NUMBERS = frozenset({int, float, bool, complex, str, type(None), torch.dtype})
 
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
 
@@ -73,6 +76,32 @@ class Marks:
                 "autograd function, or a tensor kept from before this step)"
             )
         return mark
+
+    def axis_of_all(self, args: tuple[Any, ...]) -> tuple[BatchAxis, int] | None:
+        """The axis along which every tensor among plain arguments holds the samples, in tensors of one rank.
+
+        Args:
+            args: arguments of a pointwise call.
+
+        Returns:
+            The axis and the rank; None where there is none, or where one has to look closer.
+        """
+        found: BatchAxis | None = None
+        first: Tensor | None = None
+        rank = 0
+        for value in args:
+            if type(value) is not Tensor:
+                if type(value) in _NUMBERS:
+                    continue
+                return None
+            mark, dims = self.get(value), value.dim()
+            if type(mark) is not BatchAxis:
+                return None
+            if found is None or first is None:
+                first, found, rank = value, mark, dims
+            elif not mark.is_same(found) or dims != rank or not (is_plain(value) and is_plain(first)):
+                return None
+        return None if found is None else (found, rank)
 
     def set_result(self, output: Tensor, mark: Mark) -> None:
         """Mark a result; a parameter that is written to (an update, a clamp) remains what it is."""

@@ -153,7 +153,7 @@ def user_line() -> str:
 
 
 def _line(place: tuple[str, int] | None) -> str:
-    return "" if place is None else f" at {Path(place[0]).name}:{place[1]}"
+    return "" if place is None else f" at {os.path.basename(place[0])}:{place[1]}"
 
 
 @functools.cache

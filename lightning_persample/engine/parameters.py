@@ -10,7 +10,6 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.dispatch import Dispatcher
-from lightning_persample.engine.graph import accumulator
 from lightning_persample.engine.weight import Weight
 from lightning_persample.gradients import SampleGradient
 
@@ -43,7 +42,6 @@ class WatchedParameters:
             if parameter._backward_hooks:
                 self._hooked.add(name)
                 self._dispatcher.kept.add(name)
-            self._dispatcher.watch(accumulator(parameter), self._weights[name])
             self._handles[name] = parameter.register_hook(self._noting(name))
 
     def trainable(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,11 +229,9 @@ def report_to(
                 held.clear()
             return sums
         options = kernel_options(dispatcher.kernel_options)  # entered here: on CUDA this is another thread
-        with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(kind), options:
+        with torch._C.DisableTorchFunction(), _without_gradient(), without_autocast(kind), options:
             try:
-                read = [
-                    None if grad is None else reader(grad.detach()) for grad, reader in zip(grads, readers, strict=True)
-                ]
+                read = [None if grad is None else reader(grad) for grad, reader in zip(grads, readers, strict=True)]
                 if not held:
                     raise UnsupportedError(f"{description}: {_FREED}")
                 contributions = in_smaller_chunks(lambda: held[0](read))
@@ -252,13 +251,18 @@ def report_to(
     if fused is not None and names is not None:
 
         def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
-            return {names[weight]: total for weight, total in contribute([grad], wanted)}
+            return {names[weight]: total for weight, total in contribute((grad,), wanted)}
 
         fused.sums = sums_by_name
     elif len(outputs) == 1:
-        _on_gradient(outputs[0], lambda grad: hook([grad]))
+        _on_gradient(outputs[0], lambda grad: hook((grad,)))
     else:
         register_multi_grad_hook([_hooked(output) for output in outputs], hook)
+
+
+def _without_gradient() -> AbstractContextManager[object]:
+    """Nothing is recorded inside; a backward records nothing anyway, unless it is to create a graph."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _is_refused(weights: list[Weight], dispatcher: Dispatcher) -> bool:
@@ -319,13 +323,18 @@ def _gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
     """How to read the output's gradient from the gradient that the hook receives."""
     base = _hooked(output)
     if base is output:
-        return lambda grad: grad
+        return _detached
     base_size, base_stride = tuple(base.shape), base.stride()
     size, stride, offset = tuple(output.shape), output.stride(), output.storage_offset() - base.storage_offset()
 
     def read(grad: Tensor) -> Tensor:
+        grad = _detached(grad)
         if grad.stride() != base_stride:
             grad = torch.empty_strided(base_size, base_stride, dtype=grad.dtype, device=grad.device).copy_(grad)
         return grad.as_strided(size, stride, grad.storage_offset() + offset)
 
     return read
+
+
+def _detached(grad: Tensor) -> Tensor:
+    return grad.detach() if grad.requires_grad else grad

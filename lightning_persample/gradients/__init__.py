@@ -5,6 +5,7 @@ from lightning_persample.gradients.fused import convolution_is_fused, linear_is_
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.options import KernelOptions, kernel_options
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
+from lightning_persample.gradients.together import sq_norms
 
 __all__ = [
     "Block",
@@ -20,5 +21,6 @@ __all__ = [
     "convolution_is_fused",
     "kernel_options",
     "linear_is_fused",
+    "sq_norms",
     "sq_norms_and_sum",
 ]

@@ -64,6 +64,8 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _sq_sum(tensor: Tensor) -> Tensor:
     """Sum |tensor[b]|^2 over all but the first axis, in the tensor's own precision: (b,)."""
+    if tensor.dim() == 2 and tensor.shape[1] <= _ROW and not tensor.is_complex():
+        return torch.linalg.vector_norm(tensor, dim=1).square()
     flat: Tensor = _real(tensor).unsqueeze(-1).flatten(1)
     whole = flat.shape[1] // _ROW * _ROW
     if whole == 0:
@@ -120,6 +122,8 @@ def by_chunks(like: Tensor, dtype: torch.dtype, bytes_each: int, compute: Callab
 def dense_sq_norm(grad: Tensor) -> Tensor:
     """Sum |grad[b]|^2, grad (B, *shape): (B,)."""
     dtype = accumulation_dtype(grad)
+    if grad.dtype == dtype:  # nothing has to be copied
+        return _sq_sum(grad)
     return by_chunks(grad, dtype, _widening(grad, dtype=dtype), lambda part: _sq_sum(grad[part].to(dtype)))
 
 

@@ -52,7 +52,8 @@ def sum_to_shape(grad: Tensor, shape: Sequence[int]) -> Tensor:
             f"a weight of shape {tuple(shape)} does not broadcast to the per-sample shape {tuple(grad.shape[1:])}: "
             "its own axes must not span the batch"
         )
-    summed = [*range(1, 1 + extra), *(1 + extra + axis for axis, size in enumerate(shape) if size == 1)]
+    axes = [*range(1, 1 + extra), *(1 + extra + axis for axis, size in enumerate(shape) if size == 1)]
+    summed = [axis for axis in axes if grad.shape[axis] != 1]
     grad = widen(grad)
     if summed:
         grad = grad.sum(summed)

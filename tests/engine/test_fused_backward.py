@@ -219,12 +219,12 @@ def test_only_some_gradients_are_asked_for() -> None:
 
 @pytest.mark.usefixtures("always")
 def test_a_rule_that_fails_leaves_the_gradient_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_persample.engine import dispatch
+    from lightning_persample.engine import collector
 
     def fail(gradient: Any) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(dispatch, "sq_norms_and_sum", fail)
+    monkeypatch.setattr(collector, "sq_norms_and_sum", fail)
     module, x = two_convolutions(), images(3, 3, 8, 8)
     expected = gradients(module, mean_of_squares, (x,))
     module.zero_grad()

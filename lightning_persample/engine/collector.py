@@ -1,0 +1,96 @@
+"""What a backward brings: contributions to weights, the reasons where there are none, and what is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor
+
+from lightning_persample.engine.failure import in_smaller_chunks
+from lightning_persample.engine.weight import Weight
+from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
+
+__all__ = ["Collector"]
+
+
+class Collector:
+    """Takes contributions to weights.
+
+    Args:
+        keep_structures: keep every contribution until the backward ends, for quantities other than the squared norm.
+
+    Attributes:
+        refused: by parameter the reason why it has no values.
+        accepting: does the present backward count?
+        frees: does it free the graph it has gone through?
+        kept: parameters of which all contributions are kept.
+        kernel_options: under which contributions are computed.
+    """
+
+    def __init__(self, keep_structures: bool) -> None:
+        self.refused: dict[str, str] = {}
+        self.accepting = True
+        self.frees = False
+        self.keep_structures = keep_structures
+        self.kept: set[str] = set()
+        self.kernel_options = KernelOptions()
+
+    def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
+        """Take what one use contributes."""
+        if weight.sq_norm is None:
+            weight.contributions.append(gradient)
+        else:
+            self.refuse([weight], "it was used again by a call that ran during the backward (activation checkpointing)")
+
+    def collect(
+        self, contributions: list[tuple[Weight, SampleGradient]], wants_sums: bool = False
+    ) -> list[tuple[Weight, Tensor]]:
+        """Take what one call contributes to its weights; where it is all there is, keep only the squared norms.
+
+        Args:
+            contributions: the weights and their samples' gradients.
+            wants_sums: give the sums over the samples, too, where they need not be computed apart.
+
+        Returns:
+            Those sums, by weight.
+        """
+        sums: list[tuple[Weight, Tensor]] = []
+        alone = [(weight, gradient) for weight, gradient in contributions if self._is_all_there_is(weight)]
+        for weight, gradient in contributions if len(alone) < len(contributions) else ():
+            if self._is_all_there_is(weight):
+                continue
+            if wants_sums and self.keep_structures:  # the gradients are asked for
+                gradient = Dense(in_smaller_chunks(gradient.dense))
+                sums.append((weight, gradient.grad.sum(0)))
+            self.contribute(weight, gradient)
+        if wants_sums:
+            for weight, gradient in alone:
+                weight.sq_norm, total = in_smaller_chunks(partial(sq_norms_and_sum, gradient))
+                sums.append((weight, total))
+            return sums
+        squares = in_smaller_chunks(lambda: sq_norms([gradient for _, gradient in alone]))
+        for (weight, _), sq_norm in zip(alone, squares, strict=True):
+            weight.sq_norm = sq_norm
+        return sums
+
+    def _is_all_there_is(self, weight: Weight) -> bool:
+        """Whether the one use of a weight contributes now, and nobody asked for more than the squared norm."""
+        once = weight.derivation is None and weight.uses == 1 and weight.children == 0 and weight.sq_norm is None
+        return once and not self.keep_structures and not (self.kept and weight.names & self.kept)
+
+    def refuse(self, weights: Iterable[Weight], reason: str) -> None:
+        """Note that a gradient of these weights could not be split by sample."""
+        for weight in weights:
+            for name in weight.names:
+                self.refused.setdefault(name, reason)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Report nothing of the gradients computed inside: they are not the training gradient."""
+        before, self.accepting = self.accepting, False
+        try:
+            yield
+        finally:
+            self.accepting = before

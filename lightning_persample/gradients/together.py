@@ -1,0 +1,58 @@
+"""Squared norms of what one call contributes to several parameters, where these have numbers in common.
+
+The weight and the bias of a linear map on one row per sample get g (x) x and g: |g|^2 is needed for both, and reading g
+is most of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lightning_persample.gradients import norms, precision
+from lightning_persample.gradients.structure import Dense, Outer, SampleGradient
+
+__all__ = ["sq_norms"]
+
+
+def sq_norms(gradients: Sequence[SampleGradient]) -> list[Tensor]:
+    """The squared norm of each sample's gradient for each of several parameters.
+
+    Example:
+        >>> x, g = torch.ones(5, 1, 4), torch.ones(5, 1, 2)
+        >>> [values[0].round().item() for values in sq_norms([Outer(g, x), Dense(g[:, 0])])]
+        [8.0, 2.0]
+
+    Args:
+        gradients: structures of the same samples.
+
+    Returns:
+        (B,) for each, as `SampleGradient.sq_norm` gives it.
+    """
+    rows = next((g.grad for g in gradients if isinstance(g, Dense) and g.grad.dim() == 2), None)
+    if rows is None or len(gradients) < 2:
+        return [gradient.sq_norm() for gradient in gradients]
+    with precision.without_autocast(rows.device.type):
+        of_rows = norms.dense_sq_norm(rows)
+        return [_with_rows(gradient, rows, of_rows) for gradient in gradients]
+
+
+def _with_rows(gradient: SampleGradient, rows: Tensor, of_rows: Tensor) -> Tensor:
+    """The squared norm of a structure, given those of rows (B, p) that it may hold."""
+    if isinstance(gradient, Dense) and gradient.grad is rows:
+        return of_rows
+    if isinstance(gradient, Outer) and _same(gradient.left, rows) and gradient.right.dtype == rows.dtype:
+        return of_rows * norms.dense_sq_norm(gradient.right.squeeze(1))
+    return gradient.sq_norm()
+
+
+def _same(left: Tensor, rows: Tensor) -> bool:
+    """Whether left (B, 1, p) and rows (B, p) are the same memory, read in the same way."""
+    return (
+        left.shape[1] == 1
+        and (left.shape[0], left.shape[2]) == rows.shape
+        and left.dtype == rows.dtype
+        and left.data_ptr() == rows.data_ptr()
+        and (left.stride(0), left.stride(2)) == rows.stride()
+    )
