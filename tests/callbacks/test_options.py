@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 from lightning_persample import expanded_weights
-from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, _training_step
+from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, _observed_step
 from lightning_persample.errors import OptionError, PerSampleError
 from tests.callbacks.runs import Classifier, Recorder, fit, make_trainer
 
@@ -194,7 +194,7 @@ def test_memory_and_measuring_reach_the_capture_and_leave_the_values(monkeypatch
         taken.append((options["max_memory"], options["autotune"]))
         return expanded_weights(*args, **options)
 
-    monkeypatch.setattr(_training_step, "expanded_weights", recording)
+    monkeypatch.setattr(_observed_step, "expanded_weights", recording)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     norms = []

@@ -63,9 +63,9 @@ def test_they_hold_in_the_thread_of_the_backward(options: dict[str, Any], monkey
     """On an accelerator the hooks run in a thread of the autograd engine."""
     seen: list[KernelOptions] = []
 
-    def choose(**sizes: Any) -> str:
+    def choose(*sizes: Any, **options: Any) -> str:
         seen.append(current_options())
-        return CHOOSE(**sizes)
+        return CHOOSE(*sizes, **options)
 
     monkeypatch.setattr(patches, "patch_kernel", choose)
     module, x = nn.Conv2d(2, 3, 3), torch.randn(4, 2, 5, 5)
