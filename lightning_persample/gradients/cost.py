@@ -45,7 +45,7 @@ MEMORY_BUDGET = 256 * 2**20
 CPU_MEMORY_BUDGET = 16 * 2**20
 """The same on a CPU, where larger temporaries leave the cache and are returned to the system after each use."""
 
-LEAST_MEMORY_BUDGET = 2**20
+LEAST_MEMORY_BUDGET = 2 * 2**20
 """Bytes that the temporaries of one kernel may take in any case: less makes many small steps and saves nothing."""
 
 _HALVINGS: ContextVar[int] = ContextVar("halvings of the memory budget", default=0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["KernelOptions", "current_options", "held_by_use", "held_bytes", "kernel_options"]
 
@@ -33,8 +34,19 @@ class KernelOptions:
             raise ValueError(f"KernelOptions: max_memory is None or at least 1 byte, got {self.max_memory}.")
 
 
+class _Use:
+    """What the use at hand holds, counted when it is asked for: most kernels do not ask."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = count
+
+    @cached_property
+    def size(self) -> int:
+        return self._count()
+
+
 _options: ContextVar[KernelOptions] = ContextVar("options of the kernels", default=KernelOptions())  # noqa: B039 (frozen)
-_held: ContextVar[int | None] = ContextVar("bytes held by the use at hand", default=None)
+_use: ContextVar[_Use | None] = ContextVar("the use at hand", default=None)
 
 
 def current_options() -> KernelOptions:
@@ -44,7 +56,8 @@ def current_options() -> KernelOptions:
 
 def held_bytes() -> int | None:
     """Bytes that the use at hand holds in any case; None outside of one."""
-    return _held.get()
+    use = _use.get()
+    return None if use is None else use.size
 
 
 @contextmanager
@@ -67,17 +80,18 @@ def kernel_options(options: KernelOptions) -> Iterator[None]:
 
 
 @contextmanager
-def held_by_use(size: int) -> Iterator[None]:
+def held_by_use(count: Callable[[], int]) -> Iterator[None]:
     """Within this context, kernels work on a use that holds so many bytes; what is nested counts as part of it.
 
     Args:
-        size: bytes of the use's input, output gradient, weight and weight gradient.
+        count: gives the bytes of the use's input, output gradient, weight and weight gradient.
 
     Yields:
         Nothing.
     """
-    before = _held.set(size if _held.get() is None else _held.get())
+    outer = _use.get()
+    before = _use.set(_Use(count) if outer is None else outer)
     try:
         yield
     finally:
-        _held.reset(before)
+        _use.reset(before)

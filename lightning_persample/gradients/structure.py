@@ -67,7 +67,7 @@ class SampleGradient(ABC):
         Returns:
             (B, *shape), float32 at least.
         """
-        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes()):
+        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
             return self._dense()
 
     def sq_norm(self) -> Tensor:
@@ -76,7 +76,7 @@ class SampleGradient(ABC):
         Returns:
             (B,), real, float32 at least, never negative; NaN or infinite where the gradient is.
         """
-        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes()):
+        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
             return self._sq_norm()
 
     def inner(self, other: SampleGradient) -> Tensor:
@@ -95,7 +95,10 @@ class SampleGradient(ABC):
             raise ValueError(
                 f"inner: {_describe(self)} and {_describe(other)} do not belong to the same samples and parameter."
             )
-        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes() + other._held_bytes()):
+        with (
+            precision.without_autocast(self.device.type),
+            held_by_use(lambda: self._held_bytes() + other._held_bytes()),
+        ):
             for one, two in ((self, other), (other, self)):
                 known = one._inner(two)
                 if known is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 __all__ = ["allocated_peak"]
@@ -30,6 +30,22 @@ def allocated_peak(step: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
-    kineto = recorded.profiler.kineto_results  # type: ignore[union-attr]
-    changes = [(event.start_ns(), event.nbytes()) for event in kineto.events() if event.name() == "[memory]"]
-    return max(accumulate(change for _, change in sorted(changes, key=lambda change: change[0])), default=0)
+    events = list(recorded.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    changes = []
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    own: set[int] = set()
+    held = most = 0
+    for _, address, size in sorted(changes, key=lambda change: change[0]):
+        if size > 0:
+            own.add(address)
+        elif address not in own:  # what an earlier recording left is no part of this step
+            continue
+        else:
+            own.remove(address)
+        held += size
+        most = max(most, held)
+    return most

@@ -15,12 +15,19 @@ from lightning_persample.gradients import (
     Outer,
     Patches,
     PatchGeometry,
+    Sum,
     autotune,
     kernel_options,
     norms,
     patches,
 )
-from lightning_persample.gradients.cost import PatchKernel, chunks, memory_budget
+from lightning_persample.gradients.cost import (
+    CPU_MEMORY_BUDGET,
+    LEAST_MEMORY_BUDGET,
+    PatchKernel,
+    chunks,
+    memory_budget,
+)
 from tests.gradients.structures import GEOMETRIES, NO_PAD, SAME, Convolution, assert_close, inner, sq_norm
 
 CPU = torch.device("cpu")
@@ -293,3 +300,26 @@ def test_measured_for_real_all_are_exact_and_each_shape_is_measured_once() -> No
             assert_close(outer.inner(outer), sq_norm(outer.dense()))
         assert outer.samples(0, 0).sq_norm().shape == (0,)
         assert len(autotune._known) == known + 2
+
+
+@pytest.mark.parametrize(("width", "expected"), [(8, LEAST_MEMORY_BUDGET), (1000, None), (5000, CPU_MEMORY_BUDGET)])
+def test_without_a_limit_a_kernel_takes_what_its_use_holds(
+    width: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Input and output gradient, weight and weight gradient; in a sum those of all uses."""
+    budgets: list[int] = []
+
+    def noting(gradient: Outer) -> str:
+        budgets.append(memory_budget(CPU))
+        return "gram"
+
+    monkeypatch.setattr(Outer, "_kernel", noting)
+    one = Outer(torch.zeros(2, 3, width), torch.zeros(2, 3, 500))
+    one.sq_norm()
+    held = 4 * (2 * 3 * (width + 500) + 2 * width * 500)
+    assert budgets == [held if expected is None else expected]
+    terms = one, Indexed(torch.zeros(2, 7, dtype=torch.int64), torch.zeros(2, 7, 500), width)
+    Sum(terms).sq_norm()
+    held += 8 * 2 * 7 + 4 * 2 * 7 * 500
+    assert budgets[1:] in ([], [held if expected is None else expected])  # or added up, where that is small
+    assert budgets[1:] or width == 8
