@@ -19,6 +19,7 @@ from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.observed import tensors_in
+from lightning_persample.engine.own_scale import in_dtype_of, own_all, own_values
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.weight import Weight, settle
@@ -267,11 +268,15 @@ class Capture:
                     if reason is not None:
                         self._dispatcher.refuse([weight], reason)
                         continue
-                    sq_norms[name] = _like(self._own(_sq_norm(weight, total), 2, scale), weight.tensor)
+                    sq_norms[name] = _sq_norm(weight, total)
                     if wanted and total is not None:
-                        grad_samples[name] = _like(self._own(total.dense(), 1, scale), weight.tensor)
+                        (own,) = own_values([total.dense()], 1, self._weighting, self.batch_size, scale)
+                        grad_samples[name] = in_dtype_of(weight.tensor, own)
                 except FAILURES as error:
                     self._dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
+            own_sq_norms = own_all(list(sq_norms.values()), self._weighting, self.batch_size, scale)
+        for name, values in zip(sq_norms, own_sq_norms, strict=True):
+            sq_norms[name] = in_dtype_of(watched.weight(name).tensor, values)
         coverage = classify(trainable, watched.got_gradient, reported, self._dispatcher.refused)
         mixing = self._dispatcher.mixing
         weighting = [text for text in self._dispatcher.weighting if text not in mixing]
@@ -286,15 +291,6 @@ class Capture:
             weighting=() if isinstance(self._weighting, Tensor) else tuple(weighting),
             not_additive=tuple(self._dispatcher.not_additive),
         )
-
-    def _own(self, values: Tensor, power: int, scale: Tensor | None) -> Tensor:
-        """Contributions as each sample's own: without w_i and the scale of the loss, to `power`."""
-        if isinstance(self._weighting, Tensor):
-            weights = self._weighting.detach().to(values.device, values.dtype)
-            values = values / weights.pow(power).reshape(-1, *(1,) * (values.dim() - 1))
-        elif self._weighting == "mean":
-            values = values * float(self.batch_size) ** power
-        return values if scale is None else values / scale.to(values.dtype).pow(power)
 
 
 class ObservingMode(TorchFunctionMode):
@@ -329,14 +325,6 @@ def _sq_norm(weight: Weight, total: SampleGradient | None) -> Tensor:
     if total is None:
         raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
     return total.sq_norm()
-
-
-def _like(values: Tensor, parameter: Tensor) -> Tensor:
-    """Gradients or norms in the precision of the parameter, which its ``.grad`` has, and float32 at least."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    if values.is_complex() and not dtype.is_complex:  # the gradient of a real parameter is real
-        values = values.real
-    return values.to(dtype if values.is_complex() else dtype.to_real())
 
 
 def _report(record: PerSampleRecord, unsupported: str) -> None:
