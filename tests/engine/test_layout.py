@@ -272,6 +272,7 @@ def test_keys_tell_apart_all_that_decides():
         (torch.sum, (x,), {"axis": 1}, AXIS, B),
         (torch.sum, (x, 1), {"keepdim": True}, AXIS, B),
         (torch.sum, (x, 1), {"keepdim": False}, AXIS, B),
+        (torch.sum, (x, 1), {}, AXIS, 1),
         (torch.sum, (x, 1), {}, BatchAxis(1), B),
         (torch.sum, (x, 1), {}, BatchAxis(0, outer=5), 1),
         (torch.sum, (x, 1), {}, BatchAxis(0, inner=5), 1),
