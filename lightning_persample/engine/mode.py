@@ -22,9 +22,10 @@ from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reas
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.options import QUANTITIES, check_kernel_options, check_options
+from lightning_persample.engine.own_scale import in_dtype_of, own_all, own_values
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
-from lightning_persample.engine.values import has_value, in_precision_of, sq_norm_of
+from lightning_persample.engine.values import has_value, sq_norm_of
 from lightning_persample.engine.weight import settle
 from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
 from lightning_persample.gradients import KernelOptions, add_up, kernel_options
@@ -313,13 +314,16 @@ class Capture:
                     if reason is not None:
                         self._dispatcher.refuse([weight], reason)
                         continue
-                    sq_norm = in_smaller_chunks(partial(sq_norm_of, weight, total))
-                    sq_norms[name] = in_precision_of(self._own(sq_norm, 2, scale), weight.tensor)
+                    sq_norms[name] = in_smaller_chunks(partial(sq_norm_of, weight, total))
                     if wanted and total is not None:
-                        grads = in_smaller_chunks(total.dense)
-                        grad_samples[name] = in_precision_of(self._own(grads, 1, scale), weight.tensor)
+                        dense = in_smaller_chunks(total.dense)
+                        (own,) = own_values([dense], 1, self._weighting, self.batch_size, scale)
+                        grad_samples[name] = in_dtype_of(weight.tensor, own)
                 except FAILURES as error:
                     self._dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
+            own_sq_norms = own_all(list(sq_norms.values()), self._weighting, self.batch_size, scale)
+        for name, values in zip(sq_norms, own_sq_norms, strict=True):
+            sq_norms[name] = in_dtype_of(watched.weight(name).tensor, values)
         coverage = classify(trainable, watched.got_gradient, reported, self._dispatcher.refused)
         mixing = self._dispatcher.mixing
         weighting = [text for text in self._dispatcher.weighting if text not in mixing]
@@ -335,15 +339,6 @@ class Capture:
             not_additive=tuple(self._dispatcher.not_additive),
             backward_index=len(self.records),
         )
-
-    def _own(self, values: Tensor, power: int, scale: Tensor | None) -> Tensor:
-        """Contributions as each sample's own: without w_i and the scale of the loss, to `power`."""
-        if isinstance(self._weighting, Tensor):
-            weights = self._weighting.detach().to(values.device, values.dtype)
-            values = values / weights.pow(power).reshape(-1, *(1,) * (values.dim() - 1))
-        elif self._weighting == "mean":
-            values = values * float(self.batch_size) ** power
-        return values if scale is None else values / scale.to(values.dtype).pow(power)
 
 
 class ObservingMode(TorchFunctionMode):

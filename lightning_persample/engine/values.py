@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients import SampleGradient
 
-__all__ = ["has_value", "in_precision_of", "sq_norm_of"]
+__all__ = ["has_value", "sq_norm_of"]
 
 
 def has_value(weight: Weight) -> bool:
@@ -35,11 +34,3 @@ def sq_norm_of(weight: Weight, total: SampleGradient | None) -> Tensor:
     if total is None:
         raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
     return total.sq_norm()
-
-
-def in_precision_of(values: Tensor, parameter: Tensor) -> Tensor:
-    """Gradients or norms in the precision of the parameter, which its ``.grad`` has, and float32 at least."""
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    if values.is_complex() and not dtype.is_complex:  # the gradient of a real parameter is real
-        values = values.real
-    return values.to(dtype if values.is_complex() else dtype.to_real())

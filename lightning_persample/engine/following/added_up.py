@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_persample.engine.batch_axis import BatchAxis, Lost
+from lightning_persample.engine.batch_axis import Lost, Owner
 from lightning_persample.engine.following.base import Followed
 from lightning_persample.engine.observed import ObservedCall, user_line
 
@@ -35,21 +35,22 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     sizes = [tuple(o.tensor.shape) for o in call.operands]
     what = f"`{call.name}` reduces over the batch axis (sizes {sizes}{user_line()})"
     with_gradient = [axis for tensor, axis in call.located if tensor.requires_grad]
-    note = next((axis.mixing for axis in with_gradient if axis.mixing), None)
-    if note is None and weighs:
-        note = f"`{call.name}` weighs the samples by a tensor{user_line()}"
-    if note is None and averages(call) and any(not _in_equal_numbers(axis, call.batch_size) for axis in with_gradient):
-        note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
-    if not any(output.requires_grad for output in call.outputs):
-        note = None
-    uneven = any(not _in_equal_numbers(axis, call.batch_size) for axis in with_gradient)
-    how = "mean" if averages(call) else "sum" if call.op in ("sum", "nansum") or call.op in LOSSES else None
+    uneven = any(
+        axis.owner is not None and not _in_equal_numbers(axis.owner, call.batch_size) for axis in with_gradient
+    )
+    mean = averages(call)
+    note = None
+    if any(output.requires_grad for output in call.outputs):
+        note = next((axis.mixing for axis in with_gradient if axis.mixing), None)
+        if note is None and weighs:
+            note = f"`{call.name}` weighs the samples by a tensor{user_line()}"
+        if note is None and mean and uneven:
+            note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
+    how = "mean" if mean else "sum" if call.op in ("sum", "nansum") or call.op in LOSSES else None
     mark = Lost(what, reduced=True, uneven=uneven, how=None if weighs else how)
     return Followed((mark,) * len(call.outputs), weighting=note)
 
 
-def _in_equal_numbers(axis: BatchAxis, batch_size: int) -> bool:
-    if axis.owner is None:
-        return True
-    counts = torch.bincount(axis.owner.sample, minlength=batch_size)
+def _in_equal_numbers(owner: Owner, batch_size: int) -> bool:
+    counts = torch.bincount(owner.sample, minlength=batch_size)
     return bool((counts == counts[0]).all())

@@ -33,14 +33,15 @@ def _follow_loss(call: ObservedCall) -> Followed:
         return by_entry
     added = _added_up(call, by_entry, place)
     weighting = _unequal_weights(call) if any(output.requires_grad for output in call.outputs) else None
-    return replace(added, weighting=weighting or added.weighting, entries=lambda: _entries(call, place))
+    weighting = weighting or added.weighting
+    return Followed(added.outputs, added.aligned, added.mixing, weighting, lambda: _entries(call, place))
 
 
 def _added_up(call: ObservedCall, by_entry: Followed, place: BatchAxis) -> Followed:
     """The values of a loss without reduction, added up."""
     added = added_up(call)
     note = place.mixing if any(output.requires_grad for output in call.outputs) else None
-    return replace(added, aligned=by_entry.aligned, mixing=by_entry.mixing, weighting=added.weighting or note)
+    return Followed(added.outputs, by_entry.aligned, by_entry.mixing, added.weighting or note)
 
 
 def _class_weights(call: ObservedCall) -> Tensor | None:

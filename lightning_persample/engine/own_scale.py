@@ -1,0 +1,62 @@
+"""From what the samples contributed to a weighted, scaled loss to the gradients of their own losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Weighting", "in_dtype_of", "own_all", "own_values"]
+
+Weighting: TypeAlias = Literal["mean", "sum"] | Tensor
+
+
+def own_values(
+    values: Sequence[Tensor], power: int, weighting: Weighting, batch_size: int, scale: Tensor | None
+) -> list[Tensor]:
+    """Contributions without w_i and without the scale of the loss.
+
+    Args:
+        values: (B, ...) each, all of one dtype and device.
+        power: 1 for gradients, 2 for squared norms.
+        weighting: the loss is sum_i w_i l_i: "mean" (w_i = 1/B), "sum" (w_i = 1) or w_i itself, (B,).
+        batch_size: number of samples B.
+        scale: what the loss was multiplied by, one number; None where it was not.
+
+    Returns:
+        The same tensors divided by (w_i * scale) ** power.
+    """
+    like = values[0]
+    if isinstance(weighting, Tensor):
+        weights = weighting.detach().to(like.device, like.dtype).pow(power)
+        values = [each / weights.reshape(-1, *(1,) * (each.dim() - 1)) for each in values]
+    elif weighting == "mean":
+        values = torch._foreach_mul(list(values), float(batch_size) ** power)
+    if scale is not None:
+        values = torch._foreach_div(list(values), scale.to(like.device, like.dtype).pow(power))
+    return list(values)
+
+
+def own_all(sq_norms: Sequence[Tensor], weighting: Weighting, batch_size: int, scale: Tensor | None) -> list[Tensor]:
+    """`own_values` of squared norms (B,) of any dtypes and devices, those of a kind in one go; the order is kept."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, values in enumerate(sq_norms):
+        alike.setdefault((values.device, values.dtype), []).append(place)
+    found = list(sq_norms)
+    for places in alike.values():
+        own = own_values([sq_norms[place] for place in places], 2, weighting, batch_size, scale)
+        for place, values in zip(places, own, strict=True):
+            found[place] = values
+    return found
+
+
+def in_dtype_of(parameter: Tensor, values: Tensor) -> Tensor:
+    """Gradients or norms in the precision of the parameter, which its ``.grad`` has, and float32 at least."""
+    if values.dtype is parameter.dtype is torch.float32:
+        return values
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    if values.is_complex() and not dtype.is_complex:  # the gradient of a real parameter is real
+        values = values.real
+    return values.to(dtype if values.is_complex() else dtype.to_real())
