@@ -69,7 +69,7 @@ def sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
     Returns:
         sum |g[b]|^2, (B,), real; and sum_b g[b], of the parameter's shape. Both float32 at least.
     """
-    with without_autocast(gradient.device.type), held_by_use(gradient._held_bytes()):
+    with without_autocast(gradient.device.type), held_by_use(gradient._held_bytes):
         if isinstance(gradient, Dense):
             return gradient._sq_norm(), gradient._dense().sum(0)
         if isinstance(gradient, Patches) and not gradient.dtype.is_complex:
