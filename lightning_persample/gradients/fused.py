@@ -6,18 +6,29 @@ the batch, which autograd then need not compute a second time.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
 from lightning_persample.gradients import norms
-from lightning_persample.gradients.cost import PatchSizes, chunks, outer_forms_gradients, patches_form_gradients
+from lightning_persample.gradients.cost import (
+    PatchSizes,
+    chunks,
+    memory_budget,
+    outer_forms_gradients,
+    patches_form_gradients,
+)
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.options import held_by_use
 from lightning_persample.gradients.patches import patches_sq_norm_and_sum
-from lightning_persample.gradients.precision import without_autocast
-from lightning_persample.gradients.structure import Dense, Patches, SampleGradient
+from lightning_persample.gradients.precision import accumulation_dtype, without_autocast
+from lightning_persample.gradients.structure import Dense, Outer, Patches, SampleGradient
 
 __all__ = ["convolution_is_fused", "linear_is_fused", "sq_norms_and_sum"]
+
+_IN_CACHE = 4 * 2**20  # bytes of gradients that are squared and summed before the next ones take their place
+_ROWS = 64  # a matrix product with fewer rows takes as long as with this many
 
 
 def linear_is_fused(positions: int, rows: int, columns: int) -> bool:
@@ -74,6 +85,8 @@ def sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
             return gradient._sq_norm(), gradient._dense().sum(0)
         if isinstance(gradient, Patches) and not gradient.dtype.is_complex:
             return patches_sq_norm_and_sum(gradient.grad_out, gradient.input, gradient.geometry)
+        if isinstance(gradient, Outer):
+            return outer_sq_norm_and_sum(gradient.left, gradient.right)
         total = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         squares = norms.zeros(gradient._tensors()[0], gradient.dtype)
         for part in chunks(gradient.batch_size, gradient._dense_bytes(), gradient.device):
@@ -81,3 +94,36 @@ def sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
             squares[part] = norms.dense_sq_norm(formed)
             total += formed[0] if len(formed) == 1 else formed.sum(0)
         return squares, total
+
+
+def outer_sq_norm_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The squared norms of sum_t left[t] (x) right[t] and the sum over the samples, in one piece of memory.
+
+    Args:
+        left: (B, T, p).
+        right: (B, T, d).
+
+    Returns:
+        (B,) and (p, d).
+    """
+    dtype = accumulation_dtype(left, right)
+    (B, _, p), d = left.shape, right.shape[2]
+    squares, total = norms.zeros(left, dtype), left.new_zeros(p, d, dtype=dtype)
+    numbers = min(memory_budget(left.device), _IN_CACHE) // dtype.itemsize
+    samples = max(1, min(B, numbers // max(1, _ROWS * d)))
+    rows = max(1, min(p, numbers // max(1, samples * d)))
+    memory = left.new_empty(samples * rows * d, dtype=dtype)
+    for start in range(0, B, samples):
+        part = slice(start, min(start + samples, B))
+        columns = right[part].to(dtype)
+        for first in range(0, p, rows):
+            place = slice(first, min(first + rows, p))
+            size = (columns.shape[0], place.stop - first, d)
+            formed = memory[: prod(size)].view(size)
+            torch.bmm(left[part, :, place].to(dtype).transpose(1, 2), columns, out=formed)
+            squares[part] += norms.dense_sq_norm(formed)
+            if samples == B:
+                torch.sum(formed, 0, out=total[place])
+            else:
+                total[place] += formed.sum(0)
+    return squares, total
