@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from lightning_persample.engine.batch_axis import BatchAxis
+from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import PatchGeometry, convolution_is_fused, linear_is_fused
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import Rule
@@ -35,69 +37,77 @@ class FusedCall(ABC):
     """One call that runs fused.
 
     Args:
-        tensors: input, weight and bias.
-        dtype: in which autocast would have it computed, else None.
+        tensors: input, weight and bias, as autocast would have them.
 
     Attributes:
         sums: given the output's gradient, notes what the samples contribute and returns those sums over the samples
             that it has formed, by argument. None where nothing is to be told apart; then autograd's own way is taken.
     """
 
-    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype | None) -> None:
+    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor | None]) -> None:
         self._tensors: tuple[Tensor, Tensor, Tensor | None] | None = tensors
-        self.dtype = dtype
         self.sums: Callable[[Tensor, bool], Sums] | None = None
 
     def run(self) -> Tensor:
         """Make the call, once; the tensors are kept by autograd alone."""
         tensors, self._tensors = self._tensors, None
         assert tensors is not None
-        return self.shaped(_Fused.apply(self, *tensors), tensors[0])
+        return self.call(*tensors)
 
-    def shaped(self, output: Tensor, x: Tensor) -> Tensor:
-        """The output as the op gives it; the function must not return a view, which an op in place could not follow."""
-        return output
-
-    def cast(self, tensor: Tensor) -> Tensor:
-        """A tensor as autocast would have it."""
-        return tensor if self.dtype is None else tensor.to(self.dtype)
+    @abstractmethod
+    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output as the op gives it; `_Fused` must not return a view, which an op in place could not follow."""
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The output."""
+        """The output of `_Fused`."""
 
     @abstractmethod
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
+    def kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What autograd would keep of input and weight; were it more, changes in place would be forbidden anew."""
+
+    @abstractmethod
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: Wanted) -> Gradients:
         """The gradients of input, weight and bias, as autograd computes them and differentiable again."""
 
 
 class _Linear(FusedCall):
-    def shaped(self, output: Tensor, x: Tensor) -> Tensor:
-        return output if x.dim() == 2 else output.view(*x.shape[:-1], output.shape[1])
+    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows: Tensor = _Fused.apply(self, x.flatten(0, -2), weight, bias)
+        return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[1])
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x.flatten(0, -2), weight, bias)
+        return F.linear(x, weight, bias)
 
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
+    def kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, weight if x.requires_grad else None
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: Wanted) -> Gradients:
         return (
-            (grad @ weight).view(x.shape) if wanted[0] else None,
-            grad.t() @ x.flatten(0, -2) if wanted[1] else None,
+            grad @ weight if wanted[0] and weight is not None else None,
+            grad.t() @ x if wanted[1] else None,
             grad.sum(0) if wanted[2] else None,
         )
 
 
 class _Convolution(FusedCall):
-    def __init__(self, geometry: PatchGeometry, *rest: Any) -> None:
-        super().__init__(*rest)
+    def __init__(self, geometry: PatchGeometry, tensors: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        super().__init__(tensors)
         self._stride, self._dilation, self._groups = geometry.stride, geometry.dilation, geometry.groups
         self._padding = tuple(before for before, _ in geometry.padding)
+
+    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _Fused.apply(self, x, weight, bias)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         convolution = _CONVOLUTIONS[f"conv{x.dim() - 2}d"]
         return convolution(x, weight, bias, self._stride, self._padding, self._dilation, self._groups)
 
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
-        if not any(wanted):
+    def kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, weight
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: Wanted) -> Gradients:
+        if weight is None or not any(wanted):
             return None, None, None
         found: Gradients = torch.ops.aten.convolution_backward(
             grad, x, weight, [weight.shape[0]], self._stride, self._padding, self._dilation, False,
@@ -110,25 +120,26 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: FusedCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.call, ctx.dtypes = call, [None if tensor is None else tensor.dtype for tensor in (x, weight, bias)]
-        with without_autocast(x.device.type):
-            kept = call.cast(x)
-            ctx.save_for_backward(kept, weight)
-            return call.forward(kept, call.cast(weight), None if bias is None else call.cast(bias))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*call.kept(x, weight))
+        with without_autocast(x.device.type):  # (what it would cast has been cast)
+            return call.forward(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:  # as autograd does: what is not used gets no gradient, rather than zeros
+            return None, None, None, None
         call, (x, weight) = ctx.call, ctx.saved_tensors
         again = torch.is_grad_enabled()  # the gradients will be differentiated themselves
         sums = {} if call.sums is None else call.sums(grad, not again)
         wanted = ctx.needs_input_grad[1:]
         missing = (wanted[0], wanted[1] and "weight" not in sums, wanted[2] and "bias" not in sums)
-        with torch._C.DisableTorchFunction(), without_autocast(x.device.type):
-            plain = call.backward(grad, x, call.cast(weight), missing)
+        with torch._C.DisableTorchFunction():
+            plain = call.backward(grad, x, weight, missing)
         found = (plain[0], sums.get("weight", plain[1]), sums.get("bias", plain[2]))
-        typed = [
+        return None, *(
             None if g is None or dtype is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)
-        ]
-        return None, *typed
+        )
 
 
 def fused_call(
@@ -157,7 +168,7 @@ def fused_call(
     if (op != "linear" and op not in _CONVOLUTIONS) or rule is None:
         return None
     arguments = rule.bind(args, kwargs)
-    if arguments is None:
+    if arguments is None or not _nothing_in_between():
         return None
     x, weight, bias = (arguments.get(name) for name in ("input", "weight", "bias"))
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and _are_plain(x, weight, bias)):
@@ -172,14 +183,40 @@ def fused_call(
         return None
     if dtype is None and not x.dtype == weight.dtype == (x if bias is None else bias).dtype:
         return None
+    likely = x.dtype if dtype is None else dtype
     if op == "linear":
-        return _fused_linear(x, weight, bias, axis, batch_size, always, dtype)
-    return _fused_convolution(arguments, axis, always, dtype)
+        if not _linear_fits(x, weight, bias, axis, batch_size) or not (
+            always or linear_is_fused(x.numel() // (batch_size * x.shape[-1]), *weight.shape)
+        ):
+            return None
+        return _Linear(_cast(dtype, x, weight, bias))
+    geometry = _geometry_of(arguments, x, weight, bias, axis)
+    if geometry is None:
+        return None
+    if not always and not convolution_is_fused(tuple(x.shape[1:]), weight.shape[0], geometry, likely, x.device):
+        return None
+    return _Convolution(geometry, _cast(dtype, x, weight, bias))
+
+
+def _nothing_in_between() -> bool:
+    """Whether the call and its backward will run as they stand.
+
+    Other function modes may change what the call gives, transforms and forward differentiation have rules of their own,
+    and what hooks on saved tensors do (activation checkpointing, offloading) depends on which tensors are saved.
+
+    Returns:
+        False where one of these is in force.
+    """
+    modes = torch.overrides._get_current_function_mode_stack()
+    return (
+        all(type(mode) is DeviceContext for mode in modes)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    )
 
 
 def _are_plain(*tensors: Any) -> bool:
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return False
     return all(
         tensor is None
         or (type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.is_floating_point())
@@ -187,39 +224,38 @@ def _are_plain(*tensors: Any) -> bool:
     )
 
 
-def _fused_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    axis: BatchAxis,
-    batch_size: int,
-    always: bool,
-    dtype: torch.dtype | None,
-) -> FusedCall | None:
-    if x.dim() < 2 or weight.dim() != 2 or axis.dim == x.dim() - 1 or (bias is not None and bias.dim() != 1):
-        return None
-    if bias is not None and bias.shape[0] != weight.shape[0]:
-        return None
-    positions = x.numel() // max(1, batch_size * x.shape[-1])
-    if not positions or not (always or linear_is_fused(positions, *weight.shape)):
-        return None
-    return _Linear((x, weight, bias), dtype)
+def _cast(
+    dtype: torch.dtype | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors as autocast would have them, with a history of their own."""
+    if dtype is None:
+        return x, weight, bias
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _fused_convolution(
-    arguments: Mapping[str, Any], axis: BatchAxis, always: bool, dtype: torch.dtype | None
-) -> FusedCall | None:
-    x, weight, bias = arguments["input"], arguments["weight"], arguments.get("bias")
-    axes = weight.dim() - 2
-    if x.dim() != axes + 2 or axis.dim != 0:
+def _linear_fits(x: Tensor, weight: Tensor, bias: Tensor | None, axis: BatchAxis, batch_size: int) -> bool:
+    """Whether this is ``x W^T + b`` with the batch among the rows of x; what else there is, torch itself takes."""
+    if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or axis.dim == x.dim() - 1:
+        return False
+    return x.numel() >= batch_size * x.shape[-1] > 0 and (bias is None or bias.shape == weight.shape[:1])
+
+
+def _geometry_of(
+    arguments: Mapping[str, Any], x: Tensor, weight: Tensor, bias: Tensor | None, axis: BatchAxis
+) -> PatchGeometry | None:
+    """Where the patches lie, if the arguments are such as torch accepts; it says itself what is wrong with others."""
+    axes, padding, groups = weight.dim() - 2, arguments.get("padding", 0), arguments.get("groups", 1)
+    if x.dim() != axes + 2 or axis.dim != 0 or (bias is not None and bias.shape != weight.shape[:1]):
+        return None
+    fit = isinstance(groups, int) and groups >= 1 and x.shape[1] == weight.shape[1] * groups
+    if not fit or weight.shape[0] % groups or 0 in weight.shape:
         return None
     kernel_size = tuple(weight.shape[2:])
-    stride, dilation = (per_axis(arguments.get(name, 1), axes) for name in ("stride", "dilation"))
-    padding = resolve_padding(arguments.get("padding", 0), kernel_size, dilation)
-    if any(before != after for before, after in padding):
+    try:
+        stride, dilation = (per_axis(arguments.get(name, 1), axes) for name in ("stride", "dilation"))
+        geometry = PatchGeometry(kernel_size, stride, resolve_padding(padding, kernel_size, dilation), dilation, groups)
+    except (TypeError, ValueError, UnsupportedError):
         return None
-    geometry = PatchGeometry(kernel_size, stride, padding, dilation, arguments.get("groups", 1))
-    computed_in = x.dtype if dtype is None else dtype
-    if not always and not convolution_is_fused(tuple(x.shape[1:]), weight.shape[0], geometry, computed_in, x.device):
+    if any(before != after for before, after in geometry.padding) or (padding == "same" and set(stride) != {1}):
         return None
-    return _Convolution(geometry, (x, weight, bias), dtype)
+    return geometry if min(geometry.output_size(tuple(x.shape[2:])), default=1) > 0 else None

@@ -251,7 +251,7 @@ def report_to(
     if fused is not None and names is not None:
 
         def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
-            return {names[weight]: total for weight, total in contribute((grad,), wanted)}
+            return {names[weight]: total for weight, total in contribute((grad,), wanted and bool(names))}
 
         fused.sums = sums_by_name
     elif len(outputs) == 1:

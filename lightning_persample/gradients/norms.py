@@ -37,11 +37,26 @@ __all__ = [
     "outer_gram_sq_norm",
     "outer_inner",
     "outer_terms_sq_norm",
+    "underflowed",
     "zeros",
 ]
 
 _ROW = 4096  # numbers added up in a row; longer sums in float32 are split, for their error grows with the length
 _CANCELLATION = 1e-2  # a result smaller than this part of what was added up is computed again another way
+
+
+def underflowed(value: Tensor, gradients: Tensor) -> Tensor:
+    """Which squared norms are so small that products on the way to them may have become zero.
+
+    Args:
+        value: (B,), squared norms.
+        gradients: (B, ...), zero for a sample whose squared norm is zero.
+
+    Returns:
+        (B,) bool.
+    """
+    small = value < torch.finfo(value.dtype).tiny ** 0.8
+    return small & gradients.flatten(1).any(1) if small.any() else small
 
 
 def cancelled(value: Tensor, scale: Tensor) -> Tensor:

@@ -58,8 +58,11 @@ class Rows:
         """The input positions that are read, padded and cropped: (b, C, k, *extent)."""
         extent = self.geometry.extent(self.out_size)
         axes = list(zip(self.input.shape[3:], self.geometry.padding, extent, strict=True))
-        pad = [number for size, (before, _), end in reversed(axes) for number in (before, end - size - before)]
-        return (F.pad(self.input, pad) if any(pad) else self.input).transpose(1, 2)
+        pad = [n for size, (before, _), end in reversed(axes) for n in (before, max(0, end - size - before))]
+        padded = F.pad(self.input, pad) if any(pad) else self.input
+        for axis, end in enumerate(extent, start=3):  # (nothing but padding before the input may be read)
+            padded = padded if padded.shape[axis] == end else padded.narrow(axis, 0, end)
+        return padded.transpose(1, 2)
 
     def windows(self, read: Tensor) -> Tensor:
         """Every patch of (b, c, k, *extent), as a view: (b, c, *kernel, k, *out)."""

@@ -24,7 +24,7 @@ from lightning_persample.gradients.cost import (
     patch_kernel,
 )
 from lightning_persample.gradients.geometry import PatchGeometry
-from lightning_persample.gradients.norms import cancelled, dense_sq_norm, zeros
+from lightning_persample.gradients.norms import cancelled, dense_sq_norm, underflowed, zeros
 from lightning_persample.gradients.options import current_options, kernel_options
 from lightning_persample.gradients.patch_kernels import DENSE, GRAM, Rows, layer_products
 from lightning_persample.gradients.precision import accumulation_dtype, wide_dtype
@@ -129,7 +129,7 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -
     sizes = Rows(grad_out, inputs, geometry).sizes(dtype)
     kernel = _choose(grad_out, inputs, geometry, sizes, False)
     value, scale = _squares_by(kernel, grad_out, inputs, geometry, sizes)
-    suspect = cancelled(value, scale)
+    suspect = cancelled(value, scale) | underflowed(value, grad_out)
     if kernel in GRAM and suspect.any():
         wide = wide_dtype(value)
         with kernel_options(replace(current_options(), autotune=False)):  # each batch has another number of them

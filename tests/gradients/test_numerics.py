@@ -14,6 +14,7 @@ from lightning_persample.gradients import (
     Indexed,
     Outer,
     Patches,
+    PatchGeometry,
     SampleGradient,
     Sum,
     patches,
@@ -72,6 +73,27 @@ def test_what_cancels_is_zero_and_never_negative() -> None:
     apart = Sum([Outer(left, right), Outer(-left, right)])
     assert torch.all(apart.sq_norm() >= 0)
     assert torch.all(apart.sq_norm() <= 1e-10 * Outer(left, right).sq_norm())
+
+
+@pytest.mark.parametrize(("of_input", "of_output"), [(1e10, 1e-25), (1.0, 0.0)])
+@pytest.mark.parametrize("kernel", ["autocorrelation", "unfolded gram", "layers"])
+def test_products_that_underflow(
+    kernel: str, of_input: float, of_output: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Gram matrices of the output's gradient are zero in float32, the gradient is not."""
+    monkeypatch.setattr(patches, "patch_kernel", lambda sizes, *, dense: "unfolded" if dense else kernel)
+    whole, _ = GEOMETRIES["2d-groups"].build(torch.float32)
+    gradient = Patches(whole.grad_out * of_output, whole.input * of_input, whole.geometry)
+    torch.testing.assert_close(gradient.sq_norm().double(), gradient._widened().sq_norm(), rtol=1e-4, atol=0)
+    outer = Outer(torch.randn(3, 4, 65) * of_output, torch.randn(3, 4, 66) * of_input)
+    torch.testing.assert_close(outer.sq_norm().double(), sq_norm(outer._widened().dense()), rtol=1e-4, atol=0)
+
+
+def test_patches_that_read_nothing_but_padding() -> None:
+    geometry = PatchGeometry((1, 1), (7, 7), ((3, 3),) * 2, (1, 1))
+    gradient = Patches(torch.ones(2, 1, 4, 1, 1), torch.ones(2, 1, 3, 1, 1), geometry)
+    assert torch.equal(gradient.dense(), torch.zeros(2, 4, 3, 1, 1))
+    assert torch.equal(gradient.sq_norm(), torch.zeros(2))
 
 
 @pytest.mark.parametrize("T", [1, 3, 500])
