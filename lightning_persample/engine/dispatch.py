@@ -34,7 +34,6 @@ from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher"]
 
-
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
 
 
@@ -72,6 +71,7 @@ class Dispatcher:
         self.frees = False  # does the present backward free the graph it has gone through?
         self.keep_structures = keep_structures
         self.kept: set[str] = set()
+        self.keep: Callable[[Tensor], Tensor] = Tensor.detach  # what weights are computed from, until the backward
         self._written: dict[int, UntypedStorage] = {}
         for name, parameter in weights.items():
             weight = Weight(frozenset({name}), parameter)
@@ -299,13 +299,13 @@ class Dispatcher:
             or call.op in DATA_SOURCES
             or not all(self._is_known(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in involved)
         )
-        detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        detached = tuple(self.keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         text, versions = call.describe(), tuple(version_of(leaf) for leaf in detached if isinstance(leaf, Tensor))
         for position, output in enumerate(call.outputs):
             if not output.requires_grad:
                 continue
             derivation = Derivation(
-                call.op, call.function, detached, spec, parents, position, output.detach(), call.inplace, text,
+                call.op, call.function, detached, spec, parents, position, self.keep(output), call.inplace, text,
                 call.random_state, versions,
             )  # fmt: skip
             weight = Weight(names, output.detach(), derivation, outside=outside)

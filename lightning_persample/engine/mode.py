@@ -21,6 +21,7 @@ from lightning_persample.engine.fast_path import modules_do_not_see, without_com
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
+from lightning_persample.engine.sharded import ShardedParameters
 from lightning_persample.engine.weight import Weight, settle
 from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
 from lightning_persample.gradients import SampleGradient, add_up
@@ -119,6 +120,7 @@ class Capture:
             if place is not None:
                 self._dispatcher.mark_batch(tensor, place)
         self._watched = WatchedParameters(self._parameters, self._dispatcher)
+        self._sharded = ShardedParameters(module, self._dispatcher, self._watched.adopt)
         self._closed = False
         self._loss_is_known = False
         self._mode = ObservingMode(self.call)
@@ -177,12 +179,22 @@ class Capture:
         if loss.requires_grad:
             self._handles.append(loss.register_hook(self._keep_scale))
 
+    def backward_aside(self, loss: Tensor) -> None:
+        """A backward that gives a record, but writes no ``.grad`` and runs none of the hooks that wait for one.
+
+        Args:
+            loss: the loss of the training step.
+        """
+        inputs = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
+        self._backward(torch.autograd.grad, (loss,), {"inputs": inputs, "allow_unused": True})
+
     def close(self) -> None:
         """Forget every mark and remove every hook; the records stay."""
         self._closed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._sharded.close()
         self._watched.close()
         self._dispatcher.close()
 
@@ -190,6 +202,7 @@ class Capture:
         """Answer one torch call under the mode."""
         if function in _BACKWARD:
             return self._backward(function, args, kwargs)
+        self._sharded.find(function, args, kwargs)
         if function is not torch.autograd.grad:
             return self._dispatcher.call(function, args, kwargs, self._mode)
         with self._dispatcher.aside():
@@ -214,6 +227,7 @@ class Capture:
             return run(*args, **kwargs)
         losses = list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors")))
         self._watched.watch()
+        self._sharded.start_backward()
         self._dispatcher.find_unseen(losses)
         weighted = next(tensors_in((args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors"))), None)
         self._dispatcher.start_backward(losses, weighted)
@@ -237,6 +251,7 @@ class Capture:
     def _finish(self) -> None:
         dispatcher = self._dispatcher
         settle(dispatcher.weights, dispatcher.refuse)
+        self._sharded.refuse_unseen(self._watched.got_gradient)
         record = self._build() if self._watched.got_gradient else None
         self._forget()
         if record is not None:
