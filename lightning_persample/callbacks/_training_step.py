@@ -36,6 +36,7 @@ from lightning_persample.engine import (
     Capture,
     PerSampleRecord,
     expanded_weights,
+    is_sharded,
     reason_of,
     warning_texts,
 )
@@ -65,13 +66,15 @@ def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
 
     Returns:
         True on the steps on which ``self.log`` values reach the loggers, or on every n-th step; always in
-        `fast_dev_run`, as in Lightning.
+        `fast_dev_run`, as in Lightning. Of several processes each gets the same answer.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return True
-    if every_n_steps is None:
+    if every_n_steps is None and trainer.world_size == 1:
         return bool(trainer._logger_connector.should_update_logs)
-    return (logging_step(trainer) + 1) % every_n_steps == 0
+    # Of several processes one alone may be told to stop: what they do together goes by the count of steps.
+    every = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and (logging_step(trainer) + 1) % every == 0
 
 
 def logging_step(trainer: Trainer) -> int:
@@ -118,6 +121,7 @@ class SharedCapture:
         self._step_aside: Callable[[Any], Any] | None = None
         self._sum_check: SumCheck | None = None
         self._sums_differ = False
+        self._averages = trainer.world_size > 1 or is_sharded(pl_module)
         self._batch: Any = None
         self._grad_samples: list[tuple[torch.nn.Parameter, Tensor]] = []
 
@@ -156,6 +160,8 @@ class SharedCapture:
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.close()
+        if self._sum_check is not None:
+            self._sum_check.close()
         self._receivers = []
         self._record = self._step_aside = self._sum_check = self._batch = None
         for parameter, grad_sample in self._grad_samples:
@@ -283,7 +289,7 @@ class SharedCapture:
             self._report(error)
             return False
         if "grad_sample" in self._quantities and not self._sums_differ:
-            self._sum_check = SumCheck(self._module, loss, weights)
+            self._sum_check = SumCheck(self._module, loss, weights, averaged=self._averages)
         return True
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_persample.callbacks._requirements import why_unsupported
+from lightning_persample.callbacks._step_norms import CapturedBatch, NormsOfAllProcesses, StepNorms, percent
 from lightning_persample.callbacks._training_step import logging_step, window_continues
 from lightning_persample.callbacks.base import PerSampleCallback, check_option, is_none_or_int
 from lightning_persample.engine import PerSampleRecord, group_name
@@ -33,9 +33,11 @@ class PerSampleGradientMonitor(PerSampleCallback):
     ``<prefix>/norm_p50`` ... quantiles, named by percent
     ``<prefix>/coverage``     share of the weights with a gradient that g_i covers, 0 to 1; least of accumulated batches
     ``<prefix>/nonfinite``    number of samples whose norm is inf or nan; the statistics are of the others
+    ``<prefix>/samples``      with several processes only: number of samples captured, over all of them
     ========================= =====================================================================================
 
     and with `per_layer` also ``<prefix>/<group>/norm_mean`` for each group of parameters, nan where a group has none.
+    With several devices the statistics are of the samples of all of them, with one collective at each logged step.
     They go to every logger of the Trainer at the step number of ``self.log`` values, and to `callback_metrics`, so that
     `ModelCheckpoint` and `EarlyStopping` can monitor them.
 
@@ -95,8 +97,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self.prefix = prefix
         self.prog_bar = prog_bar
         self._groups: tuple[str, ...] = ()
-        self._window: dict[int, _Captured] = {}
+        self._window: dict[int, CapturedBatch] = {}
         self._window_is_whole = True
+        self._joined: NormsOfAllProcesses | None = None
+        self._of_all: StepNorms | None = None
 
     def _settings(self) -> dict[str, Any]:
         names = ("per_layer", "quantiles", "prefix", "prog_bar")
@@ -105,9 +109,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fix the groups, so that every logged step has the same names."""
         alike = [
-            place
-            for place, callback in enumerate(trainer.callbacks)  # type: ignore[attr-defined]
-            if isinstance(callback, PerSampleGradientMonitor) and callback.prefix == self.prefix
+            trainer.callbacks.index(each)  # type: ignore[attr-defined]
+            for each in _monitors(trainer)
+            if each.prefix == self.prefix
         ]
         if len(alike) > 1:
             raise OptionError(
@@ -117,6 +121,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
         names = [name for name, parameter in pl_module.named_parameters() if parameter.requires_grad]
         depth = self.per_layer
         self._groups = () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
+        together = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
+        captured = together and why_unsupported(trainer, pl_module) is None
+        self._joined, self._of_all = NormsOfAllProcesses() if captured else None, None
         self._start_window()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -129,32 +136,57 @@ class PerSampleGradientMonitor(PerSampleCallback):
         """Keep the norms of one batch until the optimizer step is complete."""
         groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
         norms = record.norms() if record.names else None
-        self._window[batch_idx] = _Captured(record.batch_size, norms, groups, record.coverage)
+        self._window[batch_idx] = CapturedBatch(record.batch_size, norms, groups, record.coverage)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, if this batch completes an optimizer step of which every batch was captured."""
         # A batch whose training_step returned None has no outputs, and no part in the gradient.
-        if outputs and batch_idx not in self._window:
+        counted = batch_idx if outputs else None
+        if not self._holds(counted):
             self._window_is_whole = False
         if window_continues(trainer):
             return
-        window = list(self._window.values())
-        if window and self._window_is_whole:
-            self._write(trainer, pl_module, window)
+        step: StepNorms | None = None
+        if self._joined is None:
+            step = self._own_norms(counted)
+        elif self.should_capture(trainer):
+            step = self._joined_norms(trainer, counted)
         self._start_window()
+        if step is not None and step.batches:
+            self._write(trainer, pl_module, step)
+
+    def _holds(self, batch_idx: int | None) -> bool:
+        return batch_idx is None or batch_idx in self._window
+
+    def _own_norms(self, last: int | None) -> StepNorms:
+        """Those of this process; none, unless every batch of the step was captured, the last one included."""
+        is_whole = self._window_is_whole and self._holds(last)
+        return StepNorms.of_window(list(self._window.values()) if is_whole else [], self._groups)
+
+    def _joined_norms(self, trainer: Trainer, last: int | None) -> StepNorms | None:
+        """Those of all processes, which the first monitor that comes to it exchanges for all that log at this step."""
+        # What one process has or lacks must not decide whether it takes part: the others would wait for it.
+        if self._of_all is None and self._joined is not None:
+            due = [each for each in _monitors(trainer) if each is self or each.should_capture(trainer)]
+            joined = self._joined.join([each._own_norms(last) for each in due], trainer.strategy.root_device)
+            for each, norms in zip(due, joined, strict=True):
+                each._of_all = norms
+        step, self._of_all = self._of_all, None
+        return step
 
     def _start_window(self) -> None:
         self._window = {}
         self._window_is_whole = True
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule, window: list[_Captured]) -> None:
-        values = self._statistics(window)
+    def _write(self, trainer: Trainer, pl_module: LightningModule, step: StepNorms) -> None:
+        values = step.statistics(self.quantiles, self._groups)
+        if self._joined is not None:
+            values["samples"] = float(step.samples)
         metrics = {f"{self.prefix}/{name}": value for name, value in values.items()}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logging_step(trainer))
-        samples = sum(captured.batch_size for captured in window)
         shown = f"{self.prefix}/norm_mean" if self.prog_bar else None
         for name, value in metrics.items():
             LightningModule.log(  # the module may have a `log` of its own
@@ -165,55 +197,12 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 logger=False,
                 on_step=True,
                 on_epoch=False,
-                batch_size=samples,
+                batch_size=step.samples,
             )
 
-    def _statistics(self, window: list[_Captured]) -> dict[str, float]:
-        norms, *groups = _to_host(window, self._groups)
-        finite = norms.isfinite()
-        values = _describe(norms[finite], self.quantiles)
-        values["coverage"] = min(captured.coverage for captured in window)
-        values["nonfinite"] = float((~finite).sum())
-        for group, group_norms in zip(self._groups, groups, strict=True):
-            present = group_norms[finite & ~group_norms.isnan()]
-            values[f"{group}/norm_mean"] = present.mean().item()
-        return values
 
-
-@dataclass(frozen=True)
-class _Captured:
-    """What is kept of one batch: norms (B,), or None if no parameter was captured, and norms (B,) by group."""
-
-    batch_size: int
-    norms: Tensor | None
-    groups: dict[str, Tensor]
-    coverage: float
-
-
-def _to_host(window: list[_Captured], groups: Sequence[str]) -> Tensor:
-    """Norms of all samples and below them those of each group, (1 + groups, samples), in one transfer."""
-    blocks = []
-    for captured in window:
-        if captured.norms is not None:
-            absent = torch.full_like(captured.norms, math.nan)
-            rows = [captured.norms, *(captured.groups.get(group, absent).to(absent.dtype) for group in groups)]
-            blocks.append(torch.stack(rows))
-    if not blocks:
-        return torch.empty(1 + len(groups), 0, dtype=torch.float64)
-    return torch.cat(blocks, dim=1).cpu().double()
-
-
-def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:
-    names = ["norm_mean", "norm_std", "norm_min", "norm_max", *(f"norm_{_percent(q)}" for q in quantiles)]
-    if norms.numel() == 0:
-        return dict.fromkeys(names, math.nan)
-    std = norms.std() if norms.numel() > 1 else torch.tensor(math.nan)
-    parts = [norms.mean(), std, norms.min(), norms.max(), *torch.quantile(norms, norms.new_tensor(quantiles))]
-    return {name: part.item() for name, part in zip(names, parts, strict=True)}
-
-
-def _percent(quantile: float) -> str:
-    return f"p{100 * quantile:.10g}"
+def _monitors(trainer: Trainer) -> list[PerSampleGradientMonitor]:
+    return [each for each in trainer.callbacks if isinstance(each, PerSampleGradientMonitor)]  # type: ignore[attr-defined]
 
 
 def _are_quantiles(quantiles: object) -> bool:
@@ -221,7 +210,7 @@ def _are_quantiles(quantiles: object) -> bool:
         return False
     if not all(isinstance(quantile, (int, float)) and 0 < quantile < 1 for quantile in quantiles):
         return False
-    return len({_percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
+    return len({percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
 
 
 def _is_prefix(prefix: object) -> bool:
