@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_persample.engine import without_compilation
+from lightning_persample.engine import is_sharded, without_compilation
 from lightning_persample.engine.untouched import ModuleState, untouched
+from lightning_persample.errors import UnsupportedError
 
 __all__ = ["NoLossError", "aside", "on_other_batches", "without_dropout"]
 
 _MUTED = ("log", "log_dict", "print")
 _ABSENT = object()
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 
 
 class NoLossError(Exception):
@@ -37,7 +40,16 @@ def aside(trainer: Trainer, pl_module: LightningModule) -> Iterator[ModuleState]
 
     Yields:
         The state of the module that is put back.
+
+    Raises:
+        UnsupportedError: the module is sharded, or it waits for other processes.
     """
+    if is_sharded(pl_module):
+        raise UnsupportedError(
+            f"{type(pl_module).__name__} is sharded (fully_shard), so that every process has to take part in each of "
+            "its forward passes, and single samples cannot be run aside on one of them; use engine='expanded' and "
+            "verify=False"
+        )
     loggers, caches = trainer.loggers, torch.is_autocast_cache_enabled()
     own = {name: pl_module.__dict__.get(name, _ABSENT) for name in _MUTED}
     trainer.loggers = [DummyLogger() for _ in loggers]
@@ -48,6 +60,7 @@ def aside(trainer: Trainer, pl_module: LightningModule) -> Iterator[ModuleState]
             without_compilation(),
             trainer.precision_plugin.train_step_context(),
             torch.enable_grad(),
+            _AloneHere() if trainer.world_size > 1 else nullcontext(),
         ):
             # A weight that autocast casts here must not be found by the training step itself.
             torch.set_autocast_cache_enabled(False)
@@ -91,6 +104,27 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     finally:
         for layer, name, probability in found:
             setattr(layer, name, probability)
+
+
+class _AloneHere(TorchDispatchMode):
+    """Refuses whatever waits for other processes: the next one may have fewer samples, and never come."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the op, unless it is a collective."""
+        namespace, _, name = str(func).partition(".")
+        if namespace in _COLLECTIVES:
+            raise UnsupportedError(
+                f"training_step waits for other processes (`{name.partition('.')[0]}`: a gathered tensor, synchronized "
+                "batch normalization), so that it cannot be run aside on single samples; use engine='expanded' and "
+                "verify=False"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

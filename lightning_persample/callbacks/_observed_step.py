@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_persample.callbacks._sum_check import SumCheck
-from lightning_persample.engine import FAILURES, PerSampleRecord, expanded_weights, reason_of
+from lightning_persample.engine import FAILURES, PerSampleRecord, expanded_weights, is_sharded, reason_of
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -96,7 +96,14 @@ class ObservedStep:
         else:
             self.capture.attach_loss(loss)
         if self._check_sums:
-            self._sum_check = SumCheck(self.module, loss, weights)
+            several = self.module.trainer.world_size > 1 or is_sharded(self.module)
+            self._sum_check = SumCheck(self.module, loss, weights, averaged=several)
+
+    def close(self) -> None:
+        """Close the capture and remove every hook. May be called twice."""
+        self.capture.close()
+        if self._sum_check is not None:
+            self._sum_check.close()
 
     def start_backward(self) -> None:
         """Note what ``.grad`` holds before a backward."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.nn.parallel import DistributedDataParallel
 
+from lightning_persample.callbacks._strategies import why_strategy_is_unsupported
 from lightning_persample.errors import OptionError
 
 if TYPE_CHECKING:
@@ -68,11 +68,8 @@ def why_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
     Returns:
         The reason, as the start of a sentence.
     """
-    if trainer.world_size > 1:
-        return f"training on {trainer.world_size} devices is not supported yet"
-    strategy = trainer.strategy
-    if strategy.model is not pl_module and not isinstance(strategy.model, DistributedDataParallel):
-        return f"{type(strategy).__name__} is not supported yet"
+    if not pl_module.automatic_optimization and trainer.world_size > 1:
+        return f"manual optimization on {trainer.world_size} devices is not supported yet"
     if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
         return "training_step(self, dataloader_iter) is not supported, because it hides the batch"
-    return None
+    return why_strategy_is_unsupported(trainer, pl_module)

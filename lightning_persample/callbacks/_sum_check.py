@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +23,27 @@ class SumCheck:
         module: the module that is trained.
         loss: the loss of the batch, ``sum_i w_i l_i``.
         weights: w_i, shape (B,), or one number for all samples.
+        averaged: whether the backward writes an average over several processes to ``.grad``. Then what this process
+            adds to it is compared, as it arrives; parameters that are sharded are left out.
     """
 
-    def __init__(self, module: nn.Module, loss: Tensor, weights: Tensor | float) -> None:
+    def __init__(self, module: nn.Module, loss: Tensor, weights: Tensor | float, *, averaged: bool = False) -> None:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._weights = weights
         self._scale: Tensor | None = None
-        self._handle = loss.register_hook(self._keep_scale)
+        self._handles = [loss.register_hook(self._keep_scale)]
         self._before: dict[str, Tensor] = {}
+        self._averaged = averaged
+        self._arrived: dict[str, Tensor] = {}
         self._autocast = (
             {torch.get_autocast_dtype(loss.device.type)} if torch.is_autocast_enabled(loss.device.type) else set()
         )
 
     def start_backward(self) -> None:
         """Remember the gradients that were accumulated before."""
+        if self._averaged:
+            self._handles += [p.register_hook(partial(self._arrive, name)) for name, p in self._parameters.items()]
+            return
         self._before = {n: p.grad.detach().clone() for n, p in self._parameters.items() if p.grad is not None}
 
     def finish(self, record: PerSampleRecord) -> str | None:
@@ -47,14 +55,14 @@ class SumCheck:
         Returns:
             A text that names the parameters that differ and by how much, or None where all sums fit.
         """
-        self._handle.remove()
+        self.close()
         if self._scale is None:
             return None
         with torch.no_grad():
             terms = {
                 name: self._terms(name, grads, self._scale, record.sq_norms[name])
                 for name, grads in record.grad_samples.items()
-                if self._parameters[name].grad is not None
+                if self._grad(name) is not None
             }
         if not terms:
             return None
@@ -70,12 +78,25 @@ class SumCheck:
         }
         return _text(wrong) if wrong else None
 
+    def close(self) -> None:
+        """Remove every hook. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _arrive(self, name: str, grad: Tensor) -> None:
+        earlier = self._arrived.get(name)  # a copy: the memory may become .grad, and be averaged there
+        self._arrived[name] = grad.detach().clone() if earlier is None else earlier + grad.detach()
+
+    def _grad(self, name: str) -> Tensor | None:
+        return self._arrived.get(name) if self._averaged else self._parameters[name].grad
+
     def _keep_scale(self, grad: Tensor) -> None:
         self._scale = grad.detach()
 
     def _terms(self, name: str, grads: Tensor, scale: Tensor, sq_norms: Tensor) -> Tensor:
         """Norms of the error, of what was added, of the samples' parts together, and of what was there before."""
-        grad = self._parameters[name].grad
+        grad = self._grad(name)
         before = self._before.get(name)
         wide = torch.promote_types(grads.dtype, torch.float32)
         device, factor = grads.device, scale.to(grads.device, wide)

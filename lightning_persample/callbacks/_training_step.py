@@ -51,13 +51,15 @@ def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
 
     Returns:
         True on the steps on which ``self.log`` values reach the loggers, or on every n-th step; always in
-        `fast_dev_run`, as in Lightning.
+        `fast_dev_run`, as in Lightning. Of several processes each gets the same answer.
     """
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return True
-    if every_n_steps is None:
+    if every_n_steps is None and trainer.world_size == 1:
         return bool(trainer._logger_connector.should_update_logs)
-    return (logging_step(trainer) + 1) % every_n_steps == 0
+    # Of several processes one alone may be told to stop: what they do together goes by the count of steps.
+    every = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and (logging_step(trainer) + 1) % every == 0
 
 
 def logging_step(trainer: Trainer) -> int:
@@ -151,7 +153,7 @@ class SharedCapture:
         """Forget the batch: close the capture and remove ``grad_sample`` from the parameters. May be called twice."""
         step, self._step = self._step, None
         if step is not None:
-            step.capture.close()
+            step.close()
         self._receivers = []
         self._record = self._step_aside = self._manual = self._batch = None
         self._reports.end_batch()

@@ -129,6 +129,9 @@ class PerSampleCallback(Callback):
     def should_capture(self, trainer: Trainer) -> bool:
         """Whether this callback wants the record of the current batch.
 
+        With several devices the answer has to be the same on each of them: a monitor asks for it again at the end of a
+        batch, to tell whether all of them exchange what they have.
+
         Args:
             trainer: the Trainer, at the entry of `training_step`.
 

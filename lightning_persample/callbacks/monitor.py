@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_persample.callbacks._optimizer_steps import ManualSteps, names_by_optimizer, restricted
+from lightning_persample.callbacks._requirements import why_unsupported
+from lightning_persample.callbacks._step_norms import CapturedBatch, NormsOfAllProcesses, StepNorms, percent
 from lightning_persample.callbacks._training_step import logging_step, window_continues
 from lightning_persample.callbacks.base import PerSampleCallback, check_option, is_none_or_int
 from lightning_persample.engine import PerSampleRecord, group_name
@@ -114,8 +116,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self.prog_bar = prog_bar
         self._parts: tuple[_Part, ...] = ()
         self._manual: ManualSteps | None = None
-        self._window: dict[int, _Captured] = {}
+        self._window: dict[int, CapturedBatch] = {}
         self._window_is_whole = True
+        self._joined: NormsOfAllProcesses | None = None
+        self._of_all: StepNorms | None = None
 
     def _settings(self) -> dict[str, Any]:
         names = ("per_layer", "quantiles", "prefix", "prog_bar")
@@ -124,9 +128,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fix the groups, so that every logged step has the same names."""
         alike = [
-            place
-            for place, callback in enumerate(trainer.callbacks)  # type: ignore[attr-defined]
-            if isinstance(callback, PerSampleGradientMonitor) and callback.prefix == self.prefix
+            trainer.callbacks.index(each)  # type: ignore[attr-defined]
+            for each in _monitors(trainer)
+            if each.prefix == self.prefix
         ]
         if len(alike) > 1:
             raise OptionError(
@@ -143,6 +147,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
             )
         else:
             self._parts = (_Part(self.prefix, self._groups_of(names), None),)
+        together = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
+        captured = together and why_unsupported(trainer, pl_module) is None
+        self._joined, self._of_all = NormsOfAllProcesses() if captured else None, None
         self._start_window()
 
     def _groups_of(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -176,20 +183,46 @@ class PerSampleGradientMonitor(PerSampleCallback):
     ) -> None:
         """Log, if this batch completes an optimizer step of which every batch was captured."""
         if self._manual is not None:
-            steps = self._manual.end()
-            windows = {place: [self._captured(record, place, pl_module) for record in steps[place]] for place in steps}
-            if windows:
-                self._write(trainer, pl_module, windows)
+            steps = {
+                place: self._joined_backwards(records, place, pl_module)
+                for place, records in self._manual.end().items()
+            }
+            if steps:
+                self._write(trainer, pl_module, steps)
             return
         # A batch whose training_step returned None has no outputs, and no part in the gradient.
-        if outputs and batch_idx not in self._window:
+        counted = batch_idx if outputs else None
+        if not self._holds(counted):
             self._window_is_whole = False
         if window_continues(trainer):
             return
-        window = list(self._window.values())
-        if window and self._window_is_whole:
-            self._write(trainer, pl_module, {0: window})
+        step: StepNorms | None = None
+        if self._joined is None:
+            step = self._own_norms(counted)
+        elif self.should_capture(trainer):
+            step = self._joined_norms(trainer, counted)
         self._start_window()
+        if step is not None and step.batches:
+            self._write(trainer, pl_module, {0: step})
+
+    def _holds(self, batch_idx: int | None) -> bool:
+        return batch_idx is None or batch_idx in self._window
+
+    def _own_norms(self, last: int | None) -> StepNorms:
+        """Those of this process; none, unless every batch of the step was captured, the last one included."""
+        is_whole = self._window_is_whole and self._holds(last)
+        return StepNorms.of_window(list(self._window.values()) if is_whole else [], self._parts[0].groups)
+
+    def _joined_norms(self, trainer: Trainer, last: int | None) -> StepNorms | None:
+        """Those of all processes, which the first monitor that comes to it exchanges for all that log at this step."""
+        # What one process has or lacks must not decide whether it takes part: the others would wait for it.
+        if self._of_all is None and self._joined is not None:
+            due = [each for each in _monitors(trainer) if each is self or each.should_capture(trainer)]
+            joined = self._joined.join([each._own_norms(last) for each in due], trainer.strategy.root_device)
+            for each, norms in zip(due, joined, strict=True):
+                each._of_all = norms
+        step, self._of_all = self._of_all, None
+        return step
 
     def _start_window(self) -> None:
         self._window = {}
@@ -197,22 +230,35 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if self._manual is not None:
             self._manual.end()
 
-    def _captured(self, record: PerSampleRecord, place: int = 0, pl_module: LightningModule | None = None) -> _Captured:
-        names = self._parts[place].parameters
-        if names is not None and pl_module is not None:
-            record = restricted(record, names, pl_module)
+    def _captured(self, record: PerSampleRecord) -> CapturedBatch:
         groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
-        return _Captured(record.batch_size, record.norms() if record.names else None, groups, record.coverage)
+        return CapturedBatch(record.batch_size, record.norms() if record.names else None, groups, record.coverage)
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule, windows: dict[int, list[_Captured]]) -> None:
+    def _joined_backwards(
+        self, records: Sequence[PerSampleRecord], place: int, pl_module: LightningModule
+    ) -> StepNorms:
+        """The norms of an optimizer's step, over the parameters that this optimizer holds."""
+        part = self._parts[place]
+        if part.parameters is not None:
+            records = [restricted(record, part.parameters, pl_module) for record in records]
+        return StepNorms.of_window([self._captured(record) for record in records], part.groups)
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, steps: Mapping[int, StepNorms]) -> None:
         metrics: dict[str, float] = {}
         samples: dict[str, int] = {}
         for place, part in enumerate(self._parts):
-            window = windows.get(place, [])
-            values = {f"{part.prefix}/{name}": value for name, value in self._statistics(window, part.groups).items()}
-            metrics |= values
-            if window:
-                samples |= dict.fromkeys(values, sum(captured.batch_size for captured in window))
+            step = steps.get(place)
+            if step is None:  # this optimizer rests
+                nothing = StepNorms.of_window([], part.groups).statistics(self.quantiles, part.groups)
+                values = dict.fromkeys(nothing, math.nan)
+            else:
+                values = step.statistics(self.quantiles, part.groups)
+            if self._joined is not None and step is not None:
+                values["samples"] = float(step.samples)
+            named = {f"{part.prefix}/{name}": value for name, value in values.items()}
+            metrics |= named
+            if step is not None:
+                samples |= dict.fromkeys(named, step.samples)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logging_step(trainer))
         for name, count in samples.items():
@@ -227,16 +273,6 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 batch_size=count,
             )
 
-    def _statistics(self, window: list[_Captured], groups: Sequence[str]) -> dict[str, float]:
-        norms, *group_norms = _to_host(window, groups)
-        finite = norms.isfinite()
-        values = _describe(norms[finite], self.quantiles)
-        values["coverage"] = min((captured.coverage for captured in window), default=math.nan)
-        values["nonfinite"] = float((~finite).sum()) if window else math.nan
-        for group, own in zip(groups, group_norms, strict=True):
-            values[f"{group}/norm_mean"] = own[finite & ~own.isnan()].mean().item()
-        return values
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -247,40 +283,8 @@ class _Part:
     parameters: frozenset[str] | None
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """What is kept of one backward: norms (B,), or None if no parameter was captured, and norms (B,) by group."""
-
-    batch_size: int
-    norms: Tensor | None
-    groups: dict[str, Tensor]
-    coverage: float
-
-
-def _to_host(window: list[_Captured], groups: Sequence[str]) -> Tensor:
-    """Norms of all samples and below them those of each group, (1 + groups, samples), in one transfer."""
-    blocks = []
-    for captured in window:
-        if captured.norms is not None:
-            absent = torch.full_like(captured.norms, math.nan)
-            rows = [captured.norms, *(captured.groups.get(group, absent).to(absent.dtype) for group in groups)]
-            blocks.append(torch.stack(rows))
-    if not blocks:
-        return torch.empty(1 + len(groups), 0, dtype=torch.float64)
-    return torch.cat(blocks, dim=1).cpu().double()
-
-
-def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:
-    names = ["norm_mean", "norm_std", "norm_min", "norm_max", *(f"norm_{_percent(q)}" for q in quantiles)]
-    if norms.numel() == 0:
-        return dict.fromkeys(names, math.nan)
-    std = norms.std() if norms.numel() > 1 else torch.tensor(math.nan)
-    parts = [norms.mean(), std, norms.min(), norms.max(), *torch.quantile(norms, norms.new_tensor(quantiles))]
-    return {name: part.item() for name, part in zip(names, parts, strict=True)}
-
-
-def _percent(quantile: float) -> str:
-    return f"p{100 * quantile:.10g}"
+def _monitors(trainer: Trainer) -> list[PerSampleGradientMonitor]:
+    return [each for each in trainer.callbacks if isinstance(each, PerSampleGradientMonitor)]  # type: ignore[attr-defined]
 
 
 def _are_quantiles(quantiles: object) -> bool:
@@ -288,7 +292,7 @@ def _are_quantiles(quantiles: object) -> bool:
         return False
     if not all(isinstance(quantile, (int, float)) and 0 < quantile < 1 for quantile in quantiles):
         return False
-    return len({_percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
+    return len({percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
 
 
 def _is_prefix(prefix: object) -> bool:

@@ -15,6 +15,7 @@ from lightning_persample.engine.mode import Capture, expanded_weights
 from lightning_persample.engine.record import PerSampleRecord, group_name
 from lightning_persample.engine.report import ParameterCheck, VerificationReport
 from lightning_persample.engine.rule_report import RuleCheck, RuleReport
+from lightning_persample.engine.sharded import is_sharded, sharded_elsewhere
 from lightning_persample.engine.verify import check_per_sample_gradients
 
 __all__ = [
@@ -31,9 +32,11 @@ __all__ = [
     "check_rule",
     "expanded_weights",
     "group_name",
+    "is_sharded",
     "loop_per_sample_grads",
     "mark_samples",
     "reason_of",
+    "sharded_elsewhere",
     "vmap_per_sample_grads",
     "warning_texts",
     "without_compilation",

@@ -41,10 +41,10 @@ def decomposed(function: types.FunctionType) -> types.FunctionType:
 
 
 def decomposed_backward(function: Callable[..., Any], visible: AbstractContextManager[Any]) -> Callable[..., Any]:
-    """A copy of ``Tensor.backward`` or ``torch.autograd.backward`` that runs its body.
+    """A copy of a function of torch that runs a backward, such as ``Tensor.backward``, that runs its body.
 
     Args:
-        function: one of the two.
+        function: ``Tensor.backward``, ``torch.autograd.backward`` or ``torch.autograd.grad``.
         visible: context in which the calls of the backward pass itself are seen.
 
     Returns:

@@ -71,6 +71,7 @@ class Dispatcher(Collector):
         self.weighting: dict[str, None] = {}
         self.not_additive: dict[str, None] = {}
         self.fuse = fuse
+        self.keep: Callable[[Tensor], Tensor] = Tensor.detach  # what weights are computed from, until the backward
         for name, parameter in weights.items():
             weight = Weight(frozenset({name}), parameter)
             self.weights.append(weight)
@@ -278,13 +279,13 @@ class Dispatcher(Collector):
                 self.marks.is_known(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in involved
             )
         )
-        detached = tuple(leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        detached = tuple(self.keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         text, versions = call.describe(), tuple(version_of(leaf) for leaf in detached if isinstance(leaf, Tensor))
         for position, output in enumerate(call.outputs):
             if not output.requires_grad:
                 continue
             derivation = Derivation(
-                call.op, call.function, detached, spec, parents, position, output.detach(), call.inplace, text,
+                call.op, call.function, detached, spec, parents, position, self.keep(output), call.inplace, text,
                 call.random_state, versions,
             )  # fmt: skip
             weight = Weight(names, output.detach(), derivation, outside=outside)

@@ -25,6 +25,7 @@ from lightning_persample.engine.options import QUANTITIES, check_kernel_options,
 from lightning_persample.engine.own_scale import in_dtype_of, own_all, own_values
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
+from lightning_persample.engine.sharded import ShardedParameters
 from lightning_persample.engine.values import has_value, sq_norm_of
 from lightning_persample.engine.weight import settle
 from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
@@ -145,6 +146,7 @@ class Capture:
         self._watched = WatchedParameters(self._parameters, self._dispatcher)
         self.before_backward: Callable[[list[Tensor]], None] | None = None
         self.after_backward: Callable[[PerSampleRecord], None] | None = None
+        self._sharded = ShardedParameters(module, self._dispatcher, self._watched.adopt)
         self._closed = False
         self._loss_is_known = False
         self._mode = ObservingMode(self.call)
@@ -205,11 +207,21 @@ class Capture:
         if loss.requires_grad:
             self._handles.append(loss.register_hook(self._keep_scale))
 
+    def backward_aside(self, loss: Tensor) -> None:
+        """A backward that gives a record, but writes no ``.grad`` and runs none of the hooks that wait for one.
+
+        Args:
+            loss: the loss of the training step.
+        """
+        inputs = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
+        self._backward(torch.autograd.grad, (loss,), {"inputs": inputs, "allow_unused": True})
+
     def close(self) -> None:
         """Forget every mark and remove every hook; the records stay."""
         self._closed = True
         self.before_backward = self.after_backward = None
         self._forget_loss()
+        self._sharded.close()
         self._watched.close()
         self._dispatcher.close()
 
@@ -219,6 +231,7 @@ class Capture:
             return self._backward(function, args, kwargs)
         if function is mark_samples:
             return self._declare(*args, **kwargs)
+        self._sharded.find(function, args, kwargs)
         if function is not torch.autograd.grad:
             return self._dispatcher.call(function, args, kwargs, self._mode)
         with self._dispatcher.aside():
@@ -257,6 +270,7 @@ class Capture:
         if self.before_backward is not None:
             self.before_backward(losses)
         self._watched.watch()
+        self._sharded.start_backward()
         self._dispatcher.find_unseen(losses)
         weighted = next(tensors_in((args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors"))), None)
         self._dispatcher.start_backward(losses, weighted)
@@ -281,6 +295,7 @@ class Capture:
         dispatcher = self._dispatcher
         with kernel_options(dispatcher.kernel_options):
             settle(dispatcher.weights, dispatcher.refuse)
+            self._sharded.refuse_unseen(self._watched.got_gradient)
             record = self._build() if self._watched.got_gradient else None
         self._forget()
         self._forget_loss()

@@ -30,6 +30,7 @@ class WatchedParameters:
         self._dispatcher = dispatcher
         self._weights: dict[str, Weight] = {name: weight for weight in dispatcher.weights for name in weight.names}
         self._handles: dict[str, RemovableHandle] = {}
+        self._adopted: list[RemovableHandle] = []
         self._hooked: set[str] = set()
         self.watch()
 
@@ -43,6 +44,13 @@ class WatchedParameters:
                 self._hooked.add(name)
                 self._dispatcher.kept.add(name)
             self._handles[name] = parameter.register_hook(self._noting(name))
+
+    def adopt(self, name: str, tensor: Tensor) -> Weight:
+        """Take another tensor for a parameter, too: the one that a sharded module holds while its forward runs."""
+        weight = self._weights[name]
+        self._dispatcher.marks[tensor] = weight
+        self._adopted.append(tensor.register_hook(self._noting(name)))
+        return weight
 
     def trainable(self) -> dict[str, int]:
         """Number of entries of each trainable parameter."""
@@ -86,9 +94,10 @@ class WatchedParameters:
 
     def close(self) -> None:
         """Remove every hook."""
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *self._adopted):
             handle.remove()
         self._handles.clear()
+        self._adopted.clear()
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
         def note(grad: Tensor) -> None:

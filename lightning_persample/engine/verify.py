@@ -127,8 +127,6 @@ class _Check:
 
     def engine(self, module: nn.Module, batch: Any, count: int, state: ModuleState) -> PerSampleRecord:
         """The record of one observed forward and backward."""
-        for parameter in self._trainable.values():
-            parameter.grad = None
         with expanded_weights(
             module,
             batch,
@@ -143,7 +141,7 @@ class _Check:
             if callable(self._weighting):
                 with torch.no_grad():
                     capture.attach_loss(loss, self._weighting(outputs, batch))
-            loss.backward()
+            capture.backward_aside(loss)  # hooks on `.grad` average it over devices, or take an optimizer's step
         state.restore()
         return capture.record
 

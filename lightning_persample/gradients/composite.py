@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import norms
+from lightning_persample.gradients import norms, precision
 from lightning_persample.gradients.cost import chunks, memory_budget
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
 
@@ -143,7 +143,7 @@ class Sum(SampleGradient):
         if self._fits_dense() and prod(self.shape) <= self._numbers():
             return self._sq_norm_by_adding()
         value, scale = self._sq_norm_by_pairs()
-        suspect = norms.cancelled(value, scale)
+        suspect = precision.cancelled(value, scale)
         if suspect.any():
             wide = self._map(lambda tensor: tensor[suspect])._widened()
             again = wide._sq_norm_by_adding() if wide._fits_dense() else wide._sq_norm_by_pairs()[0]

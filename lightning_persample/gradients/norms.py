@@ -3,7 +3,7 @@
 Axis letters: b samples, t and s positions, p rows, d columns. Complex numbers: |.|^2, and Re(conj(a) b) summed. Every
 result is real, and low precision (float16, bfloat16) is summed in float32. Temporaries stay within the memory budget
 of `lightning_persample.gradients.cost`. A Gram kernel adds up numbers that may cancel and leave little but their
-rounding errors; `cancelled` finds the samples for which this matters.
+rounding errors; `precision.cancelled` finds the samples for which this matters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from lightning_persample.gradients.precision import accumulation_dtype
 
 __all__ = [
     "by_chunks",
-    "cancelled",
     "dense_indexed_inner",
     "dense_inner",
     "dense_outer_inner",
@@ -37,39 +36,10 @@ __all__ = [
     "outer_gram_sq_norm",
     "outer_inner",
     "outer_terms_sq_norm",
-    "underflowed",
     "zeros",
 ]
 
 _ROW = 4096  # numbers added up in a row; longer sums in float32 are split, for their error grows with the length
-_CANCELLATION = 1e-2  # a result smaller than this part of what was added up is computed again another way
-
-
-def underflowed(value: Tensor, gradients: Tensor) -> Tensor:
-    """Which squared norms are so small that products on the way to them may have become zero.
-
-    Args:
-        value: (B,), squared norms.
-        gradients: (B, ...), zero for a sample whose squared norm is zero.
-
-    Returns:
-        (B,) bool.
-    """
-    small = value < torch.finfo(value.dtype).tiny ** 0.8
-    return small & gradients.flatten(1).any(1) if small.any() else small
-
-
-def cancelled(value: Tensor, scale: Tensor) -> Tensor:
-    """Which squared norms are so much smaller than what was added up for them that rounding errors may show.
-
-    Args:
-        value: (B,), squared norms.
-        scale: (B,), what they would be if the terms were orthogonal.
-
-    Returns:
-        (B,) bool. NaN counts as cancelled, since an overflow may have made it.
-    """
-    return ~(value >= _CANCELLATION * scale)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ from lightning_persample.gradients.cost import (
     patch_kernel,
 )
 from lightning_persample.gradients.geometry import PatchGeometry
-from lightning_persample.gradients.norms import cancelled, dense_sq_norm, underflowed, zeros
+from lightning_persample.gradients.norms import dense_sq_norm, zeros
 from lightning_persample.gradients.options import current_options, kernel_options
 from lightning_persample.gradients.patch_kernels import DENSE, GRAM, Rows, layer_products
-from lightning_persample.gradients.precision import accumulation_dtype, wide_dtype
+from lightning_persample.gradients.precision import accumulation_dtype, cancelled, underflowed, wide_dtype
 
 __all__ = ["patches_dense", "patches_sq_norm", "patches_sq_norm_and_sum", "patches_terms_sq_norm"]
 

@@ -1,4 +1,4 @@
-"""In which precision sums over samples' gradients are taken."""
+"""In which precision sums over samples' gradients are taken, and where it has not sufficed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import contextlib
 import torch
 from torch import Tensor
 
-__all__ = ["accumulation_dtype", "wide_dtype", "without_autocast"]
+__all__ = ["accumulation_dtype", "cancelled", "underflowed", "wide_dtype", "without_autocast"]
+
+_CANCELLATION = 1e-2  # a result smaller than this part of what was added up is computed again another way
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
@@ -42,3 +44,30 @@ def without_autocast(device_type: str) -> contextlib.AbstractContextManager[obje
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
+
+
+def underflowed(value: Tensor, gradients: Tensor) -> Tensor:
+    """Which squared norms are so small that products on the way to them may have become zero.
+
+    Args:
+        value: (B,), squared norms.
+        gradients: (B, ...), zero for a sample whose squared norm is zero.
+
+    Returns:
+        (B,) bool.
+    """
+    small = value < torch.finfo(value.dtype).tiny ** 0.8
+    return small & gradients.flatten(1).any(1) if small.any() else small
+
+
+def cancelled(value: Tensor, scale: Tensor) -> Tensor:
+    """Which squared norms are so much smaller than what was added up for them that rounding errors may show.
+
+    Args:
+        value: (B,), squared norms.
+        scale: (B,), what they would be if the terms were orthogonal.
+
+    Returns:
+        (B,) bool. NaN counts as cancelled, since an overflow may have made it.
+    """
+    return ~(value >= _CANCELLATION * scale)

@@ -192,24 +192,6 @@ def test_a_way_of_training_that_is_not_supported_raises_if_asked():
     assert str(error.value) == HIDES_THE_BATCH + NOT_CAPTURED
 
 
-def test_more_than_one_device_is_said_and_not_captured(monkeypatch):
-    monitor, module = PerSampleGradientMonitor(), Classifier()
-    trainer = make_trainer([monitor])
-    monkeypatch.setattr(type(trainer), "world_size", property(lambda trainer: 2))
-    with pytest.warns(PerSampleWarning, match="training on 2 devices is not supported yet" + NOT_CAPTURED):
-        monitor.on_fit_start(trainer, module)
-    assert "training_step" not in module.__dict__
-
-
-def test_a_strategy_that_wraps_the_module_is_said_and_not_captured():
-    monitor, module = PerSampleGradientMonitor(), Classifier()
-    trainer = make_trainer([monitor])
-    trainer.strategy.connect(nn.Sequential(module))
-    with pytest.warns(PerSampleWarning, match="SingleDeviceStrategy is not supported yet" + NOT_CAPTURED):
-        monitor.on_fit_start(trainer, module)
-    assert "training_step" not in module.__dict__
-
-
 def unequal(count=3):
     return [(torch.randn(4, FEATURES), torch.randint(0, CLASSES, (4,)), torch.randn(3)) for _ in range(count)]
 

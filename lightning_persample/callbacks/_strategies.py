@@ -1,0 +1,66 @@
+"""Which of the Trainer's strategies a capture can work under, and why not under the others."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_persample.engine import sharded_elsewhere
+
+__all__ = ["why_strategy_is_unsupported"]
+
+# By name: importing a strategy's own package is not needed to refuse it.
+_REASONS = {
+    "DeepSpeedStrategy": "DeepSpeed keeps gradients in buffers of its own and, at stage 3, weights too",
+    "FSDPStrategy": "it holds weights of several layers in one flat tensor; use ModelParallelStrategy, fully_shard",
+}
+
+
+def why_strategy_is_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Why nothing can be captured under the Trainer's strategy, or None where it can.
+
+    Args:
+        trainer: the Trainer, after its strategy was set up.
+        pl_module: the module that is trained.
+
+    Returns:
+        The reason, as the start of a sentence.
+    """
+    strategy = trainer.strategy
+    synchronized = [name for name, part in pl_module.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+    if trainer.world_size > 1 and synchronized:
+        return (
+            f"SyncBatchNorm (`{synchronized[0]}`) is not supported, because samples of all devices influence each "
+            "other in it; use GroupNorm, or BatchNorm without synchronization"
+        )
+    kinds = [kind.__name__ for kind in type(strategy).__mro__]
+    for name, reason in _REASONS.items():
+        if name in kinds:
+            stage = getattr(strategy, "zero_stage_3", False)
+            return f"{type(strategy).__name__}{' at ZeRO stage 3' if stage else ''} is not supported, because {reason}"
+    if isinstance(strategy, ModelParallelStrategy):
+        return _why_model_parallel_is_unsupported(strategy, pl_module)
+    if trainer.world_size > 1 and not isinstance(strategy, DDPStrategy):
+        return f"{type(strategy).__name__} on {trainer.world_size} devices is not supported"
+    if strategy.model is not pl_module and not isinstance(strategy.model, DistributedDataParallel):
+        wrapper = type(strategy.model).__name__
+        return f"{type(strategy).__name__} is not supported, because it wraps the module in {wrapper}"
+    return None
+
+
+def _why_model_parallel_is_unsupported(strategy: ModelParallelStrategy, pl_module: LightningModule) -> str | None:
+    name, size = type(strategy).__name__, strategy.device_mesh["tensor_parallel"].size()
+    if size > 1:
+        return (
+            f"{name} with tensor_parallel_size={size} is not supported, because several devices compute one sample "
+            "together; say tensor_parallel_size=1, data_parallel_size=<number of devices> and use fully_shard"
+        )
+    names = sharded_elsewhere(pl_module)
+    if names:
+        return (
+            f"tensor parallelism is not supported: `{names[0]}`{f' and {len(names) - 1} more' if names[1:] else ''} is "
+            "a DTensor in the forward, too, and not sharded by fully_shard alone"
+        )
+    return None
