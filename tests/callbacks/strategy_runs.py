@@ -296,6 +296,8 @@ SHARDED: dict[str, dict[str, Any]] = {
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     **{name: partial(ddp, **settings) for name, settings in WAYS.items()},
     **{name: partial(fsdp2, **settings) for name, settings in SHARDED.items()},
+    "fused": partial(ddp, quantities=BOTH, options={"fuse_weight_grad": True}),
+    "sharded, fused": partial(fsdp2, quantities=BOTH, options={"fuse_weight_grad": True}),
     "sharded on one device": partial(fsdp2, sizes=(4,), quantities=BOTH),
     "capture fails on one rank": capture_fails_on_one_rank,
     "capture fails within a window": partial(capture_fails_on_one_rank, batch=3, accumulate_grad_batches=2),

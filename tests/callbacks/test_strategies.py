@@ -75,6 +75,19 @@ def test_weights_are_equal_bit_for_bit_on_every_rank(results, name):
         assert not rank["watched"]["left"]
 
 
+@pytest.mark.parametrize("name", ["fused", "sharded, fused"])
+def test_fused_gradients_are_averaged_as_any_other(results, name):
+    """They reach DDP's and fully_shard's hooks: all ranks end with the same weights, those of a plain run but for sums."""
+    ranks = results(name)
+    for rank in ranks:
+        for parameter, value in rank["watched"]["weights"].items():
+            assert torch.equal(value, ranks[0]["watched"]["weights"][parameter])
+            torch.testing.assert_close(value, rank["plain"]["weights"][parameter], rtol=1e-10, atol=1e-13)
+        assert rank["watched"]["warnings"] == []
+        for found, expected in zip(rank["watched"]["norms"], rank["watched"]["reference"], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_norms_are_those_of_plain_autograd_sample_by_sample(watched, name):
     for rank, size in zip(watched(name), settings_of(name).get("sizes", (4, 4)), strict=True):
