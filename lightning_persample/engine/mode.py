@@ -224,6 +224,7 @@ class Capture:
         self._sharded.close()
         self._watched.close()
         self._dispatcher.close()
+        self._mode.release()
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer one torch call under the mode."""
@@ -367,6 +368,10 @@ class ObservingMode(TorchFunctionMode):
         super().__init__()
         self._answer = answer
 
+    def release(self) -> None:
+        """Let calls run as they are from now on, and let go of the capture, which would otherwise wait for the collector."""
+        self._answer = _as_it_is
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -376,6 +381,10 @@ class ObservingMode(TorchFunctionMode):
     ) -> Any:
         """Hand the call on; torch calls this with the mode itself switched off."""
         return self._answer(func, args, kwargs or {})
+
+
+def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
 
 
 def _report(record: PerSampleRecord, unsupported: str) -> None:

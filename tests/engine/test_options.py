@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -96,3 +98,17 @@ def test_gradients_of_low_precision_are_in_single_precision() -> None:
     with expanded_weights(module, x := torch.randn(B, 6).bfloat16(), quantities=("grad_sample",)) as capture:
         module(x).square().mean().backward()
     assert capture.record.grad_samples["weight"].dtype == torch.float32
+
+
+def test_a_closed_capture_is_let_go_at_once() -> None:
+    module, x = nn.Linear(3, 2), torch.randn(4, 3)
+    gc.collect()
+    gc.disable()
+    try:
+        with expanded_weights(module, x) as capture:
+            module(x).square().mean().backward()
+        seen = weakref.ref(capture)
+        del capture
+        assert seen() is None
+    finally:
+        gc.enable()
