@@ -369,7 +369,7 @@ class ObservingMode(TorchFunctionMode):
         self._answer = answer
 
     def release(self) -> None:
-        """Let calls run as they are from now on, and let go of the capture, which would otherwise wait for the collector."""
+        """Let calls run as they are from now on, and let go of the capture: a cycle would keep it for some time."""
         self._answer = _as_it_is
 
     def __torch_function__(

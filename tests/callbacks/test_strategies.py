@@ -77,7 +77,7 @@ def test_weights_are_equal_bit_for_bit_on_every_rank(results, name):
 
 @pytest.mark.parametrize("name", ["fused", "sharded, fused"])
 def test_fused_gradients_are_averaged_as_any_other(results, name):
-    """They reach the hooks of DDP and fully_shard: all ranks end with one set of weights, a plain run's but for sums."""
+    """They reach the hooks of DDP and fully_shard: all ranks end with the weights of a plain run but for sums."""
     ranks = results(name)
     for rank in ranks:
         for parameter, value in rank["watched"]["weights"].items():
