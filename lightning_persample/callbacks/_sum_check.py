@@ -92,7 +92,7 @@ class SumCheck:
         return self._arrived.get(name) if self._averaged else self._parameters[name].grad
 
     def _keep_scale(self, grad: Tensor) -> None:
-        self._scale = grad.detach()
+        self._scale = grad.detach().reshape(()) if grad.numel() == 1 else None
 
     def _terms(self, name: str, grads: Tensor, scale: Tensor, sq_norms: Tensor) -> Tensor:
         """Norms of the error, of what was added, of the samples' parts together, and of what was there before."""

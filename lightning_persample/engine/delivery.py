@@ -25,8 +25,8 @@ from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see
 from lightning_persample.engine.graph import accumulator
-from lightning_persample.engine.mode import ObservingMode
 from lightning_persample.engine.observed import tensors_in
+from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.use import Use
 from lightning_persample.engine.weight import Weight, settle

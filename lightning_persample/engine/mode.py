@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.batch import batch_tensors, place_in_batch, read_batch_size
@@ -21,6 +20,7 @@ from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.observed import tensors_in
+from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.options import QUANTITIES, check_kernel_options, check_options
 from lightning_persample.engine.own_scale import in_dtype_of, own_all, own_values
 from lightning_persample.engine.parameters import WatchedParameters
@@ -31,7 +31,7 @@ from lightning_persample.engine.weight import settle
 from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
 from lightning_persample.gradients import KernelOptions, add_up, kernel_options
 
-__all__ = ["QUANTITIES", "Capture", "ObservingMode", "expanded_weights"]
+__all__ = ["QUANTITIES", "Capture", "expanded_weights"]
 
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 
@@ -135,6 +135,7 @@ class Capture:
         self._check_weighting(loss_reduction)
         self._parameters = dict(module.named_parameters())
         self._scale: Tensor | None = None
+        self._read_weights: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         keep = "grad_sample" in self._quantities
         self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, module.buffers(), fuse_weight_grad)
@@ -248,7 +249,15 @@ class Capture:
         return tensor
 
     def _keep_scale(self, grad: Tensor) -> None:
-        self._scale = grad.detach()
+        if grad.numel() == 1:
+            self._scale = grad.detach().reshape(())
+        elif tuple(grad.shape) == (self.batch_size,):  # one loss per sample: this is what each weighs
+            self._read_weights = grad.detach()
+        else:
+            self._dispatcher.weighting.setdefault(
+                f"the loss has sizes {tuple(grad.shape)}, so that what a sample weighs in it cannot be read: go "
+                "backward from one number, or from one per sample"
+            )
 
     def _forget_loss(self) -> None:
         for handle in self._handles:
@@ -312,12 +321,13 @@ class Capture:
             weight.forget()
         self._dispatcher.refused.clear()
         self._watched.forget()
-        self._scale = None
+        self._scale = self._read_weights = None
 
     def _build(self) -> PerSampleRecord:
         sq_norms: dict[str, Tensor] = {}
         grad_samples: dict[str, Tensor] = {}
         scale, watched = self._scale, self._watched
+        weights = self._weighting if self._read_weights is None else self._read_weights
         wanted = "grad_sample" in self._quantities
         trainable = watched.trainable()
         reported = [name for name in trainable if name in watched.got_gradient and has_value(watched.weight(name))]
@@ -333,11 +343,11 @@ class Capture:
                     sq_norms[name] = in_smaller_chunks(partial(sq_norm_of, weight, total))
                     if wanted and total is not None:
                         dense = in_smaller_chunks(total.dense)
-                        (own,) = own_values([dense], 1, self._weighting, self.batch_size, scale)
+                        (own,) = own_values([dense], 1, weights, self.batch_size, scale)
                         grad_samples[name] = in_dtype_of(weight.tensor, own)
                 except FAILURES as error:
                     self._dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
-            own_sq_norms = own_all(list(sq_norms.values()), self._weighting, self.batch_size, scale)
+            own_sq_norms = own_all(list(sq_norms.values()), weights, self.batch_size, scale)
         for name, values in zip(sq_norms, own_sq_norms, strict=True):
             sq_norms[name] = in_dtype_of(watched.weight(name).tensor, values)
         coverage = classify(trainable, watched.got_gradient, reported, self._dispatcher.refused)
@@ -351,40 +361,10 @@ class Capture:
             unsupported=coverage.unsupported,
             unused=coverage.unused,
             mixing=tuple(mixing),
-            weighting=() if isinstance(self._weighting, Tensor) else tuple(weighting),
+            weighting=() if isinstance(weights, Tensor) else tuple(weighting),
             not_additive=tuple(self._dispatcher.not_additive),
             backward_index=len(self.records),
         )
-
-
-class ObservingMode(TorchFunctionMode):
-    """Offers every torch call to a capture.
-
-    Args:
-        answer: given the function, its arguments and its keyword arguments, gives what the call returns.
-    """
-
-    def __init__(self, answer: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self._answer = answer
-
-    def release(self) -> None:
-        """Let calls run as they are from now on, and let go of the capture: a cycle would keep it for some time."""
-        self._answer = _as_it_is
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Hand the call on; torch calls this with the mode itself switched off."""
-        return self._answer(func, args, kwargs or {})
-
-
-def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
 
 
 def _report(record: PerSampleRecord, unsupported: str) -> None:

@@ -158,3 +158,30 @@ def test_samples_with_a_non_finite_norm_are_counted_and_left_out(tmp_path):
     assert row["per_sample_grad/norm_mean"] == pytest.approx(finite.mean().item(), rel=1e-5)
     assert row["per_sample_grad/norm_max"] == pytest.approx(finite.max().item(), rel=1e-5)
     assert row["per_sample_grad/network.0/norm_mean"] == pytest.approx(finite.mean().item(), rel=1e-5)
+
+
+class OfOtherSizes(WithReference):
+    """Returns a loss that is not one number without axes, and goes backward from it as it must be."""
+
+    def __init__(self, sizes: str) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def training_step(self, batch, batch_idx):
+        losses = F.cross_entropy(self.network(batch[0]), batch[1], reduction="none")
+        return losses.mean().view(1) if self.sizes == "one" else losses
+
+    def backward(self, loss):
+        weights = torch.arange(1.0, 1.0 + loss.numel()) if self.sizes == "weighed" else torch.ones(loss.numel())
+        loss.backward(weights / weights.sum())
+
+
+@pytest.mark.parametrize("sizes", ["one", "per sample", "weighed"])
+@pytest.mark.parametrize("quantities", [("sq_norm",), ("sq_norm", "grad_sample")])
+def test_a_loss_of_one_entry_or_of_one_per_sample(sizes, quantities):
+    module, recorder = OfOtherSizes(sizes), Recorder(1, quantities=quantities)
+    fit(module, [recorder])
+    assert len(recorder.records) == 3
+    for record, expected in zip(recorder.records, module.reference, strict=True):
+        torch.testing.assert_close(record.norms(), expected)
+        assert record.weighting == ()

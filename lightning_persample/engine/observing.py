@@ -1,0 +1,40 @@
+"""The mode that offers torch calls to whoever observes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["ObservingMode"]
+
+
+class ObservingMode(TorchFunctionMode):
+    """Offers every torch call to a capture.
+
+    Args:
+        answer: given the function, its arguments and its keyword arguments, gives what the call returns.
+    """
+
+    def __init__(self, answer: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def release(self) -> None:
+        """Let calls run as they are from now on, and let go of the capture: a cycle would keep it for some time."""
+        self._answer = _as_it_is
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand the call on; torch calls this with the mode itself switched off."""
+        return self._answer(func, args, kwargs or {})
+
+
+def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
