@@ -20,6 +20,7 @@ def sq_norms(gradients: Sequence[SampleGradient]) -> list[Tensor]:
     """The squared norm of each sample's gradient for each of several parameters.
 
     Example:
+        >>> import torch
         >>> x, g = torch.ones(5, 1, 4), torch.ones(5, 1, 2)
         >>> [values[0].round().item() for values in sq_norms([Outer(g, x), Dense(g[:, 0])])]
         [8.0, 2.0]
