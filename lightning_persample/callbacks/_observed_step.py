@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_persample.callbacks._sum_check import SumCheck
-from lightning_persample.engine import FAILURES, PerSampleRecord, expanded_weights, is_sharded, reason_of
+from lightning_persample.engine import FAILURES, PerSampleRecord, expanded_weights, reason_of
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class ObservedStep:
         batch: the batch.
         quantities: what the records hold.
         check_sums: compare the sums of the samples' gradients with ``.grad``, where they are computed.
+        averages: the backward writes an average over several processes to ``.grad``.
 
     Attributes:
         module: the module.
@@ -47,12 +48,14 @@ class ObservedStep:
         quantities: Collection[str],
         *,
         check_sums: bool,
+        averages: bool,
     ) -> None:
         self.module = pl_module
         self._reduction = options.loss_reduction
         self._batch = batch
         self.sums_differ = not check_sums
         self._check_sums = check_sums and "grad_sample" in quantities
+        self._averages = averages
         self._sum_check: SumCheck | None = None
         try:
             self.capture = expanded_weights(
@@ -96,8 +99,7 @@ class ObservedStep:
         else:
             self.capture.attach_loss(loss)
         if self._check_sums:
-            several = self.module.trainer.world_size > 1 or is_sharded(self.module)
-            self._sum_check = SumCheck(self.module, loss, weights, averaged=several)
+            self._sum_check = SumCheck(self.module, loss, weights, averaged=self._averages)
 
     def close(self) -> None:
         """Close the capture and remove every hook. May be called twice."""

@@ -31,7 +31,7 @@ from lightning_persample.callbacks._requirements import (
 )
 from lightning_persample.callbacks._second_engine import SecondEngine
 from lightning_persample.callbacks._verification import verify_values
-from lightning_persample.engine import PerSampleRecord, warning_texts
+from lightning_persample.engine import PerSampleRecord, is_sharded, warning_texts
 from lightning_persample.engine.samples import loss_of
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 
@@ -105,6 +105,7 @@ class SharedCapture:
         self._record: PerSampleRecord | None = None
         self._step_aside: Callable[[Any], Any] | None = None
         self._sums_differ = False
+        self._averages = trainer.world_size > 1 or is_sharded(pl_module)
         self._batch: Any = None
 
         check_options_agree(trainer, self._callbacks)
@@ -254,7 +255,12 @@ class SharedCapture:
     def _open(self) -> ObservedStep | None:
         try:
             self._step = ObservedStep(  # kept before the step runs, so that an error in it finds something to close
-                self._module, self._callbacks[0], self._batch, self._quantities, check_sums=not self._sums_differ
+                self._module,
+                self._callbacks[0],
+                self._batch,
+                self._quantities,
+                check_sums=not self._sums_differ,
+                averages=self._averages,
             )
         except OptionError:  # a callback's own mistake, not the model's
             raise

@@ -261,12 +261,13 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 samples |= dict.fromkeys(named, step.samples)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logging_step(trainer))
+        shown = {f"{part.prefix}/norm_mean" for part in self._parts} if self.prog_bar else set()
         for name, count in samples.items():
             LightningModule.log(  # the module may have a `log` of its own
                 pl_module,
                 name,
                 torch.tensor(metrics[name]),
-                prog_bar=self.prog_bar and name in {f"{part.prefix}/norm_mean" for part in self._parts},
+                prog_bar=name in shown,
                 logger=False,
                 on_step=True,
                 on_epoch=False,

@@ -57,9 +57,10 @@ class Collector:
             Those sums, by weight.
         """
         sums: list[tuple[Weight, Tensor]] = []
-        alone = [(weight, gradient) for weight, gradient in contributions if self._is_all_there_is(weight)]
-        for weight, gradient in contributions if len(alone) < len(contributions) else ():
+        alone: list[tuple[Weight, SampleGradient]] = []
+        for weight, gradient in contributions:
             if self._is_all_there_is(weight):
+                alone.append((weight, gradient))
                 continue
             if wants_sums and self.keep_structures:  # the gradients are asked for
                 gradient = Dense(in_smaller_chunks(gradient.dense))

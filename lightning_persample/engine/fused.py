@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from lightning_persample.engine.batch_axis import BatchAxis
+from lightning_persample.engine.graph import saved_tensors_are_hooked
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import PatchGeometry, convolution_is_fused, linear_is_fused
 from lightning_persample.gradients.precision import without_autocast
@@ -212,7 +213,7 @@ def _nothing_in_between() -> bool:
         all(type(mode) is DeviceContext for mode in modes)
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        and not saved_tensors_are_hooked()
     )
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "node_below",
     "nodes_between",
     "saved_results",
+    "saved_tensors_are_hooked",
     "unseen_edges",
     "unseen_text",
 ]
@@ -135,6 +136,11 @@ def node_below(tops: Iterable[Tensor], name: str) -> bool:
     return False
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether hooks on saved tensors are in place, as activation checkpointing and offloading put them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
     """What autograd keeps of a call's results for the backward of the node that made its output.
 
@@ -149,7 +155,7 @@ def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
         Those results that have an entry for every row of the output, detached: with their history, which holds the
         node, they would keep it alive.
     """
-    if output.grad_fn is None or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+    if output.grad_fn is None or saved_tensors_are_hooked():
         return {}
     found = {name: getattr(output.grad_fn, f"_saved_{name}", None) for name in names}
     rows = output.shape[:1]

@@ -158,7 +158,9 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
     outputs = [output for output, _ in use.outputs]
     keeps_values = use.rule is None or bool(use.rule.reads)
     fused = use.call.fused
-    names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
+    names: dict[Weight, str] = {}
+    if fused is not None:
+        names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
     report_to(dispatcher, outputs, weights, computation(use), use.description, keeps_values, fused, names)
 
 

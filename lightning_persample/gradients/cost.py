@@ -309,13 +309,9 @@ def patch_kernel(sizes: PatchSizes, *, dense: bool) -> PatchKernel:
 
 def forming_kernel(sizes: PatchSizes) -> PatchKernel:
     """The cheapest kernel that forms each gradient, where none is kept for longer than it takes to add it to a sum."""
-    costs = _forming_costs(sizes)
-    return min(costs, key=lambda kernel: costs[kernel]) if costs else patch_kernel(sizes, dense=True)
-
-
-def _forming_costs(sizes: PatchSizes) -> dict[PatchKernel, int]:
     costs = patch_costs(sizes, dense=False)
-    return {kernel: cost for kernel, cost in costs.items() if kernel in _FORMING}
+    forming = [kernel for kernel in _FORMING if kernel in costs]
+    return min(forming, key=lambda kernel: costs[kernel]) if forming else patch_kernel(sizes, dense=True)
 
 
 def patches_form_gradients(sizes: PatchSizes) -> bool:
@@ -327,6 +323,7 @@ def patches_form_gradients(sizes: PatchSizes) -> bool:
     Returns:
         True where the cheapest kernel that forms it and a sum beat the cheapest squared norm and one product more.
     """
-    formed = min(_forming_costs(sizes).values(), default=None)
-    apart = min(patch_costs(sizes, dense=False).values()) + sizes.positions * sizes.result
+    costs = patch_costs(sizes, dense=False)
+    formed = min((costs[kernel] for kernel in _FORMING if kernel in costs), default=None)
+    apart = min(costs.values()) + sizes.positions * sizes.result
     return formed is not None and formed + _SUMMED * sizes.result < apart
