@@ -156,6 +156,9 @@ class Sum(SampleGradient):
     def _inner(self, other: SampleGradient) -> Tensor | None:
         return torch.stack([term.inner(other) for term in self.terms]).sum(0)
 
+    def _dot(self, vector: Tensor) -> Tensor:
+        return torch.stack([term._dot(vector) for term in self.terms]).sum(0)
+
     def _fits_dense(self) -> bool:
         """Is one sample's gradient within the memory budget?"""
         return 2 * self._dense_bytes() <= memory_budget(self.device)

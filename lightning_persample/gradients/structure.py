@@ -1,157 +1,25 @@
 """What one use of one parameter contributes to each sample's gradient, in the form that is cheapest to hold.
 
-A rule returns one of these structures. Every quantity (squared norm, inner product, the gradient itself) is a method
-of the structure, so that a new op never touches a quantity and a new quantity never touches an op. Nothing is
-rescaled: the gradients are those of whatever was differentiated. Low precision (float16, bfloat16) is added up and
-returned in float32. Complex parameters have |.|^2 as squared norm and Re(conj(a) b), summed, as inner product.
+A rule returns one of these structures.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import norms, precision
+from lightning_persample.gradients import dots, norms, precision
 from lightning_persample.gradients.autotune import fastest
-from lightning_persample.gradients.cost import MatrixKernel, chunks, memory_budget, outer_kernel
+from lightning_persample.gradients.cost import MatrixKernel, memory_budget, outer_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
-from lightning_persample.gradients.options import current_options, held_by_use
+from lightning_persample.gradients.options import current_options
 from lightning_persample.gradients.patches import patches_dense, patches_sq_norm, patches_terms_sq_norm
+from lightning_persample.gradients.sample_gradient import SampleGradient
 
 __all__ = ["Dense", "Indexed", "Outer", "Patches", "SampleGradient"]
-
-AnyGradient = TypeVar("AnyGradient", bound="SampleGradient")
-
-
-@dataclass(frozen=True, eq=False)
-class SampleGradient(ABC):
-    """The gradient of each of B samples with respect to one parameter.
-
-    A subclass is a frozen dataclass whose tensors all have the batch as their first axis. It defines `shape` and
-    `_dense`, which give the default, slow way to every quantity, and overrides what it can do cheaper.
-    """
-
-    @property
-    @abstractmethod
-    def shape(self) -> torch.Size:
-        """Shape of the parameter."""
-
-    @abstractmethod
-    def _dense(self) -> Tensor: ...
-
-    @property
-    def batch_size(self) -> int:
-        """Number of samples, B."""
-        return self._tensors()[0].shape[0]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which the gradient is added up: float32 at least."""
-        return precision.accumulation_dtype(*(x for x in self._tensors() if x.is_floating_point() or x.is_complex()))
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors live."""
-        return self._tensors()[0].device
-
-    def dense(self) -> Tensor:
-        """The gradient of each sample.
-
-        Returns:
-            (B, *shape), float32 at least.
-        """
-        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
-            return self._dense()
-
-    def sq_norm(self) -> Tensor:
-        """The squared norm of each sample's gradient, sum |g[b]|^2.
-
-        Returns:
-            (B,), real, float32 at least, never negative; NaN or infinite where the gradient is.
-        """
-        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
-            return self._sq_norm()
-
-    def inner(self, other: SampleGradient) -> Tensor:
-        """The inner product of each sample's gradient with the same sample's in `other`, sum Re(conj(g[b]) h[b]).
-
-        Args:
-            other: another structure of the same samples and parameter.
-
-        Returns:
-            (B,), real, float32 at least.
-
-        Raises:
-            ValueError: when batch size or shape differ.
-        """
-        if (self.batch_size, self.shape) != (other.batch_size, other.shape):
-            raise ValueError(
-                f"inner: {_describe(self)} and {_describe(other)} do not belong to the same samples and parameter."
-            )
-        with (
-            precision.without_autocast(self.device.type),
-            held_by_use(lambda: self._held_bytes() + other._held_bytes()),
-        ):
-            for one, two in ((self, other), (other, self)):
-                known = one._inner(two)
-                if known is not None:
-                    return known
-            result = norms.zeros(self._tensors()[0], torch.promote_types(self.dtype, other.dtype))
-            for part in chunks(self.batch_size, 3 * self._dense_bytes(), self.device):
-                ours, theirs = (x.samples(part.start, part.stop)._dense() for x in (self, other))
-                result[part] = norms.dense_inner(ours, theirs)
-            return result
-
-    def samples(self: AnyGradient, start: int, stop: int) -> AnyGradient:
-        """The same structure for samples start to stop - 1 alone; its tensors are views."""
-        return self._map(lambda tensor: tensor[start:stop])
-
-    def _sq_norm(self) -> Tensor:
-        return norms.dense_sq_norm(self._dense())
-
-    def _terms_sq_norm(self) -> Tensor:
-        """Squared norm if what is added up were orthogonal; `_sq_norm` where it is far below this has cancelled."""
-        return self._sq_norm()
-
-    def _inner(self, other: SampleGradient) -> Tensor | None:
-        """Inner product with a kind for which this structure knows a cheap way, else None."""
-        return None
-
-    def _tensors(self) -> list[Tensor]:
-        return [x for x in vars(self).values() if isinstance(x, Tensor)]
-
-    def _map(self: AnyGradient, function: Callable[[Tensor], Tensor]) -> AnyGradient:
-        """The same structure with `function` applied to each of its tensors."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return dataclasses.replace(self, **{k: function(v) for k, v in values.items() if isinstance(v, Tensor)})
-
-    def _widened(self: AnyGradient) -> AnyGradient:
-        """The same structure in the widest precision of its device."""
-        return self._map(lambda x: x.to(precision.wide_dtype(x)) if x.is_floating_point() or x.is_complex() else x)
-
-    def _numbers(self) -> int:
-        """How many numbers the structure holds for one sample."""
-        return sum(prod(tensor.shape[1:]) for tensor in self._tensors())
-
-    def _held_bytes(self) -> int:
-        """Bytes that the use holds in any case: the structure's tensors, the parameter and its ``.grad``."""
-        held = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
-        return held + 2 * self._dense_bytes()
-
-    def _dense_bytes(self) -> int:
-        """Bytes of one sample's gradient."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def _describe(gradient: SampleGradient) -> str:
-    return f"{type(gradient).__name__} of {gradient.batch_size} samples and shape {tuple(gradient.shape)}"
 
 
 def _shapes(**tensors: Tensor) -> str:
@@ -185,6 +53,9 @@ class Dense(SampleGradient):
 
     def _sq_norm(self) -> Tensor:
         return norms.dense_sq_norm(self.grad)
+
+    def _dot(self, vector: Tensor) -> Tensor:
+        return dots.dense_dot(self.grad, vector)
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         if isinstance(other, Dense):
@@ -256,6 +127,14 @@ class Outer(SampleGradient):
     def _terms_sq_norm(self) -> Tensor:
         return norms.outer_terms_sq_norm(self.left, self.right)
 
+    def _dot(self, vector: Tensor) -> Tensor:
+        return dots.outer_dot(self.left, self.right, vector)
+
+    def _square_sum(self) -> Tensor:
+        if self.left.shape[1] != 1 or self.dtype.is_complex:
+            return super()._square_sum()
+        return self.left[:, 0].to(self.dtype).square().mT @ self.right[:, 0].to(self.dtype).square()
+
     def _inner(self, other: SampleGradient) -> Tensor | None:
         if isinstance(other, Outer):
             return norms.outer_inner(self.left, self.right, other.left, other.right)
@@ -305,6 +184,9 @@ class Indexed(SampleGradient):
 
     def _terms_sq_norm(self) -> Tensor:
         return norms.indexed_terms_sq_norm(self.right)
+
+    def _dot(self, vector: Tensor) -> Tensor:
+        return dots.indexed_dot(self.index, self.right, vector)
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         if isinstance(other, Indexed):
@@ -362,3 +244,6 @@ class Patches(SampleGradient):
 
     def _terms_sq_norm(self) -> Tensor:
         return patches_terms_sq_norm(self.grad_out, self.input, self.geometry)
+
+    def _dot(self, vector: Tensor) -> Tensor:
+        return dots.patches_dot(self.grad_out, self.input, self.geometry, vector)

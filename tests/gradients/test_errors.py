@@ -21,6 +21,10 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Dense(zeros()),
         "Dense: grad has shape (B, *shape), got a tensor without axes.",
     ),
+    "dot-shape": (
+        lambda: Dense(zeros(4, 2, 3)).dot(zeros(3, 2)),
+        "dot: Dense of 4 samples and shape (2, 3) with a vector of shape (3, 2).",
+    ),
     "outer-axes": (
         lambda: Outer(zeros(2, 3), zeros(2, 3, 4)),
         "Outer: left has shape (B, T, p) and right (B, T, d), got left (2, 3), right (2, 3, 4).",

@@ -92,8 +92,11 @@ def test_one_sample_larger_than_the_budget(T: int, tiny_budget: int) -> None:
 def test_every_structure(shape: tuple[int, ...], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient, expected = CASES[shape][name](torch.float64)
     monkeypatch.setattr(cost, "MEMORY_BUDGET", 1)
+    vector = torch.randn(shape, dtype=torch.float64)
     assert_close(gradient.dense(), expected)
     assert_close(gradient.sq_norm(), sq_norm(expected))
+    assert_close(gradient.dot(vector), inner(expected, vector.expand_as(expected)))
+    assert_close(gradient.square_sum(), expected.square().sum(0))
     for other, (second, second_expected) in {k: case(torch.float64) for k, case in CASES[shape].items()}.items():
         assert other in CASES[shape]
         assert_close(gradient.inner(second), inner(expected, second_expected))
@@ -103,5 +106,7 @@ def test_every_structure(shape: tuple[int, ...], name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_every_convolution(name: str, tiny_budget: int) -> None:
     gradient, expected = GEOMETRIES[name].build(torch.float64)
+    vector = torch.randn(gradient.shape, dtype=torch.float64)
     assert_close(gradient.dense(), expected)
     assert_close(gradient.sq_norm(), sq_norm(expected))
+    assert_close(gradient.dot(vector), inner(expected, vector.expand_as(expected)))

@@ -121,6 +121,10 @@ def test_low_precision_is_added_up_in_float32(shape: tuple[int, ...], name: str,
     assert_close(low.dense(), same.dense().float())
     torch.testing.assert_close(low.sq_norm().double(), same.sq_norm(), rtol=1e-5, atol=0)
     torch.testing.assert_close(low.inner(low).double(), same.sq_norm(), rtol=1e-5, atol=0)
+    vector = same.dense()[0]  # the dot of the first sample with itself does not cancel
+    assert low.dot(vector.float()).dtype == low.square_sum().dtype == torch.float32
+    torch.testing.assert_close(low.dot(vector.float()).double()[0], same.sq_norm()[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(low.square_sum().double(), same.dense().square().sum(0), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("kernel", ["unfolded", "grouped", "autocorrelation", "unfolded gram"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_persample.gradients import Dense, Indexed, Outer, Patches, Sum, add_up
-from tests.gradients.structures import CASES, assert_close, inner, sq_norm
+from tests.gradients.structures import CASES, assert_close, inner, random_tensor, sq_norm
 
 DTYPES = [torch.float64, torch.float32, torch.complex64, torch.complex128]
 SINGLE = [pytest.param(shape, name, id=f"{name}-{len(shape)}d") for shape in CASES for name in CASES[shape]]
@@ -26,7 +26,11 @@ def test_one_structure(shape: tuple[int, ...], name: str, dtype: torch.dtype) ->
     assert (gradient.batch_size, tuple(gradient.shape), gradient.dtype) == (3, shape, dtype)
     assert_close(gradient.dense(), expected)
     assert_close(gradient.sq_norm(), sq_norm(expected))
+    vector = random_tensor(*shape, dtype=dtype)
+    assert_close(gradient.dot(vector), inner(expected, vector.expand_as(expected)))
+    assert_close(gradient.square_sum(), expected.abs().square().sum(0))
     part = gradient.samples(1, 3)
+    assert_close(part.dot(vector), inner(expected[1:], vector.expand_as(expected[1:])))
     assert type(part) is type(gradient)
     assert (part.batch_size, tuple(part.shape)) == (2, shape)
     assert_close(part.dense(), expected[1:])
@@ -41,9 +45,12 @@ def test_two_structures(shape: tuple[int, ...], one: str, two: str, dtype: torch
     second, second_dense = CASES[shape][two](dtype)
     assert_close(first.inner(second), inner(first_dense, second_dense))
     total = first_dense + second_dense
+    vector = random_tensor(*shape, dtype=dtype)
     for added in (Sum((first, second)), add_up([first, second])):
         assert_close(added.dense(), total)
         assert_close(added.sq_norm(), sq_norm(total))
+        assert_close(added.dot(vector), inner(total, vector.expand_as(total)))
+        assert_close(added.square_sum(), total.abs().square().sum(0))
         assert_close(added.samples(2, 3).sq_norm(), sq_norm(total[2:]))
         assert_close(added.inner(second), inner(total, second_dense))
         assert_close(second.inner(added), inner(total, second_dense))

@@ -1,0 +1,194 @@
+"""What a structure of per-sample gradients is: the quantities, and the slow way to each.
+
+Every quantity (squared norm, inner product, dot, the gradient itself) is a method of the structure, so that a new op
+never touches a quantity and a new quantity never touches an op. Nothing is rescaled: the gradients are those of what
+was differentiated. Low precision (float16, bfloat16) is added up and returned in float32. Complex parameters have |.|^2
+as squared norm and Re(conj(a) b), summed, as inner product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_persample.gradients import dots, norms, precision
+from lightning_persample.gradients.cost import chunks
+from lightning_persample.gradients.options import held_by_use
+
+__all__ = ["SampleGradient"]
+
+AnyGradient = TypeVar("AnyGradient", bound="SampleGradient")
+
+
+@dataclass(frozen=True, eq=False)
+class SampleGradient(ABC):
+    """The gradient of each of B samples with respect to one parameter.
+
+    A subclass is a frozen dataclass whose tensors all have the batch as their first axis. It defines `shape` and
+    `_dense`, which give the default, slow way to every quantity, and overrides what it can do cheaper.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+
+    @abstractmethod
+    def _dense(self) -> Tensor: ...
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples, B."""
+        return self._tensors()[0].shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the gradient is added up: float32 at least."""
+        return precision.accumulation_dtype(*(x for x in self._tensors() if x.is_floating_point() or x.is_complex()))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self._tensors()[0].device
+
+    def dense(self) -> Tensor:
+        """The gradient of each sample.
+
+        Returns:
+            (B, *shape), float32 at least.
+        """
+        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
+            return self._dense()
+
+    def sq_norm(self) -> Tensor:
+        """The squared norm of each sample's gradient, sum |g[b]|^2.
+
+        Returns:
+            (B,), real, float32 at least, never negative; NaN or infinite where the gradient is.
+        """
+        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
+            return self._sq_norm()
+
+    def inner(self, other: SampleGradient) -> Tensor:
+        """The inner product of each sample's gradient with the same sample's in `other`, sum Re(conj(g[b]) h[b]).
+
+        Args:
+            other: another structure of the same samples and parameter.
+
+        Returns:
+            (B,), real, float32 at least.
+
+        Raises:
+            ValueError: when batch size or shape differ.
+        """
+        if (self.batch_size, self.shape) != (other.batch_size, other.shape):
+            raise ValueError(
+                f"inner: {_describe(self)} and {_describe(other)} do not belong to the same samples and parameter."
+            )
+        with (
+            precision.without_autocast(self.device.type),
+            held_by_use(lambda: self._held_bytes() + other._held_bytes()),
+        ):
+            for one, two in ((self, other), (other, self)):
+                known = one._inner(two)
+                if known is not None:
+                    return known
+            result = norms.zeros(self._tensors()[0], torch.promote_types(self.dtype, other.dtype))
+            for part in chunks(self.batch_size, 3 * self._dense_bytes(), self.device):
+                ours, theirs = (x.samples(part.start, part.stop)._dense() for x in (self, other))
+                result[part] = norms.dense_inner(ours, theirs)
+            return result
+
+    def dot(self, vector: Tensor) -> Tensor:
+        """The dot of each sample's gradient with one vector, sum Re(conj(g[b]) v).
+
+        Args:
+            vector: a tensor of the parameter's shape.
+
+        Returns:
+            (B,), real, float32 at least.
+
+        Raises:
+            ValueError: when the vector has another shape.
+        """
+        if vector.shape != self.shape:
+            raise ValueError(f"dot: {_describe(self)} with a vector of shape {tuple(vector.shape)}.")
+        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
+            return self._dot(vector)
+
+    def square_sum(self) -> Tensor:
+        """The sum over the samples of the squares of the gradient's entries, sum_b |g[b]|^2 entry by entry.
+
+        Returns:
+            (*shape), real, float32 at least; not of the samples' norms, whose sum of squares is the sum of its entries.
+        """
+        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
+            return self._square_sum()
+
+    def samples(self: AnyGradient, start: int, stop: int) -> AnyGradient:
+        """The same structure for samples start to stop - 1 alone; its tensors are views."""
+        return self._map(lambda tensor: tensor[start:stop])
+
+    def _sq_norm(self) -> Tensor:
+        return norms.dense_sq_norm(self._dense())
+
+    def _terms_sq_norm(self) -> Tensor:
+        """Squared norm if what is added up were orthogonal; `_sq_norm` where it is far below this has cancelled."""
+        return self._sq_norm()
+
+    def _dot(self, vector: Tensor) -> Tensor:
+        result = norms.zeros(self._tensors()[0], torch.promote_types(self.dtype, vector.dtype))
+        for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
+            result[part] = dots.dense_dot(self.samples(part.start, part.stop)._dense(), vector)
+        return result
+
+    def _square_sum(self) -> Tensor:
+        total = torch.zeros(self.shape, dtype=self.dtype.to_real(), device=self.device)
+        for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
+            total += _squares(self.samples(part.start, part.stop)._dense()).sum(0)
+        return total
+
+    def _inner(self, other: SampleGradient) -> Tensor | None:
+        """Inner product with a kind for which this structure knows a cheap way, else None."""
+        return None
+
+    def _tensors(self) -> list[Tensor]:
+        return [x for x in vars(self).values() if isinstance(x, Tensor)]
+
+    def _map(self: AnyGradient, function: Callable[[Tensor], Tensor]) -> AnyGradient:
+        """The same structure with `function` applied to each of its tensors."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{k: function(v) for k, v in values.items() if isinstance(v, Tensor)})
+
+    def _widened(self: AnyGradient) -> AnyGradient:
+        """The same structure in the widest precision of its device."""
+        return self._map(lambda x: x.to(precision.wide_dtype(x)) if x.is_floating_point() or x.is_complex() else x)
+
+    def _numbers(self) -> int:
+        """How many numbers the structure holds for one sample."""
+        return sum(prod(tensor.shape[1:]) for tensor in self._tensors())
+
+    def _held_bytes(self) -> int:
+        """Bytes that the use holds in any case: the structure's tensors, the parameter and its ``.grad``."""
+        held = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+        return held + 2 * self._dense_bytes()
+
+    def _dense_bytes(self) -> int:
+        """Bytes of one sample's gradient."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def _describe(gradient: SampleGradient) -> str:
+    return f"{type(gradient).__name__} of {gradient.batch_size} samples and shape {tuple(gradient.shape)}"
+
+
+def _squares(grads: Tensor) -> Tensor:
+    """|.|^2 of every entry."""
+    return torch.view_as_real(grads.resolve_conj()).square().sum(-1) if grads.is_complex() else grads.square()
