@@ -27,6 +27,8 @@ class Collector:
         frees: does it free the graph it has gone through?
         kept: parameters of which all contributions are kept.
         kernel_options: under which contributions are computed.
+        samples: the places in the batch of the samples that are followed, (m,); None follows all.
+        penalized: parameters whose gradient in this backward has a term that belongs to no sample.
     """
 
     def __init__(self, keep_structures: bool) -> None:
@@ -36,6 +38,8 @@ class Collector:
         self.keep_structures = keep_structures
         self.kept: set[str] = set()
         self.kernel_options = KernelOptions()
+        self.samples: Tensor | None = None
+        self.penalized: set[str] = set()
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
         """Take what one use contributes."""
@@ -56,6 +60,8 @@ class Collector:
         Returns:
             Those sums, by weight.
         """
+        if self.samples is not None:
+            contributions = [(weight, gradient.pick(self.samples)) for weight, gradient in contributions]
         sums: list[tuple[Weight, Tensor]] = []
         alone: list[tuple[Weight, SampleGradient]] = []
         for weight, gradient in contributions:

@@ -31,7 +31,7 @@ from lightning_persample.engine.kinds import (
 from lightning_persample.engine.layout import Plan, layout_of, recall, remember
 from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
 from lightning_persample.engine.observed import ObservedCall, Operand, describe, operands_of, tensors_in, version_of
-from lightning_persample.engine.use import Use, attach, attach_as_planned, refuse_where_used
+from lightning_persample.engine.use import Use, attach, attach_as_planned, note_term, refuse_where_used
 from lightning_persample.engine.watched_nodes import WatchedNodes
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.rules import rule_of
@@ -96,8 +96,10 @@ class Dispatcher(Collector):
         """Take note of what backward starts from."""
         for loss in losses:
             mark = self.marks.get(loss)
-            if isinstance(mark, Weight) and mark.outside:
-                self.refuse([mark], OUTSIDE)
+            if isinstance(mark, Weight):
+                self.penalized |= mark.names
+                if mark.outside:
+                    self.refuse([mark], OUTSIDE)
             if isinstance(mark, Lost) and not mark.noted and 0 < len(mark.samples) < self.batch_size:
                 self.weighting.setdefault(f"the loss takes {len(mark.samples)} of the {self.batch_size} samples alone")
             if isinstance(mark, BatchAxis) and weights is not None and weights.numel() > 1:
@@ -322,6 +324,7 @@ class Dispatcher(Collector):
         if involved and adds_a_term(call):
             outside = [weight for weight in involved.values() if weight.outside]
             refuse_where_used(call.outputs, outside, f"{use.description}: {OUTSIDE}", self)
+            note_term(call.outputs, frozenset().union(*(weight.names for weight in involved.values())), self)
         elif involved:
             self._register(use, involved)
             remember(call, followed, use)

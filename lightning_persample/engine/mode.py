@@ -17,19 +17,19 @@ from lightning_persample.engine.coverage import classify, warning_texts
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
-from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
+from lightning_persample.engine.dots import Dots
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
-from lightning_persample.engine.options import QUANTITIES, check_kernel_options, check_options
-from lightning_persample.engine.own_scale import in_dtype_of, own_all, own_values
+from lightning_persample.engine.options import QUANTITIES, check_kernel_options, check_options, check_samples
+from lightning_persample.engine.own_scale import factor_of, own_values, weights_of
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.sharded import ShardedParameters
-from lightning_persample.engine.values import has_value, sq_norm_of
+from lightning_persample.engine.values import has_value, read_values, why_no_factor
 from lightning_persample.engine.weight import settle
 from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
-from lightning_persample.gradients import KernelOptions, add_up, kernel_options
+from lightning_persample.gradients import KernelOptions, kernel_options
 
 __all__ = ["QUANTITIES", "Capture", "expanded_weights"]
 
@@ -48,6 +48,7 @@ def expanded_weights(
     fuse_weight_grad: bool = False,
     max_memory: int | None = None,
     autotune: bool = False,
+    samples: Tensor | None = None,
 ) -> Capture:
     """Let every trainable parameter behave as if it had one copy per sample, in forward and backward in this context.
 
@@ -68,7 +69,8 @@ def expanded_weights(
             weights w_i as a tensor (B,). Values are divided by w_i.
         batch_dim: the axis that holds the samples in the batch's tensors.
         batch_size: number of samples B; by default the size on which all tensors of the batch agree.
-        quantities: what the record holds: "sq_norm", and "grad_sample" for the gradients themselves.
+        quantities: what the record holds: "sq_norm", "grad_sample" for the gradients themselves, "square_sum" for the
+            sums over the samples of their squared entries, and "dot" to ask it for dots with vectors.
         unsupported: what to do about parameters whose per-sample gradient cannot be told: "warn", raise an "error" at
             the end of the backward, or "ignore" (the record names them in any case).
         fuse_weight_grad: where the samples' gradients are formed for their norms anyway, take their sum as ``.grad``
@@ -78,6 +80,8 @@ def expanded_weights(
             as much as the layer at hand holds in any case, within bounds.
         autotune: measure all kernels on the first data of each shape, and stay with the fastest in this process, rather
             than choose by operation count. No value depends on it but for its last bits.
+        samples: the samples that values are computed for, by place in the batch, (m,) int64; None is all. The rest of
+            the batch then costs nothing; not together with `fuse_weight_grad`, which needs all.
 
     Returns:
         A context manager; after a backward under it, ``record`` holds the values.
@@ -95,6 +99,7 @@ def expanded_weights(
         fuse_weight_grad=fuse_weight_grad,
         max_memory=max_memory,
         autotune=autotune,
+        samples=samples,
     )
 
 
@@ -121,6 +126,7 @@ class Capture:
         fuse_weight_grad: bool = False,
         max_memory: int | None = None,
         autotune: bool = False,
+        samples: Tensor | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise OptionError(f"module is {module!r}; allowed is an instance of torch.nn.Module")
@@ -128,6 +134,9 @@ class Capture:
         check_kernel_options(max_memory, autotune, fuse_weight_grad)
         tensors = list(batch_tensors(batch))
         self.batch_size = read_batch_size(tensors, batch_dim) if batch_size is None else batch_size
+        check_samples(samples, self.batch_size)
+        if samples is not None and fuse_weight_grad:
+            raise OptionError("samples and fuse_weight_grad=True do not go together: the weight's gradient needs all")
         self.records: list[PerSampleRecord] = []
         self._unsupported = unsupported
         self._quantities = frozenset(quantities)
@@ -137,9 +146,10 @@ class Capture:
         self._scale: Tensor | None = None
         self._read_weights: Tensor | None = None
         self._handles: list[RemovableHandle] = []
-        keep = "grad_sample" in self._quantities
+        keep = bool(self._quantities - {"sq_norm"})
         self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, module.buffers(), fuse_weight_grad)
         self._dispatcher.kernel_options = KernelOptions(max_memory, autotune)
+        self._dispatcher.samples = samples
         for path, tensor in tensors:
             place = place_in_batch(path, tensor, batch_dim, self.batch_size)
             if place is not None:
@@ -320,50 +330,49 @@ class Capture:
         for weight in self._dispatcher.weights:
             weight.forget()
         self._dispatcher.refused.clear()
+        self._dispatcher.penalized.clear()
         self._watched.forget()
         self._scale = self._read_weights = None
 
     def _build(self) -> PerSampleRecord:
-        sq_norms: dict[str, Tensor] = {}
-        grad_samples: dict[str, Tensor] = {}
-        scale, watched = self._scale, self._watched
+        dispatcher, watched, scale = self._dispatcher, self._watched, self._scale
         weights = self._weighting if self._read_weights is None else self._read_weights
-        wanted = "grad_sample" in self._quantities
         trainable = watched.trainable()
         reported = [name for name in trainable if name in watched.got_gradient and has_value(watched.weight(name))]
-        with torch.no_grad():
-            for name in reported:
-                weight = watched.weight(name)
-                try:
-                    total = add_up(weight.contributions) if weight.contributions else None
-                    reason = watched.changed_by_hook(name, total)
-                    if reason is not None:
-                        self._dispatcher.refuse([weight], reason)
-                        continue
-                    sq_norms[name] = in_smaller_chunks(partial(sq_norm_of, weight, total))
-                    if wanted and total is not None:
-                        dense = in_smaller_chunks(total.dense)
-                        (own,) = own_values([dense], 1, weights, self.batch_size, scale)
-                        grad_samples[name] = in_dtype_of(weight.tensor, own)
-                except FAILURES as error:
-                    self._dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
-            own_sq_norms = own_all(list(sq_norms.values()), weights, self.batch_size, scale)
-        for name, values in zip(sq_norms, own_sq_norms, strict=True):
-            sq_norms[name] = in_dtype_of(watched.weight(name).tensor, values)
-        coverage = classify(trainable, watched.got_gradient, reported, self._dispatcher.refused)
-        mixing = self._dispatcher.mixing
-        weighting = [text for text in self._dispatcher.weighting if text not in mixing]
+        followed = weights_of(weights, dispatcher.samples)
+        values = read_values(watched, dispatcher, reported, self._quantities, followed, scale)
+        coverage = classify(trainable, watched.got_gradient, reported, dispatcher.refused)
+        reached = coverage.reached
+        mixing = dispatcher.mixing
+        weighting = [text for text in dispatcher.weighting if text not in mixing]
+        asked = {
+            field: {name: found[name] for name in reached}
+            for quantity, field, found in (
+                ("grad_sample", "grad_samples", values.grad_samples),
+                ("square_sum", "square_sums", values.square_sums),
+            )
+            if quantity in self._quantities
+        }
+        reason = why_no_factor(dispatcher, weights)
+        dots = None
+        if "dot" in self._quantities:
+            own = partial(own_values, power=1, weighting=followed, batch_size=self.batch_size, scale=scale)
+            dots = Dots({name: values.structures[name] for name in reached}, own)
         return PerSampleRecord(
             batch_size=self.batch_size,
-            sq_norms={name: sq_norms[name] for name in coverage.reached},
+            sq_norms={name: values.sq_norms[name] for name in reached},
             coverage=coverage.share,
-            **({"grad_samples": {name: grad_samples[name] for name in coverage.reached}} if wanted else {}),
+            **asked,
             unsupported=coverage.unsupported,
             unused=coverage.unused,
             mixing=tuple(mixing),
             weighting=() if isinstance(weights, Tensor) else tuple(weighting),
-            not_additive=tuple(self._dispatcher.not_additive),
+            not_additive=tuple(dispatcher.not_additive),
             backward_index=len(self.records),
+            samples=dispatcher.samples,
+            factor=None if reason else factor_of(weights, self.batch_size, scale),
+            why_no_factor=reason,
+            dots=dots,
         )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
 
-__all__ = ["QUANTITIES", "check_kernel_options", "check_options"]
+__all__ = ["QUANTITIES", "check_kernel_options", "check_options", "check_samples"]
 
-QUANTITIES = ("sq_norm", "grad_sample")
+QUANTITIES = ("sq_norm", "grad_sample", "dot", "square_sum")
 
 
 def check_kernel_options(max_memory: object, autotune: object, fuse_weight_grad: object) -> None:
@@ -30,6 +31,28 @@ def check_kernel_options(max_memory: object, autotune: object, fuse_weight_grad:
     for name, value in (("autotune", autotune), ("fuse_weight_grad", fuse_weight_grad)):
         if not isinstance(value, bool):
             raise OptionError(f"{name} is {value!r}; allowed are True and False")
+
+
+def check_samples(samples: object, batch_size: int) -> None:
+    """Refuse a choice of samples that is not allowed.
+
+    Args:
+        samples: None or places in the batch.
+        batch_size: number of samples B.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if samples is None:
+        return
+    whole = isinstance(samples, Tensor) and samples.dtype == torch.int64 and samples.dim() == 1 and samples.numel()
+    if not isinstance(samples, Tensor) or not whole:
+        kind = f"{samples.dtype} of sizes {tuple(samples.shape)}" if isinstance(samples, Tensor) else repr(samples)
+        raise OptionError(f"samples is {kind}; allowed is None or an int64 tensor (m,) of places in the batch, m >= 1")
+    if int(samples.min()) < 0 or int(samples.max()) >= batch_size:
+        raise OptionError(
+            f"samples has places from {int(samples.min())} to {int(samples.max())}; allowed are 0 to {batch_size - 1}"
+        )
 
 
 def check_options(

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Weighting", "in_dtype_of", "own_all", "own_values"]
+__all__ = ["Weighting", "factor_of", "in_dtype_of", "own_all", "own_values", "weights_of"]
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Tensor
 
@@ -37,6 +37,31 @@ def own_values(
     if scale is not None:
         values = torch._foreach_div(list(values), scale.to(like.device, like.dtype).pow(power))
     return list(values)
+
+
+def weights_of(weighting: Weighting, samples: Tensor | None) -> Weighting:
+    """The weights of some of the samples, by their places in the batch; None is all."""
+    if samples is None or not isinstance(weighting, Tensor):
+        return weighting
+    return weighting.detach()[samples.to(weighting.device)]
+
+
+def factor_of(weighting: Weighting, batch_size: int, scale: Tensor | None) -> Tensor:
+    """What each sample's own gradient is multiplied by in the gradient of the batch, where that is one number.
+
+    Args:
+        weighting: see `own_values`; the weights of all samples are alike.
+        batch_size: number of samples B.
+        scale: what the loss was multiplied by, one number; None where it was not.
+
+    Returns:
+        w_i * scale, 0-dimensional.
+    """
+    if isinstance(weighting, Tensor):
+        weight = weighting.detach()[0]
+    else:
+        weight = torch.tensor(1.0 / batch_size if weighting == "mean" else 1.0, dtype=torch.float64)
+    return weight if scale is None else weight * scale
 
 
 def own_all(sq_norms: Sequence[Tensor], weighting: Weighting, batch_size: int, scale: Tensor | None) -> list[Tensor]:

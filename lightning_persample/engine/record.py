@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lightning_persample.engine.dots import Dots
 from lightning_persample.errors import OptionError
 
 __all__ = ["PerSampleRecord"]
 
 
 class _NotAsked(dict[str, Tensor]):
-    """Gradients that were not asked for."""
+    """Values that were not asked for."""
+
+    def __init__(self, what: str, quantity: str) -> None:
+        super().__init__()
+        self._text = (
+            f"the {what} were not asked for; pass quantities=('sq_norm', '{quantity}') to expanded_weights, or let "
+            f"`needs` of the callback return {{'{quantity}'}}"
+        )
 
     def __missing__(self, name: str) -> Tensor:
-        raise KeyError(
-            f"{name}: the gradients themselves were not asked for; pass quantities=('sq_norm', 'grad_sample') to "
-            "expanded_weights, or let `needs` of the callback return {'grad_sample'}"
-        )
+        raise KeyError(f"{name}: {self._text}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +61,8 @@ class PerSampleRecord:
             parameters in `names`.
         grad_samples: by parameter each sample's gradient ``g_i,p``, shape (B, *parameter.shape); empty unless asked
             for, with "grad_sample" among the quantities.
+        square_sums: by parameter the sum over the samples of the squared entries of their gradients,
+            ``sum_i g_i,p ** 2``, of the parameter's shape; empty unless asked for, with "square_sum".
         coverage: of the weights that got a gradient in this backward, the share (by number of entries, in [0, 1]) whose
             per-sample gradient is known. Below 1 the norms leave weights out; at 0 they are nan.
         unsupported: parameters that got a gradient but have no value here, with the reason and what helps.
@@ -69,23 +77,44 @@ class PerSampleRecord:
             that divides by how often an index occurs in the batch): each value is what the sample alone would give.
         backward_index: which backward of the training step this is, counted from 0; those that reach no parameter do
             not count.
+        samples: the places in the batch of the samples that values are for, (m,) int64; then (B,) above is (m,). None
+            where they are for all.
+        factor: what this backward added to ``.grad`` of the parameters in `names` is ``factor * sum_i g_i`` over all
+            samples of the batch: w_i times every factor of the loss (accumulation, loss scaling), 0-dimensional. None
+            where it is something else.
+        why_no_factor: the reason, where `factor` is None.
+        dots: what `dot` needs; None unless asked for, with "dot".
     """
 
     batch_size: int
     sq_norms: Mapping[str, Tensor]
     coverage: float
-    grad_samples: Mapping[str, Tensor] = field(default_factory=_NotAsked)
+    grad_samples: Mapping[str, Tensor] = field(
+        default_factory=partial(_NotAsked, "gradients themselves", "grad_sample")
+    )
+    square_sums: Mapping[str, Tensor] = field(
+        default_factory=partial(_NotAsked, "sums of squared entries", "square_sum")
+    )
     unsupported: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     mixing: tuple[str, ...] = ()
     weighting: tuple[str, ...] = ()
     not_additive: tuple[str, ...] = ()
     backward_index: int = 0
+    samples: Tensor | None = None
+    factor: Tensor | None = None
+    why_no_factor: str = ""
+    dots: Dots | None = field(default=None, repr=False)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters that have values, in the order of ``module.named_parameters()``."""
         return tuple(self.sq_norms)
+
+    @property
+    def num_values(self) -> int:
+        """Number of samples that values are for: all B, or those in `samples`."""
+        return self.batch_size if self.samples is None else self.samples.numel()
 
     def norms(self) -> Tensor:
         """Norm of each sample's gradient over all parameters in `names`: ``sqrt(sum_p ||g_i,p||^2)``.
@@ -94,7 +123,30 @@ class PerSampleRecord:
             One norm per sample, shape (B,), of the gradient of the sample's own loss; nan where no parameter has
             values.
         """
-        return _root_of_sum(list(self.sq_norms.values()), self.batch_size)
+        return _root_of_sum(list(self.sq_norms.values()), self.num_values)
+
+    def dot(self, vectors: Mapping[str, Tensor]) -> Tensor:
+        """Dot of each sample's gradient with one vector, ``sum_p <g_i,p, v_p>``, at the cost of a forward.
+
+        Args:
+            vectors: by parameter the vector's part v_p, of the parameter's shape, which may be scaled in any way;
+                parameters that are left out count as zero.
+
+        Returns:
+            One number per sample, (B,), in units of gradient times vector.
+
+        Raises:
+            OptionError: dots were not asked for, or a vector does not fit a parameter in `names`.
+
+        A tensor that the gradients are made of and that was changed in place since the backward gives an
+        `UnsupportedError`.
+        """
+        if self.dots is None:
+            raise OptionError(
+                "dots were not asked for; pass quantities=('sq_norm', 'dot') to expanded_weights, or let `needs` of "
+                "the callback return {'dot'}"
+            )
+        return self.dots.with_vectors(vectors)
 
     def nonfinite(self) -> Tensor:
         """The samples whose norm is inf or nan (a loss that overflowed, bad data), by their place in the batch.
@@ -125,7 +177,7 @@ class PerSampleRecord:
         groups: dict[str, list[Tensor]] = {}
         for name, sq_norm in self.sq_norms.items():
             groups.setdefault(group_name(name, depth), []).append(sq_norm)
-        return {group: _root_of_sum(terms, self.batch_size) for group, terms in groups.items()}
+        return {group: _root_of_sum(terms, self.num_values) for group, terms in groups.items()}
 
 
 def group_name(parameter: str, depth: int) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_persample.engine.dispatch import Dispatcher
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["Use", "attach", "attach_as_planned", "refuse_where_used", "report_to"]
+__all__ = ["Use", "attach", "attach_as_planned", "note_term", "refuse_where_used", "report_to"]
 
 
 _FREED = (
@@ -291,6 +291,24 @@ def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: 
     def hook(grad: Tensor) -> None:
         if dispatcher.accepting:
             dispatcher.refuse(weights, reason)
+
+    for output in outputs:
+        if output.requires_grad:
+            _on_gradient(output, hook)
+
+
+def note_term(outputs: Iterable[Tensor], names: frozenset[str], dispatcher: Dispatcher) -> None:
+    """Note, once a gradient reaches a call that adds a term of no sample to the loss, whose gradient has it.
+
+    Args:
+        outputs: the call's outputs.
+        names: the parameters that the term is made of.
+        dispatcher: is told.
+    """
+
+    def hook(grad: Tensor) -> None:
+        if dispatcher.accepting:
+            dispatcher.penalized |= names
 
     for output in outputs:
         if output.requires_grad:

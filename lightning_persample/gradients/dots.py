@@ -83,7 +83,6 @@ def patches_dot(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, vecto
     kernel = vector.to(dtype).conj().resolve_conj()
     pad = [number for pair in reversed(geometry.padding) for number in pair]
     out_size = grad_out.shape[3:]
-    positions = tuple(slice(size) for size in out_size)
     convolve = _CONVOLUTIONS[len(out_size)]
     bytes_each = 2 * (grad_out[:1].numel() + inputs[:1].numel()) * dtype.itemsize if grad_out.shape[0] else 0
 
@@ -95,6 +94,8 @@ def patches_dot(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, vecto
         out = convolve(
             rows, kernel, stride=geometry.stride, dilation=geometry.dilation, groups=geometry.groups
         )  # may hold more positions than the output has
-        return _sum(out[(..., *positions)].unflatten(0, grads.shape[:2]) * grads)
+        for axis, size in enumerate(out_size, start=2):
+            out = out.narrow(axis, 0, size)
+        return _sum(out.unflatten(0, grads.shape[:2]) * grads)
 
     return by_chunks(inputs, dtype, bytes_each, dots)

@@ -132,9 +132,17 @@ class SampleGradient(ABC):
         with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
             return self._square_sum()
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the structure holds."""
+        return self._tensors()
+
     def samples(self: AnyGradient, start: int, stop: int) -> AnyGradient:
         """The same structure for samples start to stop - 1 alone; its tensors are views."""
         return self._map(lambda tensor: tensor[start:stop])
+
+    def pick(self: AnyGradient, samples: Tensor) -> AnyGradient:
+        """The same structure for the samples at these places alone, (m,) integers; its tensors are copies."""
+        return self._map(lambda tensor: tensor[samples])
 
     def _sq_norm(self) -> Tensor:
         return norms.dense_sq_norm(self._dense())
