@@ -13,8 +13,10 @@ from lightning_persample.callbacks._aside import NoLossError, aside
 from lightning_persample.engine import FAILURES, PerSampleRecord
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.engine.batch_statistics import batch_statistics_explained
+from lightning_persample.engine.dots import Dots
 from lightning_persample.engine.failure import in_smaller_chunks
 from lightning_persample.engine.functional import vmap_per_sample_grads
+from lightning_persample.engine.options import QUANTITIES
 from lightning_persample.engine.samples import (
     Weighting,
     has_ragged_samples,
@@ -25,11 +27,12 @@ from lightning_persample.engine.samples import (
     with_tensors,
 )
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.gradients import Dense
 from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
 
 __all__ = ["SecondEngine"]
 
-_QUANTITIES = ("sq_norm", "grad_sample")
+_NO_FACTOR = "the samples run in a pass of their own, with random numbers of its own"
 
 
 class SecondEngine:
@@ -63,6 +66,7 @@ class SecondEngine:
         training_step: Callable[[Any], Any],
         batch: Any,
         quantities: Collection[str],
+        samples: Tensor | None = None,
     ) -> PerSampleRecord:
         """The gradients of each sample's own loss.
 
@@ -71,6 +75,7 @@ class SecondEngine:
             training_step: the module's training step as a function of the batch alone.
             batch: the batch.
             quantities: what the record holds.
+            samples: the places of the samples that run, see `expanded_weights`; None is all.
 
         Returns:
             A record in which no parameter is unsupported.
@@ -79,11 +84,10 @@ class SecondEngine:
             OptionError: a quantity that this engine does not give.
         What the training step raises is passed on; `NoLossError` if it returns None.
         """
-        unknown = [quantity for quantity in quantities if quantity not in _QUANTITIES]
+        unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
         if unknown:
             raise OptionError(
-                f"engine={engine!r} does not give the quantities {unknown}; it gives "
-                f"{', '.join(map(repr, _QUANTITIES))}"
+                f"engine={engine!r} does not give the quantities {unknown}; it gives {', '.join(map(repr, QUANTITIES))}"
             )
         size = self._batch_size
         if size is None:
@@ -91,7 +95,7 @@ class SecondEngine:
         run = self._loop if engine == "loop" else self._vmap
 
         def collect() -> _Collected:
-            collected = _Collected(size, keep="grad_sample" in quantities)
+            collected = _Collected(size, samples, frozenset(quantities))
             run(training_step, batch, size, collected)
             return collected
 
@@ -104,6 +108,7 @@ class SecondEngine:
         training_step: Callable[[Any], Any] | None,
         batch: Any,
         quantities: Collection[str],
+        samples: Tensor | None = None,
     ) -> PerSampleRecord | PerSampleError:
         """The record of an extra pass over the batch, or why there is none.
 
@@ -112,6 +117,7 @@ class SecondEngine:
             training_step: the module's training step as a function of the batch alone, if there is one.
             batch: the batch.
             quantities: what the record holds.
+            samples: the places of the samples that run; None is all.
 
         Returns:
             One of the two.
@@ -122,7 +128,7 @@ class SecondEngine:
         if training_step is None or engine == "expanded":
             return UnsupportedError("there is no batch to run aside")
         try:
-            return self.record(engine, training_step, batch, quantities)
+            return self.record(engine, training_step, batch, quantities, samples)
         except OptionError:  # a callback's own mistake, not the model's
             raise
         except PerSampleError as error:
@@ -137,7 +143,7 @@ class SecondEngine:
         scale = self._loss_scale(size)
         names, parameters = zip(*self._trainable(), strict=True)
         with aside(self._trainer, self._module) as state, batch_statistics_explained(self._module):
-            for sample in range(size):
+            for place, sample in enumerate(collected.places):
                 one = take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
                 loss = self._own_loss(training_step, one)
                 grads: tuple[Tensor | None, ...] = (None,) * len(parameters)
@@ -145,7 +151,7 @@ class SecondEngine:
                     grads = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
                 for name, grad in zip(names, grads, strict=True):
                     if grad is not None:
-                        collected.add(name, sample, grad.to_dense()[None], scale)
+                        collected.add(name, place, grad.to_dense()[None], scale)
                 # Random numbers go on, so that samples do not share one dropout mask.
                 state.restore(random_states=False)
 
@@ -156,10 +162,10 @@ class SecondEngine:
         bytes_each = sum(parameter.numel() * parameter.element_size() for _, parameter in self._trainable())
         chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
         with aside(self._trainer, self._module) as state:
-            for start in range(0, size, chunk):
+            for start in range(0, len(collected.places), chunk):
                 ones = [
                     take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
-                    for sample in range(start, min(start + chunk, size))
+                    for sample in collected.places[start : start + chunk]
                 ]
                 stacked = [torch.stack(tensors) for tensors in zip(*map(tensors_of, ones), strict=True)]
 
@@ -188,32 +194,53 @@ class SecondEngine:
 
 
 class _Collected:
-    """Squared norms, and gradients if they are kept, of the samples that have run."""
+    """What is asked for of the samples that have run.
 
-    def __init__(self, batch_size: int, keep: bool) -> None:
+    Args:
+        batch_size: number of samples B.
+        samples: the places of those that run; None is all.
+        quantities: what is asked for.
+    """
+
+    def __init__(self, batch_size: int, samples: Tensor | None, quantities: frozenset[str]) -> None:
+        self.places = range(batch_size) if samples is None else samples.tolist()
         self._batch_size = batch_size
-        self._keep = keep
+        self._samples = samples
+        self._quantities = quantities
         self._sq_norms: dict[str, Tensor] = {}
         self._grad_samples: dict[str, Tensor] = {}
+        self._square_sums: dict[str, Tensor] = {}
 
     def add(self, name: str, start: int, rows: Tensor, scale: float) -> None:
         """Take the gradients of the samples from `start` on, (samples, *shape), of losses multiplied by `scale`."""
         wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
         own = wide if scale == 1.0 else wide / scale
-        chosen = slice(start, start + len(rows))
-        zeros = own.new_zeros(self._batch_size)
+        chosen, number = slice(start, start + len(rows)), len(self.places)
+        zeros = own.new_zeros(number)
         self._sq_norms.setdefault(name, zeros)[chosen] = own.flatten(1).square().sum(1)
-        if self._keep:
+        if "square_sum" in self._quantities:
+            self._square_sums[name] = own.square().sum(0) + self._square_sums.get(name, 0.0)
+        if self._quantities & {"grad_sample", "dot"}:
             if name not in self._grad_samples:
-                self._grad_samples[name] = rows.new_zeros(self._batch_size, *rows.shape[1:])
+                self._grad_samples[name] = rows.new_zeros(number, *rows.shape[1:])
             self._grad_samples[name][chosen] = own.to(rows.dtype)
 
     def record(self, names: list[str]) -> PerSampleRecord:
         """The record of the trainable parameters with these names."""
+        used = [name for name in names if name in self._sq_norms]
+        asked: dict[str, Any] = {}
+        if "grad_sample" in self._quantities:
+            asked["grad_samples"] = {name: self._grad_samples[name] for name in used}
+        if "square_sum" in self._quantities:
+            asked["square_sums"] = {name: self._square_sums[name] for name in used}
+        if "dot" in self._quantities:
+            asked["dots"] = Dots({name: Dense(self._grad_samples[name]) for name in used}, list)
         return PerSampleRecord(
             batch_size=self._batch_size,
-            sq_norms={name: self._sq_norms[name] for name in names if name in self._sq_norms},
+            sq_norms={name: self._sq_norms[name] for name in used},
             coverage=1.0,
-            grad_samples={name: self._grad_samples[name] for name in names if name in self._grad_samples},
             unused=tuple(name for name in names if name not in self._sq_norms),
+            samples=self._samples,
+            why_no_factor=_NO_FACTOR,
+            **asked,
         )
