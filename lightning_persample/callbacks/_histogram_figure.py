@@ -65,6 +65,7 @@ def draw_histogram(values: Tensor, title: str, label: str) -> Figure:
     edges, is_logarithmic = histogram_bins(values)
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
+    axes.set_xlim(float(edges[0]), float(edges[-1]))  # before the scale, whose own margins may not be finite
     shown = values[values >= edges[0]]
     axes.hist(shown.numpy(), edges.tolist(), color="tab:blue", alpha=0.75, edgecolor="white", linewidth=0.4)
     if is_logarithmic:
@@ -74,7 +75,7 @@ def draw_histogram(values: Tensor, title: str, label: str) -> Figure:
     if hidden:
         label += f"  ({hidden} of {values.numel()} are 0 and not shown)"
     axes.set_title(title, loc="left", fontsize="medium")
-    axes.set(xlabel=label, ylabel="samples", xlim=(float(edges[0]), float(edges[-1])))
+    axes.set(xlabel=label, ylabel="samples")
     quantiles = torch.quantile(values, values.new_tensor([0.5, 0.95])).tolist()
     for name, style, value in zip(("median", "95% quantile"), ("-", "--"), quantiles, strict=True):
         if value >= edges[0]:

@@ -74,7 +74,7 @@ def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: in
             _log_to_wandb(logger, name, "Histogram", finite.numpy(), step=step)
         elif _has_a_place(logger, kind):
             drawn.append(logger)
-    if drawn and _can_draw():
+    if drawn and _can_draw(drawn):
         title = f"{name}, step {step}: {finite.numel()} samples"
         log_figure(drawn, name, draw_histogram(finite, title, label), step)
 
@@ -192,11 +192,12 @@ def _path_part(part: str) -> str:
     return re.sub(r"[^\w. -]", "_", part) if part.strip(".") else "_"
 
 
-def _can_draw() -> bool:
+def _can_draw(loggers: Sequence[Logger]) -> bool:
     if importlib.util.find_spec("matplotlib") is not None:
         return True
+    names = ", ".join(dict.fromkeys(type(logger).__name__ for logger in loggers))
     _say_once(
-        "a histogram is a figure in these loggers, for which matplotlib is needed: no histogram is written to them. "
+        f"a histogram is a figure in {names}, for which matplotlib is needed: none is written to them. "
         'Install it with pip install "lightning-persample[figures]"'
     )
     return False
