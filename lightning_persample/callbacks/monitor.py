@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_persample.callbacks._logger_media import log_histogram
 from lightning_persample.callbacks._optimizer_steps import ManualSteps, names_by_optimizer, restricted
 from lightning_persample.callbacks._requirements import why_unsupported
 from lightning_persample.callbacks._step_norms import CapturedBatch, NormsOfAllProcesses, StepNorms, percent
@@ -58,6 +59,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         per_layer: how many leading parts of a parameter's module path name its group: 1 is the module's children, 2 as
             ``encoder.0``; parameters of the module itself go under their own name. None logs no groups.
         quantiles: which quantiles, each strictly between 0 and 1.
+        histogram: write a histogram of the finite norms ||g_i|| as ``<prefix>/norm_histogram`` at each logged step: in
+            TensorBoard and W&B as their own histograms, in other loggers as a figure (PNG), which needs matplotlib.
         unsupported: "warn", "error" or "vmap", see `PerSampleCallback`.
         engine: "expanded", "vmap" or "loop", see `PerSampleCallback`.
         verify: check the values on the first captured batch, see `PerSampleCallback`.
@@ -80,6 +83,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         batch_size: int | None = None,
         per_layer: int | None = None,
         quantiles: Sequence[float] = (0.5, 0.95),
+        histogram: bool = False,
         unsupported: Literal["warn", "error", "vmap"] = "warn",
         engine: Literal["expanded", "vmap", "loop"] = "expanded",
         verify: bool = False,
@@ -108,10 +112,12 @@ class PerSampleGradientMonitor(PerSampleCallback):
             _are_quantiles(quantiles),
             "a sequence of numbers strictly between 0 and 1 without duplicates",
         )
+        check_option("histogram", histogram, histogram in (True, False), "True or False")
         check_option("prefix", prefix, _is_prefix(prefix), "a str that is not empty and does not end with '/'")
         check_option("prog_bar", prog_bar, prog_bar in (True, False), "True or False")
         self.per_layer = per_layer
         self.quantiles = tuple(float(quantile) for quantile in quantiles)
+        self.histogram = histogram
         self.prefix = prefix
         self.prog_bar = prog_bar
         self._parts: tuple[_Part, ...] = ()
@@ -122,7 +128,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._of_all: StepNorms | None = None
 
     def _settings(self) -> dict[str, Any]:
-        names = ("per_layer", "quantiles", "prefix", "prog_bar")
+        names = ("per_layer", "quantiles", "histogram", "prefix", "prog_bar")
         return {**super()._settings(), **{name: getattr(self, name) for name in names}}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -261,6 +267,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 samples |= dict.fromkeys(named, step.samples)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logging_step(trainer))
+        if self.histogram:
+            for place, step in steps.items():
+                name = f"{self._parts[place].prefix}/norm_histogram"
+                log_histogram(trainer.loggers, name, step.norms, logging_step(trainer), "per-sample gradient norm")
         shown = {f"{part.prefix}/norm_mean" for part in self._parts} if self.prog_bar else set()
         for name, count in samples.items():
             LightningModule.log(  # the module may have a `log` of its own

@@ -67,6 +67,8 @@ MONITOR = [
     ("prefix", "grads/", PREFIX),
     ("prefix", None, PREFIX),
     ("prog_bar", "yes", "True or False"),
+    ("histogram", "yes", "True or False"),
+    ("histogram", None, "True or False"),
 ]
 
 
@@ -109,6 +111,7 @@ def test_allowed_values_are_kept():
         {"autotune": True},
         {"prefix": "other"},
         {"prog_bar": True},
+        {"histogram": True},
     ],
     ids=lambda setting: next(iter(setting)),
 )

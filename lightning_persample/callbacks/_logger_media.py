@@ -1,0 +1,225 @@
+"""Histograms, figures and tables in every logger of Lightning.
+
+Loggers have scalars in common and nothing else. This is the one file that knows what each of them takes:
+
+===================== ========================= =================== ============================
+logger                histogram                 figure              table
+===================== ========================= =================== ============================
+`TensorBoardLogger`   its own                   image               text with a markdown table
+`WandbLogger`         ``wandb.Histogram``       ``wandb.Image``     ``wandb.Table``
+`MLFlowLogger`        figure                    PNG artifact        CSV artifact
+any other             figure                    PNG file            CSV file
+===================== ========================= =================== ============================
+
+Files and artifacts of one name are in a folder of that name, ``<name>/step_000049.png``, below the logger's directory.
+A logger without a directory gets none, which is said once. As with ``log_metrics``, only the process of rank 0 writes,
+and what a logger raises ends the run. Libraries are imported where one of their loggers is in use.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import io
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+
+from lightning_persample.callbacks._histogram_figure import draw_histogram
+from lightning_persample.errors import PerSampleWarning
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["log_figure", "log_histogram", "log_table"]
+
+_Kind = Literal["tensorboard", "wandb", "mlflow", "dummy", "csv", "other"]
+_KINDS: dict[str, _Kind] = {
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+    "DummyLogger": "dummy",
+    "CSVLogger": "csv",
+}
+_SAID: set[str] = set()
+
+
+@rank_zero_only
+def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: int, label: str = "value") -> None:
+    """Write how values are distributed; without a finite value nothing is written.
+
+    Args:
+        loggers: those of the Trainer.
+        name: under which it is written.
+        values: the values, (n,); those that are not finite are left out.
+        step: the step number.
+        label: what the values are, for a figure.
+    """
+    finite = values.detach()[values.isfinite()].cpu()
+    if not finite.numel():
+        return
+    drawn: list[Logger] = []
+    for logger in loggers:
+        kind = _kind_of(logger)
+        if kind == "tensorboard":
+            _experiment(logger).add_histogram(_prefixed(logger, name), finite.numpy(), step)
+        elif kind == "wandb":
+            _log_to_wandb(logger, name, "Histogram", finite.numpy(), step=step)
+        elif _has_a_place(logger, kind):
+            drawn.append(logger)
+    if drawn and _can_draw(drawn):
+        title = f"{name}, step {step}: {finite.numel()} samples"
+        log_figure(drawn, name, draw_histogram(finite, title, label), step)
+
+
+@rank_zero_only
+def log_figure(loggers: Sequence[Logger], name: str, figure: Figure, step: int) -> None:
+    """Write a figure of matplotlib.
+
+    Args:
+        loggers: those of the Trainer.
+        name: under which it is written.
+        figure: the figure.
+        step: the step number.
+    """
+    for logger in loggers:
+        kind = _kind_of(logger)
+        if kind == "tensorboard":
+            _experiment(logger).add_figure(_prefixed(logger, name), figure, step, close=False)
+        elif kind == "wandb":
+            _log_to_wandb(logger, name, "Image", figure, step=step)
+        elif kind == "mlflow":
+            path = _path(_prefixed(logger, name), step, "png")
+            _experiment(logger).log_figure(logger.version, figure, path)
+        elif _has_a_place(logger, kind):
+            image = io.BytesIO()
+            figure.savefig(image, format="png")
+            _write_file(logger, kind, _path(name, step, "png"), image.getvalue())
+
+
+@rank_zero_only
+def log_table(
+    loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+) -> None:
+    """Write a table.
+
+    Args:
+        loggers: those of the Trainer.
+        name: under which it is written.
+        columns: what stands above the columns.
+        rows: the cells of each row: text, numbers or None.
+        step: the step number.
+    """
+    for logger in loggers:
+        kind = _kind_of(logger)
+        if kind == "tensorboard":
+            _experiment(logger).add_text(_prefixed(logger, name), _markdown(columns, rows), step)
+        elif kind == "wandb":
+            data = [list(row) for row in rows]
+            _log_to_wandb(logger, name, "Table", step=step, columns=list(columns), data=data)
+        elif kind == "mlflow":
+            # Not log_table of MLflow, which needs pandas and adds rows to what is there.
+            path = _path(_prefixed(logger, name), step, "csv")
+            _experiment(logger).log_text(logger.version, _comma_separated(columns, rows), path)
+        elif _has_a_place(logger, kind):
+            _write_file(logger, kind, _path(name, step, "csv"), _comma_separated(columns, rows).encode())
+
+
+def _kind_of(logger: Logger) -> _Kind:
+    # By name, because `lightning` and `pytorch_lightning` have a class each.
+    for each in type(logger).__mro__:
+        if each.__name__ in _KINDS and each.__module__.split(".")[0] in ("lightning", "pytorch_lightning"):
+            return _KINDS[each.__name__]
+    return "other"
+
+
+def _experiment(logger: Logger) -> Any:
+    return logger.experiment  # type: ignore[attr-defined]
+
+
+def _prefixed(logger: Logger, name: str) -> str:
+    """The name as the logger's own ``log_metrics`` writes it."""
+    prefix = logger._prefix  # type: ignore[attr-defined]
+    return f"{prefix}{logger.LOGGER_JOIN_CHAR}{name}" if prefix else name  # type: ignore[attr-defined]
+
+
+def _log_to_wandb(logger: Logger, name: str, kind: str, *args: Any, step: int, **kwargs: Any) -> None:
+    make: Callable[..., Any] = getattr(importlib.import_module("wandb"), kind)
+    # Through the logger, which writes the step as "trainer/global_step": W&B drops rows whose own step= goes back.
+    logger.log_metrics({name: make(*args, **kwargs)}, step=step)
+
+
+def _has_a_place(logger: Logger, kind: _Kind) -> bool:
+    if kind == "dummy":
+        return False
+    if kind == "mlflow" or _directory(logger) is not None:
+        return True
+    name = f"{type(logger).__module__}.{type(logger).__qualname__}"
+    _say_once(f"{name} has no log_dir and no save_dir, so that histograms, figures and tables are not written to it")
+    return False
+
+
+def _directory(logger: Logger) -> str | None:
+    directory = logger.log_dir or logger.save_dir
+    return None if directory is None else str(directory)
+
+
+def _write_file(logger: Logger, kind: _Kind, path: str, content: bytes) -> None:
+    if kind == "csv":
+        _experiment(logger)  # it warns of a directory that is not empty when it starts: before this file is in it
+        path = f"{_path_part(logger._prefix)}-{path}" if logger._prefix else path  # type: ignore[attr-defined]
+    whole = f"{_directory(logger)}/{path}"
+    files = get_filesystem(whole)  # it may be in a bucket
+    files.makedirs(whole.rpartition("/")[0], exist_ok=True)
+    with files.open(whole, "wb") as file:
+        file.write(content)
+
+
+def _path(name: str, step: int, ending: str) -> str:
+    folder = "/".join(_path_part(part) for part in name.split("/"))
+    return f"{folder}/step_{step:06d}.{ending}"
+
+
+def _path_part(part: str) -> str:
+    """A part of a name as the name of a folder."""
+    return re.sub(r"[^\w. -]", "_", part) if part.strip(".") else "_"
+
+
+def _can_draw(loggers: Sequence[Logger]) -> bool:
+    if importlib.util.find_spec("matplotlib") is not None:
+        return True
+    names = ", ".join(dict.fromkeys(type(logger).__name__ for logger in loggers))
+    _say_once(
+        f"a histogram is a figure in {names}, for which matplotlib is needed: none is written to them. "
+        'Install it with pip install "lightning-persample[figures]"'
+    )
+    return False
+
+
+def _say_once(text: str) -> None:
+    if text not in _SAID:
+        _SAID.add(text)
+        warnings.warn(text, PerSampleWarning, stacklevel=2)
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _markdown_cell(cell: Any) -> str:
+    text = "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+    return " ".join(text.replace("|", r"\|").split())
+
+
+def _comma_separated(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return text.getvalue()

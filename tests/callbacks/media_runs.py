@@ -1,0 +1,35 @@
+"""A fit with histograms in one of two processes; run as ``python -m tests.callbacks.media_runs FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_persample.callbacks import PerSampleGradientMonitor
+from tests.callbacks.strategy_models import STEPS, Referenced, network, own_batches, rank
+from tests.callbacks.strategy_runs import trained
+
+
+def main(folder: str) -> None:
+    """Ranks of five and two samples: what was logged, and how many collectives it took beside those of a plain fit."""
+    torch.set_num_threads(1)
+    sizes, runs = (5, 2), []
+    for callbacks in ([], [PerSampleGradientMonitor(2, histogram=True)]):
+        loggers = [TensorBoardLogger(folder, "tensorboard"), CSVLogger(folder, "csv")] if callbacks else False
+        module = Referenced(network())
+        runs.append(trained(module, callbacks, own_batches(sizes), DDPStrategy(), logger=loggers))
+    plain, watched = runs
+    result = {
+        "steps": [batch for batch, name in watched["calls"] if name == "all_gather" and batch < STEPS],
+        "reference": watched["reference"],
+        "collectives": watched["collectives"] - plain["collectives"],
+    }
+    torch.save(result, Path(folder, f"{rank()}.pt"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,378 @@
+"""Histograms, figures and tables, written by real loggers in a fit and read back from what they wrote."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from lightning_persample.callbacks import PerSampleGradientMonitor, _logger_media
+from lightning_persample.callbacks._logger_media import log_figure, log_histogram, log_table
+from lightning_persample.errors import PerSampleWarning
+from tests.callbacks.runs import Classifier, WithReference, fit, loader
+from tests.callbacks.ways import GAN, Way, run
+from tests.callbacks.written_media import png_size, read_tensorboard, read_wandb
+from tests.processes import ROOT, run_ranks
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tensorboard")
+wandb = pytest.importorskip("wandb")
+if importlib.util.find_spec("mlflow") is None:  # which writes to the home directory where it is imported too early
+    pytest.skip("MLflow is not installed", allow_module_level=True)
+
+from matplotlib.figure import Figure  # noqa: E402
+
+HISTOGRAM = "per_sample_grad/norm_histogram"
+STEPS = [0, 1, 2]
+COLUMNS = ["sample", "norm", "text"]
+ROWS = [[3, 0.1 + 0.2, "a|b"], [7, 1e-9, None]]
+NO_PLACE = "has no log_dir and no save_dir, so that histograms, figures and tables are not written to it"
+
+
+class Kept(Logger):
+    """A logger of one's own, which has no directory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    name = "kept"
+    version = 0
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+
+class InFolder(Kept):
+    """One that has a directory."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    @property
+    def save_dir(self):
+        return str(self.folder)
+
+
+def generators():
+    return [str(random.getstate()), str(np.random.get_state()), torch.get_rng_state().tolist()]
+
+
+class WritesMedia(L.Callback):
+    """A figure and a table after every batch, and whether that left the generators of random numbers alone."""
+
+    def __init__(self) -> None:
+        self.same: list[bool] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        before = generators()
+        figure = Figure(figsize=(3, 2), dpi=100)
+        figure.subplots().plot([0, 1], [0, batch_idx])
+        log_figure(trainer.loggers, "media/figure", figure, batch_idx)
+        log_table(trainer.loggers, "media/table", COLUMNS, ROWS, batch_idx)
+        log_histogram(trainer.loggers, "media/histogram", torch.arange(9.0), batch_idx)
+        self.same += [a == b for a, b in zip(before, generators(), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def own_environment(tmp_path_factory):
+    """W&B and MLflow stay without network and away from the home directory."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
+            patch.setenv(name, str(home))
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("WANDB_SILENT", "true")
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.7 and newer refuse its file store without it
+        patch.setenv("MLFLOW_TRACKING_URI", f"file:{home / 'unused'}")  # which MLFlowLogger sets anew
+        yield
+        wandb.teardown()  # ends its process
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet(monkeypatch):
+    monkeypatch.setattr(_logger_media, "_SAID", set())
+
+
+@pytest.fixture(scope="module")
+def written(own_environment, tmp_path_factory):
+    """One fit with all loggers together, and the folder that they wrote to."""
+    folder = tmp_path_factory.mktemp("written")
+    loggers = {
+        "csv": CSVLogger(folder / "csv"),
+        "tensorboard": TensorBoardLogger(folder / "tensorboard"),
+        "mlflow": MLFlowLogger(tracking_uri=f"file:{folder / 'mlflow'}"),
+        "wandb": WandbLogger(save_dir=folder / "wandb", offline=True, settings=wandb.Settings(console="off")),
+        "folder": InFolder(folder / "own"),
+        "kept": Kept(),
+    }
+    torch.manual_seed(0)
+    module = WithReference()
+    data = list(loader())
+    data[2][0][5] = torch.nan  # one sample of the last batch has no finite norm
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callbacks = [PerSampleGradientMonitor(histogram=True), WritesMedia()]
+        fit(module, callbacks, logger=list(loggers.values()), data=torch.utils.data.DataLoader(data, None))
+    wandb.finish()
+    said = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    return {"folder": folder, "loggers": loggers, "module": module, "said": said, "same": callbacks[1].same}
+
+
+@pytest.fixture
+def norms(written):
+    """The finite norms of each step, by plain autograd."""
+    return [each[each.isfinite()].double().numpy() for each in written["module"].reference]
+
+
+def test_the_fit_had_a_sample_without_a_finite_norm(norms):
+    assert [len(each) for each in norms] == [8, 8, 7]
+    assert all(len(np.unique(each)) == len(each) for each in norms)
+
+
+def test_generators_and_weights_are_untouched(written):
+    assert written["same"] == [True] * 9
+    torch.manual_seed(0)
+    plain = WithReference()
+    data = list(loader())
+    data[2][0][5] = torch.nan
+    fit(plain, data=torch.utils.data.DataLoader(data, None))
+    for value, expected in zip(written["module"].parameters(), plain.parameters(), strict=True):
+        np.testing.assert_array_equal(value.detach().numpy(), expected.detach().numpy())
+
+
+def test_tensorboard(written, norms):
+    events = read_tensorboard(written["folder"] / "tensorboard")
+    histograms = events.Histograms(HISTOGRAM)
+    assert [each.step for each in histograms] == STEPS
+    for event, expected in zip(histograms, norms, strict=True):
+        found = event.histogram_value
+        assert (found.min, found.max) == pytest.approx((expected.min(), expected.max()), rel=1e-5)
+        assert (found.num, found.sum) == pytest.approx((len(expected), expected.sum()), rel=1e-5)
+        counts, _ = np.histogram(expected, [-np.inf, *found.bucket_limit])
+        assert found.bucket == counts.tolist()
+    assert [event.step for event in events.Scalars("per_sample_grad/norm_mean")] == STEPS
+    assert {tag for tag in events.Tags()["scalars"] if "histogram" in tag} == set()
+
+    images = events.Images("media/figure")
+    assert [(each.step, each.width, each.height) for each in images] == [(step, 300, 200) for step in STEPS]
+    assert all(each.encoded_image_string.startswith(b"\x89PNG") for each in images)
+    tables = events.Tensors("media/table/text_summary")
+    assert [each.step for each in tables] == STEPS
+    lines = ["| sample | norm | text |", "| --- | --- | --- |", r"| 3 | 0.3 | a\|b |", "| 7 | 1e-09 |  |"]
+    assert tables[0].tensor_proto.string_val[0].decode().splitlines() == lines
+
+
+def test_wandb(written, norms):
+    rows, files = read_wandb(written["folder"] / "wandb")
+    assert [row["_step"] for row in rows] == list(range(len(rows)))  # nothing was dropped for its step
+    histograms = [row for row in rows if f"{HISTOGRAM}/_type" in row]
+    assert [row["trainer/global_step"] for row in histograms] == STEPS
+    for row, expected in zip(histograms, norms, strict=True):
+        bins, counts = row[f"{HISTOGRAM}/bins"], row[f"{HISTOGRAM}/values"]
+        assert (bins[0], bins[-1]) == pytest.approx((expected.min(), expected.max()), rel=1e-5)
+        assert len(counts) == 64
+        # Reference and engine differ in the last bits, by which no norm may be in another bin.
+        bins[0], bins[-1] = -np.inf, np.inf
+        assert counts == np.histogram(expected, bins)[0].tolist()
+    assert [row["trainer/global_step"] for row in rows if "per_sample_grad/norm_mean" in row] == STEPS
+
+    images = [row for row in rows if "media/figure/_type" in row]
+    assert [row["trainer/global_step"] for row in images] == STEPS
+    assert {row["media/figure/_type"] for row in images} == {"image-file"}
+    assert {png_size(files / row["media/figure/path"]) for row in images} == {(300, 200)}
+    tables = [row for row in rows if "media/table/_type" in row]
+    assert [row["trainer/global_step"] for row in tables] == STEPS
+    table = json.loads((files / tables[0]["media/table/path"]).read_text())
+    assert (table["columns"], table["data"]) == (COLUMNS, ROWS)
+
+
+def test_mlflow(written):
+    logger = written["loggers"]["mlflow"]
+    client = logger.experiment
+    history = client.get_metric_history(logger.run_id, "per_sample_grad/norm_mean")
+    assert [each.step for each in history] == STEPS
+    for name, ending in ((HISTOGRAM, "png"), ("media/figure", "png"), ("media/table", "csv")):
+        paths = [each.path for each in client.list_artifacts(logger.run_id, name)]
+        assert sorted(paths) == [f"{name}/step_{step:06d}.{ending}" for step in STEPS]
+        assert {each.is_dir for each in client.list_artifacts(logger.run_id, name)} == {False}
+    folder = next((written["folder"] / "mlflow").glob(f"*/{logger.run_id}/artifacts"))
+    check_files(folder)
+
+
+def check_files(folder):
+    """PNG and CSV files of all steps, and nothing else beside them."""
+    found = sorted(path.relative_to(folder).as_posix() for kind in ("png", "csv") for path in folder.rglob(f"*.{kind}"))
+    expected = [
+        f"{name}/step_{step:06d}.png" for name in (HISTOGRAM, "media/figure", "media/histogram") for step in STEPS
+    ]
+    expected += [f"media/table/step_{step:06d}.csv" for step in STEPS]
+    assert [name for name in found if name != "metrics.csv"] == sorted(expected)
+    for step in STEPS:
+        assert png_size(folder / f"{HISTOGRAM}/step_{step:06d}.png")[0] > 500
+        with (folder / f"media/table/step_{step:06d}.csv").open(newline="") as file:
+            header, *rows = csv.reader(file)
+        assert header == COLUMNS
+        assert [(int(a), float(b), c) for a, b, c in rows] == [(a, b, c or "") for a, b, c in ROWS]
+
+
+def test_csv(written):
+    folder = Path(written["loggers"]["csv"].log_dir)
+    check_files(folder)
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["per_sample_grad/norm_mean"]] == STEPS
+    assert not any("histogram" in name or "media" in name for name in rows[0])
+
+
+def test_a_logger_of_ones_own_with_a_directory(written):
+    check_files(written["folder"] / "own")
+
+
+def test_a_logger_without_a_directory_is_named_once_and_gets_the_values(written):
+    assert [text for text in written["said"] if "directory" in text or "dir" in text] == [
+        f"{Kept.__module__}.Kept {NO_PLACE}"
+    ]
+    rows = [(step, row) for step, row in written["loggers"]["kept"].rows if "per_sample_grad/norm_mean" in row]
+    assert [step for step, _ in rows] == STEPS
+    assert all(list(row) == list(rows[0][1]) for _, row in rows)
+
+
+def test_no_logger_and_lightnings_dummy():
+    fit(Classifier(), [PerSampleGradientMonitor(histogram=True), WritesMedia()], logger=False)
+    fit(Classifier(), [PerSampleGradientMonitor(histogram=True), WritesMedia()], logger=Kept(), fast_dev_run=2)
+
+
+def test_two_loggers_of_one_kind(tmp_path):
+    loggers = [CSVLogger(tmp_path, name="one"), CSVLogger(tmp_path, name="two", prefix="run:1")]
+    fit(Classifier(), [PerSampleGradientMonitor(3, histogram=True)], logger=loggers)
+    found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png"))
+    assert found == [
+        f"one/version_0/{HISTOGRAM}/step_000002.png",
+        f"two/version_0/run_1-{HISTOGRAM}/step_000002.png",
+    ]
+
+
+def test_prefixes_of_loggers_are_those_of_their_values(tmp_path, own_environment):
+    tensorboard = TensorBoardLogger(tmp_path / "tensorboard", prefix="mine")
+    files = MLFlowLogger(tracking_uri=f"file:{tmp_path / 'mlflow'}", prefix="mine")
+    fit(Classifier(), [PerSampleGradientMonitor(3, histogram=True)], logger=[tensorboard, files])
+    events = read_tensorboard(tmp_path / "tensorboard")
+    assert events.Tags()["histograms"] == [f"mine-{HISTOGRAM}"]
+    assert f"mine-{HISTOGRAM.replace('histogram', 'mean')}" in events.Tags()["scalars"]
+    assert len(list((tmp_path / "mlflow").glob(f"*/*/artifacts/mine-{HISTOGRAM}/*.png"))) == 1
+
+
+def test_each_optimizer_has_a_histogram_of_its_own(tmp_path):
+    way = Way(GAN, lambda: {"max_epochs": 1, "logger": TensorBoardLogger(tmp_path)})
+    run(way, [PerSampleGradientMonitor(2, histogram=True)], tmp_path, with_reference=False)
+    events = read_tensorboard(tmp_path)
+    for optimizer in ("per_sample_grad/optimizer_0", "per_sample_grad/optimizer_1"):
+        means = events.Scalars(f"{optimizer}/norm_mean")
+        found = events.Histograms(f"{optimizer}/norm_histogram")
+        assert [each.step for each in found] == [each.step for each in means] != []
+        for event, mean in zip(found, means, strict=True):
+            assert event.histogram_value.sum / event.histogram_value.num == pytest.approx(mean.value, rel=1e-5)
+    assert len(events.Tags()["histograms"]) == 2
+
+
+def test_names_become_folders_that_stay_below_the_loggers(tmp_path):
+    logger = InFolder(tmp_path / "own")
+    log_table([logger], "../a:b/./c d", COLUMNS, ROWS, 1)
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.csv")] == [
+        "own/_/a_b/_/c d/step_000001.csv"
+    ]
+
+
+def test_nothing_finite_is_nothing_to_write(tmp_path):
+    log_histogram([InFolder(tmp_path)], "name", torch.tensor([torch.nan, torch.inf]), 0)
+    log_histogram([InFolder(tmp_path)], "name", torch.empty(0), 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_extra_is_named_once_and_tensorboard_has_its_histogram(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tensorboard"), InFolder(tmp_path)]
+    with pytest.warns(PerSampleWarning) as caught:
+        fit(Classifier(), [PerSampleGradientMonitor(histogram=True)], logger=loggers)
+    (text,) = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    assert text == (
+        "a histogram is a figure in CSVLogger, InFolder, for which matplotlib is needed: none is written to them. "
+        'Install it with pip install "lightning-persample[figures]"'
+    )
+    assert list(tmp_path.rglob("*.png")) == []
+    assert len(read_tensorboard(tmp_path / "tensorboard").Histograms(HISTOGRAM)) == 3
+
+
+class Full(InFolder):
+    @property
+    def save_dir(self):
+        raise OSError("the disk is full")
+
+
+def test_what_a_logger_raises_ends_the_run_as_in_lightning(tmp_path):
+    with pytest.raises(OSError, match="the disk is full"):
+        fit(Classifier(), [PerSampleGradientMonitor(histogram=True)], logger=Full(tmp_path))
+
+
+def test_loggers_of_the_older_name_are_known(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own, on import
+        older = pytest.importorskip("pytorch_lightning.loggers")
+    values = torch.rand(100, generator=torch.Generator().manual_seed(0))
+    logger = older.TensorBoardLogger(tmp_path)
+    log_histogram([logger], "name", values, 4)
+    logger.finalize("success")
+    (event,) = read_tensorboard(tmp_path).Histograms("name")
+    assert (event.step, event.histogram_value.num) == (4, 100)
+
+
+USES_CSV = """
+import sys
+from lightning.pytorch.loggers import CSVLogger
+from lightning_persample import PerSampleGradientMonitor
+from tests.callbacks.runs import Classifier, fit
+fit(Classifier(), [PerSampleGradientMonitor(3, histogram=True)], logger=CSVLogger(sys.argv[1]))
+print(sorted({"wandb", "mlflow", "tensorboard", "matplotlib.pyplot"} & set(sys.modules)))
+"""
+
+
+def test_no_library_is_imported_but_those_of_the_loggers_in_use(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", USES_CSV, str(tmp_path)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert len(list(tmp_path.rglob("*.png"))) == 1
+    assert "wandb" not in ran.stdout, ran.stdout
+    assert "mlflow" not in ran.stdout, ran.stdout
+
+
+def test_two_ranks_write_one_histogram_of_all_samples(tmp_path):
+    ended = run_ranks("tests.callbacks.media_runs", str(tmp_path), timeout=60)
+    assert ended.codes == [0, 0], ended.outputs
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    events = read_tensorboard(tmp_path / "tensorboard")
+    histograms = events.Histograms(HISTOGRAM)
+    assert [each.step for each in histograms] == ranks[0]["steps"] == [1, 3, 5]
+    for event in histograms:
+        norms = torch.cat([rank["reference"][event.step] for rank in ranks]).numpy()
+        found = event.histogram_value
+        assert (found.num, found.sum) == pytest.approx((7, norms.sum()), rel=1e-9)
+        assert found.bucket == np.histogram(norms, [-np.inf, *found.bucket_limit])[0].tolist()
+    assert sorted(path.name for path in tmp_path.rglob("*.png")) == [f"step_{step:06d}.png" for step in (1, 3, 5)]
+    assert [rank["collectives"] for rank in ranks] == [3, 3]
