@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_persample.callbacks._observed_step import ObservedStep
+from lightning_persample.callbacks._optimizer_steps import ManualSteps
 from lightning_persample.engine import PerSampleRecord
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients.precision import without_autocast
 
-__all__ = ["NOT_VERIFIED", "NO_BACKWARD", "ManualStep", "why_not_manual"]
+__all__ = ["NOT_VERIFIED", "NO_BACKWARD", "NO_FALLBACK", "OUTSIDE_STEP", "ManualStep", "why_not_manual"]
 
 NO_BACKWARD = (
     "an optimizer stepped in training_step, but no backward pass that can be seen reached a trainable parameter in it: "
     "this step is not reported"
+)
+OUTSIDE_STEP = (
+    "manual_backward was called outside of training_step: this backward has no record and is in no statistics; call it "
+    "in training_step"
 )
 _STEPS = "would step the optimizers, because in manual optimization training_step does"
 
 NOT_VERIFIED = (
     f"verify=True runs training_step on single samples aside, which {_STEPS}: the values are not checked; call "
     "check_per_sample_gradients on the module and a loss function instead"
+)
+NO_FALLBACK = (
+    f"unsupported='vmap' would run training_step on single samples aside, which {_STEPS}: parameters whose gradients "
+    "are not known are named and left out, as with unsupported='warn'"
 )
 
 
@@ -35,31 +46,56 @@ def why_not_manual(engine: str) -> str | None:
 
 
 class ManualStep:
-    """Attends to the backward passes inside one training step.
+    """Attends to the backward passes and the optimizers' steps inside one training step.
 
     Args:
         step: the observed step.
+        optimizers: the optimizers of the module.
         deliver: is given each record, when its backward has run and before the next line of `training_step`.
         warn: is told what does not add up.
         report: is told why a backward cannot be split by sample.
+
+    Attributes:
+        steps: what the optimizers step with.
     """
 
     def __init__(
         self,
         step: ObservedStep,
+        optimizers: Sequence[torch.optim.Optimizer],
         deliver: Callable[[PerSampleRecord], None],
         warn: Callable[[str], None],
         report: Callable[[PerSampleError], None],
     ) -> None:
         self._step = step
+        self._optimizers = optimizers
         self._deliver = deliver
         self._warn = warn
         self._report = report
         self._announced: Tensor | None = None
         self._weights_are_wrong = False
         self._device = step.module.device.type
+        self.steps = ManualSteps(step.module, optimizers, warn)
         step.capture.before_backward = self._before
         step.capture.after_backward = self._after
+
+    @contextmanager
+    def watching_optimizers(self) -> Iterator[None]:
+        """Be told of every step of an optimizer, whoever calls it, in this context.
+
+        Yields:
+            Nothing.
+        """
+        handles = []
+        for place, optimizer in enumerate(self._optimizers):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                before, after = partial(self._stepping, place), partial(self._stepped, place)
+                handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def manual_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `manual_backward` of the module: what it multiplies its loss by (loss scaling) is not left in."""
@@ -70,11 +106,28 @@ class ManualStep:
         finally:
             self._announced = None
 
+    def at_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The Trainer's hook before a step: gradients are unscaled, and a scaled step may yet be skipped."""
+        for place, each in enumerate(self._optimizers):
+            if each is optimizer:
+                with _unseen(self._device):
+                    self.steps.at_step(place)
+
+    def _stepping(self, place: int, *args: Any) -> None:
+        with _unseen(self._device):
+            self.steps.before_step(place)
+
+    def _stepped(self, place: int, *args: Any) -> None:
+        with _unseen(self._device):
+            self.steps.after_step(place)
+
     def _before(self, roots: list[Tensor]) -> None:
         loss = self._announced
         if loss is None and len(roots) == 1:
             (loss,) = roots
         self._weights_are_wrong = False
+        with _unseen(self._device):
+            self.steps.before_backward()
         if loss is not None and loss.requires_grad:
             try:
                 self._step.attach(loss, loss)
@@ -83,12 +136,21 @@ class ManualStep:
                 self._report(error)
         self._step.start_backward()
 
-    def _after(self, record: PerSampleRecord) -> None:
-        if self._weights_are_wrong:
-            return
+    def _after(self, record: PerSampleRecord | None) -> None:
         # Forward and backward are in one autocast region here; a callback's own arithmetic belongs to neither.
+        with _unseen(self._device):
+            self.steps.after_backward(record, is_valid=not self._weights_are_wrong)
+        if self._weights_are_wrong or record is None:
+            return
         with without_autocast(self._device), torch.enable_grad():
             text = self._step.why_sums_differ(record)
             if text is not None:
                 self._warn(text)
             self._deliver(record)
+
+
+@contextmanager
+def _unseen(device: str) -> Iterator[None]:
+    """What is computed here is in no graph, and the capture does not see it."""
+    with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(device):
+        yield

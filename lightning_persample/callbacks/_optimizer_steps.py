@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_persample.callbacks._gradient_origins import GradientOrigins
 from lightning_persample.engine import PerSampleRecord
-from lightning_persample.errors import PerSampleWarning
 
-__all__ = ["ManualSteps", "names_by_optimizer", "restricted"]
+__all__ = ["ManualSteps", "names_by_optimizer"]
+
+_Content: TypeAlias = Mapping[int, frozenset[str]] | str
 
 
 def names_by_optimizer(
@@ -24,77 +26,153 @@ def names_by_optimizer(
     return tuple(frozenset(name for name, parameter in named if id(parameter) in ids) for ids in held)
 
 
-def restricted(record: PerSampleRecord, names: Collection[str], pl_module: LightningModule) -> PerSampleRecord:
-    """The record of some of the parameters alone.
-
-    Args:
-        record: the record of all parameters that the backward reached.
-        names: the parameters to keep.
-        pl_module: the module, for the number of entries of each parameter.
-
-    Returns:
-        A record whose norms and coverage are over these parameters.
-    """
-    kept = {name: sq_norm for name, sq_norm in record.sq_norms.items() if name in names}
-    missing = {name: reason for name, reason in record.unsupported.items() if name in names}
-    sizes = {name: parameter.numel() for name, parameter in pl_module.named_parameters()}
-    known, unknown = (sum(sizes[name] for name in part) for part in (kept, missing))
-    share = known / (known + unknown) if known + unknown else 1.0
-    return replace(record, sq_norms=kept, unsupported=missing, coverage=share)
-
-
 class ManualSteps:
-    """Assigns the backward passes of a training step in manual optimization to the steps of its optimizers.
+    """What the optimizers step with in one training step in manual optimization.
 
-    A backward belongs to the first step after it of an optimizer that holds a parameter it reached. Of several steps of
-    one optimizer in a training step the last one counts. Where an optimizer takes no step (gradients are accumulated
-    over training steps), the backward passes that reach parameters of it alone count as its own.
+    An optimizer steps with the backward passes that are in ``.grad`` of its parameters. Of several steps of one
+    optimizer in a training step the last one counts. Where an optimizer takes no step (gradients are accumulated over
+    training steps), the backward passes that are in ``.grad`` of its parameters alone count as its own.
 
     Args:
-        names: the names of the parameters that each optimizer holds.
+        pl_module: the module that is trained.
+        optimizers: its optimizers.
+        warn: is told why the statistics of a step are left out.
     """
 
-    def __init__(self, names: Sequence[frozenset[str]]) -> None:
-        self._names = names
-        self._open: list[PerSampleRecord] = []
-        self._steps: dict[int, list[PerSampleRecord]] = {}
-        self._has_warned = False
+    def __init__(
+        self, pl_module: LightningModule, optimizers: Sequence[torch.optim.Optimizer], warn: Callable[[str], None]
+    ) -> None:
+        named = list(pl_module.named_parameters())
+        self._sizes = {name: parameter.numel() for name, parameter in named}
+        self._names = names_by_optimizer(pl_module, optimizers)
+        if len(self._names) == 1:  # of a single one, all parameters are reported
+            self._names = (frozenset(self._sizes),)
+        self._warn = warn
+        self._origins = GradientOrigins(named)
+        self._records: list[PerSampleRecord | None] = []
+        self._steps: dict[int, _Content] = {}
+        self._stepping: set[int] = set()
+        self._decided: set[int] = set()
 
-    def add(self, record: PerSampleRecord) -> None:
-        """Take the record of a backward."""
-        self._open.append(record)
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return bool(self._steps)
 
-    def step(self, optimizer: int) -> None:
-        """An optimizer is about to step."""
-        taken = [record for record in self._open if self._reaches(record, optimizer)]
-        if taken:
-            self._steps[optimizer] = taken
-            self._open = [record for record in self._open if all(record is not other for other in taken)]
+    def before_backward(self) -> None:
+        """A backward is about to run."""
+        self._origins.look()
+
+    def after_backward(self, record: PerSampleRecord | None, *, is_valid: bool = True) -> None:
+        """A backward has run.
+
+        Args:
+            record: its record; None for one that reached no parameter, or belongs to no sample.
+            is_valid: whether the record's values can be used.
+        """
+        reached = () if record is None else (*record.sq_norms, *record.unsupported)
+        self._origins.add(len(self._records), reached)
+        if record is not None:
+            self._records.append(record if is_valid else None)
+        for place in self._stepping:  # in a closure
+            self._steps[place] = self._content(place)
+
+    def before_step(self, optimizer: int) -> None:
+        """An optimizer has been told to step, perhaps with a closure that runs backward passes."""
+        self._steps[optimizer] = self._content(optimizer)
+        self._stepping.add(optimizer)
+
+    def at_step(self, optimizer: int) -> None:
+        """An optimizer's closure has run, and it will now change weights."""
+        self._steps[optimizer] = self._content(optimizer)
+        self._decided.add(optimizer)
+
+    def after_step(self, optimizer: int) -> None:
+        """An optimizer has stepped, and may have dropped its gradients."""
+        self._stepping.discard(optimizer)
+        if optimizer not in self._decided:
+            content = self._content(optimizer)
+            if content:
+                self._steps[optimizer] = content
+        self._decided.discard(optimizer)
 
     def end(self) -> dict[int, list[PerSampleRecord]]:
         """The training step has ended.
 
         Returns:
-            The records of each optimizer's step, by the place of the optimizer; those without a backward are left out.
+            The records of each optimizer's step, by the place of the optimizer and of its parameters alone; those
+            without a backward, and those of which it cannot be told, are left out.
         """
-        steps, left = self._steps, self._open
-        self._steps, self._open = {}, []
-        waiting: dict[int, list[PerSampleRecord]] = {}
-        for record in left:
-            owners = [place for place in range(len(self._names)) if self._reaches(record, place)]
+        taken = {number for content in self._steps.values() if not isinstance(content, str) for number in content}
+        waiting: dict[int, dict[int, frozenset[str]]] = {}
+        self._origins.look()
+        for number in range(len(self._records)):
+            owners = {
+                place: names
+                for place, own in enumerate(self._names)
+                if number not in taken and (names := self._origins.holders(number, own)[0])
+            }
             if len(owners) == 1:
-                waiting.setdefault(owners[0], []).append(record)
-            elif not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"backward {record.backward_index} of a training step reached parameters of the optimizers "
-                    f"{owners}, and none of them stepped after it: it is in no statistics. Toggle the optimizers "
-                    "(self.toggle_optimizer), so that a backward reaches the parameters of one of them alone",
-                    PerSampleWarning,
-                    stacklevel=2,
+                ((place, names),) = owners.items()
+                waiting.setdefault(place, {})[number] = names
+            elif owners and not any(isinstance(self._steps.get(place), str) for place in owners):
+                self._warn(
+                    f"backward {number} of a training step reached parameters of the optimizers {list(owners)}, and "
+                    "none of them stepped after it: it is in no statistics. Toggle the optimizers "
+                    "(self.toggle_optimizer), so that a backward reaches the parameters of one of them alone"
                 )
-        return {**waiting, **steps}
+        steps: dict[int, list[PerSampleRecord]] = {}
+        for place, content in {**waiting, **self._steps}.items():
+            if isinstance(content, str):
+                self._warn(f"{content}; the statistics of that step are left out")
+                continue
+            records = [self._restricted(self._records[number], names) for number, names in content.items()]
+            known = [record for record in records if record is not None]
+            if known and len(known) == len(records):
+                steps[place] = known
+        return steps
 
-    def _reaches(self, record: PerSampleRecord, optimizer: int) -> bool:
-        reached = (*record.sq_norms, *record.unsupported)
-        return len(self._names) == 1 or any(name in self._names[optimizer] for name in reached)
+    def _content(self, optimizer: int) -> _Content:
+        """The backward passes in ``.grad`` of an optimizer, each with its parameters; or why they are unknown."""
+        self._origins.look()
+        names = self._names[optimizer]
+        found: dict[int, frozenset[str]] = {}
+        replaced = self._origins.replaced(names) if self._records else []
+        if replaced:
+            return (
+                f"`.grad` of {_listed(replaced)} was replaced by another tensor than the one that backward filled, so "
+                f"that it cannot be told with which samples optimizer {optimizer} stepped: change gradients in place"
+            )
+        for number, record in enumerate(self._records):
+            sure, doubtful = self._origins.holders(number, names)
+            if doubtful and not self._makes_no_difference(record, doubtful, names, whole=bool(sure)):
+                return (
+                    f"`.grad` of {_listed(sorted(doubtful))} was zero after a backward pass and was then written to, "
+                    f"so that it cannot be told whether optimizer {optimizer} stepped with it: let zero_grad set "
+                    "gradients to None, as it does by default"
+                )
+            if sure:
+                found[number] = sure | doubtful
+        return found
+
+    def _makes_no_difference(
+        self, record: PerSampleRecord | None, doubtful: Collection[str], names: Collection[str], *, whole: bool
+    ) -> bool:
+        """Whether other parameters tell what became of a backward, and these add nothing to its samples' norms."""
+        if record is None or any(name not in record.sq_norms or record.sq_norms[name].any() for name in doubtful):
+            return False
+        return whole or any(n in names and n not in doubtful for n in (*record.sq_norms, *record.unsupported))
+
+    def _restricted(self, record: PerSampleRecord | None, names: Collection[str]) -> PerSampleRecord | None:
+        """The record of some of the parameters alone, with norms and coverage over these."""
+        if record is None or all(name in names for name in (*record.sq_norms, *record.unsupported)):
+            return record
+        kept = {name: sq_norm for name, sq_norm in record.sq_norms.items() if name in names}
+        missing = {name: reason for name, reason in record.unsupported.items() if name in names}
+        known, unknown = (sum(self._sizes[name] for name in part) for part in (kept, missing))
+        share = known / (known + unknown) if known + unknown else 1.0
+        return replace(record, sq_norms=kept, unsupported=missing, coverage=share)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

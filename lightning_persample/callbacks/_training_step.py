@@ -12,15 +12,23 @@ optimization everything from zero_grad to step happens inside `training_step`; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_persample.callbacks._aside import on_other_batches
-from lightning_persample.callbacks._manual_step import NO_BACKWARD, NOT_VERIFIED, ManualStep, why_not_manual
+from lightning_persample.callbacks._manual_step import (
+    NO_BACKWARD,
+    NO_FALLBACK,
+    NOT_VERIFIED,
+    OUTSIDE_STEP,
+    ManualStep,
+    why_not_manual,
+)
 from lightning_persample.callbacks._observed_method import ObservedMethod
 from lightning_persample.callbacks._observed_step import ObservedStep
 from lightning_persample.callbacks._reports import Reports
@@ -38,7 +46,7 @@ from lightning_persample.errors import OptionError, PerSampleError, UnsupportedE
 if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
 
-__all__ = ["SharedCapture", "is_logging_step", "logging_step", "window_continues"]
+__all__ = ["SharedCapture", "is_logging_step", "logging_step", "shared_capture", "window_continues"]
 
 
 def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
@@ -72,6 +80,12 @@ def window_continues(trainer: Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
+def shared_capture(trainer: Trainer) -> SharedCapture | None:
+    """The capture of the fit that a Trainer is in, or None."""
+    found = [getattr(callback, "_shared", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    return next((each for each in found if isinstance(each, SharedCapture)), None)
+
+
 class SharedCapture:
     """The capture that all per-sample callbacks of one Trainer share during one fit.
 
@@ -102,6 +116,7 @@ class SharedCapture:
         self._quantities: frozenset[str] = frozenset()
         self._step: ObservedStep | None = None
         self._manual: ManualStep | None = None
+        self._optimizer_steps: Mapping[int, Sequence[PerSampleRecord]] = {}
         self._record: PerSampleRecord | None = None
         self._step_aside: Callable[[Any], Any] | None = None
         self._sums_differ = False
@@ -117,7 +132,9 @@ class SharedCapture:
             self._reports.report(UnsupportedError(f"{reason}: no per-sample gradients are captured in this fit"))
             return
         if manual:
-            self._falls_back = False
+            if self._falls_back:
+                self._falls_back = False
+                self._reports.report(UnsupportedError(NO_FALLBACK))
             if self._verify:
                 self._verify = False
                 self._reports.report(UnsupportedError(NOT_VERIFIED))
@@ -146,6 +163,10 @@ class SharedCapture:
     def _is_live(self) -> bool:
         return self._trainer.state.status == TrainerStatus.RUNNING
 
+    def steps_for(self, callback: PerSampleCallback) -> Mapping[int, Sequence[PerSampleRecord]]:
+        """The records of each optimizer's step in manual optimization, by place; none if the callback wants none."""
+        return self._optimizer_steps if callback in self._receivers else {}
+
     def belongs_to(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Whether this is the capture of that Trainer and module."""
         return self._trainer is trainer and self._module is pl_module
@@ -156,6 +177,7 @@ class SharedCapture:
         if step is not None:
             step.close()
         self._receivers = []
+        self._optimizer_steps = {}
         self._record = self._step_aside = self._manual = self._batch = None
         self._reports.end_batch()
 
@@ -171,6 +193,13 @@ class SharedCapture:
         elsewhere = not self._trainer.training or self._module._trainer is not self._trainer
         if not self._methods or self._in_training_step or elsewhere:
             return training_step(*args, **kwargs)
+        self._in_training_step = True
+        try:
+            return self._run_once(training_step, args, kwargs)
+        finally:
+            self._in_training_step = False
+
+    def _run_once(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # An optimizer such as LBFGS runs the step several times for one batch, and each run starts anew.
         self.end_batch()
         # A trial fit inside the fit (a learning rate finder) takes the callbacks out of the Trainer for its time.
@@ -181,17 +210,13 @@ class SharedCapture:
         self._quantities = frozenset().union(*(callback.needs(self._trainer) for callback in self._receivers))
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         self._step_aside = on_other_batches(training_step, args, kwargs)
-        first = self._callbacks[0]
-        self._in_training_step = True
-        try:
-            if self._verify:
-                verified = verify_values(
-                    self._trainer, self._module, first, self._step_aside, self._batch, allow_missing=self._falls_back
-                )
-                self._verify = not verified
-            return self._runner()(training_step, args, kwargs)
-        finally:
-            self._in_training_step = False
+        if self._verify:
+            first = self._callbacks[0]
+            verified = verify_values(
+                self._trainer, self._module, first, self._step_aside, self._batch, allow_missing=self._falls_back
+            )
+            self._verify = not verified
+        return self._runner()(training_step, args, kwargs)
 
     def _runner(self) -> Callable[..., Any]:
         if not self._module.automatic_optimization:
@@ -221,19 +246,29 @@ class SharedCapture:
         step = self._open()
         if step is None:
             return training_step(*args, **kwargs)
-        self._manual = ManualStep(step, self._deliver, self._reports.warn, self._reports.report)
+        optimizers = self._trainer.optimizers
+        self._manual = ManualStep(step, optimizers, self._deliver, self._reports.warn, self._reports.report)
         steps = self._trainer.global_step
-        with step.capture.observe():
+        with step.capture.observe(), self._manual.watching_optimizers():
             outputs = training_step(*args, **kwargs)
+        stepped = self._manual.steps.stepped or self._trainer.global_step > steps
+        self._optimizer_steps = self._manual.steps.end()
         self._manual = self._step = None
         self._sums_differ = step.sums_differ
         step.capture.close()
-        if not step.capture.records and self._trainer.global_step > steps:
+        if not step.capture.records and stepped:
             self._reports.report(UnsupportedError(NO_BACKWARD))
         return outputs
 
+    def at_optimizer_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step, in manual optimization; may be said several times."""
+        if self._manual is not None:
+            self._manual.at_step(optimizer)
+
     def _run_manual_backward(self, manual_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._methods or self._manual is None:
+            if self._methods and self._trainer.training and not self._in_training_step:
+                self._reports.report(UnsupportedError(OUTSIDE_STEP))
             return manual_backward(*args, **kwargs)
         return self._manual.manual_backward(manual_backward, *args, **kwargs)
 

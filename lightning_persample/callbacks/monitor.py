@@ -12,10 +12,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_persample.callbacks._logger_media import log_histogram
-from lightning_persample.callbacks._optimizer_steps import ManualSteps, names_by_optimizer, restricted
+from lightning_persample.callbacks._optimizer_steps import names_by_optimizer
 from lightning_persample.callbacks._requirements import why_unsupported
 from lightning_persample.callbacks._step_norms import CapturedBatch, NormsOfAllProcesses, StepNorms, percent
-from lightning_persample.callbacks._training_step import logging_step, window_continues
+from lightning_persample.callbacks._training_step import logging_step, shared_capture, window_continues
 from lightning_persample.callbacks.base import PerSampleCallback, check_option, is_none_or_int
 from lightning_persample.engine import PerSampleRecord, group_name
 from lightning_persample.errors import OptionError
@@ -44,12 +44,11 @@ class PerSampleGradientMonitor(PerSampleCallback):
     `ModelCheckpoint` and `EarlyStopping` can monitor them.
 
     In manual optimization a logged step is one `training_step`, as it is for ``self.log``, and its samples are those of
-    every backward in it that the optimizer's step uses: two backward passes on 8 samples are 16 samples. Of several
-    steps of one optimizer in a `training_step` (LBFGS, a critic that trains more often) the last one is logged. With
-    several optimizers all names are those of one optimizer, ``<prefix>/optimizer_0/norm_mean`` and so on in the order
-    of `configure_optimizers`, over the parameters that it holds; a backward belongs to the first optimizer that steps
-    after it and holds a parameter it reached. An optimizer without a backward in a logged step has nan in the loggers,
-    and in `callback_metrics` what it had before.
+    every backward in it that is in ``.grad`` when the optimizer steps: two backward passes on 8 samples are 16 samples.
+    Of several steps of one optimizer in a `training_step` (LBFGS, a critic that trains more often) the last one is
+    logged. With several optimizers all names are those of one optimizer, ``<prefix>/optimizer_0/norm_mean`` and so on
+    in the order of `configure_optimizers`, over the parameters that it holds; one backward may serve several. An
+    optimizer without a backward in a logged step has nan in the loggers, and in `callback_metrics` what it had before.
 
     Args:
         every_n_steps: log every n-th optimizer step; None follows the Trainer's `log_every_n_steps`.
@@ -121,11 +120,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self.prefix = prefix
         self.prog_bar = prog_bar
         self._parts: tuple[_Part, ...] = ()
-        self._manual: ManualSteps | None = None
         self._window: dict[int, CapturedBatch] = {}
         self._window_is_whole = True
         self._joined: NormsOfAllProcesses | None = None
-        self._of_all: StepNorms | None = None
+        self._of_all: list[StepNorms] | None = None
 
     def _settings(self) -> dict[str, Any]:
         names = ("per_layer", "quantiles", "histogram", "prefix", "prog_bar")
@@ -144,15 +142,14 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 f"{', '.join(f'[{place}]' for place in alike)} of the Trainer: give each monitor a prefix of its own"
             )
         held = names_by_optimizer(pl_module, trainer.optimizers)
-        self._manual = None if pl_module.automatic_optimization else ManualSteps(held)
         names = [name for name, parameter in pl_module.named_parameters() if parameter.requires_grad]
         if len(held) > 1:
             self._parts = tuple(
-                _Part(f"{self.prefix}/optimizer_{place}", self._groups_of([n for n in names if n in own]), own)
+                _Part(f"{self.prefix}/optimizer_{place}", self._groups_of([n for n in names if n in own]))
                 for place, own in enumerate(held)
             )
         else:
-            self._parts = (_Part(self.prefix, self._groups_of(names), None),)
+            self._parts = (_Part(self.prefix, self._groups_of(names)),)
         together = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
         captured = together and why_unsupported(trainer, pl_module) is None
         self._joined, self._of_all = NormsOfAllProcesses() if captured else None, None
@@ -170,84 +167,71 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
     ) -> None:
         """Keep the norms of one backward until the optimizer step is complete."""
-        if self._manual is not None:
-            self._manual.add(record)
-        else:
+        if pl_module.automatic_optimization:
             self._window[batch_idx] = self._captured(record)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Note which backward passes this step uses, where there may be several."""
-        if self._manual is not None:
-            for place, each in enumerate(trainer.optimizers):
-                if each is optimizer:
-                    self._manual.step(place)
+        shared = shared_capture(trainer)
+        if shared is not None:
+            shared.at_optimizer_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, if this batch completes an optimizer step of which every batch was captured."""
-        if self._manual is not None:
-            steps = {
-                place: self._joined_backwards(records, place, pl_module)
-                for place, records in self._manual.end().items()
-            }
-            if steps:
-                self._write(trainer, pl_module, steps)
-            return
         # A batch whose training_step returned None has no outputs, and no part in the gradient.
-        counted = batch_idx if outputs else None
+        counted = batch_idx if outputs and pl_module.automatic_optimization else None
         if not self._holds(counted):
             self._window_is_whole = False
         if window_continues(trainer):
             return
-        step: StepNorms | None = None
+        steps: list[StepNorms] = []
         if self._joined is None:
-            step = self._own_norms(counted)
+            steps = self._own_norms(trainer, counted)
         elif self.should_capture(trainer):
-            step = self._joined_norms(trainer, counted)
+            steps = self._joined_norms(trainer, counted)
         self._start_window()
-        if step is not None and step.batches:
-            self._write(trainer, pl_module, {0: step})
+        captured = {place: step for place, step in enumerate(steps) if step.batches}
+        if captured:
+            self._write(trainer, pl_module, captured)
 
     def _holds(self, batch_idx: int | None) -> bool:
         return batch_idx is None or batch_idx in self._window
 
-    def _own_norms(self, last: int | None) -> StepNorms:
-        """Those of this process; none, unless every batch of the step was captured, the last one included."""
-        is_whole = self._window_is_whole and self._holds(last)
-        return StepNorms.of_window(list(self._window.values()) if is_whole else [], self._parts[0].groups)
+    def _own_norms(self, trainer: Trainer, last: int | None) -> list[StepNorms]:
+        """Those of this process for each part; none, unless all of the step was captured, its last batch included."""
+        if trainer.lightning_module.automatic_optimization:
+            window = list(self._window.values()) if self._window_is_whole and self._holds(last) else []
+            return [StepNorms.of_window(window, self._parts[0].groups)]
+        shared = shared_capture(trainer)
+        steps = {} if shared is None else shared.steps_for(self)
+        return [
+            StepNorms.of_window([self._captured(record) for record in steps.get(place, ())], part.groups)
+            for place, part in enumerate(self._parts)
+        ]
 
-    def _joined_norms(self, trainer: Trainer, last: int | None) -> StepNorms | None:
+    def _joined_norms(self, trainer: Trainer, last: int | None) -> list[StepNorms]:
         """Those of all processes, which the first monitor that comes to it exchanges for all that log at this step."""
         # What one process has or lacks must not decide whether it takes part: the others would wait for it.
         if self._of_all is None and self._joined is not None:
             due = [each for each in _monitors(trainer) if each is self or each.should_capture(trainer)]
-            joined = self._joined.join([each._own_norms(last) for each in due], trainer.strategy.root_device)
-            for each, norms in zip(due, joined, strict=True):
-                each._of_all = norms
-        step, self._of_all = self._of_all, None
-        return step
+            own = [each._own_norms(trainer, last) for each in due]
+            joined = iter(self._joined.join([step for steps in own for step in steps], trainer.strategy.root_device))
+            for each, steps in zip(due, own, strict=True):
+                each._of_all = [next(joined) for _ in steps]
+        found, self._of_all = self._of_all, None
+        return found or []
 
     def _start_window(self) -> None:
         self._window = {}
         self._window_is_whole = True
-        if self._manual is not None:
-            self._manual.end()
 
     def _captured(self, record: PerSampleRecord) -> CapturedBatch:
         groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
         return CapturedBatch(record.batch_size, record.norms() if record.names else None, groups, record.coverage)
-
-    def _joined_backwards(
-        self, records: Sequence[PerSampleRecord], place: int, pl_module: LightningModule
-    ) -> StepNorms:
-        """The norms of an optimizer's step, over the parameters that this optimizer holds."""
-        part = self._parts[place]
-        if part.parameters is not None:
-            records = [restricted(record, part.parameters, pl_module) for record in records]
-        return StepNorms.of_window([self._captured(record) for record in records], part.groups)
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, steps: Mapping[int, StepNorms]) -> None:
         metrics: dict[str, float] = {}
@@ -259,8 +243,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 values = dict.fromkeys(nothing, math.nan)
             else:
                 values = step.statistics(self.quantiles, part.groups)
-            if self._joined is not None and step is not None:
-                values["samples"] = float(step.samples)
+            if self._joined is not None:
+                values["samples"] = 0.0 if step is None else float(step.samples)
             named = {f"{part.prefix}/{name}": value for name, value in values.items()}
             metrics |= named
             if step is not None:
@@ -287,11 +271,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
 @dataclass(frozen=True)
 class _Part:
-    """Names that are logged together: all, or those of one optimizer with the parameters it holds."""
+    """Names that are logged together: all, or those of one optimizer."""
 
     prefix: str
     groups: tuple[str, ...]
-    parameters: frozenset[str] | None
 
 
 def _monitors(trainer: Trainer) -> list[PerSampleGradientMonitor]:

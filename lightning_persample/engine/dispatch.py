@@ -52,6 +52,9 @@ class Dispatcher(Collector):
         keep_structures: keep every contribution until the backward ends, for quantities other than the squared norm.
         fuse: form the sum over the samples, the weight's gradient, from the samples' gradients where that is cheaper.
         buffers: tensors of the module that hold no sample's data.
+
+    Attributes:
+        of_no_sample: the present backward starts from numbers made of weights alone: a penalty.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Dispatcher(Collector):
         self.mixing: dict[str, None] = {}
         self.weighting: dict[str, None] = {}
         self.not_additive: dict[str, None] = {}
+        self.of_no_sample = False
         self.fuse = fuse
         self.keep: Callable[[Tensor], Tensor] = Tensor.detach  # what weights are computed from, until the backward
         for name, parameter in weights.items():
@@ -94,6 +98,8 @@ class Dispatcher(Collector):
 
     def start_backward(self, losses: list[Tensor], weights: Tensor | None) -> None:
         """Take note of what backward starts from."""
+        marks = [self.marks.get(loss) for loss in losses]
+        self.of_no_sample = bool(marks) and all(isinstance(mark, Weight) and not mark.outside for mark in marks)
         for loss in losses:
             mark = self.marks.get(loss)
             if isinstance(mark, Weight):

@@ -110,7 +110,8 @@ class Capture:
         batch_size: number of samples B.
         records: one record per backward, in order.
         before_backward: is given what each backward starts from, before it runs.
-        after_backward: is given each record as soon as its backward has run, before the next line of the step.
+        after_backward: is given each record as soon as its backward has run, before the next line of the step; None
+            for a backward that has none.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Capture:
                 self._dispatcher.mark_batch(tensor, place)
         self._watched = WatchedParameters(self._parameters, self._dispatcher)
         self.before_backward: Callable[[list[Tensor]], None] | None = None
-        self.after_backward: Callable[[PerSampleRecord], None] | None = None
+        self.after_backward: Callable[[PerSampleRecord | None], None] | None = None
         self._sharded = ShardedParameters(module, self._dispatcher, self._watched.adopt)
         self._closed = False
         self._loss_is_known = False
@@ -316,14 +317,15 @@ class Capture:
         with kernel_options(dispatcher.kernel_options):
             settle(dispatcher.weights, dispatcher.refuse)
             self._sharded.refuse_unseen(self._watched.got_gradient)
-            record = self._build() if self._watched.got_gradient else None
+            counts = self._watched.got_gradient and not dispatcher.of_no_sample
+            record = self._build() if counts else None
         self._forget()
         self._forget_loss()
         if record is not None:
             self.records.append(record)
             _report(record, self._unsupported)
-            if self.after_backward is not None:
-                self.after_backward(record)
+        if self.after_backward is not None:
+            self.after_backward(record)
 
     def _forget(self) -> None:
         """Drop what a backward left, also one that was broken off."""

@@ -254,12 +254,21 @@ class Undeclared(GAN):
         self.optimize(generator, self.generator_loss, torch.randn(BATCH, NOISE))
 
 
+NO_FALLBACK = (
+    "unsupported='vmap' would run training_step on single samples aside, which would step the optimizers, because in "
+    "manual optimization training_step does: parameters whose gradients are not known are named and left out, as with "
+    "unsupported='warn'"
+)
+
+
 @pytest.mark.parametrize("unsupported", ["warn", "vmap"])
 def test_noise_that_is_not_declared_is_named_and_not_guessed(unsupported):
     module, watcher = Undeclared(False), recorder(unsupported=unsupported)
-    with pytest.warns(PerSampleWarning, match="put such data into the batch or pass it through mark_samples") as caught:
+    with pytest.warns(PerSampleWarning) as caught:
         fit(module, [watcher], data=module.train_dataloader())
-    assert len([each for each in caught if each.category is PerSampleWarning]) == 1
+    said = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    assert "put such data into the batch or pass it through mark_samples" in said[-1]
+    assert said[:-1] == ([NO_FALLBACK] if unsupported == "vmap" else [])
     assert [record.coverage for record in watcher.records] == [0.0] * BATCHES
     with pytest.raises(UnsupportedError, match="mark_samples"):
         fit(module, [recorder(unsupported="error")], data=module.train_dataloader())
@@ -368,12 +377,17 @@ def test_after_an_error_the_module_is_as_before(where):
     assert len(watcher.records) == BATCHES
 
 
-def test_other_calls_of_manual_backward_are_left_alone():
+def test_a_backward_outside_of_training_step_is_said_and_left_alone():
     module, watcher = Manual(False), Recorder(2)
 
     class Again(Recorder):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             pl_module.manual_backward(F.cross_entropy(pl_module.network(batch[0]), batch[1]))
 
-    fit(module, [watcher, Again(2)], data=module.train_dataloader())
+    with pytest.warns(PerSampleWarning) as caught:
+        fit(module, [watcher, Again(2)], data=module.train_dataloader())
     assert watcher.batch_indices == [1]
+    assert [str(each.message) for each in caught if each.category is PerSampleWarning] == [
+        "manual_backward was called outside of training_step: this backward has no record and is in no statistics; "
+        "call it in training_step"
+    ]
