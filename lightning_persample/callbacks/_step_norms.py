@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from lightning_persample.callbacks._mean_gradient import MeanGradient
+
 __all__ = ["CapturedBatch", "NormsOfAllProcesses", "StepNorms", "percent"]
 
-_HEAD = 4  # numbers that say how many norms, samples and batches, and the coverage
+_HEAD = 5  # numbers that say how many norms and cosines, samples and batches, and the coverage
 _ROOM = 1024  # norms of a process that the first exchange has room for
 
 
 @dataclass(frozen=True)
 class CapturedBatch:
-    """What is kept of one batch: norms (B,), or None if no parameter was captured, and norms (B,) by group."""
+    """What is kept of one batch: norms (B,), or None if no parameter was captured, and norms (B,) by group.
+
+    `cosines` are those of its samples with the mean gradient of the step, where they are asked for, and `batch_size`
+    counts the samples that have values.
+    """
 
     batch_size: int
     norms: Tensor | None
     groups: Mapping[str, Tensor]
     coverage: float
+    cosines: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +38,14 @@ class StepNorms:
 
     Attributes:
         norms: of each sample, over all parameters, (samples,).
-        group_sums: for each group the sum of its finite norms and their number, (groups, 2), of samples whose norm over
-            all parameters is finite.
+        group_sums: for each group the sum of its finite norms, their number and the sum of their squares, (groups, 3),
+            of samples whose norm over all parameters is finite.
         samples: number of samples captured, those without a norm included.
         batches: number of batches captured.
         coverage: the least of the batches; infinite where there is none.
+        gradient: what each process knows of the mean gradient, see `MeanGradient.numbers`, (processes, numbers); no
+            numbers where it is not asked for.
+        cosines: of each sample with the mean gradient, (samples,); empty where they are not asked for.
     """
 
     norms: Tensor
@@ -43,14 +53,19 @@ class StepNorms:
     samples: int
     batches: int
     coverage: float
+    gradient: Tensor = field(default_factory=lambda: torch.empty(1, 0, dtype=torch.float64))
+    cosines: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
 
     @classmethod
-    def of_window(cls, window: Sequence[CapturedBatch], groups: Sequence[str]) -> StepNorms:
+    def of_window(
+        cls, window: Sequence[CapturedBatch], groups: Sequence[str], mean: MeanGradient | None = None
+    ) -> StepNorms:
         """Join the batches of this process, in one transfer from their device.
 
         Args:
             window: the captured batches of one optimizer step.
             groups: names of the groups of parameters.
+            mean: followed the mean gradient of the step, where it is asked for.
 
         Returns:
             The norms of their samples.
@@ -58,19 +73,15 @@ class StepNorms:
         rows = _to_host(window, groups)
         norms, by_group = rows[0], rows[1:]
         counted = norms.isfinite() & ~by_group.isnan()
-        sums = torch.stack([by_group.where(counted, 0.0).sum(1), counted.sum(1).double()], dim=1)
+        finite = by_group.where(counted, 0.0)
+        sums = torch.stack([finite.sum(1), counted.sum(1).double(), finite.square().sum(1)], dim=1)
         coverage = min((captured.coverage for captured in window), default=math.inf)
-        return cls(norms, sums, sum(captured.batch_size for captured in window), len(window), coverage)
-
-    def statistics(self, quantiles: Sequence[float], groups: Sequence[str]) -> dict[str, float]:
-        """What is logged, by name without prefix."""
-        finite = self.norms.isfinite()
-        values = _describe(self.norms[finite], quantiles)
-        values["coverage"] = self.coverage
-        values["nonfinite"] = float((~finite).sum())
-        for group, (total, count) in zip(groups, self.group_sums.tolist(), strict=True):
-            values[f"{group}/norm_mean"] = total / count if count else math.nan
-        return values
+        step = cls(norms, sums, sum(captured.batch_size for captured in window), len(window), coverage)
+        if mean is None:
+            return step
+        cosines = [found.cpu().double() for captured in window if (found := captured.cosines) is not None]
+        joined = torch.cat(cosines) if cosines else step.cosines
+        return replace(step, gradient=mean.numbers(whole=bool(window))[None], cosines=joined)
 
 
 class NormsOfAllProcesses:
@@ -95,11 +106,11 @@ class NormsOfAllProcesses:
             The norms of all processes for each of those monitors, by rank.
         """
         parts = self._exchange(own, device)
-        most = max(int(rows[:, 0].max()) for rows in parts)
+        most = max(int(rows[:, :2].sum(1).max()) for rows in parts)
         if most > self._room:
             self._room = 2 ** math.ceil(math.log2(most))
             parts = self._exchange(own, device)
-        return [_joined(rows, each.group_sums.shape) for rows, each in zip(parts, own, strict=True)]
+        return [_joined(rows, each) for rows, each in zip(parts, own, strict=True)]
 
     def _exchange(self, own: Sequence[StepNorms], device: torch.device) -> tuple[Tensor, ...]:
         """For each of `own` what every process sent, (processes, numbers)."""
@@ -110,21 +121,31 @@ class NormsOfAllProcesses:
         return torch.stack(received).cpu().split([numbers.numel() for numbers in sent], dim=1)
 
     def _numbers(self, own: StepNorms) -> Tensor:
-        head = own.norms.new_tensor([own.norms.numel(), own.samples, own.batches, own.coverage])
-        whole = torch.cat([head, own.group_sums.flatten(), own.norms])
-        numbers = torch.zeros(_HEAD + own.group_sums.numel() + self._room, dtype=torch.float64)
+        counts = [own.norms.numel(), own.cosines.numel(), own.samples, own.batches, own.coverage]
+        head = own.norms.new_tensor(counts)
+        fixed = torch.cat([head, own.group_sums.flatten(), own.gradient.flatten()])
+        whole = torch.cat([fixed, own.norms, own.cosines])
+        numbers = torch.zeros(fixed.numel() + self._room, dtype=torch.float64)
         numbers[: whole.numel()] = whole[: numbers.numel()]
         return numbers
 
 
-def _joined(rows: Tensor, group_shape: torch.Size) -> StepNorms:
-    behind = _HEAD + group_shape.numel()
+def _joined(rows: Tensor, own: StepNorms) -> StepNorms:
+    groups, known = own.group_sums.shape, own.gradient.shape[1]
+    behind = _HEAD + groups.numel()
+    norms, cosines = [], []
+    for row in rows:
+        values, ends = row[behind + known :], int(row[0])
+        norms.append(values[:ends])
+        cosines.append(values[ends : ends + int(row[1])])
     return StepNorms(
-        norms=torch.cat([row[behind : behind + int(row[0])] for row in rows]),
-        group_sums=rows[:, _HEAD:behind].sum(0).view(group_shape),
-        samples=int(rows[:, 1].sum()),
-        batches=int(rows[:, 2].sum()),
-        coverage=float(rows[:, 3].min()),
+        norms=torch.cat(norms),
+        group_sums=rows[:, _HEAD:behind].sum(0).view(groups),
+        samples=int(rows[:, 2].sum()),
+        batches=int(rows[:, 3].sum()),
+        coverage=float(rows[:, 4].min()),
+        gradient=rows[:, behind : behind + known],
+        cosines=torch.cat(cosines),
     )
 
 
@@ -145,11 +166,3 @@ def _to_host(window: Sequence[CapturedBatch], groups: Sequence[str]) -> Tensor:
         return torch.empty(1 + len(groups), 0, dtype=torch.float64)
     return torch.cat(blocks, dim=1).cpu().double()
 
-
-def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:
-    names = ["norm_mean", "norm_std", "norm_min", "norm_max", *(f"norm_{percent(q)}" for q in quantiles)]
-    if norms.numel() == 0:
-        return dict.fromkeys(names, math.nan)
-    std = norms.std() if norms.numel() > 1 else torch.tensor(math.nan)
-    parts = [norms.mean(), std, norms.min(), norms.max(), *torch.quantile(norms, norms.new_tensor(quantiles))]
-    return {name: part.item() for name, part in zip(names, parts, strict=True)}

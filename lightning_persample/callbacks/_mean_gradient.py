@@ -1,0 +1,234 @@
+"""The mean gradient of an optimizer step, read off ``.grad``, beside the gradients of its samples.
+
+Training adds ``factor * sum_i g_i`` to ``.grad`` in every backward of a step, and averages over the processes. So the
+mean over all samples of the step is there for nothing, before clipping and the optimizer change it, as long as ``.grad``
+was empty when the step began, nothing else was added, and all samples weigh alike. Each of this is looked at, and where
+it does not hold there is no mean, and a reason.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_persample.engine import PerSampleRecord, group_name
+from lightning_persample.gradients.precision import wide_dtype
+from lightning_persample.metrics.functional import cosine_to_mean, gradient_signal_to_noise
+
+__all__ = ["MeanGradient", "joined_sq_norms"]
+
+_HEAD = 4  # numbers that say whether the mean is known, the factor, the samples, and the parameters that count
+_CHANGED = "gradients were changed between the backward passes of an optimizer step"
+_DIFFERENT = "the parameters without per-sample gradients differ between the backward passes of an optimizer step"
+_UNEQUAL = "the samples of an optimizer step weigh unequally: its batches differ in size"
+_NOT_EMPTY = "gradients from before the optimizer step were kept: call zero_grad before its first backward"
+
+
+class MeanGradient:
+    """Follows ``.grad`` through the backward passes of each optimizer step.
+
+    Args:
+        pl_module: the module that is trained.
+        depth: how many leading parts of a parameter's module path name its group; None makes no groups.
+        groups: the names of the groups.
+        processes: number of processes whose gradients are averaged.
+
+    Attributes:
+        reason: why the mean of the step was not known when `numbers` was asked for, or "".
+    """
+
+    def __init__(
+        self, pl_module: LightningModule, depth: int | None, groups: Sequence[str], processes: int
+    ) -> None:
+        self._parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
+        self._depth, self._groups, self._processes = depth, tuple(groups), processes
+        self.start()
+
+    def start(self) -> None:
+        """An optimizer step begins."""
+        self._checks: list[tuple[Tensor, str]] = []  # what must hold, and what is wrong where it does not
+        self._last: Tensor | None = None
+        self._factor: Tensor | None = None
+        self._unsupported: tuple[str, ...] | None = None
+        self._samples = 0
+        self.reason = ""
+        self._records: list[PerSampleRecord] = []
+
+    def before_backward(self, *, first: bool) -> None:
+        """Look at what ``.grad`` holds.
+
+        Args:
+            first: whether this is the first backward of the step.
+        """
+        if first:
+            self.start()
+        held = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if not held and first:
+            return
+        sizes = _sq_norms(held)
+        self._checks.append((sizes.sum() == 0, _NOT_EMPTY) if first else (_same(sizes, self._last), _CHANGED))
+
+    def after_backward(self, record: PerSampleRecord, *, keep: bool) -> None:
+        """Take note of a backward that has run.
+
+        Args:
+            record: its record.
+            keep: whether dots or sums of squares of it will be asked for.
+        """
+        self._samples += record.batch_size
+        unsupported = tuple(record.unsupported)
+        if self._unsupported not in (None, unsupported):
+            self._refuse(_DIFFERENT)
+        self._unsupported = unsupported
+        factor = record.factor
+        if factor is None:
+            self._refuse(record.why_no_factor)
+        elif self._factor is None:
+            self._factor = factor
+        else:
+            self._checks.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), _UNEQUAL))
+        self._last = _sq_norms([p.grad for p in self._parameters.values() if p.grad is not None])
+        if keep:
+            self._records.append(record)
+
+    def _refuse(self, reason: str) -> None:
+        self._checks.append((torch.tensor(False), reason))
+
+    def _grads(self) -> dict[str, Tensor]:
+        """The gradients that the samples' add up to."""
+        left_out = frozenset(self._unsupported or ())
+        return {
+            name: p.grad for name, p in self._parameters.items() if p.grad is not None and name not in left_out
+        }
+
+    def numbers(self, *, whole: bool = True) -> Tensor:
+        """What this process knows, on the host in double precision, to be joined by `joined_sq_norms`.
+
+        Args:
+            whole: whether every backward of the step was followed; else nothing is known.
+
+        Returns:
+            1 if the mean is known, the factor, the samples, the parameters that count as one number, and this process's
+            share of the squared norm of ``.grad`` over all parameters and over each group: (4 + 1 + groups,).
+        """
+        grads = self._grads()
+        factor = self._factor
+        self.reason = next((text for holds, text in self._checks if not bool(holds)), "")
+        if not whole or self.reason or factor is None or not grads:
+            return torch.zeros(_HEAD + 1 + len(self._groups), dtype=torch.float64)
+        squares = _sq_norms(grads.values()) / _shares(grads.values(), self._processes)
+        parts = [squares.sum()]
+        for group in self._groups:
+            own = [n for n, name in enumerate(grads) if group_name(name, self._depth or 1) == group]
+            parts.append(squares[own].sum())
+        kind = zlib.crc32("\n".join(self._unsupported or ()).encode())
+        head = torch.tensor([1.0, float(factor), self._samples, kind], dtype=torch.float64)
+        return torch.cat([head, torch.stack(parts).cpu().double()])
+
+    def cosines(self) -> list[Tensor]:
+        """For each backward of the step g_i . gbar / (||g_i|| ||gbar||) of its samples, (samples,)."""
+        grads = {name: grad for name, grad in self._grads().items() if not _is_distributed(grad)}
+        total = _sq_norms(grads.values()).sum()
+        found = []
+        for record in self._records:
+            vectors = {name: _plain(grads[name]) for name in record.names if name in grads}
+            if not vectors or self._factor is None:
+                continue
+            sign = self._factor.sign().to(total.device)
+            found.append(cosine_to_mean(record.dot(vectors).to(total.device) * sign, record.norms().square(), total))
+        return found
+
+    def signal_to_noise(self) -> Tensor:
+        """Mean over the entries of the parameters of the gradient signal to noise ratio, and over those of each group.
+
+        Returns:
+            (1 + groups,) in double precision on the host; nan where nothing varies.
+        """
+        ratios: dict[str, Tensor] = {}
+        for name, grad in self._grads().items():
+            squares = [record.square_sums[name] for record in self._records if name in record.square_sums]
+            if squares and self._factor is not None:
+                sums = _plain(grad).double() / self._factor.to(grad.device).double()
+                wide = torch.stack([each.double() for each in squares]).sum(0)
+                # What is left of squares in single precision is no variance below their spacing.
+                eps = torch.finfo(squares[0].dtype).eps
+                ratio = gradient_signal_to_noise(sums, wide, self._samples)
+                left = wide - sums.square() / self._samples
+                ratios[name] = ratio.where(left > 8 * eps * wide, math.nan).flatten()
+        return torch.stack([
+            _finite_mean(ratios.values()),
+            *(
+                _finite_mean(r for name, r in ratios.items() if group_name(name, self._depth or 1) == group)
+                for group in self._groups
+            ),
+        ])  # fmt: skip
+
+
+def joined_sq_norms(numbers: Tensor) -> Tensor:
+    """Squared norm of the mean gradient over the samples of all processes.
+
+    Args:
+        numbers: for each process its `MeanGradient.numbers`, (processes, 4 + 1 + groups).
+
+    Returns:
+        ||gbar||^2 over all parameters and over each group, (1 + groups,); nan where the mean is not known.
+    """
+    known, factor, samples, kind = numbers[:, :_HEAD].unbind(1)
+    alike = bool((kind == kind[0]).all()) and torch.allclose(factor, factor[:1].expand_as(factor), rtol=1e-5, atol=0)
+    if not bool(known.all()) or not alike:
+        return numbers.new_full((numbers.shape[1] - _HEAD,), math.nan)
+    scale = numbers.shape[0] / (factor[0] * samples.sum())
+    joined: Tensor = numbers[:, _HEAD:].sum(0) * scale.square()
+    return joined
+
+
+def _finite_mean(parts: Iterable[Tensor]) -> Tensor:
+    values = [part[part.isfinite()].cpu() for part in parts]
+    joined = torch.cat(values) if values else torch.empty(0, dtype=torch.float64)
+    return joined.mean() if joined.numel() else torch.tensor(math.nan, dtype=torch.float64)
+
+
+def _sq_norms(grads: Collection[Tensor]) -> Tensor:
+    """Squared norm of each, in double precision on one device: (len,)."""
+    flat = [_plain(grad) for grad in grads]
+    if not flat:
+        return torch.zeros(0, dtype=torch.float64)
+    device, wide = flat[0].device, wide_dtype(flat[0]).to_real()
+    norms = [torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in flat]
+    return torch.stack([norm.to(device, wide) for norm in norms]).square()
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """The entries that this process holds, as a dense tensor of those that are not zero or as they are."""
+    grad = grad.detach()
+    if _is_distributed(grad):
+        grad = grad.to_local()  # type: ignore[attr-defined]
+    return grad.coalesce().to_dense() if grad.is_sparse else grad
+
+
+def _is_distributed(grad: Tensor) -> bool:
+    return hasattr(grad, "placements")
+
+
+def _shares(grads: Collection[Tensor], processes: int) -> Tensor:
+    """In how many processes each gradient is held alike: (len,)."""
+    copies = []
+    for grad in grads:
+        if _is_distributed(grad):
+            mesh, placements = grad.device_mesh, grad.placements  # type: ignore[attr-defined]
+            copies.append(math.prod(mesh.size(n) for n, each in enumerate(placements) if each.is_replicate()))
+        else:
+            copies.append(processes)
+    device = next(iter(grads)).device
+    return torch.tensor(copies, dtype=torch.float32, device=device)
+
+
+def _same(sizes: Tensor, before: Tensor | None) -> Tensor:
+    if before is None or sizes.shape != before.shape:
+        return torch.tensor(False)
+    return (sizes == before.to(sizes.device)).all()

@@ -1,0 +1,167 @@
+"""What is logged of an optimizer step, and of the logged steps of an epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_persample.callbacks._mean_gradient import joined_sq_norms
+from lightning_persample.callbacks._step_norms import StepNorms, percent
+from lightning_persample.metrics import PerSampleNorm
+from lightning_persample.metrics.functional import diversity_of_sums, simple_noise_scale, terms_of_sums
+
+__all__ = ["OF_MEAN", "STATISTICS", "Statistics"]
+
+STATISTICS = ("norm", "noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
+OF_MEAN = frozenset(STATISTICS[1:])  # those that need the mean gradient
+_DECAY = 0.95
+
+
+@dataclass
+class _NoiseScale:
+    """S and |G|^2 over several steps, of which the noise scale is the ratio; both are sums, the older steps less."""
+
+    S: float = 0.0
+    G2: float = 0.0
+    steps: float = 0.0
+
+    def update(self, S: float, G2: float, decay: float) -> None:
+        if math.isfinite(S) and math.isfinite(G2):
+            self.S, self.G2, self.steps = decay * self.S + S, decay * self.G2 + G2, decay * self.steps + 1
+
+    def ratio(self) -> float:
+        if not self.steps:
+            return math.nan
+        return float(simple_noise_scale(torch.tensor(self.S), torch.tensor(self.G2)))
+
+
+class Statistics:
+    """The statistics of the steps of one optimizer, or of all.
+
+    Args:
+        chosen: of `STATISTICS`.
+        quantiles: of the norms.
+        groups: names of the groups of parameters.
+    """
+
+    def __init__(self, chosen: Sequence[str], quantiles: Sequence[float], groups: Sequence[str]) -> None:
+        self._chosen, self._quantiles, self._groups = frozenset(chosen), tuple(quantiles), tuple(groups)
+        self._running = [_NoiseScale() for _ in range(1 + len(groups))]
+        self.start_epoch()
+
+    def start_epoch(self) -> None:
+        """Forget the steps of the last epoch."""
+        self._epoch_norms = PerSampleNorm(quantiles=self._quantiles, sync_on_compute=False)
+        self._epoch_scales = [_NoiseScale() for _ in self._running]
+        self._epoch_sums: dict[str, list[float]] = {}
+        self._steps = 0
+
+    def of_step(self, step: StepNorms, signal_to_noise: Tensor | None = None) -> dict[str, float]:
+        """What is logged of a step, by name without prefix.
+
+        Args:
+            step: its norms.
+            signal_to_noise: over all parameters and over each group, (1 + groups,), where it is asked for.
+
+        Returns:
+            The values; nan where something is not known.
+        """
+        self._steps += 1
+        finite = step.norms.isfinite()
+        norms = step.norms[finite]
+        self._epoch_norms.update(step.norms)
+        values = _describe(norms, self._quantiles)
+        values["coverage"] = step.coverage
+        values["nonfinite"] = float((~finite).sum())
+        for group, (total, count, _) in zip(self._groups, step.group_sums.tolist(), strict=True):
+            values[f"{group}/norm_mean"] = total / count if count else math.nan
+        if self._chosen & OF_MEAN:
+            self._add_of_mean(values, step, norms)
+        if "signal_to_noise" in self._chosen:
+            found = [math.nan] * len(self._running) if signal_to_noise is None else signal_to_noise.tolist()
+            values |= dict(zip(self._named("signal_to_noise"), found, strict=True))
+        for name, value in values.items():
+            if name.rpartition("/")[2] in ("diversity", "cosine_to_mean", "signal_to_noise") and math.isfinite(value):
+                self._epoch_sums.setdefault(name, []).append(value)
+        return values
+
+    def of_epoch(self) -> dict[str, float]:
+        """What is logged at the end of an epoch, of all samples of its logged steps, by name without prefix.
+
+        Returns:
+            The values, with names that end in "_epoch"; none without a logged step.
+        """
+        if not self._steps:
+            return {}
+        found = {name: float(value) for name, value in self._epoch_norms.compute().items()}
+        count = found.pop("count")
+        nonfinite = found.pop("nonfinite")
+        values = {f"norm_{name}": value if count else math.nan for name, value in found.items()}
+        values["nonfinite"] = nonfinite
+        if "noise_scale" in self._chosen:
+            ratios = [scale.ratio() for scale in self._epoch_scales]
+            values |= dict(zip(self._named("noise_scale"), ratios, strict=True))
+        for name in ("diversity", "cosine_to_mean", "signal_to_noise"):
+            if name in self._chosen:
+                for each in self._named(name) if name != "cosine_to_mean" else [name]:
+                    terms = self._epoch_sums.get(each, [])
+                    values[each] = sum(terms) / len(terms) if terms else math.nan
+        return {f"{name}_epoch": value for name, value in values.items()}
+
+    def names(self) -> list[str]:
+        """The names that `of_step` gives."""
+        shadow = Statistics(self._chosen, self._quantiles, self._groups)
+        return list(shadow.of_step(StepNorms.of_window([], self._groups)))
+
+    def state_dict(self) -> dict[str, list[list[float]]]:
+        """The running averages, in plain containers."""
+        return {"noise_scale": [[each.S, each.G2, each.steps] for each in self._running]}
+
+    def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
+        """Go on from averages that `state_dict` gave for as many groups."""
+        found = state.get("noise_scale", [])
+        if len(found) == len(self._running):
+            self._running = [_NoiseScale(*each) for each in found]
+
+    def _named(self, name: str) -> list[str]:
+        return [name, *(f"{group}/{name}" for group in self._groups)]
+
+    def _add_of_mean(self, values: dict[str, float], step: StepNorms, norms: Tensor) -> None:
+        numbers = step.gradient
+        size = float(numbers[:, 2].sum()) if numbers.shape[1] else math.nan
+        empty = torch.full((len(self._running),), math.nan, dtype=torch.float64)
+        means = joined_sq_norms(numbers) if numbers.shape[1] else empty
+        counts = torch.cat([norms.new_tensor([norms.numel()]), step.group_sums[:, 1]])
+        sums = torch.cat([norms.square().sum()[None], step.group_sums[:, 2]])
+        # A sample that is not finite is in the mean gradient, too, which is then not finite either.
+        of_batch = sums / counts * size  # of some of the samples alone (max_samples), an unbiased estimate
+        if "cosine_to_mean" in self._chosen:
+            cosines = step.cosines[step.cosines.isfinite()]
+            values["cosine_to_mean"] = cosines.mean().item() if cosines.numel() else math.nan
+            values["cosine_to_mean_min"] = cosines.min().item() if cosines.numel() else math.nan
+        if self._chosen & {"noise_scale", "diversity"}:
+            values["norm_of_mean"] = means[0].sqrt().item()
+        if "noise_scale" in self._chosen:
+            S, G2 = terms_of_sums(of_batch, size, size, means)
+            for name, scale, whole, *terms in zip(
+                self._named("noise_scale"), self._running, self._epoch_scales, S.tolist(), G2.tolist(), strict=True
+            ):
+                scale.update(*terms, _DECAY)
+                whole.update(*terms, 1.0)
+                values[name] = scale.ratio()
+        if "diversity" in self._chosen:
+            found = diversity_of_sums(of_batch, size, means).tolist()  # type: ignore[arg-type]
+            values |= dict(zip(self._named("diversity"), found, strict=True))
+
+
+def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:
+    names = ["norm_mean", "norm_std", "norm_min", "norm_max", *(f"norm_{percent(q)}" for q in quantiles)]
+    if norms.numel() == 0:
+        return dict.fromkeys(names, math.nan)
+    std = norms.std() if norms.numel() > 1 else torch.tensor(math.nan)
+    parts = [norms.mean(), std, norms.min(), norms.max(), *torch.quantile(norms, norms.new_tensor(quantiles))]
+    return {name: part.item() for name, part in zip(names, parts, strict=True)}
