@@ -1,0 +1,122 @@
+"""What all metrics of this package share: precision, processes without data, and plots that say what they show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_persample.metrics._inputs import accumulation_dtype
+
+__all__ = ["PerSampleMetric"]
+
+Values = Tensor | dict[str, Tensor]
+
+
+class PerSampleMetric(Metric):
+    """Base of the metrics over per-sample gradients.
+
+    States are kept in float64, in float32 on a device without it, whatever the dtype of the inputs; moving the metric
+    with ``.to(dtype)`` or `set_dtype` changes its device only.
+    """
+
+    is_differentiable = False  # what is added up are numbers, detached from any graph
+    higher_is_better = None
+    full_state_update = False
+
+    _title: ClassVar[str]  # of a plot
+    _axis: ClassVar[str]  # what its vertical axis measures, and in which unit
+    _counts: ClassVar[tuple[str, ...]] = ()  # keys of `compute` that are counts, and no values to plot
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._list_rows: dict[str, tuple[int, ...]] = {}
+
+    def plot(self, val: Values | Sequence[Values] | None = None, ax: Any = None) -> Any:
+        """Plot one result or a series of them, as the metrics of torchmetrics do.
+
+        Args:
+            val: what `compute` or `forward` gave, or a list of it, one for each step; None calls `compute`.
+            ax: a matplotlib axis to draw on; None makes a figure.
+
+        Returns:
+            Figure (None if `ax` is given) and axis.
+        """
+        shown = self.compute() if val is None else val
+        shown = self._values(shown) if isinstance(shown, (Tensor, dict)) else [self._values(each) for each in shown]
+        figure, ax = self._plot(shown, ax)  # type: ignore[arg-type]  # one kind or the other, never mixed
+        ax.set_title(self._title)
+        ax.set_ylabel(self._axis)
+        if ax.get_legend() is not None:
+            ax.legend(loc="best")  # torchmetrics puts it where the title is
+        return figure, ax
+
+    def _values(self, value: Values) -> Values:
+        if isinstance(value, dict):
+            return {name: each for name, each in value.items() if name not in self._counts}
+        return value
+
+    def _new_state(
+        self, values: float | Sequence[float], reduction: str | Callable[[Tensor], Tensor], name: str
+    ) -> None:
+        self.add_state(name, torch.tensor(values, dtype=accumulation_dtype(self.device)), reduction)
+
+    def _new_count(self, name: str) -> None:
+        self.add_state(name, torch.tensor(0), "sum")
+
+    def _new_list(self, name: str, *row: int) -> None:
+        """A state that grows by tensors of shape (any, *row)."""
+        self.add_state(name, [], "cat")
+        self._list_rows[name] = row
+
+    def _joined(self, name: str) -> Tensor:
+        """All that a growing state holds, before or after the exchange with other processes."""
+        held = getattr(self, name)
+        if isinstance(held, Tensor):
+            return held
+        if not held:
+            return torch.empty(0, *self._list_rows[name], dtype=accumulation_dtype(self.device), device=self.device)
+        return torch.cat(held)
+
+    def _sync_dist(self, *args: Any, **kwargs: Any) -> None:
+        # torchmetrics lets a process without data send float32 where the others send float64
+        for name in self._list_rows:
+            setattr(self, name, [self._joined(name)])
+        super()._sync_dist(*args, **kwargs)
+
+    @contextmanager
+    def _synced(self) -> Iterator[None]:
+        """States of all processes, as inside `compute`."""
+        own = not self._is_synced
+        with self.sync_context(
+            dist_sync_fn=self.dist_sync_fn, should_sync=own and self.sync_on_compute, should_unsync=own
+        ):
+            yield
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        dtype = accumulation_dtype(fn(torch.zeros(1, device=self.device)).device)
+        self._computed = self._forward_cache = None
+        if dtype != torch.float64:
+            self._cast(dtype)  # before the move: the device cannot hold what is here
+
+        def moved(state: Tensor) -> Tensor:
+            result = fn(state)
+            return result if result.dtype == state.dtype else state.to(result.device)
+
+        module = super()._apply(moved, *args, **kwargs)
+        self._cast(dtype)
+        return module
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        def cast(value: Tensor) -> Tensor:
+            return value.to(dtype) if value.is_floating_point() else value
+
+        for name, default in self._defaults.items():
+            held = getattr(self, name)
+            setattr(self, name, [cast(each) for each in held] if isinstance(held, list) else cast(held))
+            if isinstance(default, Tensor):
+                self._defaults[name] = cast(default)

@@ -1,0 +1,253 @@
+"""The formulas: tensors in, tensors out, nothing kept.
+
+B is the size of the effective batch, that is of all samples whose gradients one optimizer step averages, g_i the
+gradient of sample i's own loss, and gbar = 1/B sum_i g_i. The n samples given may be a part of the batch (a process's
+share, an accumulated batch); gbar and B are always those of the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_persample.errors import OptionError
+from lightning_persample.metrics._inputs import accumulation_dtype, as_batch_size, as_scalar, as_vector, check_count
+
+__all__ = [
+    "cosine_to_mean",
+    "gradient_diversity",
+    "gradient_signal_to_noise",
+    "merge_moments",
+    "moments",
+    "noise_scale_terms",
+    "quantiles_of_sorted",
+    "simple_noise_scale",
+]
+
+
+def noise_scale_terms(
+    sq_norms: Tensor, sq_norm_of_mean: Tensor | float, batch_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Unbiased estimates of the gradient's variance tr(Sigma) and of the squared norm of the true gradient.
+
+    ``S = B/(B-1) (1/B sum_i ||g_i||^2 - ||gbar||^2)`` and ``|G|^2 = ||gbar||^2 - S/B``. Both are sums over samples: for
+    a part of n samples ``S = (sum_i ||g_i||^2 - n ||gbar||^2) / (B-1)`` and ``|G|^2 = n/B ||gbar||^2 - S/B``, so that
+    what the parts of a batch give adds up to what the batch gives.
+
+    >>> import torch
+    >>> grads = torch.tensor([[3.0, 0.0], [1.0, 0.0]])
+    >>> S, G2 = noise_scale_terms(grads.square().sum(1), grads.mean(0).square().sum())
+    >>> S.item(), G2.item()
+    (2.0, 3.0)
+
+    Args:
+        sq_norms: ||g_i||^2 of the samples at hand, (n,).
+        sq_norm_of_mean: ||gbar||^2 over the effective batch.
+        batch_size: B; None if all samples are at hand.
+
+    Returns:
+        S and |G|^2, each of shape (), in float64 where the device has it; nan with B < 2 or a number that is not
+        finite. |G|^2 may be negative.
+
+    Reference:
+        McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162, the unbiased estimates of
+        appendix A.1 with a small batch of size 1 and a big one of size B.
+    """
+    sq_norms = as_vector(sq_norms, "sq_norms")
+    mean = as_scalar(sq_norm_of_mean, "sq_norm_of_mean", sq_norms.device)
+    size = as_batch_size(batch_size, sq_norms.numel())
+    S, G2 = terms_of_sums(sq_norms.sum(), sq_norms.numel(), size, mean)
+    finite = S.isfinite() & G2.isfinite()
+    return S.where(finite, math.nan), G2.where(finite, math.nan)
+
+
+def terms_of_sums(
+    sum_of_sq_norms: Tensor, samples: Tensor | int, batch_size: Tensor | int, sq_norm_of_mean: Tensor
+) -> tuple[Tensor, Tensor]:
+    """S and |G|^2 as in `noise_scale_terms`, from the sum of the squared norms; any shape, not finite with B < 2."""
+    size = torch.as_tensor(batch_size, dtype=sum_of_sq_norms.dtype, device=sum_of_sq_norms.device)
+    S = (sum_of_sq_norms - samples * sq_norm_of_mean) / (size - 1)
+    S = S.where(size > 1, math.nan)
+    return S, (samples * sq_norm_of_mean - S) / size
+
+
+def simple_noise_scale(S: Tensor, G2: Tensor) -> Tensor:
+    """The simple noise scale ``B_simple = S / |G|^2``, in samples.
+
+    >>> import torch
+    >>> simple_noise_scale(torch.tensor([6.0, 6.0]), torch.tensor([3.0, -1.0]))
+    tensor([2., nan])
+
+    Args:
+        S: estimate of the gradient's variance, summed over the parameters, any shape.
+        G2: estimate of the squared norm of the true gradient, of the same shape.
+
+    Returns:
+        The ratio; nan where |G|^2 is not positive.
+
+    Reference:
+        McCandlish et al. 2018, arXiv 1812.06162, equation 2.9.
+    """
+    return (S / G2).where(G2 > 0, math.nan)
+
+
+def gradient_diversity(sq_norms: Tensor, sq_norm_of_mean: Tensor | float, batch_size: int | None = None) -> Tensor:
+    """How little the gradients of a batch point the same way: 1/B if all are equal, 1 if orthogonal.
+
+    ``sum_i ||g_i||^2 / ||sum_i g_i||^2 = sum_i ||g_i||^2 / (B^2 ||gbar||^2)``. What the parts of a batch give adds up
+    to what the batch gives.
+
+    >>> import torch
+    >>> grads = torch.eye(4)
+    >>> gradient_diversity(grads.square().sum(1), grads.mean(0).square().sum()).item()
+    1.0
+
+    Args:
+        sq_norms: ||g_i||^2 of the samples at hand, (n,).
+        sq_norm_of_mean: ||gbar||^2 over the effective batch.
+        batch_size: B; None if all samples are at hand.
+
+    Returns:
+        The diversity, shape (), in float64 where the device has it; nan where gbar is zero, B < 1 or a number is not
+        finite.
+
+    Reference:
+        Yin et al. 2018, Gradient Diversity, arXiv 1706.05699, definition 1.
+    """
+    sq_norms = as_vector(sq_norms, "sq_norms")
+    mean = as_scalar(sq_norm_of_mean, "sq_norm_of_mean", sq_norms.device)
+    return diversity_of_sums(sq_norms.sum(), as_batch_size(batch_size, sq_norms.numel()), mean)
+
+
+def diversity_of_sums(sum_of_sq_norms: Tensor, batch_size: Tensor | int, sq_norm_of_mean: Tensor) -> Tensor:
+    """As `gradient_diversity`, from the sum of the squared norms; any shape."""
+    ratio = sum_of_sq_norms / batch_size**2 / sq_norm_of_mean
+    return ratio.where(ratio.isfinite() & sq_norm_of_mean.isfinite(), math.nan)
+
+
+def cosine_to_mean(dots: Tensor, sq_norms: Tensor, sq_norm_of_mean: Tensor | float) -> Tensor:
+    """Cosine of the angle between each sample's gradient and the mean: ``g_i . gbar / (||g_i|| ||gbar||)``.
+
+    >>> import torch
+    >>> grads = torch.tensor([[3.0, 4.0], [3.0, -4.0]])
+    >>> cosine_to_mean(grads @ grads.mean(0), grads.square().sum(1), grads.mean(0).square().sum())
+    tensor([0.6000, 0.6000], dtype=torch.float64)
+
+    Args:
+        dots: g_i . gbar of the samples at hand, (n,).
+        sq_norms: ||g_i||^2, (n,).
+        sq_norm_of_mean: ||gbar||^2 over the effective batch.
+
+    Returns:
+        The cosines (n,), in float64 where the device has it; nan where a gradient is zero or not finite.
+    """
+    dots = as_vector(dots, "dots")
+    sq_norms = as_vector(sq_norms, "sq_norms", dots.device, dots.numel())
+    mean = as_scalar(sq_norm_of_mean, "sq_norm_of_mean", dots.device)
+    cosines = dots / sq_norms.sqrt() / mean.sqrt()  # the product of the two squared norms could leave the dtype's range
+    return cosines.where(cosines.isfinite() & sq_norms.isfinite() & mean.isfinite(), math.nan)
+
+
+def gradient_signal_to_noise(sums: Tensor, sq_sums: Tensor, count: int) -> Tensor:
+    """Gradient signal to noise ratio of each entry of a parameter: ``(E g)^2 / Var(g)`` over n samples.
+
+    With the sums over samples ``s = sum_i g_i`` and ``q = sum_i g_i^2``, entry by entry, ``E g = s/n`` and
+    ``Var(g) = (q - s^2/n) / (n-1)``.
+
+    >>> import torch
+    >>> grads = torch.tensor([[1.0, 2.0], [3.0, 2.0]])
+    >>> gradient_signal_to_noise(grads.sum(0), grads.square().sum(0), count=2)
+    tensor([2., nan], dtype=torch.float64)
+
+    Args:
+        sums: s, of the parameter's shape.
+        sq_sums: q, of the same shape.
+        count: number of samples n.
+
+    Returns:
+        The ratio of each entry, in float64 where the device has it; nan with n < 2, and where all samples agree up to
+        the rounding of the sums, so that no variance is left to divide by.
+
+    Raises:
+        OptionError: the shapes differ.
+
+    Reference:
+        Liu et al. 2020, Understanding Why Neural Networks Generalize Well Through GSNR of Parameters, arXiv 2001.07384,
+        section 2.1.
+    """
+    if sums.shape != sq_sums.shape:
+        raise OptionError(
+            f"sums has shape {tuple(sums.shape)} and sq_sums {tuple(sq_sums.shape)}; both are the parameter's"
+        )
+    check_count(count)
+    eps = max(spacing(sums), spacing(sq_sums))
+    dtype = accumulation_dtype(sums.device)
+    return ratio_of_sums(sums.detach().to(dtype), sq_sums.detach().to(dtype), sums.new_tensor(count, dtype=dtype), eps)
+
+
+def spacing(values: Tensor) -> float:
+    """Spacing of a tensor's numbers around 1."""
+    return torch.finfo(values.dtype).eps
+
+
+def ratio_of_sums(sums: Tensor, sq_sums: Tensor, count: Tensor, eps: Tensor | float) -> Tensor:
+    """As `gradient_signal_to_noise`; what is left of the squares below 8 `eps` of them counts as no variance."""
+    left = sq_sums - sums * sums / count
+    ratio = (sums / count).square() / (left / (count - 1))
+    return ratio.where((left > 8 * eps * sq_sums) & (count > 1) & ratio.isfinite(), math.nan)
+
+
+def moments(values: Tensor) -> Tensor:
+    """Number, mean and sum of squared deviations of the finite values.
+
+    Args:
+        values: numbers (n,), of which some may be inf or nan.
+
+    Returns:
+        Their three moments (3,); a mean of 0 if no value is finite.
+    """
+    finite = values.isfinite()
+    count = finite.sum().to(values.dtype)
+    mean = values.where(finite, 0.0).sum() / count.clamp(min=1)
+    return torch.stack([count, mean, (values - mean).where(finite, 0.0).square().sum()])
+
+
+def merge_moments(parts: Tensor) -> Tensor:
+    """Join moments of disjoint sets of values, without the cancellation that sums of squares have.
+
+    Args:
+        parts: a row of `moments` for each set, (k, 3).
+
+    Returns:
+        The moments of the union (3,).
+
+    Reference:
+        Chan, Golub, LeVeque 1983, Algorithms for Computing the Sample Variance, equation 2.1.
+    """
+    counts, means, deviations = parts.unbind(1)
+    count = counts.sum()
+    mean = (counts * means).sum() / count.clamp(min=1)
+    return torch.stack([count, mean, (deviations + counts * (means - mean).square()).sum()])
+
+
+def quantiles_of_sorted(values: Tensor, quantiles: Sequence[float]) -> list[Tensor]:
+    """Quantiles with linear interpolation, as NumPy's and torch's default, of any number of values.
+
+    Args:
+        values: sorted numbers (n,); torch.quantile takes no more than 16 million.
+        quantiles: each from 0 to 1.
+
+    Returns:
+        A tensor without axes for each quantile; nan if there is no value.
+    """
+    last = values.numel() - 1
+    if last < 0:
+        return [values.new_tensor(math.nan) for _ in quantiles]
+    below = [math.floor(quantile * last) for quantile in quantiles]
+    return [
+        torch.lerp(values[at], values[min(at + 1, last)], quantile * last - at)
+        for at, quantile in zip(below, quantiles, strict=True)
+    ]

@@ -1,0 +1,201 @@
+"""GradientNoiseScale against NumPy, against a problem solved by hand, and however a step is split."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_persample.errors import PerSampleError
+from lightning_persample.metrics import GradientNoiseScale, noise_scale_terms, simple_noise_scale
+from tests.metrics import reference
+from tests.metrics.reference import sq_norms
+
+
+def some_grads(steps: int = 5, batch_size: int = 6, signal: float = 1.0) -> list[torch.Tensor]:
+    return [signal + torch.randn(batch_size, 3, dtype=torch.float64) for _ in range(steps)]
+
+
+def metric_of(grads, decay=None, parts=None):
+    """One call for each part of each step; all samples in one call without parts."""
+    metric = GradientNoiseScale(decay)
+    for each in grads:
+        norms, mean = sq_norms(each)
+        for part in norms.split(parts or len(norms)):
+            metric.update(part, mean, len(norms))
+    return metric
+
+
+@pytest.mark.parametrize("batch_size", [2, 6])
+def test_terms_equal_the_sample_covariance(batch_size):
+    (grads,) = some_grads(1, batch_size)
+    S, G2 = noise_scale_terms(*sq_norms(grads))
+    assert (S.item(), G2.item()) == pytest.approx(reference.noise_scale_terms(grads.numpy()), rel=1e-12)
+
+
+def test_terms_of_parts_add_up():
+    (grads,) = some_grads(1, 7)
+    norms, mean = sq_norms(grads)
+    parts = [noise_scale_terms(part, mean, 7) for part in norms.split((1, 4, 2))]
+    for whole, *pieces in zip(noise_scale_terms(norms, mean), *parts, strict=True):
+        assert sum(pieces).item() == pytest.approx(whole.item(), rel=1e-12)
+
+
+def test_of_a_models_gradients_is_the_ratio_of_averages():
+    grads = [reference.flat(each) for each in reference.model_grads()]
+    expected = np.mean([reference.noise_scale_terms(each.numpy()) for each in grads], axis=0)
+    metric = metric_of(grads)
+    assert list(metric.terms()) == ["S", "G2"]
+    assert [value.item() for value in metric.terms().values()] == pytest.approx(expected, rel=1e-12)
+    ratio = expected[0] / expected[1] if expected[1] > 0 else math.nan
+    assert metric.compute().item() == pytest.approx(ratio, rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
+def test_moving_averages(decay):
+    grads = some_grads()
+    S, G2 = zip(*(reference.noise_scale_terms(each.numpy()) for each in grads), strict=True)
+    expected = reference.moving_average(S, decay), reference.moving_average(G2, decay)
+    metric = metric_of(grads, decay)
+    assert [value.item() for value in metric.terms().values()] == pytest.approx(expected, rel=1e-12)
+    assert metric.compute().item() == pytest.approx(expected[0] / expected[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("parts", [1, 4, 5])
+@pytest.mark.parametrize("decay", [None, 0.9])
+@pytest.mark.parametrize("signal", [0.1, 1.0])
+def test_split_steps_equal_whole_ones(parts, decay, signal):
+    grads = some_grads(20, signal=signal)
+    whole, split = metric_of(grads, decay), metric_of(grads, decay, parts)
+    for name, value in (whole.terms() | whole.counts()).items():
+        assert (split.terms() | split.counts())[name].item() == pytest.approx(value.item(), rel=1e-12), name
+    assert split.compute().item() == pytest.approx(whole.compute().item(), rel=1e-12, nan_ok=True)
+    if signal == 0.1:
+        assert 0 < whole.counts()["negative_steps"] < 20
+
+
+def test_equal_steps_are_counted_apart():
+    (grads,) = some_grads(1)
+    for parts in (2, 6):
+        assert metric_of([grads] * 3, parts=parts).counts()["steps"].item() == 3
+
+
+def test_many_steps_take_40_bytes_each():
+    metric = GradientNoiseScale()
+    norms = torch.ones(2)
+    for step in range(2500):
+        metric.update(norms, 0.5 + step)
+    assert len(metric.parts) < 1100
+    assert sum(part.numel() * part.element_size() for part in metric.parts) == 40 * 2500
+    assert metric.counts()["steps"].item() == 2500
+
+
+def test_one_sample_has_no_noise_scale():
+    alone, others = some_grads(2, 1), some_grads(3)
+    metric = metric_of(alone)
+    assert math.isnan(metric.compute())
+    assert metric.counts()["undefined_steps"].item() == 2
+    assert metric.counts()["steps"].item() == 0
+    mixed = metric_of([others[0], *alone, *others[1:]], decay=0.9)
+    assert mixed.compute().item() == metric_of(others, decay=0.9).compute().item()
+    S, G2 = noise_scale_terms(torch.ones(1), 1.0)
+    assert math.isnan(S)
+    assert math.isnan(G2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("parts", [None, 2])
+@pytest.mark.parametrize("of_mean", [True, False])
+def test_a_step_that_is_not_finite_is_left_out_whole(value, parts, of_mean):
+    grads = some_grads()
+    metric = metric_of(grads[:2], 0.9, parts)
+    norms, mean = sq_norms(grads[2])
+    mean = torch.tensor(value) if of_mean else mean
+    norms[4] = value
+    for part in norms.split(parts or 6):
+        metric.update(part, mean, 6)
+    for each in grads[3:]:
+        metric.update(*sq_norms(each))
+    rest = metric_of(grads[:2] + grads[3:], 0.9)
+    assert metric.compute().item() == pytest.approx(rest.compute().item(), rel=1e-12)
+    counts = {name: count.item() for name, count in metric.counts().items()}
+    negative = rest.counts()["negative_steps"].item()
+    assert counts == {
+        "steps": 4,
+        "skipped_steps": 1,
+        "undefined_steps": 0,
+        "nonfinite": 1,
+        "negative_steps": negative,
+    }
+    S, G2 = noise_scale_terms(norms, mean)
+    assert math.isnan(S)
+    assert math.isnan(G2)
+
+
+def test_a_negative_average_gives_no_ratio():
+    grads = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    metric = metric_of([grads, grads])
+    assert math.isnan(metric.compute())
+    assert metric.terms()["G2"].item() == -1
+    assert metric.counts()["negative_steps"].item() == 2
+    assert simple_noise_scale(torch.tensor([2.0, 2.0, 2.0]), torch.tensor([4.0, 0.0, -1.0])).tolist()[0] == 0.5
+    assert simple_noise_scale(torch.tensor([2.0, 2.0]), torch.tensor([0.0, -1.0])).isnan().all()
+
+
+def test_an_empty_batch_is_no_step():
+    metric = metric_of(some_grads(2))
+    before = metric.compute().item()
+    metric.update(torch.empty(0), torch.tensor(math.nan))
+    assert metric.compute().item() == before
+    assert metric.counts()["steps"].item() == 2
+
+
+def test_processes_that_misread_the_batch_size_are_told():
+    metric = metric_of(some_grads(1))
+    metric._sync_dist(lambda parts, group: [parts, parts])
+    with pytest.raises(PerSampleError, match=r"^several processes gave a whole batch for the same step: batch_size is"):
+        metric._steps()
+
+
+@pytest.mark.parametrize(("column", "name"), [(3, "batch_size"), (4, "sq_norm_of_mean")])
+def test_processes_that_disagree_are_told(column, name):
+    metric = metric_of(some_grads(1), parts=3)
+
+    def other_process(parts, group):
+        others = parts.clone()
+        others[:, 1 + column] *= 2
+        return [parts, others]
+
+    metric._sync_dist(other_process)
+    with pytest.raises(PerSampleError, match=f"^processes disagree on {name} of step 0: "):
+        metric._steps()
+
+
+def test_linear_regression_has_the_noise_scale_worked_out_by_hand():
+    # y = x.w* + e with x ~ N(0, I) in d dimensions and e ~ N(0, s^2); loss 1/2 (x.w - y)^2, so that with u = w - w*
+    #   g = x (x.u - e),   G = E g = E[x x^T] u = u.
+    # E ||g||^2 = E[||x||^2 (x.u)^2] + E[||x||^2] s^2 = (d + 2) ||u||^2 + d s^2, as E[x x^T ||x||^2] = (d + 2) I. Hence
+    #   |G|^2 = ||u||^2,   tr(Sigma) = E ||g||^2 - ||G||^2 = (d + 1) ||u||^2 + d s^2.
+    # Steps are independent: the standard error of an average over steps is std / sqrt(steps), and that of the ratio
+    # r = S / |G|^2 follows from the spread of S - r |G|^2.
+    dimensions, noise, steps, batch_size = 5, 0.7, 400, 16
+    generator = torch.Generator().manual_seed(7)
+    u = torch.linspace(0.2, 1.0, dimensions, dtype=torch.float64)
+    x = torch.randn(steps, batch_size, dimensions, generator=generator, dtype=torch.float64)
+    e = noise * torch.randn(steps, batch_size, generator=generator, dtype=torch.float64)
+    grads = x * (x @ u - e)[:, :, None]
+    true_G2 = u.square().sum().item()
+    true_S = (dimensions + 1) * true_G2 + dimensions * noise**2
+
+    metric = metric_of(grads)
+    each = np.array([reference.noise_scale_terms(grad.numpy()) for grad in grads])
+    errors = each.std(0, ddof=1) / math.sqrt(steps)
+    found = [value.item() for value in metric.terms().values()]
+    assert abs(found[0] - true_S) < 4 * errors[0]
+    assert abs(found[1] - true_G2) < 4 * errors[1]
+    true_ratio = true_S / true_G2
+    ratio_error = (each[:, 0] - true_ratio * each[:, 1]).std(ddof=1) / math.sqrt(steps) / true_G2
+    assert abs(metric.compute().item() - true_ratio) < 4 * ratio_error
+    assert ratio_error < 0.1 * true_ratio  # the bound means something
