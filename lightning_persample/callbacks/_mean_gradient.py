@@ -1,9 +1,9 @@
 """The mean gradient of an optimizer step, read off ``.grad``, beside the gradients of its samples.
 
 Training adds ``factor * sum_i g_i`` to ``.grad`` in every backward of a step, and averages over the processes. So the
-mean over all samples of the step is there for nothing, before clipping and the optimizer change it, as long as ``.grad``
-was empty when the step began, nothing else was added, and all samples weigh alike. Each of this is looked at, and where
-it does not hold there is no mean, and a reason.
+mean over all samples of the step is there for nothing, before clipping and the optimizer change it, if ``.grad`` was
+empty when the step began, nothing else was added, and all samples weigh alike. Each of this is looked at, and where it
+does not hold there is no mean, and a reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_persample.engine import PerSampleRecord, group_name
 from lightning_persample.gradients.precision import wide_dtype
-from lightning_persample.metrics.functional import cosine_to_mean, gradient_signal_to_noise
+from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums
 
 __all__ = ["MeanGradient", "joined_sq_norms"]
 
@@ -42,9 +42,7 @@ class MeanGradient:
         reason: why the mean of the step was not known when `numbers` was asked for, or "".
     """
 
-    def __init__(
-        self, pl_module: LightningModule, depth: int | None, groups: Sequence[str], processes: int
-    ) -> None:
+    def __init__(self, pl_module: LightningModule, depth: int | None, groups: Sequence[str], processes: int) -> None:
         self._parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
         self._depth, self._groups, self._processes = depth, tuple(groups), processes
         self.start()
@@ -102,15 +100,14 @@ class MeanGradient:
     def _grads(self) -> dict[str, Tensor]:
         """The gradients that the samples' add up to."""
         left_out = frozenset(self._unsupported or ())
-        return {
-            name: p.grad for name, p in self._parameters.items() if p.grad is not None and name not in left_out
-        }
+        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None and name not in left_out}
 
-    def numbers(self, *, whole: bool = True) -> Tensor:
+    def nothing(self) -> Tensor:
+        """What `numbers` gives where nothing is known."""
+        return torch.zeros(_HEAD + 1 + len(self._groups), dtype=torch.float64)
+
+    def numbers(self) -> Tensor:
         """What this process knows, on the host in double precision, to be joined by `joined_sq_norms`.
-
-        Args:
-            whole: whether every backward of the step was followed; else nothing is known.
 
         Returns:
             1 if the mean is known, the factor, the samples, the parameters that count as one number, and this process's
@@ -119,8 +116,8 @@ class MeanGradient:
         grads = self._grads()
         factor = self._factor
         self.reason = next((text for holds, text in self._checks if not bool(holds)), "")
-        if not whole or self.reason or factor is None or not grads:
-            return torch.zeros(_HEAD + 1 + len(self._groups), dtype=torch.float64)
+        if self.reason or factor is None or not grads:
+            return self.nothing()
         squares = _sq_norms(grads.values()) / _shares(grads.values(), self._processes)
         parts = [squares.sum()]
         for group in self._groups:
@@ -131,7 +128,11 @@ class MeanGradient:
         return torch.cat([head, torch.stack(parts).cpu().double()])
 
     def cosines(self) -> list[Tensor]:
-        """For each backward of the step g_i . gbar / (||g_i|| ||gbar||) of its samples, (samples,)."""
+        """Cosines of the samples with the mean gradient, g_i . gbar / (||g_i|| ||gbar||).
+
+        Returns:
+            For each backward of the step (samples,). A gradient that is spread over devices has no part in them.
+        """
         grads = {name: grad for name, grad in self._grads().items() if not _is_distributed(grad)}
         total = _sq_norms(grads.values()).sum()
         found = []
@@ -155,11 +156,8 @@ class MeanGradient:
             if squares and self._factor is not None:
                 sums = _plain(grad).double() / self._factor.to(grad.device).double()
                 wide = torch.stack([each.double() for each in squares]).sum(0)
-                # What is left of squares in single precision is no variance below their spacing.
-                eps = torch.finfo(squares[0].dtype).eps
-                ratio = gradient_signal_to_noise(sums, wide, self._samples)
-                left = wide - sums.square() / self._samples
-                ratios[name] = ratio.where(left > 8 * eps * wide, math.nan).flatten()
+                count = wide.new_tensor(self._samples)
+                ratios[name] = ratio_of_sums(sums, wide, count, torch.finfo(squares[0].dtype).eps).flatten()
         return torch.stack([
             _finite_mean(ratios.values()),
             *(

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.engine import FAILURES, PerSampleRecord, expanded_weights, reason_of
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
@@ -27,6 +28,7 @@ class ObservedStep:
         options: the callback whose loss_reduction, batch_dim, batch_size and kernel options hold.
         batch: the batch.
         quantities: what the records hold.
+        choice: chooses the samples that they are for.
         check_sums: compare the sums of the samples' gradients with ``.grad``, where they are computed.
         averages: the backward writes an average over several processes to ``.grad``.
 
@@ -46,6 +48,7 @@ class ObservedStep:
         options: PerSampleCallback,
         batch: Any,
         quantities: Collection[str],
+        choice: SampleChoice,
         *,
         check_sums: bool,
         averages: bool,
@@ -54,7 +57,8 @@ class ObservedStep:
         self._reduction = options.loss_reduction
         self._batch = batch
         self.sums_differ = not check_sums
-        self._check_sums = check_sums and "grad_sample" in quantities
+        samples = choice.of_batch(batch)
+        self._check_sums = check_sums and "grad_sample" in quantities and samples is None
         self._averages = averages
         self._sum_check: SumCheck | None = None
         try:
@@ -69,6 +73,7 @@ class ObservedStep:
                 fuse_weight_grad=options.fuse_weight_grad,
                 max_memory=options.max_memory,
                 autotune=options.autotune,
+                samples=samples,
             )
         except PerSampleError:
             raise

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_persample.callbacks._aside import NoLossError, aside
+from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.engine import FAILURES, PerSampleRecord
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.engine.batch_statistics import batch_statistics_explained
@@ -44,6 +45,7 @@ class SecondEngine:
         loss_reduction: how the loss is made of the samples' own losses.
         batch_dim: the axis of the batch's tensors that counts samples.
         batch_size: number of samples B; None reads it from the batch's tensors.
+        choice: chooses the samples that run.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class SecondEngine:
         loss_reduction: Weighting,
         batch_dim: int,
         batch_size: int | None,
+        choice: SampleChoice,
     ) -> None:
         self._trainer = trainer
         self._module = pl_module
         self._weighting = loss_reduction
         self._batch_dim = batch_dim
         self._batch_size = batch_size
+        self._choice = choice
 
     def record(
         self,
@@ -66,7 +70,6 @@ class SecondEngine:
         training_step: Callable[[Any], Any],
         batch: Any,
         quantities: Collection[str],
-        samples: Tensor | None = None,
     ) -> PerSampleRecord:
         """The gradients of each sample's own loss.
 
@@ -75,7 +78,6 @@ class SecondEngine:
             training_step: the module's training step as a function of the batch alone.
             batch: the batch.
             quantities: what the record holds.
-            samples: the places of the samples that run, see `expanded_weights`; None is all.
 
         Returns:
             A record in which no parameter is unsupported.
@@ -93,6 +95,7 @@ class SecondEngine:
         if size is None:
             size = read_batch_size(list(batch_tensors(batch)), self._batch_dim)
         run = self._loop if engine == "loop" else self._vmap
+        samples = self._choice.of_batch(batch)
 
         def collect() -> _Collected:
             collected = _Collected(size, samples, frozenset(quantities))
@@ -108,7 +111,6 @@ class SecondEngine:
         training_step: Callable[[Any], Any] | None,
         batch: Any,
         quantities: Collection[str],
-        samples: Tensor | None = None,
     ) -> PerSampleRecord | PerSampleError:
         """The record of an extra pass over the batch, or why there is none.
 
@@ -117,7 +119,6 @@ class SecondEngine:
             training_step: the module's training step as a function of the batch alone, if there is one.
             batch: the batch.
             quantities: what the record holds.
-            samples: the places of the samples that run; None is all.
 
         Returns:
             One of the two.
@@ -128,7 +129,7 @@ class SecondEngine:
         if training_step is None or engine == "expanded":
             return UnsupportedError("there is no batch to run aside")
         try:
-            return self.record(engine, training_step, batch, quantities, samples)
+            return self.record(engine, training_step, batch, quantities)
         except OptionError:  # a callback's own mistake, not the model's
             raise
         except PerSampleError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,9 @@ from lightning_persample.callbacks._step_norms import StepNorms, percent
 from lightning_persample.metrics import PerSampleNorm
 from lightning_persample.metrics.functional import diversity_of_sums, simple_noise_scale, terms_of_sums
 
-__all__ = ["OF_MEAN", "STATISTICS", "Statistics"]
+__all__ = ["STATISTICS", "Statistics"]
 
-STATISTICS = ("norm", "noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
-OF_MEAN = frozenset(STATISTICS[1:])  # those that need the mean gradient
+STATISTICS = ("noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
 _DECAY = 0.95
 
 
@@ -48,7 +47,7 @@ class Statistics:
         groups: names of the groups of parameters.
     """
 
-    def __init__(self, chosen: Sequence[str], quantiles: Sequence[float], groups: Sequence[str]) -> None:
+    def __init__(self, chosen: Collection[str], quantiles: Sequence[float], groups: Sequence[str]) -> None:
         self._chosen, self._quantiles, self._groups = frozenset(chosen), tuple(quantiles), tuple(groups)
         self._running = [_NoiseScale() for _ in range(1 + len(groups))]
         self.start_epoch()
@@ -79,7 +78,7 @@ class Statistics:
         values["nonfinite"] = float((~finite).sum())
         for group, (total, count, _) in zip(self._groups, step.group_sums.tolist(), strict=True):
             values[f"{group}/norm_mean"] = total / count if count else math.nan
-        if self._chosen & OF_MEAN:
+        if self._chosen:
             self._add_of_mean(values, step, norms)
         if "signal_to_noise" in self._chosen:
             found = [math.nan] * len(self._running) if signal_to_noise is None else signal_to_noise.tolist()
@@ -132,7 +131,7 @@ class Statistics:
 
     def _add_of_mean(self, values: dict[str, float], step: StepNorms, norms: Tensor) -> None:
         numbers = step.gradient
-        size = float(numbers[:, 2].sum()) if numbers.shape[1] else math.nan
+        size = numbers[:, 2].sum() if numbers.shape[1] else torch.tensor(math.nan)
         empty = torch.full((len(self._running),), math.nan, dtype=torch.float64)
         means = joined_sq_norms(numbers) if numbers.shape[1] else empty
         counts = torch.cat([norms.new_tensor([norms.numel()]), step.group_sums[:, 1]])
@@ -146,15 +145,13 @@ class Statistics:
         if self._chosen & {"noise_scale", "diversity"}:
             values["norm_of_mean"] = means[0].sqrt().item()
         if "noise_scale" in self._chosen:
-            S, G2 = terms_of_sums(of_batch, size, size, means)
-            for name, scale, whole, *terms in zip(
-                self._named("noise_scale"), self._running, self._epoch_scales, S.tolist(), G2.tolist(), strict=True
-            ):
-                scale.update(*terms, _DECAY)
-                whole.update(*terms, 1.0)
-                values[name] = scale.ratio()
+            terms = torch.stack(terms_of_sums(of_batch, size, size, means), dim=1).tolist()
+            for place, (name, (S, G2)) in enumerate(zip(self._named("noise_scale"), terms, strict=True)):
+                self._running[place].update(S, G2, _DECAY)
+                self._epoch_scales[place].update(S, G2, 1.0)
+                values[name] = self._running[place].ratio()
         if "diversity" in self._chosen:
-            found = diversity_of_sums(of_batch, size, means).tolist()  # type: ignore[arg-type]
+            found = diversity_of_sums(of_batch, size, means).tolist()
             values |= dict(zip(self._named("diversity"), found, strict=True))
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightning_persample.callbacks._mean_gradient import MeanGradient
-
 __all__ = ["CapturedBatch", "NormsOfAllProcesses", "StepNorms", "percent"]
 
 _HEAD = 5  # numbers that say how many norms and cosines, samples and batches, and the coverage
@@ -58,14 +56,14 @@ class StepNorms:
 
     @classmethod
     def of_window(
-        cls, window: Sequence[CapturedBatch], groups: Sequence[str], mean: MeanGradient | None = None
+        cls, window: Sequence[CapturedBatch], groups: Sequence[str], gradient: Tensor | None = None
     ) -> StepNorms:
         """Join the batches of this process, in one transfer from their device.
 
         Args:
             window: the captured batches of one optimizer step.
             groups: names of the groups of parameters.
-            mean: followed the mean gradient of the step, where it is asked for.
+            gradient: `MeanGradient.numbers` of the step, where they are asked for.
 
         Returns:
             The norms of their samples.
@@ -77,11 +75,11 @@ class StepNorms:
         sums = torch.stack([finite.sum(1), counted.sum(1).double(), finite.square().sum(1)], dim=1)
         coverage = min((captured.coverage for captured in window), default=math.inf)
         step = cls(norms, sums, sum(captured.batch_size for captured in window), len(window), coverage)
-        if mean is None:
+        if gradient is None:
             return step
         cosines = [found.cpu().double() for captured in window if (found := captured.cosines) is not None]
         joined = torch.cat(cosines) if cosines else step.cosines
-        return replace(step, gradient=mean.numbers(whole=bool(window))[None], cosines=joined)
+        return replace(step, gradient=gradient[None], cosines=joined)
 
 
 class NormsOfAllProcesses:
@@ -165,4 +163,3 @@ def _to_host(window: Sequence[CapturedBatch], groups: Sequence[str]) -> Tensor:
     if not blocks:
         return torch.empty(1 + len(groups), 0, dtype=torch.float64)
     return torch.cat(blocks, dim=1).cpu().double()
-

@@ -37,6 +37,7 @@ from lightning_persample.callbacks._requirements import (
     holds_compiled_code,
     why_unsupported,
 )
+from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.callbacks._second_engine import SecondEngine
 from lightning_persample.callbacks._verification import verify_values
 from lightning_persample.engine import PerSampleRecord, is_sharded, warning_texts
@@ -109,7 +110,10 @@ class SharedCapture:
         self._verify = any(callback.verify for callback in callbacks)
         first = callbacks[0]
         self._engine: Literal["expanded", "vmap", "loop"] = first.engine
-        self._second = SecondEngine(trainer, pl_module, first.loss_reduction, first.batch_dim, first.batch_size)
+        self._choice = SampleChoice(first.max_samples, first.batch_dim, first.batch_size, seed=trainer.global_rank)
+        self._second = SecondEngine(
+            trainer, pl_module, first.loss_reduction, first.batch_dim, first.batch_size, self._choice
+        )
         self._methods: tuple[ObservedMethod, ...] = ()
         self._in_training_step = False
         self._receivers: list[PerSampleCallback] = []
@@ -294,6 +298,7 @@ class SharedCapture:
                 self._callbacks[0],
                 self._batch,
                 self._quantities,
+                self._choice,
                 check_sums=not self._sums_differ,
                 averages=self._averages,
             )

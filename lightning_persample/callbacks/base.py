@@ -51,6 +51,9 @@ class PerSampleCallback(Callback):
             in which captured steps sum ``.grad``, and so the last digits: this alone of all options touches training.
         max_memory: bytes that the temporaries of one kernel of the engine "expanded" may take, see `expanded_weights`.
         autotune: measure which kernels are fastest at the first captured step, see `expanded_weights`.
+        max_samples: the most samples of a batch that values are computed for; of a larger one, a random choice of so
+            many, another one each time and the same in every run, drawn without the global random numbers. The record's
+            `samples` says which; it saves the engine's work on the others. None is all.
 
     In manual optimization there is one record for each backward inside `training_step`, from `manual_backward` or from
     ``loss.backward()``; `PerSampleRecord.backward_index` counts them, and the parameters in it tell whose they are.
@@ -79,6 +82,7 @@ class PerSampleCallback(Callback):
         fuse_weight_grad: bool = False,
         max_memory: int | None = None,
         autotune: bool = False,
+        max_samples: int | None = None,
     ) -> None:
         super().__init__()
         check_option("every_n_steps", every_n_steps, is_none_or_int(every_n_steps, 1), "None or an int >= 1")
@@ -97,11 +101,15 @@ class PerSampleCallback(Callback):
         check_option("verify", verify, verify in (True, False), "True or False")
         check_option("fuse_weight_grad", fuse_weight_grad, isinstance(fuse_weight_grad, bool), "True or False")
         check_option("max_memory", max_memory, is_none_or_int(max_memory, 1), "None or an int >= 1")
+        check_option("max_samples", max_samples, is_none_or_int(max_samples, 1), "None or an int >= 1")
         check_option("autotune", autotune, autotune in (True, False), "True or False")
         if engine != "expanded":
             why = f"with engine={engine!r}, which runs the samples alone"
             check_option("unsupported", unsupported, unsupported != "vmap", f"'warn' or 'error' {why}")
             check_option("verify", verify, not verify, f"False {why}")
+            check_option("fuse_weight_grad", fuse_weight_grad, not fuse_weight_grad, f"False {why}")
+        if max_samples is not None:
+            why = "with max_samples, because the weight's gradient needs all samples"
             check_option("fuse_weight_grad", fuse_weight_grad, not fuse_weight_grad, f"False {why}")
         self.every_n_steps = every_n_steps
         self.loss_reduction = loss_reduction
@@ -113,6 +121,7 @@ class PerSampleCallback(Callback):
         self.fuse_weight_grad = fuse_weight_grad
         self.max_memory = max_memory
         self.autotune = bool(autotune)
+        self.max_samples = max_samples
         self._shared: SharedCapture | None = None
 
     def needs(self, trainer: Trainer) -> set[str]:
@@ -122,7 +131,7 @@ class PerSampleCallback(Callback):
             trainer: the Trainer, at the entry of `training_step`.
 
         Returns:
-            Any of "sq_norm" and "grad_sample"; by default {"sq_norm"}.
+            Any of "sq_norm", "grad_sample", "dot" and "square_sum"; by default {"sq_norm"}.
         """
         return {"sq_norm"}
 
@@ -174,7 +183,7 @@ class PerSampleCallback(Callback):
     def _settings(self) -> dict[str, Any]:
         names = (
             "every_n_steps", "loss_reduction", "batch_dim", "batch_size", "unsupported", "engine", "verify",
-            "fuse_weight_grad", "max_memory", "autotune",
+            "fuse_weight_grad", "max_memory", "autotune", "max_samples",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 

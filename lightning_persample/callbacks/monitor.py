@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,14 +12,18 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_persample.callbacks._logged_values import log_metrics
 from lightning_persample.callbacks._logger_media import log_histogram
+from lightning_persample.callbacks._mean_gradient import MeanGradient
 from lightning_persample.callbacks._optimizer_steps import names_by_optimizer
 from lightning_persample.callbacks._requirements import why_unsupported
-from lightning_persample.callbacks._step_norms import CapturedBatch, NormsOfAllProcesses, StepNorms, percent
+from lightning_persample.callbacks._statistics import STATISTICS, Statistics
+from lightning_persample.callbacks._step_norms import NormsOfAllProcesses, StepNorms, percent
 from lightning_persample.callbacks._training_step import logging_step, shared_capture, window_continues
+from lightning_persample.callbacks._window import Window, captured
 from lightning_persample.callbacks.base import PerSampleCallback, check_option, is_none_or_int
 from lightning_persample.engine import PerSampleRecord, group_name
-from lightning_persample.errors import OptionError
+from lightning_persample.errors import OptionError, PerSampleWarning
 
 __all__ = ["PerSampleGradientMonitor"]
 
@@ -39,7 +44,26 @@ class PerSampleGradientMonitor(PerSampleCallback):
     ``<prefix>/nonfinite``    number of samples whose norm is inf or nan; the statistics are of the others
     ========================= =====================================================================================
 
-    and with `per_layer` also ``<prefix>/<group>/norm_mean`` for each group of parameters, nan where a group has none.
+    with "noise_scale" among the `statistics`, as by default,
+
+    ========================= =====================================================================================
+    ``<prefix>/noise_scale``  simple noise scale B_simple = S / |G|^2, in samples, a ratio of running averages over the
+                              logged steps (each 0.95 times the weight of the next); nan before |G|^2 is positive
+    ``<prefix>/norm_of_mean`` ||gbar||, norm of the mean gradient of the step, before clipping
+    ========================= =====================================================================================
+
+    with "diversity", as by default, ``<prefix>/diversity``, sum ||g_i||^2 / ||sum g_i||^2: 1/B if all gradients are
+    equal, 1 if they are orthogonal; with "cosine_to_mean" the mean of g_i . gbar / (||g_i|| ||gbar||) over the samples
+    and ``<prefix>/cosine_to_mean_min``; with "signal_to_noise" the mean over the weights of (E g)^2 / Var(g). All of
+    these are of the mean gradient that the optimizer step uses, over all accumulated batches and all devices; where it
+    is not the mean of the samples' gradients (samples weigh unequally, the loss has a penalty) they are nan, and a
+    warning says why. In manual optimization and with ``engine="vmap"`` or
+    "loop", whose passes have random numbers of their own, they are left out.
+
+    With `per_layer` there is also ``<prefix>/<group>/norm_mean`` for each group of parameters, nan where a group has
+    none, and its noise_scale, diversity and signal_to_noise. At the end of an epoch the same statistics of all its logged
+    steps are logged under names that end in ``_epoch``: of all their samples' norms, the noise scale as the ratio of
+    averages over the steps, diversity, cosine and signal to noise as means of the steps.
     They go to every logger of the Trainer at the step number of ``self.log`` values, and to `callback_metrics`, so that
     `ModelCheckpoint` and `EarlyStopping` can monitor them.
 
@@ -58,6 +82,12 @@ class PerSampleGradientMonitor(PerSampleCallback):
         per_layer: how many leading parts of a parameter's module path name its group: 1 is the module's children, 2 as
             ``encoder.0``; parameters of the module itself go under their own name. None logs no groups.
         quantiles: which quantiles, each strictly between 0 and 1.
+        statistics: which statistics are logged beside those of the norms: any of "noise_scale" and "diversity", which
+            cost one norm of ``.grad``; "cosine_to_mean", which keeps the activations of the step's batches until its
+            last backward; and "signal_to_noise", which forms every sample's gradient, and works on one device alone.
+        max_samples: the most samples of a batch whose norms are computed; of a larger one, a random choice of so many,
+            another one each time. Means, quantiles, noise scale and diversity are then estimates from a random sample
+            of the batch, without bias but for those of extremes. None is all.
         histogram: write a histogram of the finite norms ||g_i|| as ``<prefix>/norm_histogram`` at each logged step: in
             TensorBoard and W&B as their own histograms, in other loggers as a figure (PNG), which needs matplotlib.
         unsupported: "warn", "error" or "vmap", see `PerSampleCallback`.
@@ -82,6 +112,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         batch_size: int | None = None,
         per_layer: int | None = None,
         quantiles: Sequence[float] = (0.5, 0.95),
+        statistics: Sequence[str] = ("noise_scale", "diversity"),
+        max_samples: int | None = None,
         histogram: bool = False,
         unsupported: Literal["warn", "error", "vmap"] = "warn",
         engine: Literal["expanded", "vmap", "loop"] = "expanded",
@@ -103,6 +135,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             fuse_weight_grad=fuse_weight_grad,
             max_memory=max_memory,
             autotune=autotune,
+            max_samples=max_samples,
         )
         check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
         check_option(
@@ -111,22 +144,26 @@ class PerSampleGradientMonitor(PerSampleCallback):
             _are_quantiles(quantiles),
             "a sequence of numbers strictly between 0 and 1 without duplicates",
         )
+        choices = "a sequence of " + ", ".join(repr(each) for each in STATISTICS) + " without duplicates"
+        check_option("statistics", statistics, _are_statistics(statistics), choices)
         check_option("histogram", histogram, histogram in (True, False), "True or False")
         check_option("prefix", prefix, _is_prefix(prefix), "a str that is not empty and does not end with '/'")
         check_option("prog_bar", prog_bar, prog_bar in (True, False), "True or False")
         self.per_layer = per_layer
         self.quantiles = tuple(float(quantile) for quantile in quantiles)
+        self.statistics = tuple(statistics)
         self.histogram = histogram
         self.prefix = prefix
         self.prog_bar = prog_bar
         self._parts: tuple[_Part, ...] = ()
-        self._window: dict[int, CapturedBatch] = {}
-        self._window_is_whole = True
+        self._window: Window | None = None
         self._joined: NormsOfAllProcesses | None = None
         self._of_all: list[StepNorms] | None = None
+        self._state: dict[str, Any] = {}
+        self._has_warned = False
 
     def _settings(self) -> dict[str, Any]:
-        names = ("per_layer", "quantiles", "histogram", "prefix", "prog_bar")
+        names = ("per_layer", "quantiles", "statistics", "histogram", "prefix", "prog_bar")
         return {**super()._settings(), **{name: getattr(self, name) for name in names}}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -141,19 +178,28 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 f"prefix={self.prefix!r} is that of {len(alike)} monitors, callbacks "
                 f"{', '.join(f'[{place}]' for place in alike)} of the Trainer: give each monitor a prefix of its own"
             )
+        chosen = self._chosen(pl_module)
         held = names_by_optimizer(pl_module, trainer.optimizers)
         names = [name for name, parameter in pl_module.named_parameters() if parameter.requires_grad]
         if len(held) > 1:
-            self._parts = tuple(
-                _Part(f"{self.prefix}/optimizer_{place}", self._groups_of([n for n in names if n in own]))
-                for place, own in enumerate(held)
-            )
+            groups = [self._groups_of([name for name in names if name in own]) for own in held]
+            prefixes = [f"{self.prefix}/optimizer_{place}" for place in range(len(held))]
         else:
-            self._parts = (_Part(self.prefix, self._groups_of(names)),)
+            groups, prefixes = [self._groups_of(names)], [self.prefix]
+        self._parts = tuple(
+            _Part(prefix, own, Statistics(chosen, self.quantiles, own))
+            for prefix, own in zip(prefixes, groups, strict=True)
+        )
+        for part in self._parts:
+            part.statistics.load_state_dict(self._state.get(part.prefix, {}))
+        mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size) if chosen else None
+        self._window, self._has_warned = Window(self.per_layer, groups[0], mean, chosen), False
         together = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
         captured = together and why_unsupported(trainer, pl_module) is None
         self._joined, self._of_all = NormsOfAllProcesses() if captured else None, None
-        self._start_window()
+
+    def _chosen(self, pl_module: LightningModule) -> tuple[str, ...]:
+        return self.statistics if pl_module.automatic_optimization and self.engine == "expanded" else ()
 
     def _groups_of(self, names: Sequence[str]) -> tuple[str, ...]:
         depth = self.per_layer
@@ -161,14 +207,28 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start anew: an epoch that was broken off leaves no optimizer step behind."""
-        self._start_window()
+        if self._window is not None:
+            self._window.start()
+        for part in self._parts:
+            part.statistics.start_epoch()
+
+    def needs(self, trainer: Trainer) -> set[str]:
+        """Squared norms, and what the chosen statistics need beside them."""
+        chosen = self._chosen(trainer.lightning_module)
+        more = {"cosine_to_mean": "dot", "signal_to_noise": "square_sum"}
+        return {"sq_norm", *(quantity for name, quantity in more.items() if name in chosen)}
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Look at the gradients that are there already, before the backward of a captured batch."""
+        if pl_module.automatic_optimization and self._window is not None and self.should_capture(trainer):
+            self._window.before_backward(trainer.fit_loop.epoch_loop.batch_idx)
 
     def on_per_sample_gradients(
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
     ) -> None:
         """Keep the norms of one backward until the optimizer step is complete."""
-        if pl_module.automatic_optimization:
-            self._window[batch_idx] = self._captured(record)
+        if pl_module.automatic_optimization and self._window is not None:
+            self._window.add(batch_idx, record, is_last=not window_continues(trainer))
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -184,8 +244,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
         """Log, if this batch completes an optimizer step of which every batch was captured."""
         # A batch whose training_step returned None has no outputs, and no part in the gradient.
         counted = batch_idx if outputs and pl_module.automatic_optimization else None
-        if not self._holds(counted):
-            self._window_is_whole = False
+        if self._window is None:
+            return
+        self._window.end_batch(counted)
         if window_continues(trainer):
             return
         steps: list[StepNorms] = []
@@ -193,23 +254,29 @@ class PerSampleGradientMonitor(PerSampleCallback):
             steps = self._own_norms(trainer, counted)
         elif self.should_capture(trainer):
             steps = self._joined_norms(trainer, counted)
-        self._start_window()
-        captured = {place: step for place, step in enumerate(steps) if step.batches}
-        if captured:
-            self._write(trainer, pl_module, captured)
+        known = {place: step for place, step in enumerate(steps) if step.batches}
+        if known:
+            self._log_step(trainer, pl_module, known)
+        self._window.start()
 
-    def _holds(self, batch_idx: int | None) -> bool:
-        return batch_idx is None or batch_idx in self._window
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the statistics of all logged steps of the epoch."""
+        found = {
+            f"{part.prefix}/{name}": value for part in self._parts for name, value in part.statistics.of_epoch().items()
+        }
+        if found:
+            log_metrics(
+                trainer, pl_module, found, dict.fromkeys(found, 1), step=logging_step(trainer) - 1, at_epoch_end=True
+            )
 
     def _own_norms(self, trainer: Trainer, last: int | None) -> list[StepNorms]:
         """Those of this process for each part; none, unless all of the step was captured, its last batch included."""
         if trainer.lightning_module.automatic_optimization:
-            window = list(self._window.values()) if self._window_is_whole and self._holds(last) else []
-            return [StepNorms.of_window(window, self._parts[0].groups)]
+            return [] if self._window is None else [self._window.norms(last)]
         shared = shared_capture(trainer)
         steps = {} if shared is None else shared.steps_for(self)
         return [
-            StepNorms.of_window([self._captured(record) for record in steps.get(place, ())], part.groups)
+            StepNorms.of_window([captured(record, self.per_layer) for record in steps.get(place, ())], part.groups)
             for place, part in enumerate(self._parts)
         ]
 
@@ -225,48 +292,53 @@ class PerSampleGradientMonitor(PerSampleCallback):
         found, self._of_all = self._of_all, None
         return found or []
 
-    def _start_window(self) -> None:
-        self._window = {}
-        self._window_is_whole = True
-
-    def _captured(self, record: PerSampleRecord) -> CapturedBatch:
-        groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
-        return CapturedBatch(record.batch_size, record.norms() if record.names else None, groups, record.coverage)
-
-    def _write(self, trainer: Trainer, pl_module: LightningModule, steps: Mapping[int, StepNorms]) -> None:
+    def _log_step(self, trainer: Trainer, pl_module: LightningModule, steps: Mapping[int, StepNorms]) -> None:
         metrics: dict[str, float] = {}
         samples: dict[str, int] = {}
         for place, part in enumerate(self._parts):
             step = steps.get(place)
             if step is None:  # this optimizer rests
-                nothing = StepNorms.of_window([], part.groups).statistics(self.quantiles, part.groups)
-                values = dict.fromkeys(nothing, math.nan)
+                values = dict.fromkeys(part.statistics.names(), math.nan)
             else:
-                values = step.statistics(self.quantiles, part.groups)
+                ratios = None if self._window is None else self._window.signal_to_noise
+                values = part.statistics.of_step(step, ratios)
             if self._joined is not None:
                 values["samples"] = 0.0 if step is None else float(step.samples)
             named = {f"{part.prefix}/{name}": value for name, value in values.items()}
             metrics |= named
             if step is not None:
                 samples |= dict.fromkeys(named, step.samples)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=logging_step(trainer))
+        shown = {f"{part.prefix}/norm_mean" for part in self._parts} if self.prog_bar else set()
+        log_metrics(trainer, pl_module, metrics, samples, step=logging_step(trainer), shown=shown)
         if self.histogram:
             for place, step in steps.items():
                 name = f"{self._parts[place].prefix}/norm_histogram"
                 log_histogram(trainer.loggers, name, step.norms, logging_step(trainer), "per-sample gradient norm")
-        shown = {f"{part.prefix}/norm_mean" for part in self._parts} if self.prog_bar else set()
-        for name, count in samples.items():
-            LightningModule.log(  # the module may have a `log` of its own
-                pl_module,
-                name,
-                torch.tensor(metrics[name]),
-                prog_bar=name in shown,
-                logger=False,
-                on_step=True,
-                on_epoch=False,
-                batch_size=count,
+        self._say_what_is_unknown()
+
+    def _say_what_is_unknown(self) -> None:
+        if self._window is not None and self._window.reason and not self._has_warned:
+            self._has_warned = True
+            of_mean = ", ".join(self.statistics)
+            warnings.warn(
+                f"{of_mean} of `{self.prefix}` are nan where the mean of the samples' gradients is not what is in "
+                f".grad: {self._window.reason}. Leave them out with statistics=() if this is meant to be so",
+                PerSampleWarning,
+                stacklevel=2,
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running averages of the noise scale, so that a resumed run goes on from them."""
+        return {part.prefix: part.statistics.state_dict() for part in self._parts} or self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's averages."""
+        self._state = state_dict
+        for part in self._parts:
+            part.statistics.load_state_dict(state_dict.get(part.prefix, {}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_window": None, "_joined": None, "_of_all": None}
 
 
 @dataclass(frozen=True)
@@ -275,6 +347,7 @@ class _Part:
 
     prefix: str
     groups: tuple[str, ...]
+    statistics: Statistics
 
 
 def _monitors(trainer: Trainer) -> list[PerSampleGradientMonitor]:
@@ -287,6 +360,12 @@ def _are_quantiles(quantiles: object) -> bool:
     if not all(isinstance(quantile, (int, float)) and 0 < quantile < 1 for quantile in quantiles):
         return False
     return len({percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
+
+
+def _are_statistics(statistics: object) -> bool:
+    if not isinstance(statistics, Sequence) or isinstance(statistics, str):
+        return False
+    return all(each in STATISTICS for each in statistics) and len(set(statistics)) == len(statistics)
 
 
 def _is_prefix(prefix: object) -> bool:

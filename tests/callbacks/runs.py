@@ -108,11 +108,12 @@ def fit(module: L.LightningModule, callbacks=(), tmp_path: Path | None = None, d
     return trainer
 
 
-def logged(trainer: L.Trainer, start: str = "per_sample_grad/") -> list[dict[str, float]]:
-    """The logged rows that hold names with that start, as {name: value} with the step under "step"."""
+def logged(trainer: L.Trainer, start: str = "per_sample_grad/", *, epochs: bool = False) -> list[dict[str, float]]:
+    """The rows of steps, or of epochs, that hold names with that start, as {name: value} with the step under "step"."""
     with open(Path(trainer.logger.log_dir) / "metrics.csv", newline="") as file:
         rows = [{name: float(value) for name, value in row.items() if value != ""} for row in csv.DictReader(file)]
-    return [row for row in rows if any(name.startswith(start) for name in row)]
+    rows = [row for row in rows if any(name.startswith(start) for name in row)]
+    return [row for row in rows if any(name.endswith("_epoch") for name in row) == epochs]
 
 
 def column(trainer: L.Trainer, name: str) -> list[float]:

@@ -1,0 +1,105 @@
+"""The captured batches of one optimizer step in automatic optimization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from lightning_persample.callbacks._mean_gradient import MeanGradient
+from lightning_persample.callbacks._step_norms import CapturedBatch, StepNorms
+from lightning_persample.engine import PerSampleRecord
+
+__all__ = ["Window", "captured"]
+
+
+def captured(record: PerSampleRecord, depth: int | None) -> CapturedBatch:
+    """What is kept of a record.
+
+    Args:
+        record: the record.
+        depth: how many leading parts of a parameter's module path name its group; None makes no groups.
+
+    Returns:
+        Its norms.
+    """
+    groups = {} if depth is None else record.group_norms(depth)
+    norms = record.norms() if record.names else None
+    return CapturedBatch(record.num_values, norms, groups, record.coverage)
+
+
+class Window:
+    """Gathers the batches whose gradients are accumulated for one optimizer step.
+
+    Args:
+        depth: how many leading parts of a parameter's module path name its group; None makes no groups.
+        groups: the names of the groups.
+        mean: follows the mean gradient, where a statistic needs it.
+        statistics: the statistics that are chosen.
+    """
+
+    def __init__(
+        self, depth: int | None, groups: Sequence[str], mean: MeanGradient | None, statistics: Sequence[str]
+    ) -> None:
+        self._depth, self._groups, self._mean = depth, tuple(groups), mean
+        self._keeps = bool({"cosine_to_mean", "signal_to_noise"} & set(statistics)) and mean is not None
+        self._cosines, self._ratios = "cosine_to_mean" in statistics, "signal_to_noise" in statistics
+        self.start()
+
+    def start(self) -> None:
+        """An optimizer step begins."""
+        self._batches: dict[int, CapturedBatch] = {}
+        self._is_whole = True
+        self.signal_to_noise: Tensor | None = None
+        self._numbers: Tensor | None = None
+        if self._mean is not None:
+            self._mean.start()
+
+    @property
+    def reason(self) -> str:
+        """Why the mean gradient of the step is not known, where `norms` found that it is not."""
+        return "" if self._mean is None else self._mean.reason
+
+    def before_backward(self, batch_idx: int) -> None:
+        """A backward of a batch that is captured begins."""
+        if self._mean is not None:
+            self._mean.before_backward(first=not self._batches.keys() - {batch_idx})
+
+    def add(self, batch_idx: int, record: PerSampleRecord, *, is_last: bool) -> None:
+        """Take the record of a batch; of several (a closure that runs again) the last one counts.
+
+        Args:
+            batch_idx: index of the batch.
+            record: its record.
+            is_last: whether the optimizer steps after this batch.
+        """
+        self._batches[batch_idx] = captured(record, self._depth)
+        mean = self._mean
+        if mean is None:
+            return
+        mean.after_backward(record, keep=self._keeps)
+        if is_last and self._cosines:
+            for place, cosines in zip(self._batches, mean.cosines(), strict=False):
+                self._batches[place] = replace(self._batches[place], cosines=cosines)
+        if is_last and self._ratios:
+            self.signal_to_noise = mean.signal_to_noise()
+        if is_last:  # read now: what follows unscales and clips the gradients
+            self._numbers = mean.numbers()
+
+    def end_batch(self, batch_idx: int | None) -> None:
+        """A batch has ended; None for one that has no part in the gradient."""
+        if not self._holds(batch_idx):
+            self._is_whole = False
+
+    def norms(self, last: int | None) -> StepNorms:
+        """The norms of the step; of none, unless every batch of it was captured, the last one included."""
+        whole = self._is_whole and self._holds(last)
+        batches = list(self._batches.values()) if whole else []
+        if self._mean is None:
+            return StepNorms.of_window(batches, self._groups)
+        numbers = self._numbers if whole and self._numbers is not None else self._mean.nothing()
+        return StepNorms.of_window(batches, self._groups, numbers)
+
+    def _holds(self, batch_idx: int | None) -> bool:
+        return batch_idx is None or batch_idx in self._batches
