@@ -33,7 +33,8 @@ class PerSampleMetric(Metric):
     _counts: ClassVar[tuple[str, ...]] = ()  # keys of `compute` that are counts, and no values to plot
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        # a process that got no samples since the last result would answer from the cache, and the others wait for it
+        super().__init__(**{"compute_with_cache": False, **kwargs})
         self._list_rows: dict[str, tuple[int, ...]] = {}
 
     def plot(self, val: Values | Sequence[Values] | None = None, ax: Any = None) -> Any:

@@ -33,7 +33,7 @@ class GradientDiversity(StepMetric):
     nothing, is left out and counted in ``counts()["undefined_steps"]``, as is one whose gradients cancel to exactly
     zero. Without any step that counts the result is nan.
 
-    Memory: 40 bytes for each call of `update` since the last `reset`.
+    Memory: 48 bytes for each call of `update` since the last `reset`.
 
     Args:
         **kwargs: those of `torchmetrics.Metric`.
