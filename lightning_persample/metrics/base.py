@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -52,8 +53,22 @@ class PerSampleMetric(Metric):
         figure, ax = self._plot(shown, ax)  # type: ignore[arg-type]  # one kind or the other, never mixed
         ax.set_title(self._title)
         ax.set_ylabel(self._axis)
-        if ax.get_legend() is not None:
-            ax.legend(loc="best")  # torchmetrics puts it where the title is
+        bottom, top = ax.get_ylim()
+        ax.set_ylim(bottom, top + 0.05 * (top - bottom))  # torchmetrics leaves no room above values of one size
+        legend = ax.get_legend()
+        if isinstance(shown, dict):
+            ax.get_xaxis().set_visible(True)
+            ax.set_xticks(range(len(shown)), list(shown), rotation=30 if max(map(len, shown)) > 6 else 0)
+            if legend is not None:
+                legend.remove()
+        elif not isinstance(shown, Tensor):
+            ax.set_xticks(range(0, len(shown), math.ceil(len(shown) / 10)))  # torchmetrics has one for every result
+            if legend is not None and figure is not None:
+                ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            elif legend is not None:
+                ax.legend(loc="best")
+        if figure is not None:
+            figure.set_layout_engine("constrained")
         return figure, ax
 
     def _values(self, value: Values) -> Values:

@@ -44,7 +44,7 @@ class GradientDiversity(StepMetric):
 
     plot_lower_bound = 0.0
     _title = "Gradient diversity"
-    _axis = r"$\sum_i \|g_i\|^2 \;/\; \|\sum_i g_i\|^2$"
+    _axis = r"diversity $\Sigma_i\,\|g_i\|^2 \;/\; \|\Sigma_i\,g_i\|^2$"
 
     def compute(self) -> Tensor:
         """The diversity.

@@ -56,7 +56,7 @@ class GradientNoiseScale(StepMetric):
 
     plot_lower_bound = 0.0
     _title = "Gradient noise scale"
-    _axis = r"$B_\mathrm{simple}$ (samples)"
+    _axis = r"noise scale $B_\mathrm{simple}$ (samples)"
 
     def __init__(self, decay: float | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
