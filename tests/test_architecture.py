@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ MAY_IMPORT = {
     "influence": {"errors", "typing", "gradients"},
     "callbacks": {"errors", "typing", "gradients", "rules", "engine", "metrics", "influence"},
 }
+FROM_OUTSIDE = {"metrics": {"torch", "torchmetrics", "matplotlib"}}  # where a part may import these only
 TOP_LEVEL = {".ci", ".git", ".github", ".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml"}
 TOP_LEVEL |= {PACKAGE, "examples", "tests"}
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "misc", "util", "utils"}
@@ -54,6 +56,8 @@ def wrong_imports(layer: str, source: str, package: str) -> list[str]:
             is_wrong = layer != "callbacks"
         else:
             is_wrong = name.startswith("torch.nn.utils._expanded_weights")
+            allowed = FROM_OUTSIDE.get(layer)
+            is_wrong |= allowed is not None and first not in allowed | sys.stdlib_module_names
         if is_wrong:
             wrong.append(name)
     return wrong
@@ -81,6 +85,14 @@ def test_imports_point_one_way(path):
         ("engine", "import lightning as L", ["lightning"]),
         ("engine", "from lightning_persample.rules import find_rule\nfrom .record import x", []),
         ("callbacks", "import lightning as L\nfrom ..engine import expanded_weights", []),
+        (
+            "metrics",
+            "import torch, math\nfrom torchmetrics import Metric\nfrom lightning_persample.errors import x",
+            [],
+        ),
+        ("metrics", "import matplotlib.pyplot\nfrom lightning_persample.metrics._inputs import x", []),
+        ("metrics", "from ..engine import x", ["lightning_persample.engine", "lightning_persample.engine.x"]),
+        ("metrics", "import numpy\nimport lightning as L", ["lightning", "numpy"]),
         ("engine", "from torch.nn.utils import _expanded_weights", ["torch.nn.utils._expanded_weights"]),
     ],
 )

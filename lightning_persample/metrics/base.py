@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -33,7 +34,8 @@ class PerSampleMetric(Metric):
     _counts: ClassVar[tuple[str, ...]] = ()  # keys of `compute` that are counts, and no values to plot
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        # a process that got no samples since the last result would answer from the cache, and the others wait for it
+        super().__init__(**{"compute_with_cache": False, **kwargs})
         self._list_rows: dict[str, tuple[int, ...]] = {}
 
     def plot(self, val: Values | Sequence[Values] | None = None, ax: Any = None) -> Any:
@@ -51,8 +53,22 @@ class PerSampleMetric(Metric):
         figure, ax = self._plot(shown, ax)  # type: ignore[arg-type]  # one kind or the other, never mixed
         ax.set_title(self._title)
         ax.set_ylabel(self._axis)
-        if ax.get_legend() is not None:
-            ax.legend(loc="best")  # torchmetrics puts it where the title is
+        bottom, top = ax.get_ylim()
+        ax.set_ylim(bottom, top + 0.05 * (top - bottom))  # torchmetrics leaves no room above values of one size
+        legend = ax.get_legend()
+        if isinstance(shown, dict):
+            ax.get_xaxis().set_visible(True)
+            ax.set_xticks(range(len(shown)), list(shown), rotation=30 if max(map(len, shown)) > 6 else 0)
+            if legend is not None:
+                legend.remove()
+        elif not isinstance(shown, Tensor):
+            ax.set_xticks(range(0, len(shown), math.ceil(len(shown) / 10)))  # torchmetrics has one for every result
+            if legend is not None and figure is not None:
+                ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            elif legend is not None:
+                ax.legend(loc="best")
+        if figure is not None:
+            figure.set_layout_engine("constrained")
         return figure, ax
 
     def _values(self, value: Values) -> Values:

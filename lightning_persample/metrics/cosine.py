@@ -44,7 +44,7 @@ class CosineToMean(PerSampleMetric):
     plot_lower_bound = -1.0
     plot_upper_bound = 1.0
     _title = "Cosine of per-sample gradients to their mean"
-    _axis = r"$g_i \cdot \bar g \;/\; (\|g_i\| \, \|\bar g\|)$"
+    _axis = r"cosine $g_i \cdot \bar g \;/\; (\|g_i\| \, \|\bar g\|)$"
     _counts = ("opposed", "count", "undefined", "nonfinite")
 
     moments: Tensor

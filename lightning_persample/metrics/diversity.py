@@ -33,7 +33,7 @@ class GradientDiversity(StepMetric):
     nothing, is left out and counted in ``counts()["undefined_steps"]``, as is one whose gradients cancel to exactly
     zero. Without any step that counts the result is nan.
 
-    Memory: 40 bytes for each call of `update` since the last `reset`.
+    Memory: 48 bytes for each call of `update` since the last `reset`.
 
     Args:
         **kwargs: those of `torchmetrics.Metric`.
@@ -44,7 +44,7 @@ class GradientDiversity(StepMetric):
 
     plot_lower_bound = 0.0
     _title = "Gradient diversity"
-    _axis = r"$\sum_i \|g_i\|^2 \;/\; \|\sum_i g_i\|^2$"
+    _axis = r"diversity $\Sigma_i\,\|g_i\|^2 \;/\; \|\Sigma_i\,g_i\|^2$"
 
     def compute(self) -> Tensor:
         """The diversity.

@@ -39,7 +39,7 @@ class GradientNoiseScale(StepMetric):
     ``counts()["undefined_steps"]``. Without any step that counts, and where the averaged |G|^2 is not positive, the
     result is nan; more steps are then needed.
 
-    Memory: 40 bytes for each call of `update` since the last `reset`.
+    Memory: 48 bytes for each call of `update` since the last `reset`.
 
     Args:
         decay: how much of its weight a step keeps at each later one, at least 0 and less than 1, for exponential moving
@@ -56,7 +56,7 @@ class GradientNoiseScale(StepMetric):
 
     plot_lower_bound = 0.0
     _title = "Gradient noise scale"
-    _axis = r"$B_\mathrm{simple}$ (samples)"
+    _axis = r"noise scale $B_\mathrm{simple}$ (samples)"
 
     def __init__(self, decay: float | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)

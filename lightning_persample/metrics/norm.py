@@ -46,7 +46,7 @@ class PerSampleNorm(PerSampleMetric):
 
     plot_lower_bound = 0.0
     _title = "Per-sample gradient norms"
-    _axis = r"$\|g_i\|$"
+    _axis = r"norm $\|g_i\|$ of a sample's gradient"
     _counts = ("count", "nonfinite")
 
     moments: Tensor

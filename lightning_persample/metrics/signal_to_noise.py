@@ -60,7 +60,7 @@ class GradientSignalToNoise(PerSampleMetric):
 
     plot_lower_bound = 0.0
     _title = "Gradient signal to noise ratio"
-    _axis = r"mean over entries of $(\mathrm{E}\,g)^2 \;/\; \mathrm{Var}(g)$"
+    _axis = r"mean of $(\mathrm{E}\,g)^2 \;/\; \mathrm{Var}(g)$"
 
     sums: Tensor
     sq_sums: Tensor

@@ -82,13 +82,13 @@ def test_equal_steps_are_counted_apart():
         assert metric_of([grads] * 3, parts=parts).counts()["steps"].item() == 3
 
 
-def test_many_steps_take_40_bytes_each():
+def test_many_steps_take_48_bytes_each():
     metric = GradientNoiseScale()
     norms = torch.ones(2)
     for step in range(2500):
         metric.update(norms, 0.5 + step)
     assert len(metric.parts) < 1100
-    assert sum(part.numel() * part.element_size() for part in metric.parts) == 40 * 2500
+    assert sum(part.numel() * part.element_size() for part in metric.parts) == 48 * 2500
     assert metric.counts()["steps"].item() == 2500
 
 
@@ -155,21 +155,21 @@ def test_an_empty_batch_is_no_step():
 def test_processes_that_misread_the_batch_size_are_told():
     metric = metric_of(some_grads(1))
     metric._sync_dist(lambda parts, group: [parts, parts])
-    with pytest.raises(PerSampleError, match=r"^several processes gave a whole batch for the same step: batch_size is"):
+    with pytest.raises(PerSampleError, match=r"^step 0 was given several whole batches: batch_size is"):
         metric._steps()
 
 
-@pytest.mark.parametrize(("column", "name"), [(3, "batch_size"), (4, "sq_norm_of_mean")])
+@pytest.mark.parametrize(("column", "name"), [(4, "batch_size"), (5, "sq_norm_of_mean")])
 def test_processes_that_disagree_are_told(column, name):
     metric = metric_of(some_grads(1), parts=3)
 
     def other_process(parts, group):
         others = parts.clone()
-        others[:, 1 + column] *= 2
+        others[:, column] *= 2
         return [parts, others]
 
     metric._sync_dist(other_process)
-    with pytest.raises(PerSampleError, match=f"^processes disagree on {name} of step 0: "):
+    with pytest.raises(PerSampleError, match=f"^parts of step 0 disagree on {name}: "):
         metric._steps()
 
 
@@ -199,3 +199,29 @@ def test_linear_regression_has_the_noise_scale_worked_out_by_hand():
     ratio_error = (each[:, 0] - true_ratio * each[:, 1]).std(ddof=1) / math.sqrt(steps) / true_G2
     assert abs(metric.compute().item() - true_ratio) < 4 * ratio_error
     assert ratio_error < 0.1 * true_ratio  # the bound means something
+
+
+def test_numbered_steps_come_in_any_order():
+    grads = some_grads()
+    metric = GradientNoiseScale(0.5)
+    for step, rows in [(7, [0, 1]), (3, [2]), (7, [2, 3, 4]), (9, [0, 1, 2, 3, 4, 5]), (3, [0, 1, 3, 4, 5]), (7, [5])]:
+        norms, mean = sq_norms(grads[step % 5])
+        metric.update(norms[rows], mean, 6, step=step)
+    whole = metric_of([grads[3], grads[2], grads[4]], 0.5)
+    assert metric.compute().item() == pytest.approx(whole.compute().item(), rel=1e-12)
+    assert metric.counts()["steps"].item() == 3
+
+
+def test_numbers_of_steps_are_given_always_or_never():
+    metric = metric_of(some_grads(1))
+    metric.update(*sq_norms(some_grads(1)[0]), step=1)
+    with pytest.raises(PerSampleError, match=r"^update\(\) was called with step and without; give it at every call or"):
+        metric.compute()
+
+
+def test_a_number_that_comes_twice_is_refused():
+    metric = GradientNoiseScale()
+    for each in some_grads(2):
+        metric.update(*sq_norms(each), step=1)
+    with pytest.raises(PerSampleError, match=r"^parts of step 1 disagree on sq_norm_of_mean: "):
+        metric.compute()

@@ -1,0 +1,84 @@
+"""Metrics of which each process gets a share of the samples; run as ``python -m tests.metrics.shared_runs FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_persample.errors import PerSampleError
+from lightning_persample.metrics import GradientNoiseScale
+from tests.metrics.inputs import CASES, batches, results
+
+SHARES = {  # rows of each batch of 6 that either process gets, in one call each
+    "halves": ([[slice(0, 3)]], [[slice(3, 6)]]),
+    "accumulated": ([[slice(0, 2), slice(2, 3)]], [[slice(3, 4), slice(4, 6)]]),
+    "unequal": ([[slice(0, 5)]], [[slice(5, 6)]]),
+    "none at one step": ([[slice(0, 6)], [slice(0, 2)]], [[slice(0, 0)], [slice(2, 6)]]),
+    "one process has none": ([[slice(0, 6)]], [[]]),
+}
+
+
+KINDS = ("finite", "one sample inf", "a step twice")
+
+
+def given_batches(kind: str):
+    """Batches of which one sample is infinite, or two are the same, as with a learning rate of zero."""
+    given = [*batches(), *batches()]
+    if kind == "one sample inf":
+        given[2][4] = torch.inf
+    if kind == "a step twice":
+        given[3] = given[2]
+    return given
+
+
+def add_share(metric, case, kind, shares, steps):
+    """Give a metric this process's rows of some steps, with the numbers of steps that batches do not tell apart."""
+    given = given_batches(kind)
+    for step in steps:
+        number = metric._filter_kwargs(step=step) if kind == "a step twice" else {}
+        for rows in shares[step % len(shares)]:
+            metric.update(**case.arguments(given[step][rows], given[step]), **number)
+    return metric
+
+
+def misread() -> str:
+    """What a metric says that takes a process's share for the whole batch."""
+    metric = GradientNoiseScale()
+    metric.update(torch.tensor([1.0, 2.0]), 0.5)
+    try:
+        metric.compute()
+    except PerSampleError as error:
+        return str(error)
+    return "nothing"
+
+
+def main(folder: str) -> None:
+    """Save what every metric says on this process, by share and kind of batches."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    found = {}
+    for share, by_rank in SHARES.items():
+        for kind in KINDS:
+            for name, case in CASES.items():
+                metric = add_share(case.make(), case, kind, by_rank[rank], range(4))
+                if kind == "finite":
+                    metric.compute()  # exchanges, and goes back to the own share
+                add_share(metric, case, kind, by_rank[rank], range(4, 8))
+                found[share, kind, name] = results(metric)
+    on_step = {}
+    for name, case in CASES.items():
+        metric = case.make(dist_sync_on_step=True)
+        batch = batches()[0]
+        value = metric(**case.arguments(batch[3 * rank : 3 * rank + 3], batch))
+        on_step[name] = {key: each.item() for key, each in (value if isinstance(value, dict) else {"": value}).items()}
+    torch.save({"found": found, "on_step": on_step, "misread": misread()}, Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
