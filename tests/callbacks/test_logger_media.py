@@ -99,7 +99,7 @@ def own_environment(tmp_path_factory):
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.7 and newer refuse its file store without it
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3.17 refuses its file store without it
         patch.setenv("MLFLOW_TRACKING_URI", f"file:{home / 'unused'}")  # which MLFlowLogger sets anew
         yield
         wandb.teardown()  # ends its process
