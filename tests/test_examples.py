@@ -9,18 +9,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(name: str, output: Path) -> str:
     """The text an example prints with --fast; its logs and plots go to `output`."""
-    command = [sys.executable, str(EXAMPLES / name), "--fast", "--output", str(output)]
+    return started(output, name, "--fast", "--output", str(output)).stdout
+
+
+def started(output: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """An example that ran in the directory `output` without an error."""
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "PYTHONIOENCODING": "utf-8"}
     result = subprocess.run(
         command, capture_output=True, text=True, encoding="utf-8", check=False, cwd=output, env=environment
     )
     assert result.returncode == 0, result.stderr
-    return result.stdout
+    return result
 
 
 def test_digits_norms_finds_the_flipped_labels(tmp_path):
@@ -38,3 +45,19 @@ def test_digits_norms_finds_the_flipped_labels(tmp_path):
     assert all(float(row["per_sample_grad/coverage"]) == 1 for row in rows)
     assert all(float(row["per_sample_grad/nonfinite"]) == 0 for row in rows)
     assert list(tmp_path.glob("tensorboard/version_0/events*"))
+
+
+def test_cli_trains_as_its_file_says(tmp_path):
+    pytest.importorskip("jsonargparse")
+    arguments = ["fit", "--config", str(EXAMPLES / "cli.yaml"), "--trainer.max_epochs", "2"]
+    result = started(tmp_path, "cli.py", *arguments, "--trainer.enable_progress_bar", "false")
+    assert "PerSampleWarning" not in result.stderr
+    (log,) = tmp_path.glob("digits_cli/*/version_0/metrics.csv")
+    with log.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["per_sample_grad/norm_p95"]]
+    assert [int(row["step"]) for row in rows] == [9, 19, 29, 39]
+    assert all(float(row["per_sample_grad/coverage"]) == 1 for row in rows)
+    assert all(float(row["per_sample_grad/encoder/norm_mean"]) > 0 for row in rows)
+    pictures = sorted((log.parent / "per_sample_grad" / "norm_histogram").iterdir())
+    assert [picture.name for picture in pictures] == [f"step_{step:06d}.png" for step in (9, 19, 29, 39)]
+    assert len(list(log.parent.glob("checkpoints/epoch=*.ckpt"))) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -17,7 +17,6 @@ def log_metrics(
     samples: Mapping[str, int],
     *,
     step: int,
-    shown: Collection[str] = (),
     at_epoch_end: bool = False,
 ) -> None:
     """Write values at one step to every logger, and some of them to `callback_metrics`.
@@ -28,7 +27,6 @@ def log_metrics(
         metrics: the values, by name.
         samples: for those that are new, the number of samples they are of; the others keep what they were there.
         step: the step in the loggers.
-        shown: names in the progress bar.
         at_epoch_end: whether this is said at the end of an epoch.
     """
     for logger in trainer.loggers:
@@ -38,7 +36,6 @@ def log_metrics(
             pl_module,
             name,
             torch.tensor(metrics[name]),
-            prog_bar=name in shown,
             logger=False,
             on_step=not at_epoch_end,
             on_epoch=at_epoch_end,

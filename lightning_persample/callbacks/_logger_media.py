@@ -62,7 +62,7 @@ def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: in
         step: the step number.
         label: what the values are, for a figure.
     """
-    finite = values.detach()[values.isfinite()].cpu()
+    finite = values.detach()[values.isfinite()].cpu().double()  # NumPy has no bfloat16
     if not finite.numel():
         return
     drawn: list[Logger] = []

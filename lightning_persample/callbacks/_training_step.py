@@ -110,7 +110,9 @@ class SharedCapture:
         self._verify = any(callback.verify for callback in callbacks)
         first = callbacks[0]
         self._engine: Literal["expanded", "vmap", "loop"] = first.engine
-        self._choice = SampleChoice(first.max_samples, first.batch_dim, first.batch_size, seed=trainer.global_rank)
+        self._choice = SampleChoice(
+            first.max_samples, first.batch_dim, first.batch_size, seed=trainer.global_rank if first.max_samples else 0
+        )
         self._second = SecondEngine(
             trainer, pl_module, first.loss_reduction, first.batch_dim, first.batch_size, self._choice
         )

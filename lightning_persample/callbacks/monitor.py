@@ -97,7 +97,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         max_memory: bytes that the temporaries of one kernel may take, see `PerSampleCallback`.
         autotune: measure which kernels are fastest, see `PerSampleCallback`.
         prefix: what the logged names start with.
-        prog_bar: show ``<prefix>/norm_mean`` in the progress bar.
+        prog_bar: show ``<prefix>/norm_mean`` in the progress bar, where it is called ``norm_mean``, or ``norm_mean_0``
+            and so on with several optimizers; of several monitors all but the first show theirs with their prefix.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -308,13 +309,24 @@ class PerSampleGradientMonitor(PerSampleCallback):
             metrics |= named
             if step is not None:
                 samples |= dict.fromkeys(named, step.samples)
-        shown = {f"{part.prefix}/norm_mean" for part in self._parts} if self.prog_bar else set()
-        log_metrics(trainer, pl_module, metrics, samples, step=logging_step(trainer), shown=shown)
+        log_metrics(trainer, pl_module, metrics, samples, step=logging_step(trainer))
         if self.histogram:
             for place, step in steps.items():
                 name = f"{self._parts[place].prefix}/norm_histogram"
                 log_histogram(trainer.loggers, name, step.norms, logging_step(trainer), "per-sample gradient norm")
+        if self.prog_bar:
+            names = self._names_in_progress_bar(trainer)
+            # Not by log(..., prog_bar=True), whose names are also those of callback_metrics.
+            trainer.progress_bar_metrics.update(
+                {names[place]: metrics[f"{self._parts[place].prefix}/norm_mean"] for place in steps}
+            )
         self._say_what_is_unknown()
+
+    def _names_in_progress_bar(self, trainer: Trainer) -> list[str]:
+        """Short ones: a terminal has one line for everything that is shown."""
+        first = next(each for each in _monitors(trainer) if each.prog_bar)
+        name = "norm_mean" if self is first else f"{self.prefix}/norm_mean"
+        return [name] if len(self._parts) == 1 else [f"{name}_{place}" for place in range(len(self._parts))]
 
     def _say_what_is_unknown(self) -> None:
         if self._window is not None and self._window.reason and not self._has_warned:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor
-from tests.callbacks.runs import Classifier, fit, loader, logged
+from tests.callbacks.runs import Classifier, column, fit, loader, logged
 
 NAMES = {f"norm_{kind}" for kind in ("mean", "std", "min", "max", "p50", "p95")} | {"coverage", "nonfinite"}
 
@@ -122,10 +123,41 @@ def test_early_stopping_monitors_the_mean_norm():
 
 
 @pytest.mark.parametrize("prog_bar", [False, True])
-def test_the_progress_bar_shows_the_mean_norm_if_asked(prog_bar):
-    trainer = fit(Classifier(), [PerSampleGradientMonitor(prog_bar=prog_bar)])
-    shown = ["per_sample_grad/norm_mean"] if prog_bar else []
-    assert [name for name in trainer.progress_bar_metrics if "per_sample" in name] == shown
+def test_the_progress_bar_shows_the_mean_norm_under_a_short_name_if_asked(prog_bar, tmp_path):
+    trainer = fit(Classifier(), [PerSampleGradientMonitor(prog_bar=prog_bar)], tmp_path)
+    (*_, last) = column(trainer, "per_sample_grad/norm_mean")
+    assert trainer.progress_bar_metrics == ({"norm_mean": pytest.approx(last)} if prog_bar else {})
+    assert names(trainer.callback_metrics) == NAMES
+    assert set(trainer.callback_metrics) == {"loss"} | {f"per_sample_grad/{name}" for name in NAMES}
+
+
+def test_of_several_monitors_all_but_the_first_show_their_prefix_in_the_progress_bar():
+    monitors = [PerSampleGradientMonitor(prog_bar=True), PerSampleGradientMonitor(prefix="second")]
+    assert list(fit(Classifier(), monitors).progress_bar_metrics) == ["norm_mean"]
+    monitors[1].prog_bar = True
+    shown = list(fit(Classifier(), monitors).progress_bar_metrics)
+    assert shown == ["norm_mean", "second/norm_mean"]
+
+
+class Bar(TQDMProgressBar):
+    """Keeps what it shows after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown = []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        super().on_train_batch_end(trainer, pl_module, *args)
+        self.shown.append(self.train_progress_bar.postfix)
+
+
+def test_what_the_bar_of_the_terminal_shows_stays_until_the_next_logged_step(tmp_path):
+    bar = Bar()
+    callbacks = [PerSampleGradientMonitor(2, prog_bar=True), bar]
+    trainer = fit(Classifier(), callbacks, tmp_path, loader(40), enable_progress_bar=True, max_epochs=2)
+    values = column(trainer, "per_sample_grad/norm_mean")
+    texts = [f"v_num=0, norm_mean={Tqdm.format_num(value)}" for value in values]
+    assert bar.shown == ["v_num=0", *(text for text in texts for _ in range(2))][:10]
 
 
 def test_every_logger_gets_the_values_once_per_logged_step(tmp_path, monkeypatch):

@@ -1,0 +1,183 @@
+"""Callbacks from the YAML files of LightningCLI."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor
+
+import lightning_persample
+from lightning_persample import OptionError, PerSampleGradientMonitor
+from tests.callbacks.runs import Classifier, column, loader
+
+pytest.importorskip("jsonargparse")
+# Lightning and jsonargparse disagree on names that are deprecated; that a run warns of nothing is tested elsewhere.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PUBLIC = [getattr(lightning_persample, name) for name in lightning_persample.__all__]
+CALLBACKS = [each for each in PUBLIC if isinstance(each, type) and issubclass(each, Callback)]
+REQUIRED = {"dirpath": "written"}  # values of options without a default; a path is below the test's folder
+EXPANDED = {
+    "every_n_steps": 2,
+    "loss_reduction": f"{__name__}.half_of_a_mean",
+    "batch_dim": 0,
+    "batch_size": 8,
+    "unsupported": "error",
+    "verify": False,
+    "fuse_weight_grad": True,
+    "max_memory": 2**20,
+    "autotune": True,
+    "per_layer": 1,
+    "quantiles": [0.25, 0.5],
+    "histogram": True,
+    "prefix": "grads",
+    "prog_bar": True,
+}
+LOOP = {"engine": "loop", "loss_reduction": "mean", "every_n_steps": None, "per_layer": None, "quantiles": []}
+WRONG = {
+    "every_n_steps": 0,
+    "quantiles": [0.5, 1.5],
+    "prefix": "grads/",
+    "max_memory": 0,
+    "per_layer": -1,
+    "batch_dim": -1,
+    "loss_reduction": "median",
+}
+
+
+def half_of_a_mean(outputs: Any, batch: Any) -> Tensor:
+    """As if the training loss were half of the mean of the samples' own losses."""
+    return torch.full((len(batch[0]),), 0.5 / len(batch[0]))
+
+
+class Trained(Classifier):
+    """Brings its data."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+
+    def train_dataloader(self):
+        return loader()
+
+
+def path_of(kind: type) -> str:
+    return f"lightning_persample.{kind.__name__}"
+
+
+def write(file: Path, callbacks: list[dict[str, Any]]) -> Path:
+    """A configuration file with these callbacks."""
+    trainer = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(file.parent)}},
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "callbacks": callbacks,
+    }
+    file.write_text(yaml.safe_dump({"trainer": trainer}))
+    return file
+
+
+def monitor(**options: Any) -> dict[str, Any]:
+    return {"class_path": path_of(PerSampleGradientMonitor), "init_args": options}
+
+
+def command(*arguments: str) -> LightningCLI:
+    return LightningCLI(Trained, args=list(arguments), save_config_callback=None)
+
+
+def found(cli: LightningCLI, kind: type) -> Any:
+    (callback,) = [each for each in cli.trainer.callbacks if type(each) is kind]
+    return callback
+
+
+@pytest.mark.parametrize("kind", CALLBACKS, ids=lambda kind: kind.__name__)
+def test_every_public_callback_fits_from_a_file(kind, tmp_path):
+    options = {}
+    for name, parameter in inspect.signature(kind).parameters.items():
+        if parameter.default is parameter.empty:
+            assert name in REQUIRED, f"{kind.__name__} needs {name}: give a value for it in REQUIRED"
+            options[name] = str(tmp_path / REQUIRED[name])
+    file = write(tmp_path / "config.yaml", [{"class_path": path_of(kind), "init_args": options}])
+    cli = command("fit", "--config", str(file))
+    assert found(cli, kind).every_n_steps is None
+    assert cli.trainer.global_step == 3
+
+
+@pytest.mark.parametrize("options", [EXPANDED, LOOP], ids=["expanded", "loop"])
+def test_options_of_the_monitor_reach_it_and_the_fit_runs(options, tmp_path):
+    cli = command("fit", "--config", str(write(tmp_path / "config.yaml", [monitor(**options)])))
+    callback = found(cli, PerSampleGradientMonitor)
+    expected = {**options, "quantiles": tuple(options["quantiles"])}
+    if callable(callback.loss_reduction):
+        assert callback.loss_reduction is half_of_a_mean or callback.loss_reduction.__name__ == "half_of_a_mean"
+        del expected["loss_reduction"]
+    assert {name: getattr(callback, name) for name in expected} == expected
+    assert len(column(cli.trainer, f"{callback.prefix}/norm_mean")) == (1 if options is EXPANDED else 3)
+
+
+def test_options_are_all_tried():
+    missing = inspect.signature(PerSampleGradientMonitor).parameters.keys() - EXPANDED.keys() - LOOP.keys()
+    assert not missing, f"add {sorted(missing)} to EXPANDED with values that are not the default"
+
+
+def test_a_function_named_by_its_path_weighs_the_samples(tmp_path):
+    (tmp_path / "mean").mkdir()
+    plain = command("fit", "--config", str(write(tmp_path / "mean" / "config.yaml", [monitor()])))
+    reduction = f"{__name__}.half_of_a_mean"
+    halved = command("fit", "--config", str(write(tmp_path / "config.yaml", [monitor(loss_reduction=reduction)])))
+    expected = [2 * value for value in column(plain.trainer, "per_sample_grad/norm_mean")]
+    assert column(halved.trainer, "per_sample_grad/norm_mean") == pytest.approx(expected, rel=1e-6)
+
+
+def printed(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        command("fit", "--config", str(file), "--print_config")
+    assert ended.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+def test_the_printed_configuration_is_read_back_as_it_was(tmp_path, capsys):
+    first = printed(write(tmp_path / "config.yaml", [monitor(**EXPANDED)]), capsys)
+    again = tmp_path / "again.yaml"
+    again.write_text(first)
+    assert printed(again, capsys) == first
+    (callback,) = yaml.safe_load(first)["trainer"]["callbacks"]
+    options = callback["init_args"]
+    assert {name: options[name] for name in EXPANDED} == EXPANDED
+    assert options.keys() == inspect.signature(PerSampleGradientMonitor).parameters.keys()
+    cli = command("fit", "--config", str(again))
+    assert len(column(cli.trainer, "grads/norm_mean")) == 1
+
+
+@pytest.mark.parametrize(("option", "value"), WRONG.items(), ids=WRONG)
+def test_a_value_that_is_not_allowed_is_refused_in_our_words(option, value, tmp_path, capsys):
+    with pytest.raises(OptionError) as ours:
+        PerSampleGradientMonitor(**{option: value})
+    file = write(tmp_path / "config.yaml", [monitor(**{option: value})])
+    with pytest.raises((ValueError, SystemExit)) as refused:
+        command("fit", "--config", str(file))
+    said = f"{refused.value}\n{capsys.readouterr().err}"
+    if option == "loss_reduction":  # its type says as much: the parser is first
+        assert "Expected a typing.Literal['mean', 'sum']" in said
+    else:
+        assert str(ours.value) in said
+
+
+def test_a_type_that_is_not_allowed_names_the_option(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command("fit", "--config", str(write(tmp_path / "config.yaml", [monitor(every_n_steps="two")])))
+    said = capsys.readouterr().err
+    assert "every_n_steps" in said
+    assert "two" in said
