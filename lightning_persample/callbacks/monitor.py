@@ -55,6 +55,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         loss_reduction: how the training loss is made of the samples' own losses, see `PerSampleCallback`.
         batch_dim: the axis of the batch's tensors that counts samples.
         batch_size: number of samples B; None reads it from the batch's tensors.
+        sample_index: a callable ``(batch)`` that returns each sample's index, see `PerSampleCallback`.
         per_layer: how many leading parts of a parameter's module path name its group: 1 is the module's children, 2 as
             ``encoder.0``; parameters of the module itself go under their own name. None logs no groups.
         quantiles: which quantiles, each strictly between 0 and 1.
@@ -78,6 +79,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
         batch_dim: int = 0,
         batch_size: int | None = None,
+        sample_index: Callable[[Any], Any] | None = None,
         per_layer: int | None = None,
         quantiles: Sequence[float] = (0.5, 0.95),
         unsupported: Literal["warn", "error", "vmap"] = "warn",
@@ -94,6 +96,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             loss_reduction=loss_reduction,
             batch_dim=batch_dim,
             batch_size=batch_size,
+            sample_index=sample_index,
             unsupported=unsupported,
             engine=engine,
             verify=verify,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
 
-__all__ = ["PerSampleRecord"]
+__all__ = ["PerSampleRecord", "SampleIndex"]
+
+SampleIndex: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any] | None"
 
 
 class _NotAsked(dict[str, Tensor]):
@@ -69,6 +72,11 @@ class PerSampleRecord:
             that divides by how often an index occurs in the batch): each value is what the sample alone would give.
         backward_index: which backward of the training step this is, counted from 0; those that reach no parameter do
             not count.
+        sample_index: which samples these are: the indices of the dataset that the train dataloader has, (B,), int64, on
+            the CPU, or a list of B keys where a sampler draws keys that are no ints. With several dataloaders one for
+            each, in the structure of the batch (a dict by the loaders' keys), None for a loader that is exhausted or
+            has not B rows. None outside a Trainer, for iterable datasets, for data that are no DataLoader, and where
+            the rows of the batch are not those that the sampler drew.
     """
 
     batch_size: int
@@ -81,6 +89,7 @@ class PerSampleRecord:
     weighting: tuple[str, ...] = ()
     not_additive: tuple[str, ...] = ()
     backward_index: int = 0
+    sample_index: SampleIndex = None
 
     @property
     def names(self) -> tuple[str, ...]:
