@@ -236,6 +236,10 @@ class PerSampleCallback(Callback):
         if shared is not None:
             shared.uninstall()
 
+    def _why_no_index(self, trainer: Trainer) -> str:
+        indices = _per_sample_callbacks(trainer)[0]._indices
+        return "" if indices is None else indices.why_absent
+
     def __getstate__(self) -> dict[str, Any]:
         # A running capture belongs to this process and this module: a copy of the callback starts its own.
         return {**self.__dict__, "_shared": None, "_indices": None}

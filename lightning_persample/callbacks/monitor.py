@@ -15,7 +15,8 @@ from lightning_persample.callbacks._optimizer_steps import ManualSteps, names_by
 from lightning_persample.callbacks._requirements import why_unsupported
 from lightning_persample.callbacks._step_norms import CapturedBatch, NormsOfAllProcesses, StepNorms, percent
 from lightning_persample.callbacks._training_step import logging_step, window_continues
-from lightning_persample.callbacks.base import PerSampleCallback, check_option, is_none_or_int
+from lightning_persample.callbacks._worst_samples import SampleNorms, WorstSamples, write_worst_samples
+from lightning_persample.callbacks.base import PerSampleCallback, check_option, is_int, is_none_or_int
 from lightning_persample.engine import PerSampleRecord, group_name
 from lightning_persample.errors import OptionError
 
@@ -67,6 +68,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         autotune: measure which kernels are fastest, see `PerSampleCallback`.
         prefix: what the logged names start with.
         prog_bar: show ``<prefix>/norm_mean`` in the progress bar.
+        worst_samples: write that many of the samples with the largest mean norm to ``worst_samples.csv`` in the
+            Trainer's `log_dir` at the end of the fit, see `worst`; None writes none.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -90,6 +93,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         autotune: bool = False,
         prefix: str = "per_sample_grad",
         prog_bar: bool = False,
+        worst_samples: int | None = None,
     ) -> None:
         super().__init__(
             every_n_steps,
@@ -113,10 +117,14 @@ class PerSampleGradientMonitor(PerSampleCallback):
         )
         check_option("prefix", prefix, _is_prefix(prefix), "a str that is not empty and does not end with '/'")
         check_option("prog_bar", prog_bar, prog_bar in (True, False), "True or False")
+        check_option("worst_samples", worst_samples, is_none_or_int(worst_samples, 1), "None or an int >= 1")
         self.per_layer = per_layer
         self.quantiles = tuple(float(quantile) for quantile in quantiles)
         self.prefix = prefix
         self.prog_bar = prog_bar
+        self.worst_samples = worst_samples
+        self._norms = SampleNorms()
+        self._loaded_norms: dict[str, Any] = {}
         self._parts: tuple[_Part, ...] = ()
         self._manual: ManualSteps | None = None
         self._window: dict[int, CapturedBatch] = {}
@@ -125,8 +133,47 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._of_all: StepNorms | None = None
 
     def _settings(self) -> dict[str, Any]:
-        names = ("per_layer", "quantiles", "prefix", "prog_bar")
+        names = ("per_layer", "quantiles", "prefix", "prog_bar", "worst_samples")
         return {**super()._settings(), **{name: getattr(self, name) for name in names}}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the samples of an earlier fit."""
+        if stage == "fit":
+            self._norms, self._loaded_norms, self._joined = SampleNorms(), {}, None
+
+    def worst(self, k: int = 10) -> WorstSamples:
+        """The samples with the largest mean gradient norm so far in this fit, with their indices in the dataset.
+
+        Counted are the norms of captured batches: with ``every_n_steps=1`` all of them, else a share. It goes on after
+        a checkpoint is resumed. In manual optimization every backward counts. On several devices it is over the samples
+        of all processes, and a collective: each process has to call it.
+
+        Args:
+            k: how many samples.
+
+        Returns:
+            A table; the samples that had a norm that is inf or nan are in its `nonfinite`, and no such norm in a mean.
+            Where no captured sample has an index, an `UnsupportedError` says why.
+        """
+        check_option("k", k, is_int(k, 1), "an int >= 1")
+        return self._norms_of_all().worst(k)
+
+    def _norms_of_all(self) -> SampleNorms:
+        return self._norms.of_all_processes(self._loaded_norms, together=self._joined is not None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums that `worst` ranks, of all processes; Lightning saves a checkpoint on each of them."""
+        return self._norms_of_all().state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the sums of a checkpoint."""
+        self._loaded_norms = state_dict
+        self._norms.start_after(state_dict)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the table of the worst samples, if it is asked for."""
+        if self.worst_samples is not None:
+            write_worst_samples(trainer, self._norms_of_all(), self.worst_samples)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fix the groups, so that every logged step has the same names."""
@@ -167,6 +214,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
     ) -> None:
         """Keep the norms of one backward until the optimizer step is complete."""
+        again = None if self._manual is not None else trainer.fit_loop.total_batch_idx
+        self._norms.add(record, again, self._why_no_index(trainer))
         if self._manual is not None:
             self._manual.add(record)
         else:
