@@ -1,7 +1,7 @@
 """Per-sample gradients in a PyTorch Lightning Trainer: one callback, no change to the model."""
 
 # In a Trainer
-from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor
+from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, WorstSamples
 
 # Without a Trainer
 from lightning_persample.engine import (
@@ -63,6 +63,7 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
     "VerificationReport",
+    "WorstSamples",
     "__version__",
     "call_for_per_sample_grads",
     "check_per_sample_gradients",

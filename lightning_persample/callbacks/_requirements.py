@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["check_options_agree", "holds_compiled_code", "why_unsupported"]
 
 _CAPTURE_OPTIONS = (
-    "loss_reduction", "batch_dim", "batch_size", "engine", "fuse_weight_grad", "max_memory", "autotune", "max_samples",
+    "loss_reduction", "batch_dim", "batch_size", "sample_index", "engine", "fuse_weight_grad", "max_memory",
+    "autotune", "max_samples",
 )  # fmt: skip
 
 

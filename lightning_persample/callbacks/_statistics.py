@@ -116,15 +116,14 @@ class Statistics:
         shadow = Statistics(self._chosen, self._quantiles, self._groups)
         return list(shadow.of_step(StepNorms.of_window([], self._groups)))
 
-    def state_dict(self) -> dict[str, list[list[float]]]:
-        """The running averages, in plain containers."""
-        return {"noise_scale": [[each.S, each.G2, each.steps] for each in self._running]}
+    def state_dict(self) -> list[list[float]]:
+        """The running sums, in plain containers."""
+        return [[each.S, each.G2, each.steps] for each in self._running]
 
-    def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
-        """Go on from averages that `state_dict` gave for as many groups."""
-        found = state.get("noise_scale", [])
-        if len(found) == len(self._running):
-            self._running = [_NoiseScale(*each) for each in found]
+    def load_state_dict(self, state: list[list[float]]) -> None:
+        """Go on from sums that `state_dict` gave for as many groups."""
+        if len(state) == len(self._running):
+            self._running = [_NoiseScale(*each) for each in state]
 
     def _named(self, name: str) -> list[str]:
         return [name, *(f"{group}/{name}" for group in self._groups)]

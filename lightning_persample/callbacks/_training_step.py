@@ -38,6 +38,7 @@ from lightning_persample.callbacks._requirements import (
     why_unsupported,
 )
 from lightning_persample.callbacks._sample_choice import SampleChoice
+from lightning_persample.callbacks._sample_index import BatchIndices
 from lightning_persample.callbacks._second_engine import SecondEngine
 from lightning_persample.callbacks._verification import verify_values
 from lightning_persample.engine import PerSampleRecord, is_sharded, warning_texts
@@ -94,14 +95,22 @@ class SharedCapture:
         trainer: the Trainer, after its strategy was set up.
         pl_module: the module that is trained.
         callbacks: the Trainer's per-sample callbacks.
+        indices: knows which samples a batch holds; None where nothing does.
 
     Raises:
         OptionError: two callbacks differ in an option of the capture.
         UnsupportedError: this way of training is not supported and a callback has ``unsupported="error"``.
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule, callbacks: Sequence[PerSampleCallback]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        callbacks: Sequence[PerSampleCallback],
+        indices: BatchIndices | None = None,
+    ) -> None:
         self._trainer = trainer
+        self._indices = indices
         self._module = pl_module
         self._callbacks = tuple(callbacks)
         choices = {callback.unsupported for callback in callbacks}
@@ -135,6 +144,8 @@ class SharedCapture:
         if reason is None and manual:
             reason = why_not_manual(self._engine)
         if reason is not None:
+            if indices is not None:
+                indices.uninstall()
             self._reports.report(UnsupportedError(f"{reason}: no per-sample gradients are captured in this fit"))
             return
         if manual:
@@ -356,6 +367,8 @@ class SharedCapture:
         return record
 
     def _deliver(self, record: PerSampleRecord) -> None:
+        if self._indices is not None:
+            record = self._indices.attach(record, self._batch, self._reports.warn)
         self._reports.deliver(record, self._receivers, self._batch)
 
 

@@ -9,9 +9,10 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int
+from lightning_persample.callbacks._sample_index import BatchIndices
 from lightning_persample.callbacks._training_step import SharedCapture, is_logging_step
 from lightning_persample.engine import PerSampleRecord
-from lightning_persample.errors import OptionError
 
 __all__ = ["PerSampleCallback"]
 
@@ -23,7 +24,8 @@ class PerSampleCallback(Callback):
     union of their needs. Nothing about the training changes: weights are equal bit for bit with and without callback.
 
     Lightning's own hooks can be overridden as in any callback, and need no call of ``super()``: what the capture does
-    in `on_fit_start`, `on_train_batch_end`, `on_fit_end`, `teardown` and `on_exception` is added to a subclass's own.
+    in `setup`, `on_fit_start`, `on_train_batch_end`, `on_fit_end`, `teardown` and `on_exception` is added to a
+    subclass's own.
 
     Args:
         every_n_steps: capture every n-th optimizer step; None captures the Trainer's own logging steps.
@@ -34,6 +36,9 @@ class PerSampleCallback(Callback):
             yourself (a number of accumulated batches) belongs to l_i unless a callable says otherwise.
         batch_dim: the axis of the batch's tensors that counts samples.
         batch_size: number of samples B; None reads it from the batch's tensors.
+        sample_index: gives each record's `sample_index` where the data carry it themselves: a callable ``(batch)`` that
+            returns the index of each sample, a tensor (B,) or a sequence of B ints. None takes what the sampler of the
+            train dataloader drew, without any change to the data.
         unsupported: what to do where a per-sample gradient cannot be given exactly. "warn" says so once for each cause
             and counts the parameter out of the record's coverage; "error" raises `UnsupportedError`; "vmap" goes over
             to the engine "vmap" for the rest of the fit, or to "loop" where that fails, with one warning. Callbacks of
@@ -76,6 +81,7 @@ class PerSampleCallback(Callback):
         loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
         batch_dim: int = 0,
         batch_size: int | None = None,
+        sample_index: Callable[[Any], Any] | None = None,
         unsupported: Literal["warn", "error", "vmap"] = "warn",
         engine: Literal["expanded", "vmap", "loop"] = "expanded",
         verify: bool = False,
@@ -94,6 +100,8 @@ class PerSampleCallback(Callback):
         )
         check_option("batch_dim", batch_dim, is_int(batch_dim, 0), "an int >= 0")
         check_option("batch_size", batch_size, is_none_or_int(batch_size, 1), "None or an int >= 1")
+        is_none_or_callable = sample_index is None or callable(sample_index)
+        check_option("sample_index", sample_index, is_none_or_callable, "None or a callable (batch) -> B ints")
         choices = ("warn", "error", "vmap")
         check_option("unsupported", unsupported, unsupported in choices, "'warn', 'error' or 'vmap'")
         engines = ("expanded", "vmap", "loop")
@@ -115,6 +123,7 @@ class PerSampleCallback(Callback):
         self.loss_reduction = loss_reduction
         self.batch_dim = batch_dim
         self.batch_size = batch_size
+        self.sample_index = sample_index
         self.unsupported = unsupported
         self.engine = engine
         self.verify = verify
@@ -123,6 +132,7 @@ class PerSampleCallback(Callback):
         self.autotune = bool(autotune)
         self.max_samples = max_samples
         self._shared: SharedCapture | None = None
+        self._indices: BatchIndices | None = None
 
     def needs(self, trainer: Trainer) -> set[str]:
         """The quantities this callback reads from the record of the current step.
@@ -182,10 +192,18 @@ class PerSampleCallback(Callback):
 
     def _settings(self) -> dict[str, Any]:
         names = (
-            "every_n_steps", "loss_reduction", "batch_dim", "batch_size", "unsupported", "engine", "verify",
-            "fuse_weight_grad", "max_memory", "autotune", "max_samples",
+            "every_n_steps", "loss_reduction", "batch_dim", "batch_size", "sample_index", "unsupported", "engine",
+            "verify", "fuse_weight_grad", "max_memory", "autotune", "max_samples",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Follow which samples the training batches hold, if this is the first per-sample callback of the Trainer."""
+        callbacks = _per_sample_callbacks(trainer)
+        # Before the strategy's set-up: a scheduler that asks for the number of steps has the data made in it.
+        if stage == "fit" and self in callbacks[:1]:
+            self._end_capture()
+            self._indices = BatchIndices(trainer, callbacks)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the shared capture, if this is the first per-sample callback of the Trainer."""
@@ -193,8 +211,8 @@ class PerSampleCallback(Callback):
         is_open = self._shared is not None and self._shared.belongs_to(trainer, pl_module)
         if self not in callbacks[:1] or is_open:
             return
-        self._end_capture()
-        self._shared = SharedCapture(trainer, pl_module, callbacks)
+        self._close()
+        self._shared = SharedCapture(trainer, pl_module, callbacks, self._indices)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -217,17 +235,27 @@ class PerSampleCallback(Callback):
         self._end_capture()
 
     def _end_capture(self) -> None:
+        self._close()
+        indices, self._indices = self._indices, None
+        if indices is not None:
+            indices.uninstall()
+
+    def _close(self) -> None:
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.uninstall()
 
+    def _why_no_index(self, trainer: Trainer) -> str:
+        indices = _per_sample_callbacks(trainer)[0]._indices
+        return "" if indices is None else indices.why_absent
+
     def __getstate__(self) -> dict[str, Any]:
         # A running capture belongs to this process and this module: a copy of the callback starts its own.
-        return {**self.__dict__, "_shared": None}
+        return {**self.__dict__, "_shared": None, "_indices": None}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("on_fit_start", "on_train_batch_end", "on_fit_end", "teardown", "on_exception"):
+        for name in ("setup", "on_fit_start", "on_train_batch_end", "on_fit_end", "teardown", "on_exception"):
             hook = getattr(cls, name)
             if hook is not getattr(PerSampleCallback, name) and not hasattr(hook, "_with_capture"):
                 setattr(cls, name, _with_capture(name, hook))
@@ -252,32 +280,6 @@ def _with_capture(name: str, hook: Callable[..., None]) -> Callable[..., None]:
 
 def _per_sample_callbacks(trainer: Trainer) -> list[PerSampleCallback]:
     return [callback for callback in trainer.callbacks if isinstance(callback, PerSampleCallback)]  # type: ignore[attr-defined]
-
-
-def check_option(name: str, value: object, allowed: bool, expected: str) -> None:
-    """Refuse an option's value.
-
-    Args:
-        name: the option.
-        value: its value.
-        allowed: whether the value is allowed.
-        expected: what is allowed, in words.
-
-    Raises:
-        OptionError: `allowed` is False.
-    """
-    if not allowed:
-        raise OptionError(f"{name}={value!r} is not allowed: {name} must be {expected}")
-
-
-def is_int(value: object, least: int) -> bool:
-    """Whether the value is an int (a bool is none) that is not less than `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_none_or_int(value: object, least: int) -> bool:
-    """Whether the value is None or such an int."""
-    return value is None or is_int(value, least)
 
 
 def _name_of(value: Any) -> str:

@@ -16,12 +16,21 @@ from lightning_persample.callbacks._logged_values import log_metrics
 from lightning_persample.callbacks._logger_media import log_histogram
 from lightning_persample.callbacks._mean_gradient import MeanGradient
 from lightning_persample.callbacks._optimizer_steps import names_by_optimizer
+from lightning_persample.callbacks._options import (
+    are_quantiles,
+    are_statistics,
+    check_option,
+    is_int,
+    is_none_or_int,
+    is_prefix,
+)
 from lightning_persample.callbacks._requirements import why_unsupported
 from lightning_persample.callbacks._statistics import STATISTICS, Statistics
-from lightning_persample.callbacks._step_norms import NormsOfAllProcesses, StepNorms, percent
+from lightning_persample.callbacks._step_norms import NormsOfAllProcesses, StepNorms
 from lightning_persample.callbacks._training_step import logging_step, shared_capture, window_continues
 from lightning_persample.callbacks._window import Window, captured
-from lightning_persample.callbacks.base import PerSampleCallback, check_option, is_none_or_int
+from lightning_persample.callbacks._worst_samples import SampleNorms, WorstSamples, write_worst_samples
+from lightning_persample.callbacks.base import PerSampleCallback
 from lightning_persample.engine import PerSampleRecord, group_name
 from lightning_persample.errors import OptionError, PerSampleWarning
 
@@ -61,9 +70,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
     "loop", whose passes have random numbers of their own, they are left out.
 
     With `per_layer` there is also ``<prefix>/<group>/norm_mean`` for each group of parameters, nan where a group has
-    none, and its noise_scale, diversity and signal_to_noise. At the end of an epoch the same statistics of all its logged
-    steps are logged under names that end in ``_epoch``: of all their samples' norms, the noise scale as the ratio of
-    averages over the steps, diversity, cosine and signal to noise as means of the steps.
+    none, and its noise_scale, diversity and signal_to_noise. At the end of an epoch the same statistics of all its
+    logged steps are logged under names that end in ``_epoch``: of all their samples' norms, the noise scale as the
+    ratio of averages over the steps, diversity, cosine and signal to noise as means of the steps.
     They go to every logger of the Trainer at the step number of ``self.log`` values, and to `callback_metrics`, so that
     `ModelCheckpoint` and `EarlyStopping` can monitor them.
 
@@ -79,6 +88,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         loss_reduction: how the training loss is made of the samples' own losses, see `PerSampleCallback`.
         batch_dim: the axis of the batch's tensors that counts samples.
         batch_size: number of samples B; None reads it from the batch's tensors.
+        sample_index: a callable ``(batch)`` that returns each sample's index, see `PerSampleCallback`.
         per_layer: how many leading parts of a parameter's module path name its group: 1 is the module's children, 2 as
             ``encoder.0``; parameters of the module itself go under their own name. None logs no groups.
         quantiles: which quantiles, each strictly between 0 and 1.
@@ -99,6 +109,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         prefix: what the logged names start with.
         prog_bar: show ``<prefix>/norm_mean`` in the progress bar, where it is called ``norm_mean``, or ``norm_mean_0``
             and so on with several optimizers; of several monitors all but the first show theirs with their prefix.
+        worst_samples: write that many of the samples with the largest mean norm to ``worst_samples.csv`` in the
+            Trainer's `log_dir` at the end of the fit, see `worst`; None writes none.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -111,6 +123,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
         batch_dim: int = 0,
         batch_size: int | None = None,
+        sample_index: Callable[[Any], Any] | None = None,
         per_layer: int | None = None,
         quantiles: Sequence[float] = (0.5, 0.95),
         statistics: Sequence[str] = ("noise_scale", "diversity"),
@@ -124,12 +137,14 @@ class PerSampleGradientMonitor(PerSampleCallback):
         autotune: bool = False,
         prefix: str = "per_sample_grad",
         prog_bar: bool = False,
+        worst_samples: int | None = None,
     ) -> None:
         super().__init__(
             every_n_steps,
             loss_reduction=loss_reduction,
             batch_dim=batch_dim,
             batch_size=batch_size,
+            sample_index=sample_index,
             unsupported=unsupported,
             engine=engine,
             verify=verify,
@@ -142,30 +157,76 @@ class PerSampleGradientMonitor(PerSampleCallback):
         check_option(
             "quantiles",
             quantiles,
-            _are_quantiles(quantiles),
+            are_quantiles(quantiles),
             "a sequence of numbers strictly between 0 and 1 without duplicates",
         )
         choices = "a sequence of " + ", ".join(repr(each) for each in STATISTICS) + " without duplicates"
-        check_option("statistics", statistics, _are_statistics(statistics), choices)
+        check_option("statistics", statistics, are_statistics(statistics), choices)
         check_option("histogram", histogram, histogram in (True, False), "True or False")
-        check_option("prefix", prefix, _is_prefix(prefix), "a str that is not empty and does not end with '/'")
+        check_option("prefix", prefix, is_prefix(prefix), "a str that is not empty and does not end with '/'")
         check_option("prog_bar", prog_bar, prog_bar in (True, False), "True or False")
+        check_option("worst_samples", worst_samples, is_none_or_int(worst_samples, 1), "None or an int >= 1")
         self.per_layer = per_layer
         self.quantiles = tuple(float(quantile) for quantile in quantiles)
         self.statistics = tuple(statistics)
         self.histogram = histogram
         self.prefix = prefix
         self.prog_bar = prog_bar
+        self.worst_samples = worst_samples
+        self._norms = SampleNorms()
+        self._loaded_norms: dict[str, Any] = {}
         self._parts: tuple[_Part, ...] = ()
         self._window: Window | None = None
         self._joined: NormsOfAllProcesses | None = None
         self._of_all: list[StepNorms] | None = None
-        self._state: dict[str, Any] = {}
+        self._loaded_averages: dict[str, Any] = {}
         self._has_warned = False
 
     def _settings(self) -> dict[str, Any]:
-        names = ("per_layer", "quantiles", "statistics", "histogram", "prefix", "prog_bar")
+        names = ("per_layer", "quantiles", "statistics", "histogram", "prefix", "prog_bar", "worst_samples")
         return {**super()._settings(), **{name: getattr(self, name) for name in names}}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the samples of an earlier fit."""
+        if stage == "fit":
+            self._norms, self._loaded_norms, self._loaded_averages, self._joined = SampleNorms(), {}, {}, None
+
+    def worst(self, k: int = 10) -> WorstSamples:
+        """The samples with the largest mean gradient norm so far in this fit, with their indices in the dataset.
+
+        Counted are the norms of captured batches: with ``every_n_steps=1`` all of them, else a share. It goes on after
+        a checkpoint is resumed. In manual optimization every backward counts. On several devices it is over the samples
+        of all processes, and a collective: each process has to call it.
+
+        Args:
+            k: how many samples.
+
+        Returns:
+            A table; the samples that had a norm that is inf or nan are in its `nonfinite`, and no such norm in a mean.
+            Where no captured sample has an index, an `UnsupportedError` says why.
+        """
+        check_option("k", k, is_int(k, 1), "an int >= 1")
+        return self._norms_of_all().worst(k)
+
+    def _norms_of_all(self) -> SampleNorms:
+        return self._norms.of_all_processes(self._loaded_norms, together=self._joined is not None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums that `worst` ranks, of all processes (each saves a checkpoint), and those of the noise scale."""
+        averages = {part.prefix: part.statistics.state_dict() for part in self._parts}
+        return {"samples": self._norms_of_all().state(), "noise_scale": averages or self._loaded_averages}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the sums and averages of a checkpoint."""
+        self._loaded_norms, self._loaded_averages = state_dict["samples"], state_dict["noise_scale"]
+        self._norms.start_after(self._loaded_norms)
+        for part in self._parts:
+            part.statistics.load_state_dict(self._loaded_averages.get(part.prefix, []))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the table of the worst samples, if it is asked for."""
+        if self.worst_samples is not None:
+            write_worst_samples(trainer, self._norms_of_all(), self.worst_samples)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fix the groups, so that every logged step has the same names."""
@@ -192,7 +253,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             for prefix, own in zip(prefixes, groups, strict=True)
         )
         for part in self._parts:
-            part.statistics.load_state_dict(self._state.get(part.prefix, {}))
+            part.statistics.load_state_dict(self._loaded_averages.get(part.prefix, []))
         mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size) if chosen else None
         self._window, self._has_warned = Window(self.per_layer, groups[0], mean, chosen), False
         together = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
@@ -228,7 +289,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
     ) -> None:
         """Keep the norms of one backward until the optimizer step is complete."""
-        if pl_module.automatic_optimization and self._window is not None:
+        automatic = pl_module.automatic_optimization
+        again = trainer.fit_loop.total_batch_idx if automatic else None
+        self._norms.add(record, again, self._why_no_index(trainer))
+        if automatic and self._window is not None:
             self._window.add(batch_idx, record, is_last=not window_continues(trainer))
 
     def on_before_optimizer_step(
@@ -339,16 +403,6 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 stacklevel=2,
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The running averages of the noise scale, so that a resumed run goes on from them."""
-        return {part.prefix: part.statistics.state_dict() for part in self._parts} or self._state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint's averages."""
-        self._state = state_dict
-        for part in self._parts:
-            part.statistics.load_state_dict(state_dict.get(part.prefix, {}))
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_window": None, "_joined": None, "_of_all": None}
 
@@ -364,21 +418,3 @@ class _Part:
 
 def _monitors(trainer: Trainer) -> list[PerSampleGradientMonitor]:
     return [each for each in trainer.callbacks if isinstance(each, PerSampleGradientMonitor)]  # type: ignore[attr-defined]
-
-
-def _are_quantiles(quantiles: object) -> bool:
-    if not isinstance(quantiles, Sequence) or isinstance(quantiles, str):
-        return False
-    if not all(isinstance(quantile, (int, float)) and 0 < quantile < 1 for quantile in quantiles):
-        return False
-    return len({percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
-
-
-def _are_statistics(statistics: object) -> bool:
-    if not isinstance(statistics, Sequence) or isinstance(statistics, str):
-        return False
-    return all(each in STATISTICS for each in statistics) and len(set(statistics)) == len(statistics)
-
-
-def _is_prefix(prefix: object) -> bool:
-    return isinstance(prefix, str) and prefix != "" and not prefix.endswith("/")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from torch import Tensor
 from lightning_persample.engine.dots import Dots
 from lightning_persample.errors import OptionError
 
-__all__ = ["PerSampleRecord"]
+__all__ = ["PerSampleRecord", "SampleIndex"]
+
+SampleIndex: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any] | None"
 
 
 class _NotAsked(dict[str, Tensor]):
@@ -84,6 +87,11 @@ class PerSampleRecord:
             where it is something else.
         why_no_factor: the reason, where `factor` is None.
         dots: what `dot` needs; None unless asked for, with "dot".
+        sample_index: which samples these are: the indices of the dataset that the train dataloader has, (B,), int64, on
+            the CPU, or a list of B keys where a sampler draws keys that are no ints. With several dataloaders one for
+            each, in the structure of the batch (a dict by the loaders' keys), None for a loader that is exhausted or
+            has not B rows. None outside a Trainer, for iterable datasets, for data that are no DataLoader, and where
+            the rows of the batch are not those that the sampler drew.
     """
 
     batch_size: int
@@ -105,6 +113,7 @@ class PerSampleRecord:
     factor: Tensor | None = None
     why_no_factor: str = ""
     dots: Dots | None = field(default=None, repr=False)
+    sample_index: SampleIndex = None
 
     @property
     def names(self) -> tuple[str, ...]:

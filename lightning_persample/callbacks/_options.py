@@ -1,0 +1,65 @@
+"""Which values the options of callbacks may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_persample.callbacks._statistics import STATISTICS
+from lightning_persample.callbacks._step_norms import percent
+from lightning_persample.errors import OptionError
+
+__all__ = [
+    "are_quantiles",
+    "are_statistics",
+    "check_option",
+    "is_int",
+    "is_none_or_int",
+    "is_prefix",
+]
+
+
+def check_option(name: str, value: object, allowed: bool, expected: str) -> None:
+    """Refuse an option's value.
+
+    Args:
+        name: the option.
+        value: its value.
+        allowed: whether the value is allowed.
+        expected: what is allowed, in words.
+
+    Raises:
+        OptionError: `allowed` is False.
+    """
+    if not allowed:
+        raise OptionError(f"{name}={value!r} is not allowed: {name} must be {expected}")
+
+
+def is_int(value: object, least: int) -> bool:
+    """Whether the value is an int (a bool is none) that is not less than `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_none_or_int(value: object, least: int) -> bool:
+    """Whether the value is None or such an int."""
+    return value is None or is_int(value, least)
+
+
+def are_quantiles(quantiles: object) -> bool:
+    """Whether the value is a sequence of quantiles of different names."""
+    if not isinstance(quantiles, Sequence) or isinstance(quantiles, str):
+        return False
+    if not all(isinstance(quantile, (int, float)) and 0 < quantile < 1 for quantile in quantiles):
+        return False
+    return len({percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
+
+
+def are_statistics(statistics: object) -> bool:
+    """Whether the value is a sequence of different names of statistics."""
+    if not isinstance(statistics, Sequence) or isinstance(statistics, str):
+        return False
+    return all(each in STATISTICS for each in statistics) and len(set(statistics)) == len(statistics)
+
+
+def is_prefix(prefix: object) -> bool:
+    """Whether the value can start the names that are logged."""
+    return isinstance(prefix, str) and prefix != "" and not prefix.endswith("/")

@@ -1,0 +1,195 @@
+"""Which samples of the dataset a captured batch holds.
+
+Lightning asks its CombinedLoader for batches, and that one asks the DataLoaders. For the time of a fit the
+CombinedLoader iterates over tagged loaders instead and notes what the rows of each batch are. Nobody else who iterates
+over the same DataLoaders, in a callback or in validation, is seen here, and the DataLoaders stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from lightning_persample.callbacks._tagged_loader import Drawn, TaggedLoader, last_drawn, why_no_keys
+from lightning_persample.engine import PerSampleRecord
+from lightning_persample.errors import OptionError
+
+if TYPE_CHECKING:
+    from lightning_persample.callbacks.base import PerSampleCallback
+
+__all__ = ["BatchIndices"]
+
+_REMEDY = "pass sample_index=<function of the batch that returns the index of each sample> to the callback"
+_LOG = "_drawn_batches"
+_NOTED = 16  # batches: the current one, and those that Lightning fetches ahead
+
+
+class BatchIndices:
+    """Gives records the dataset's indices of their samples.
+
+    Args:
+        trainer: the Trainer, before it sets up its training data.
+        callbacks: its per-sample callbacks.
+    """
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[PerSampleCallback]) -> None:
+        self._trainer = trainer
+        self._of_batch = callbacks[0].sample_index
+        self._followed: Any = None
+        self._is_installed = False
+        self.why_absent = ""
+        if self._of_batch is None and any(callback.receives_records() for callback in callbacks):
+            self._install()
+
+    def attach(self, record: PerSampleRecord, batch: Any, warn: Callable[[str], None]) -> PerSampleRecord:
+        """The record with its `sample_index`.
+
+        Args:
+            record: the record of a backward.
+            batch: the batch as `training_step` got it.
+            warn: is told why there is none, where one could be expected.
+
+        Returns:
+            The same with an index, if there is one. An answer of the option `sample_index` that is not one index for
+            each sample raises an `OptionError`.
+        """
+        if self._of_batch is not None:
+            return replace(record, sample_index=_of_samples(_checked(self._of_batch(batch), record.batch_size), record))
+        drawn = self._of_current_batch()
+        found = [_of_samples(_index_of(each, record.batch_size), record) for each in drawn]
+        if any(index is not None for index in found):
+            return replace(record, sample_index=tree_unflatten(found, self._followed._spec))
+        reasons = [self._why_absent(each, record.batch_size) for each in drawn]
+        self.why_absent = "; ".join(dict.fromkeys(reasons)) or "nothing is known of the training data"
+        if not all(each.is_expected for each in drawn):
+            warn(f"record.sample_index is None, because {self.why_absent}; {_REMEDY}")
+        return record
+
+    def uninstall(self) -> None:
+        """Leave Lightning's objects as they were. May be called twice."""
+        if self._is_installed:
+            self._is_installed = False
+            del self._trainer.fit_loop._load_combined_loader_states  # the instance's own: the method is seen again
+            self._let_go()
+
+    def _install(self) -> None:
+        # Lightning calls it when the training data are complete, right before it makes their iterators.
+        before_iterators = getattr(self._trainer.fit_loop, "_load_combined_loader_states", None)
+        if before_iterators is None:
+            self.why_absent = "this version of lightning makes its iterators in another way"
+            return
+
+        def follow() -> None:
+            before_iterators()
+            self._follow(self._trainer.fit_loop._combined_loader)
+
+        self._trainer.fit_loop._load_combined_loader_states = follow  # type: ignore[method-assign]
+        self._is_installed = True
+
+    def _follow(self, combined: Any) -> None:
+        self._let_go()
+        if combined is not None and _LOG not in vars(combined):
+            vars(combined)[_LOG] = deque(maxlen=_NOTED)
+            kind: Any = type(combined)
+            combined.__class__ = _following(kind)
+            self._followed = combined
+
+    def _let_go(self) -> None:
+        combined, self._followed = self._followed, None
+        if combined is not None:
+            combined.__class__ = type(combined).__bases__[0]
+            del vars(combined)[_LOG]
+
+    def _of_current_batch(self) -> list[Drawn]:
+        if self._followed is None:
+            return []
+        noted = vars(self._followed)[_LOG]
+        # A loader without a length is one batch ahead, because Lightning has to know which batch is the last.
+        ahead = len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
+        return noted[-1 - ahead] if len(noted) > ahead else []
+
+    def _why_absent(self, drawn: Drawn, batch_size: int) -> str:
+        if drawn.why:
+            return drawn.why
+        count = len(drawn.keys or ())
+        return (
+            f"the sampler drew {count} row{'' if count == 1 else 's'} for a batch of {batch_size} samples (a collate "
+            "function or a hook of the module adds or drops rows)"
+        )
+
+
+@functools.cache
+def _following(kind: Any) -> Any:
+    """The kind of CombinedLoader that iterates over tagged loaders, and notes what their batches hold."""
+
+    class Following(kind):
+        def __iter__(self) -> Any:
+            attributes: dict[str, Any] = self.__dict__
+            own = attributes["_flattened"]
+            attributes["_flattened"] = [TaggedLoader(each) if why_no_keys(each) is None else each for each in own]
+            try:
+                return super().__iter__()
+            finally:
+                attributes["_flattened"] = own
+
+        def __next__(self) -> Any:
+            fetched = super().__next__()
+            vars(self)[_LOG].append(
+                [
+                    why_no_keys(loader) or last_drawn(iterator)
+                    for loader, iterator in zip(self.flattened, self._iterator.iterators, strict=True)
+                ]
+            )
+            return fetched
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            plain = kind.__new__(kind)
+            vars(plain).update({name: value for name, value in vars(self).items() if name != _LOG})
+            return plain.__reduce_ex__(protocol)
+
+    Following.__name__, Following.__qualname__, Following.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Following
+
+
+def _index_of(drawn: Drawn, batch_size: int) -> Tensor | list[Any] | None:
+    keys = drawn.keys
+    if keys is None or len(keys) != batch_size:
+        return None
+    return torch.tensor(keys, dtype=torch.int64) if all(type(key) is int for key in keys) else list(keys)
+
+
+def _of_samples(index: Tensor | list[Any] | None, record: PerSampleRecord) -> Tensor | list[Any] | None:
+    """The index of the samples that the record has values for."""
+    if record.samples is None or index is None:
+        return index
+    return index[record.samples] if isinstance(index, Tensor) else [index[place] for place in record.samples.tolist()]
+
+
+def _checked(answer: Any, batch_size: int) -> Tensor:
+    """What a callable gave, as a tensor."""
+    found = answer if isinstance(answer, Tensor) else _as_tensor(answer)
+    got = type(answer).__name__
+    if isinstance(found, Tensor):
+        got += f" of shape {tuple(found.shape)} and dtype {found.dtype}"
+        is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+        if is_integer and found.shape == (batch_size,):
+            return found.detach().to("cpu", torch.int64)
+    raise OptionError(
+        f"sample_index returned {got}, but it must return the index of each sample of the batch: a tensor or a "
+        f"sequence of {batch_size} ints"
+    )
+
+
+def _as_tensor(answer: Any) -> Tensor | None:
+    try:
+        return torch.as_tensor(answer)
+    except (TypeError, ValueError, RuntimeError):
+        return None

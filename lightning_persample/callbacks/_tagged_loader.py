@@ -1,0 +1,227 @@
+"""Batches of a DataLoader together with the keys that its sampler drew for their rows.
+
+Counting what a sampler draws goes wrong with workers that prefetch, answer in another order or resume. So the keys
+travel with the rows: the iterator is made with a dataset that gives rows and keys, and with a collate function that
+puts the keys beside the batch; the iterator takes them off again before anyone sees the batch. The DataLoader has its
+own dataset and collate function back as soon as its iterator exists, and a worker process shows the user's dataset.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+__all__ = ["Drawn", "TaggedLoader", "last_drawn", "why_no_keys"]
+
+_REPLACED = ("dataset", "collate_fn", "worker_init_fn")
+
+
+class Drawn(NamedTuple):
+    """What is known of the rows of a batch.
+
+    Attributes:
+        keys: what the sampler drew for each row, or None.
+        why: why the keys are missing, or why they may not be those of single rows.
+        is_expected: whether this is in the nature of the data, so that nobody has to be told.
+    """
+
+    keys: list[Any] | None
+    why: str = ""
+    is_expected: bool = False
+
+
+def why_no_keys(loader: object) -> Drawn | None:
+    """Why the rows of a loader have no keys, or None where they have.
+
+    Args:
+        loader: what a training loop iterates over.
+
+    Returns:
+        What is known of all its batches.
+    """
+    if not isinstance(loader, DataLoader):
+        return Drawn(None, f"the training data come from a {type(loader).__name__}, not from a DataLoader", True)
+    if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
+        return Drawn(None, f"the rows of a {type(loader.dataset).__name__} have no indices", True)
+    kinds = [DataLoader]
+    stateful = sys.modules.get("torchdata.stateful_dataloader")
+    if stateful is not None:
+        kinds.append(stateful.StatefulDataLoader)
+    own = [
+        name
+        for name in ("__iter__", "_get_iterator")
+        if all(getattr(type(loader), name) is not getattr(kind, name) for kind in kinds)
+    ]
+    if own or any(name not in vars(loader) for name in _REPLACED):
+        return Drawn(None, f"{type(loader).__name__} makes its batches in an iterator of its own")
+    return None
+
+
+class TaggedLoader:
+    """Iterates over a DataLoader as it does itself; the iterators know the keys of their last batch.
+
+    Args:
+        loader: a DataLoader that has keys.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not setattr: a DataLoader refuses to change its dataset, and a subclass may do more than set it.
+        attributes = vars(self._loader)
+        own = {name: attributes[name] for name in _REPLACED}
+        attributes["dataset"] = _KeyedDataset(own["dataset"])
+        attributes["collate_fn"] = _KeyedCollate(own["collate_fn"], self._loader.batch_sampler is not None)
+        if self._loader.num_workers > 0:
+            attributes["worker_init_fn"] = _ShowsOwnDataset(own["worker_init_fn"])
+        try:
+            iterator = iter(self._loader)
+        finally:
+            attributes.update(own)
+        is_keyed = isinstance(getattr(iterator, "_collate_fn", None), _KeyedCollate)
+        if is_keyed and "_last_drawn" not in vars(type(iterator)):
+            kind: Any = type(iterator)
+            iterator.__class__ = _untagging(kind)
+        return iterator
+
+
+def last_drawn(iterator: object) -> Drawn:
+    """What is known of the rows of the batch that an iterator gave last."""
+    drawn = getattr(iterator, "_last_drawn", None)
+    return Drawn(None, "its iterator was made before the fit") if drawn is None else drawn
+
+
+class _Rows:
+    """What a dataset gave, and the key or keys it was asked for."""
+
+    __slots__ = ("keys", "rows")
+
+    def __init__(self, rows: Any, keys: Any) -> None:
+        self.rows = rows
+        self.keys = keys
+
+
+class _Tagged:
+    """A batch on its way from a collate function to the iterator that takes the keys off."""
+
+    __slots__ = ("batch", "drawn")
+
+    def __init__(self, batch: Any, drawn: Drawn) -> None:
+        self.batch = batch
+        self.drawn = drawn
+
+    def pin_memory(self) -> _Tagged:
+        """The same with the batch's tensors in pinned memory."""
+        return _Tagged(pin_memory(self.batch), self.drawn)
+
+
+class _KeyedDataset:
+    """A dataset that gives its rows with their keys, and is the dataset itself to whoever asks for anything else."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.__dict__["_own_dataset"] = dataset
+
+    def __getitem__(self, key: Any) -> _Rows:
+        return _Rows(self._own_dataset[key], key)
+
+    def __getitems__(self, keys: Any) -> _Rows:
+        drawn = _plain(keys)
+        if isinstance(keys, Iterator):  # it can be walked through once
+            keys = drawn
+        dataset = self._own_dataset
+        if hasattr(dataset, "__getitems__") and dataset.__getitems__:  # as torch asks
+            return _Rows(dataset.__getitems__(keys), drawn)
+        return _Rows([dataset[key] for key in keys], drawn)
+
+    def __len__(self) -> int:
+        return len(self._own_dataset)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._own_dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own_dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._own_dataset, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _KeyedDataset, (self._own_dataset,)
+
+
+class _KeyedCollate:
+    """A collate function that puts the keys of the rows beside the batch it makes of them.
+
+    Args:
+        collate: the user's collate function.
+        is_automatic: whether it is given a list of rows, one for each key.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], is_automatic: bool) -> None:
+        self._collate = collate
+        self._is_automatic = is_automatic
+
+    def __call__(self, given: _Rows) -> _Tagged:
+        drawn = Drawn(given.keys) if self._is_automatic else _of_one_item(given.keys)
+        return _Tagged(self._collate(given.rows), drawn)
+
+
+class _ShowsOwnDataset:
+    """Starts a worker process: whoever asks there for the dataset gets the user's own.
+
+    Args:
+        init: the user's own ``worker_init_fn``.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        keyed: Any = None if info is None else info.dataset
+        if type(keyed) is _KeyedDataset:
+            object.__setattr__(info, "dataset", keyed._own_dataset)  # its fields are read-only
+        if self._init is not None:
+            self._init(worker_id)
+
+
+@functools.cache
+def _untagging(kind: Any) -> Any:
+    """The kind of iterator that takes the keys off the batches it gives."""
+
+    class Untagging(kind):
+        _last_drawn: Drawn | None = None
+
+        def _next_data(self) -> Any:
+            self._last_drawn = Drawn(None, "the loader is exhausted", True)
+            tagged = super()._next_data()
+            self._last_drawn = tagged.drawn
+            return tagged.batch
+
+    Untagging.__name__, Untagging.__qualname__, Untagging.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Untagging
+
+
+def _plain(keys: Any) -> list[Any]:
+    """The keys in a list of its own: a sampler may change the one it gave."""
+    found = keys.tolist() if hasattr(keys, "tolist") else list(keys)
+    if any(type(key) is not int for key in found):
+        found = [key.item() if hasattr(key, "item") and not key.shape else key for key in found]
+    return found
+
+
+def _of_one_item(key: Any) -> Drawn:
+    """Of an item of the dataset that is taken as a batch."""
+    if isinstance(key, (list, range)) or (hasattr(key, "tolist") and key.ndim == 1):
+        return Drawn(_plain(key))
+    return Drawn(_plain([key]), "the dataset gives whole batches", True)

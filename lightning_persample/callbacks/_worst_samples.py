@@ -1,0 +1,285 @@
+"""Which samples of the dataset have the largest gradient norms, over all captured steps of a fit."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_persample.engine import PerSampleRecord
+from lightning_persample.errors import PerSampleWarning, UnsupportedError
+
+__all__ = ["SampleNorms", "WorstSamples", "write_table", "write_worst_samples"]
+
+_TOGETHER = 64  # captured batches whose norms leave the device in one go
+_COLUMNS = ("index", "mean", "last", "seen", "nonfinite")
+
+
+@dataclass(frozen=True)
+class WorstSamples:
+    """The samples with the largest mean gradient norm, largest first; ``print`` shows a table.
+
+    Attributes:
+        index: the samples' indices in the dataset of the train dataloader.
+        mean: the mean of each one's finite norms.
+        last: the last of them.
+        seen: in how many captured batches each one was, those with a norm that is not finite included.
+        nonfinite: the indices of all samples that had a norm that is inf or nan, and how often; it is in no mean. A
+            sample that never had another is only here.
+        samples: how many different samples were captured.
+    """
+
+    index: tuple[Any, ...]
+    mean: tuple[float, ...]
+    last: tuple[float, ...]
+    seen: tuple[int, ...]
+    nonfinite: Mapping[Any, int]
+    samples: int
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns of `rows`."""
+        return _COLUMNS
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        """The table: a row for each sample, with the number of its norms that are not finite."""
+        counts = [self.nonfinite.get(index, 0) for index in self.index]
+        return list(zip(self.index, self.mean, self.last, self.seen, counts, strict=True))
+
+    def to_pandas(self) -> Any:
+        """The table as a ``pandas.DataFrame``."""
+        pandas: Any = importlib.import_module("pandas")
+        return pandas.DataFrame(self.rows(), columns=list(self.columns))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __str__(self) -> str:
+        shown = [_COLUMNS[:4]]
+        shown += [(str(i), f"{mean:.4g}", f"{last:.4g}", str(seen)) for i, mean, last, seen, _ in self.rows()]
+        widths = [max(len(row[column]) for row in shown) for column in range(4)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in shown]
+        lines.append(f"{len(self)} of {self.samples} samples")
+        if self.nonfinite:
+            named = list(self.nonfinite)
+            more = f" and {len(named) - 10} more" if len(named) > 10 else ""
+            lines.append(f"inf or nan: {', '.join(map(str, named[:10]))}{more}")
+        return "\n".join(lines)
+
+
+class SampleNorms:
+    """Sums of the gradient norms of each sample that was captured.
+
+    It takes five numbers of 8 bytes for each different sample, and an entry of a dictionary, about 150 bytes together.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Any, int] = {}
+        self._sums = torch.zeros(0, 2, dtype=torch.float64)  # of the finite norms, and the last of them
+        self._counts = torch.zeros(0, 3, dtype=torch.int64)  # finite norms, others, and when the last one came
+        self._clock = 0
+        self._waiting: list[tuple[object, Any, Tensor]] = []
+        self._why_absent = ""
+
+    def add(self, record: PerSampleRecord, batch: object, why_absent: str) -> None:
+        """Take the norms of a captured backward.
+
+        Args:
+            record: its record.
+            batch: names the batch where a later record of it replaces an earlier one (LBFGS), else None.
+            why_absent: what to say where the record has no index.
+        """
+        if not record.names:
+            self._why_absent = "no parameter has a per-sample gradient"
+            return
+        index = record.sample_index
+        if not isinstance(index, (Tensor, list)):
+            several = "there are several train dataloaders, and a sample is made of a row of each"
+            self._why_absent = why_absent if index is None else several
+            return
+        if isinstance(index, list) and not _are_hashable(index):
+            self._why_absent = f"the sampler draws keys that cannot be counted ({type(index[0]).__name__})"
+            return
+        if batch is not None and self._waiting and self._waiting[-1][0] == batch:
+            self._waiting.pop()
+        elif len(self._waiting) >= _TOGETHER:
+            self._settle()
+        self._waiting.append((batch, index, record.norms()))
+
+    def state(self) -> dict[str, Any]:
+        """All of it in tensors and plain containers; empty if there is no sample."""
+        self._settle()
+        count = len(self._places)
+        if count == 0:
+            return {}
+        keys = list(self._places)
+        return {
+            "index": torch.tensor(keys) if all(type(key) is int for key in keys) else keys,
+            "sums": self._sums[:count].clone(),
+            "counts": self._counts[:count].clone(),
+            "clock": self._clock,
+        }
+
+    def absorb(self, state: dict[str, Any]) -> None:
+        """Add what another one counted.
+
+        Args:
+            state: its `state`.
+        """
+        self._settle()
+        if not state:
+            return
+        index = state["index"]
+        places = self._places_of(index.tolist() if isinstance(index, Tensor) else index)
+        sums, counts = state["sums"], state["counts"]
+        is_later = (counts[:, 0] > 0) & (counts[:, 2] >= self._counts[places, 2])
+        self._sums[places[is_later], 1] = sums[is_later, 1]
+        self._counts[places[is_later], 2] = counts[is_later, 2]
+        self._sums[places, 0] += sums[:, 0]
+        self._counts[places, :2] += counts[:, :2]
+        self._clock = max(self._clock, state["clock"])
+
+    def of_all_processes(self, loaded: dict[str, Any], *, together: bool) -> SampleNorms:
+        """What this process and all others counted, the same on each of them.
+
+        Args:
+            loaded: the state that a checkpoint brought to every process alike.
+            together: whether there are others; then this is a collective, and each of them has to call it.
+
+        Returns:
+            The sums over all of them.
+        """
+        parts: list[Any] = [(self.state(), self._why_absent)]
+        if together:
+            parts = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, (self.state(), self._why_absent))
+        joined = SampleNorms()
+        joined.absorb(loaded)
+        for state, _ in parts:
+            joined.absorb(state)
+        joined._why_absent = next((why for _, why in parts if why), "")
+        return joined
+
+    def start_after(self, loaded: dict[str, Any]) -> None:
+        """Count on from a state: what comes now is later than what it holds."""
+        self._clock = max(self._clock, loaded.get("clock", 0))
+
+    def worst(self, k: int) -> WorstSamples:
+        """The samples with the largest mean of their finite norms.
+
+        Args:
+            k: how many.
+
+        Returns:
+            At most k samples.
+
+        Raises:
+            UnsupportedError: no sample has an index.
+        """
+        state = self.state()
+        if not state:
+            raise UnsupportedError(
+                f"no captured sample has an index in the dataset: {self._why_absent or 'no step was captured yet'}; "
+                "pass sample_index=<function of the batch that returns the index of each sample> to the callback if "
+                "the data carry it"
+            )
+        index, sums, counts = state["index"], state["sums"], state["counts"]
+        if isinstance(index, Tensor):  # samples that tie come in the order of the dataset
+            order = index.argsort()
+            index, sums, counts = index[order].tolist(), sums[order], counts[order]
+        means = torch.where(counts[:, 0] > 0, sums[:, 0] / counts[:, 0], -math.inf)
+        ranked = means.argsort(descending=True, stable=True)[: min(k, int((counts[:, 0] > 0).sum()))]
+        return WorstSamples(
+            index=tuple(index[place] for place in ranked.tolist()),
+            mean=tuple(means[ranked].tolist()),
+            last=tuple(sums[ranked, 1].tolist()),
+            seen=tuple(counts[ranked, :2].sum(1).tolist()),
+            nonfinite={index[place]: int(counts[place, 1]) for place in counts[:, 1].nonzero().flatten().tolist()},
+            samples=len(index),
+        )
+
+    def _settle(self) -> None:
+        """Take in what waits on the device."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        together = torch.cat([norms.double() for _, _, norms in waiting]).cpu()
+        for (_, index, _), norms in zip(waiting, together.split([len(each[2]) for each in waiting]), strict=True):
+            self._clock += 1
+            places = self._places_of(index.tolist() if isinstance(index, Tensor) else index)
+            finite = norms.isfinite()
+            kept = places[finite]
+            self._sums[:, 0].index_add_(0, kept, norms[finite])
+            self._counts[:, 0].index_add_(0, kept, torch.ones_like(kept))
+            self._counts[:, 1].index_add_(0, places[~finite], torch.ones_like(places[~finite]))
+            # A sample may be in a batch more than once: its last row counts.
+            for place, norm in dict(zip(kept.tolist(), norms[finite].tolist(), strict=True)).items():
+                self._sums[place, 1] = norm
+            self._counts[kept, 2] = self._clock
+
+    def _places_of(self, keys: Iterable[Any]) -> Tensor:
+        places = [self._places.setdefault(key, len(self._places)) for key in keys]
+        if len(self._places) > len(self._sums):
+            room = max(2 * len(self._sums), len(self._places))
+            self._sums, self._counts = _with_room(self._sums, room), _with_room(self._counts, room)
+        return torch.tensor(places, dtype=torch.int64)
+
+
+def write_worst_samples(trainer: Trainer, norms: SampleNorms, k: int) -> None:
+    """Write ``worst_samples.csv`` to the Trainer's `log_dir`, on every process alike; a table without samples is not.
+
+    Below the samples with the largest means are those that had a norm that is not finite and are not among them, k at
+    most, without mean.
+
+    Args:
+        trainer: the Trainer, at the end of its training loop.
+        norms: those of all processes.
+        k: how many samples.
+    """
+    folder = trainer.log_dir  # asks all processes
+    try:
+        worst = norms.worst(k)
+    except UnsupportedError as error:
+        warnings.warn(f"worst_samples.csv is not written: {error}", PerSampleWarning, stacklevel=2)
+        return
+    if folder is not None and trainer.is_global_zero:
+        others = [
+            (index, None, None, None, count) for index, count in worst.nonfinite.items() if index not in worst.index
+        ]
+        write_table(Path(folder) / "worst_samples.csv", worst.columns, [*worst.rows(), *others[:k]])
+
+
+def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table as a file of comma-separated values.
+
+    Args:
+        path: the file; its folder is made.
+        columns: the names of the columns.
+        rows: the rows.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def _are_hashable(keys: list[Any]) -> bool:
+    try:
+        hash(tuple(keys))
+    except TypeError:
+        return False
+    return True
+
+
+def _with_room(numbers: Tensor, room: int) -> Tensor:
+    return torch.cat([numbers, numbers.new_zeros(room - len(numbers), numbers.shape[1])])

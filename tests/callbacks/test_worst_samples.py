@@ -1,0 +1,277 @@
+"""The worst samples: against a dictionary of lists that a loop over single samples fills."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_persample import PerSampleGradientMonitor, WorstSamples
+from lightning_persample.errors import OptionError, PerSampleWarning, UnsupportedError
+from tests.callbacks.indexed_data import (
+    LOADERS,
+    ByHand,
+    Follows,
+    Indexed,
+    Stream,
+    combined,
+    seed_all,
+    train,
+)
+from tests.callbacks.runs import make_trainer
+
+
+class WithNorms(Follows):
+    """Notes each sample's norm under its index, one sample at a time and in float64, before the step sees the batch."""
+
+    def __init__(self, data=None) -> None:
+        super().__init__(data)
+        self.norms: dict[object, list[float]] = {}
+
+    def on_train_batch_start(self, batch, batch_idx):
+        weight, bias = (parameter.detach().double() for parameter in self.layer.parameters())
+        for inputs, index in zip(batch[0].double(), batch[1], strict=True):
+            slope = torch.sigmoid(weight @ inputs + bias)
+            gradient = torch.cat([(slope * inputs), slope])
+            key = index.item() if isinstance(index, torch.Tensor) else index
+            self.norms.setdefault(key, []).append(float(torch.linalg.vector_norm(gradient)))
+
+
+class ByHandWithNorms(ByHand, WithNorms):
+    """The reference is that of the first backward of the two."""
+
+
+def expected(norms):
+    """Rows of index, mean, last and number, largest mean first."""
+    rows = [(index, sum(each) / len(each), each[-1], len(each)) for index, each in norms.items()]
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def assert_same(worst: WorstSamples, norms, k=10):
+    rows = expected(norms)
+    assert worst.samples == len(rows)
+    assert [row[0] for row in worst.rows()] == [row[0] for row in rows[:k]]
+    for found, row in zip(worst.rows(), rows, strict=False):
+        assert found[1:3] == pytest.approx(row[1:3], rel=1e-5)
+        assert found[3] == row[3]
+    assert len(worst) == min(k, len(rows))
+
+
+@pytest.mark.parametrize("k", [1, 10, 100])
+@pytest.mark.parametrize("name", ["shuffled", "drawn with replacement", "names", "weighted", "2 workers"])
+def test_ranking_mean_last_and_number(name, k):
+    monitor = PerSampleGradientMonitor(1)
+    module, _, _ = train(LOADERS[name], [monitor], kind=WithNorms, max_epochs=3)
+    assert_same(monitor.worst(k), module.norms, k)
+
+
+def test_norms_are_exact_under_accumulation_and_in_half_of_the_steps():
+    monitor = PerSampleGradientMonitor(2)
+    module, _, _ = train(LOADERS["shuffled"], [monitor], kind=WithNorms, accumulate_grad_batches=2, max_epochs=4)
+    captured = monitor.worst(100)
+    assert 0 < sum(captured.seen) < sum(map(len, module.norms.values()))
+    for index, _, last, _, _ in captured.rows():
+        assert any(last == pytest.approx(norm, rel=1e-5) for norm in module.norms[index])
+
+
+def test_many_batches_leave_the_device_in_several_goes():
+    monitor = PerSampleGradientMonitor(1)
+    module, _, _ = train(
+        lambda: DataLoader(Indexed(150), 1, shuffle=True),
+        [monitor],
+        kind=WithNorms,
+        limit_train_batches=None,
+    )
+    assert_same(monitor.worst(150), module.norms, 150)
+
+
+def test_a_second_fit_starts_anew():
+    monitor = PerSampleGradientMonitor(1)
+    train(LOADERS["plain"], [monitor], kind=WithNorms)
+    module, _, _ = train(lambda: DataLoader(Indexed(8), 4), [monitor], kind=WithNorms)
+    assert_same(monitor.worst(), module.norms)
+
+
+@pytest.mark.parametrize("stop", [3, 6, 9])
+def test_a_resumed_fit_goes_on(tmp_path, stop):
+    seed_all()
+    first, module = PerSampleGradientMonitor(1), WithNorms()
+    trainer = make_trainer([first], max_steps=stop, max_epochs=-1)
+    trainer.fit(module, LOADERS["shuffled"]())
+    trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    assert_same(first.worst(100), module.norms, 100)
+    second, resumed = PerSampleGradientMonitor(1), WithNorms()
+    make_trainer([second], max_epochs=3).fit(resumed, LOADERS["shuffled"](), ckpt_path=tmp_path / "middle.ckpt")
+    assert resumed.norms
+    norms = {index: list(each) for index, each in module.norms.items()}
+    for index, each in resumed.norms.items():
+        norms.setdefault(index, []).extend(each)
+    assert_same(second.worst(100), norms, 100)
+
+
+def test_the_state_is_made_of_tensors_and_plain_containers(tmp_path):
+    for name in ("plain", "names"):
+        monitor = PerSampleGradientMonitor(1)
+        train(LOADERS[name], [monitor])
+        torch.save(monitor.state_dict(), tmp_path / "state.pt")
+        other = PerSampleGradientMonitor(1)
+        other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        assert other.worst(100) == monitor.worst(100)
+
+
+class WithLBFGS(WithNorms):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3)
+
+
+def test_of_several_records_of_a_batch_the_last_counts():
+    monitor = PerSampleGradientMonitor(1)
+    module, _, _ = train(LOADERS["plain"], [monitor], kind=WithLBFGS, max_epochs=1)
+    assert set(monitor.worst(100).seen) == {1}
+    assert set(monitor.worst(100).index) == set(module.norms)
+
+
+def test_in_manual_optimization_every_backward_counts():
+    monitor = PerSampleGradientMonitor(1)
+    train(LOADERS["plain"], [monitor], kind=ByHand, max_epochs=1)
+    assert set(monitor.worst(100).seen) == {2}
+
+
+class Broken(Indexed):
+    """Row 5 is not a number; row 9 is one time in two."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = 0
+
+    def __getitem__(self, key):
+        inputs, index = super().__getitem__(key)
+        if index == 9:
+            self.asked += 1
+        factor = math.nan if index == 5 or (index == 9 and self.asked % 2) else 1.0
+        return inputs * factor, index
+
+
+class Still(WithNorms):
+    """Does not learn, so that a bad row does not spoil the weights."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+    def on_after_backward(self):
+        self.zero_grad()
+
+
+def test_norms_that_are_not_finite_are_named_and_in_no_mean(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monitor = PerSampleGradientMonitor(1, worst_samples=30)
+    module, _, _ = train(lambda: DataLoader(Broken(), 4), [monitor], kind=Still, max_epochs=2)
+    worst = monitor.worst(100)
+    assert worst.nonfinite == {5: 2, 9: 1}
+    assert 5 not in worst.index
+    finite = {index: [norm for norm in each if math.isfinite(norm)] for index, each in module.norms.items()}
+    del finite[5]
+    for index, mean, last, seen, broken in worst.rows():
+        assert mean == pytest.approx(sum(finite[index]) / len(finite[index]), rel=1e-5)
+        assert last == pytest.approx(finite[index][-1], rel=1e-5)
+        assert (seen, broken) == ((2, 1) if index == 9 else (2, 0))
+    assert worst.samples == 22
+    assert str(worst).endswith("21 of 22 samples\ninf or nan: 5, 9")
+    assert written("worst_samples.csv")[-1] == ["5", "", "", "", "2"]
+
+
+def written(path):
+    with Path(path).open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_the_table_is_written_only_where_it_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(LOADERS["plain"], [PerSampleGradientMonitor(1)])
+    assert not Path("worst_samples.csv").exists()
+    monitor = PerSampleGradientMonitor(1, worst_samples=3)
+    train(LOADERS["plain"], [monitor], default_root_dir=tmp_path / "runs")
+    header, *rows = written("runs/worst_samples.csv")
+    assert header == ["index", "mean", "last", "seen", "nonfinite"]
+    assert [[float(cell) for cell in row] for row in rows] == [list(row) for row in monitor.worst(3).rows()]
+
+
+def test_a_table_without_samples_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(PerSampleWarning, match=r"worst_samples.csv is not written: no captured sample has an index"):
+        train(lambda: DataLoader(Stream(), 4), [PerSampleGradientMonitor(1, worst_samples=3)])
+    assert not Path("worst_samples.csv").exists()
+
+
+class Batches:
+    """An iterable of batches that is no DataLoader."""
+
+    def __iter__(self):
+        return iter(DataLoader(Indexed(), 4))
+
+
+@pytest.mark.parametrize(
+    ("make_data", "every", "why"),
+    [
+        (lambda: DataLoader(Stream(), 4), 1, "the rows of a Stream have no indices"),
+        (
+            lambda: Batches(),
+            1,
+            "the training data come from a Batches, not from a DataLoader",
+        ),
+        (
+            lambda: combined("min_size"),
+            1,
+            "there are several train dataloaders, and a sample is made of a row of each",
+        ),
+        (LOADERS["plain"], 100, "no step was captured yet"),
+    ],
+    ids=["stream", "no loader", "several", "nothing captured"],
+)
+def test_without_an_index_the_error_says_why(make_data, every, why):
+    monitor = PerSampleGradientMonitor(every)
+    train(make_data, [monitor])
+    with pytest.raises(UnsupportedError) as error:
+        monitor.worst()
+    assert str(error.value) == (
+        f"no captured sample has an index in the dataset: {why}; pass sample_index=<function of the batch that returns "
+        "the index of each sample> to the callback if the data carry it"
+    )
+
+
+def test_how_many_must_be_a_number():
+    with pytest.raises(OptionError, match=r"k=0 is not allowed: k must be an int >= 1"):
+        PerSampleGradientMonitor().worst(0)
+
+
+WORST = WorstSamples((7, 12), (2.5, 0.125), (12345.678, 0.1), (3, 12), {7: 1, 3: 2}, 40)
+
+
+def test_it_prints_as_a_table():
+    assert str(WORST) == (
+        "index   mean       last  seen\n"
+        "    7    2.5  1.235e+04     3\n"
+        "   12  0.125        0.1    12\n"
+        "2 of 40 samples\n"
+        "inf or nan: 7, 3"
+    )
+    many = WorstSamples((), (), (), (), dict.fromkeys(range(12), 1), 12)
+    assert str(many).endswith("inf or nan: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more")
+
+
+def test_it_becomes_a_data_frame():
+    pytest.importorskip("pandas")
+    frame = WORST.to_pandas()
+    assert list(frame.columns) == ["index", "mean", "last", "seen", "nonfinite"]
+    assert frame.values.tolist() == [[7, 2.5, 12345.678, 3, 1], [12, 0.125, 0.1, 12, 0]]
+
+
+def test_without_pandas_the_import_error_is_pythons_own(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pandas"):
+        WORST.to_pandas()
