@@ -69,8 +69,6 @@ def why_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
     Returns:
         The reason, as the start of a sentence.
     """
-    if not pl_module.automatic_optimization and trainer.world_size > 1:
-        return f"manual optimization on {trainer.world_size} devices is not supported yet"
     if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
         return "training_step(self, dataloader_iter) is not supported, because it hides the batch"
     return why_strategy_is_unsupported(trainer, pl_module)

@@ -84,16 +84,3 @@ def test_synchronized_batch_normalization_is_refused_by_name(monkeypatch):
         monitor.on_fit_start(trainer, module)
     assert [str(each.message) for each in caught] == [text + NOT_CAPTURED]
     assert "training_step" not in module.__dict__
-
-
-def test_manual_optimization_on_several_devices_is_refused(monkeypatch):
-    module = Classifier()
-    module.automatic_optimization = False
-    monitor = PerSampleGradientMonitor()
-    trainer = make_trainer([monitor])
-    monkeypatch.setattr(type(trainer), "world_size", property(lambda trainer: 2))
-    with pytest.warns(PerSampleWarning) as caught:
-        monitor.on_fit_start(trainer, module)
-    text = "manual optimization on 2 devices is not supported yet"
-    assert [str(each.message) for each in caught] == [text + NOT_CAPTURED]
-    assert "training_step" not in module.__dict__

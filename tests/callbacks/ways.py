@@ -7,6 +7,7 @@ run it without any callback of ours. The run that is watched does without, and i
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,10 +46,13 @@ class Referred(L.LightningModule):
         self.reference.append({name: torch.stack(grads) for name, grads in columns if grads[0] is not None})
 
     def train_dataloader(self) -> DataLoader:
+        """Of several processes, each has samples of its own."""
         generator = torch.Generator().manual_seed(1)
-        inputs = torch.randn(BATCH * BATCHES, FEATURES, generator=generator, dtype=torch.float32)
-        labels = torch.randint(0, CLASSES, (BATCH * BATCHES,), generator=generator)
-        return DataLoader(TensorDataset(inputs, labels), self.batch_size)
+        processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        count = BATCH * BATCHES * processes
+        inputs = torch.randn(count, FEATURES, generator=generator, dtype=torch.float32)
+        labels = torch.randint(0, CLASSES, (count,), generator=generator)
+        return DataLoader(TensorDataset(inputs[rank::processes], labels[rank::processes]), self.batch_size)
 
 
 def mlp() -> nn.Module:
@@ -276,13 +280,14 @@ class Run:
     saved: bytes
 
 
-def run(way: Way, callbacks: list[Any], folder: Any, *, with_reference: bool) -> Run:
-    """Train from a fixed seed."""
+def run(way: Way, callbacks: list[Any], folder: Any, *, with_reference: bool, **strategy: Any) -> Run:
+    """Train from a fixed seed, on one device unless `strategy` has settings of the Trainer that say otherwise."""
     torch.manual_seed(3)
     module = way.module(with_reference)
     settings = way.settings()
     trainer = make_trainer(
-        [*callbacks, *settings.pop("callbacks", [])], **{"default_root_dir": folder, "max_epochs": 2, **settings}
+        [*callbacks, *settings.pop("callbacks", [])],
+        **{"default_root_dir": folder, "max_epochs": 2, **settings, **strategy},
     )
     way.fit(trainer, way.prepare(module), folder)
     torch._dynamo.reset() if way.prepare is not as_it_is else None
@@ -291,9 +296,10 @@ def run(way: Way, callbacks: list[Any], folder: Any, *, with_reference: bool) ->
     for place, optimizer in enumerate(trainer.optimizers):
         for index, values in optimizer.state_dict()["state"].items():
             state |= {f"optimizer.{place}.{index}.{n}": v for n, v in values.items() if isinstance(v, Tensor)}
+    state = {n: value.full_tensor() if hasattr(value, "full_tensor") else value for n, value in state.items()}
     state["rng"] = torch.get_rng_state()
     file = io.BytesIO()
-    torch.save(module.state_dict(), file)
+    torch.save({name: value for name, value in state.items() if name.startswith("module.")}, file)
     return Run(module, trainer, state, file.getvalue())
 
 
