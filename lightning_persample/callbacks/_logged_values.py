@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-__all__ = ["log_metrics"]
+__all__ = ["log_metrics", "show_means"]
 
 
 def log_metrics(
@@ -41,3 +41,16 @@ def log_metrics(
             on_epoch=at_epoch_end,
             batch_size=count,
         )
+
+
+def show_means(trainer: Trainer, name: str, means: Sequence[float | None]) -> None:
+    """Show values in the progress bar.
+
+    Args:
+        trainer: the Trainer.
+        name: a short one: a terminal has one line for everything that is shown.
+        means: one value, or one for each optimizer, which then have its number behind the name; None shows nothing new.
+    """
+    names = [name] if len(means) == 1 else [f"{name}_{place}" for place in range(len(means))]
+    # Not by log(..., prog_bar=True), whose names are also those of callback_metrics.
+    trainer.progress_bar_metrics.update({n: mean for n, mean in zip(names, means, strict=True) if mean is not None})

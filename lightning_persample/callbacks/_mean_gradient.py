@@ -20,12 +20,13 @@ from lightning_persample.engine import PerSampleRecord, group_name
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums
 
-__all__ = ["MeanGradient", "joined_sq_norms"]
+__all__ = ["DEVICES_DIFFER", "UNEQUAL", "MeanGradient", "is_known", "joined_sq_norms"]
 
 _HEAD = 4  # numbers that say whether the mean is known, the factor, the samples, and the parameters that count
 _CHANGED = "gradients were changed between the backward passes of an optimizer step"
 _DIFFERENT = "the parameters without per-sample gradients differ between the backward passes of an optimizer step"
-_UNEQUAL = "the samples of an optimizer step weigh unequally: its batches differ in size"
+UNEQUAL = "the samples of an optimizer step weigh unequally: its batches differ in size"
+DEVICES_DIFFER = "the devices have numbers of samples, or parameters with values, that differ"
 _NOT_EMPTY = "gradients from before the optimizer step were kept: call zero_grad before its first backward"
 
 
@@ -89,7 +90,7 @@ class MeanGradient:
         elif self._factor is None:
             self._factor = factor
         else:
-            self._checks.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), _UNEQUAL))
+            self._checks.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), UNEQUAL))
         self._last = _sq_norms([p.grad for p in self._parameters.values() if p.grad is not None])
         if keep:
             self._records.append(record)
@@ -167,6 +168,13 @@ class MeanGradient:
         ])  # fmt: skip
 
 
+def is_known(numbers: Tensor) -> bool:
+    """Whether the processes with these `MeanGradient.numbers` hold one mean gradient over all their samples."""
+    known, factor, _, kind = numbers[:, :_HEAD].unbind(1)
+    alike = bool((kind == kind[0]).all()) and torch.allclose(factor, factor[:1].expand_as(factor), rtol=1e-5, atol=0)
+    return bool(known.all()) and alike
+
+
 def joined_sq_norms(numbers: Tensor) -> Tensor:
     """Squared norm of the mean gradient over the samples of all processes.
 
@@ -176,9 +184,8 @@ def joined_sq_norms(numbers: Tensor) -> Tensor:
     Returns:
         ||gbar||^2 over all parameters and over each group, (1 + groups,); nan where the mean is not known.
     """
-    known, factor, samples, kind = numbers[:, :_HEAD].unbind(1)
-    alike = bool((kind == kind[0]).all()) and torch.allclose(factor, factor[:1].expand_as(factor), rtol=1e-5, atol=0)
-    if not bool(known.all()) or not alike:
+    _, factor, samples, _ = numbers[:, :_HEAD].unbind(1)
+    if not is_known(numbers):
         return numbers.new_full((numbers.shape[1] - _HEAD,), math.nan)
     scale = numbers.shape[0] / (factor[0] * samples.sum())
     joined: Tensor = numbers[:, _HEAD:].sum(0) * scale.square()

@@ -35,7 +35,8 @@ class _NoiseScale:
     def ratio(self) -> float:
         if not self.steps:
             return math.nan
-        return float(simple_noise_scale(torch.tensor(self.S), torch.tensor(self.G2)))
+        S, G2 = torch.tensor([self.S, self.G2], dtype=torch.float64)
+        return float(simple_noise_scale(S, G2))
 
 
 class Statistics:

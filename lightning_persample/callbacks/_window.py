@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_persample.callbacks._mean_gradient import MeanGradient
+from lightning_persample.callbacks._mean_gradient import DEVICES_DIFFER, MeanGradient, is_known
 from lightning_persample.callbacks._step_norms import CapturedBatch, StepNorms
 from lightning_persample.engine import PerSampleRecord
 
@@ -56,10 +56,11 @@ class Window:
         if self._mean is not None:
             self._mean.start()
 
-    @property
-    def reason(self) -> str:
-        """Why the mean gradient of the step is not known, where `norms` found that it is not."""
-        return "" if self._mean is None else self._mean.reason
+    def why_unknown(self, step: StepNorms) -> str:
+        """Why the mean gradient of a step is not known, or "" where it is or is not asked for."""
+        if self._mean is None or is_known(step.gradient):
+            return ""
+        return self._mean.reason or DEVICES_DIFFER
 
     def before_backward(self, batch_idx: int) -> None:
         """A backward of a batch that is captured begins."""

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
+from lightning_persample.callbacks._logger_media import log_table
 from lightning_persample.engine import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 
@@ -235,7 +237,9 @@ class SampleNorms:
 
 
 def write_worst_samples(trainer: Trainer, norms: SampleNorms, k: int) -> None:
-    """Write ``worst_samples.csv`` to the Trainer's `log_dir`, on every process alike; a table without samples is not.
+    """Write ``worst_samples.csv`` to the Trainer's `log_dir`, and a table to loggers that have tables.
+
+    To be called on every process alike. A table without samples is not written.
 
     Below the samples with the largest means are those that had a norm that is not finite and are not among them, k at
     most, without mean.
@@ -255,7 +259,10 @@ def write_worst_samples(trainer: Trainer, norms: SampleNorms, k: int) -> None:
         others = [
             (index, None, None, None, count) for index, count in worst.nonfinite.items() if index not in worst.index
         ]
-        write_table(Path(folder) / "worst_samples.csv", worst.columns, [*worst.rows(), *others[:k]])
+        rows = [*worst.rows(), *others[:k]]
+        write_table(Path(folder) / "worst_samples.csv", worst.columns, rows)
+        loggers = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
+        log_table(loggers, "worst_samples", worst.columns, rows, trainer.global_step)
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

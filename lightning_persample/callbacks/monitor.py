@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.callbacks._logged_values import log_metrics
+from lightning_persample.callbacks._logged_values import log_metrics, show_means
 from lightning_persample.callbacks._logger_media import log_histogram
-from lightning_persample.callbacks._mean_gradient import MeanGradient
+from lightning_persample.callbacks._mean_gradient import DEVICES_DIFFER, UNEQUAL, MeanGradient
 from lightning_persample.callbacks._optimizer_steps import names_by_optimizer
 from lightning_persample.callbacks._options import (
     are_quantiles,
@@ -181,6 +181,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._of_all: list[StepNorms] | None = None
         self._loaded_averages: dict[str, Any] = {}
         self._has_warned = False
+        self._unknown_steps = 0
 
     def _settings(self) -> dict[str, Any]:
         names = ("per_layer", "quantiles", "statistics", "histogram", "prefix", "prog_bar", "worst_samples")
@@ -326,13 +327,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the statistics of all logged steps of the epoch."""
-        found = {
-            f"{part.prefix}/{name}": value for part in self._parts for name, value in part.statistics.of_epoch().items()
-        }
+        found = {f"{part.prefix}/{n}": value for part in self._parts for n, value in part.statistics.of_epoch().items()}
         if found:
-            log_metrics(
-                trainer, pl_module, found, dict.fromkeys(found, 1), step=logging_step(trainer) - 1, at_epoch_end=True
-            )
+            step = logging_step(trainer) - 1
+            log_metrics(trainer, pl_module, found, dict.fromkeys(found, 1), step=step, at_epoch_end=True)
 
     def _own_norms(self, trainer: Trainer, last: int | None) -> list[StepNorms]:
         """Those of this process for each part; none, unless all of the step was captured, its last batch included."""
@@ -379,29 +377,18 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 name = f"{self._parts[place].prefix}/norm_histogram"
                 log_histogram(trainer.loggers, name, step.norms, logging_step(trainer), "per-sample gradient norm")
         if self.prog_bar:
-            names = self._names_in_progress_bar(trainer)
-            # Not by log(..., prog_bar=True), whose names are also those of callback_metrics.
-            trainer.progress_bar_metrics.update(
-                {names[place]: metrics[f"{self._parts[place].prefix}/norm_mean"] for place in steps}
-            )
-        self._say_what_is_unknown()
-
-    def _names_in_progress_bar(self, trainer: Trainer) -> list[str]:
-        """Short ones: a terminal has one line for everything that is shown."""
-        first = next(each for each in _monitors(trainer) if each.prog_bar)
-        name = "norm_mean" if self is first else f"{self.prefix}/norm_mean"
-        return [name] if len(self._parts) == 1 else [f"{name}_{place}" for place in range(len(self._parts))]
-
-    def _say_what_is_unknown(self) -> None:
-        if self._window is not None and self._window.reason and not self._has_warned:
+            norms = [
+                metrics.get(f"{part.prefix}/norm_mean") if n in steps else None for n, part in enumerate(self._parts)
+            ]
+            first = next(each for each in _monitors(trainer) if each.prog_bar)
+            show_means(trainer, "norm_mean" if self is first else f"{self.prefix}/norm_mean", norms)
+        reason = "" if self._window is None else self._window.why_unknown(steps[min(steps)])
+        self._unknown_steps = self._unknown_steps + 1 if reason else 0
+        # The last batch of an epoch is often a smaller one, which alone is nothing to warn of.
+        if reason and not self._has_warned and (reason not in (UNEQUAL, DEVICES_DIFFER) or self._unknown_steps > 1):
             self._has_warned = True
-            of_mean = ", ".join(self.statistics)
-            warnings.warn(
-                f"{of_mean} of `{self.prefix}` are nan where the mean of the samples' gradients is not what is in "
-                f".grad: {self._window.reason}. Leave them out with statistics=() if this is meant to be so",
-                PerSampleWarning,
-                stacklevel=2,
-            )
+            text = f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}"
+            warnings.warn(f"{text}; statistics=() leaves them out", PerSampleWarning, stacklevel=2)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_window": None, "_joined": None, "_of_all": None}

@@ -22,7 +22,7 @@ def norms_of(recorder):
 def test_a_model_that_the_first_engine_cannot_follow_falls_back_once_and_says_why(function, engine):
     module, recorder = WithReference(Hidden(function), lr=0.01), Recorder(quantities=BOTH, unsupported="vmap")
     with pytest.warns(PerSampleWarning) as caught:
-        fit(module, [PerSampleGradientMonitor(), recorder], max_epochs=2)
+        fit(module, [PerSampleGradientMonitor(statistics=()), recorder], max_epochs=2)
     (text,) = texts_of(caught)
     assert "missing for 1 parameter" in text
     assert "`network.weight`: its gradient also arrives through" in text

@@ -16,10 +16,17 @@ from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMo
 from tests.callbacks.runs import Classifier, column, fit, loader, logged
 
 NAMES = {f"norm_{kind}" for kind in ("mean", "std", "min", "max", "p50", "p95")} | {"coverage", "nonfinite"}
+OF_MEAN = {"norm_of_mean", "noise_scale", "diversity"}
+OF_GROUP = {"norm_mean", "noise_scale", "diversity"}
+OF_EPOCH = {f"{name}_epoch" for name in (NAMES | OF_MEAN) - {"coverage", "norm_of_mean"}}
 
 
 def steps(trainer, start="per_sample_grad/"):
     return [row["step"] for row in logged(trainer, start)]
+
+
+def last_steps(trainer, epochs):
+    return [(epoch + 1) * trainer.global_step // epochs - 1 for epoch in range(epochs)]
 
 
 def names(row, prefix="per_sample_grad"):
@@ -33,7 +40,10 @@ def test_logs_on_the_trainers_own_logging_steps(accumulate, every, tmp_path):
     trainer = fit(Classifier(), [PerSampleGradientMonitor()], tmp_path, loader(40), **settings)
     assert steps(trainer) == steps(trainer, "loss")
     assert len(steps(trainer)) == math.ceil(5 / accumulate) * 3 // every
-    assert all(names(row) == NAMES for row in logged(trainer))
+    assert all(names(row) == NAMES | OF_MEAN for row in logged(trainer))
+    epochs = logged(trainer, epochs=True)
+    assert [row["step"] for row in epochs] == [step for step in last_steps(trainer, 3) if step >= every - 1]
+    assert all(names(row) == OF_EPOCH for row in epochs)
 
 
 class StopsEarly(Classifier):
@@ -53,7 +63,7 @@ def test_logs_on_a_schedule_of_its_own(tmp_path):
     trainer = fit(Classifier(), callbacks, tmp_path, loader(56))
     assert steps(trainer) == [1, 3, 5]
     assert steps(trainer, "third/") == [2, 5]
-    assert all(names(row, "third") == NAMES for row in logged(trainer, "third/"))
+    assert all(names(row, "third") == NAMES | OF_MEAN for row in logged(trainer, "third/"))
 
 
 def test_a_trainer_that_never_logs_logs_nothing_unless_asked(tmp_path):
@@ -67,13 +77,14 @@ def test_a_trainer_that_never_logs_logs_nothing_unless_asked(tmp_path):
 def test_names_follow_prefix_and_quantiles(tmp_path):
     monitor = PerSampleGradientMonitor(prefix="grads", quantiles=(0.29, 0.999), per_layer=1)
     (row, *_) = logged(fit(Classifier(), [monitor], tmp_path), "grads/")
-    expected = {name for name in NAMES if name not in ("norm_p50", "norm_p95")}
-    assert names(row, "grads") == expected | {"norm_p29", "norm_p99.9", "network/norm_mean"}
+    expected = {name for name in NAMES | OF_MEAN if name not in ("norm_p50", "norm_p95")}
+    of_group = {f"network/{name}" for name in OF_GROUP}
+    assert names(row, "grads") == expected | {"norm_p29", "norm_p99.9"} | of_group
 
 
 def test_no_quantiles_is_allowed(tmp_path):
     (row, *_) = logged(fit(Classifier(), [PerSampleGradientMonitor(quantiles=())], tmp_path))
-    assert names(row) == NAMES - {"norm_p50", "norm_p95"}
+    assert names(row) == (NAMES | OF_MEAN) - {"norm_p50", "norm_p95"}
 
 
 class Alternating(nn.Module):
@@ -92,18 +103,18 @@ class Alternating(nn.Module):
 
 def test_group_names_are_the_same_at_every_step(tmp_path):
     trainer = fit(Classifier(Alternating()), [PerSampleGradientMonitor(per_layer=2)], tmp_path)
-    groups = {f"network{name}/norm_mean" for name in ("", ".always", ".sometimes")}
+    groups = {f"network{name}/{kind}" for name in ("", ".always", ".sometimes") for kind in OF_GROUP}
     rows = logged(trainer)
-    assert all(names(row) == NAMES | groups for row in rows)
+    assert all(names(row) == NAMES | OF_MEAN | groups for row in rows)
     absent = [math.isnan(row["per_sample_grad/network.sometimes/norm_mean"]) for row in rows]
     assert absent == [True, False, True]
 
 
 def test_callback_metrics_hold_what_was_logged_last(tmp_path):
     trainer = fit(Classifier(), [PerSampleGradientMonitor(per_layer=1)], tmp_path, log_every_n_steps=2, max_epochs=2)
-    *_, last = logged(trainer)
+    last = logged(trainer)[-1] | logged(trainer, epochs=True)[-1]
     found = {name: value.item() for name, value in trainer.callback_metrics.items() if "per_sample" in name}
-    assert found == pytest.approx({name: value for name, value in last.items() if name != "step"}, rel=1e-6)
+    assert found == pytest.approx({n: value for n, value in last.items() if n != "step"}, rel=1e-6, nan_ok=True)
 
 
 def test_model_checkpoint_monitors_the_mean_norm(tmp_path):
@@ -127,8 +138,8 @@ def test_the_progress_bar_shows_the_mean_norm_under_a_short_name_if_asked(prog_b
     trainer = fit(Classifier(), [PerSampleGradientMonitor(prog_bar=prog_bar)], tmp_path)
     (*_, last) = column(trainer, "per_sample_grad/norm_mean")
     assert trainer.progress_bar_metrics == ({"norm_mean": pytest.approx(last)} if prog_bar else {})
-    assert names(trainer.callback_metrics) == NAMES
-    assert set(trainer.callback_metrics) == {"loss"} | {f"per_sample_grad/{name}" for name in NAMES}
+    every = NAMES | OF_MEAN | OF_EPOCH
+    assert set(trainer.callback_metrics) == {"loss"} | {f"per_sample_grad/{name}" for name in every}
 
 
 def test_of_several_monitors_all_but_the_first_show_their_prefix_in_the_progress_bar():

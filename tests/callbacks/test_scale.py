@@ -36,7 +36,8 @@ def assert_logged(trainer, reference, tolerance=1e-5):
         }
         found = {name.removeprefix("per_sample_grad/"): value for name, value in row.items() if name != "step"}
         expected = {name: float(value) for name, value in statistics.items()}
-        assert found == pytest.approx(expected, rel=tolerance, nan_ok=True)
+        assert found.keys() - expected.keys() <= {"norm_of_mean", "noise_scale", "diversity"}  # see test_statistics
+        assert {name: found[name] for name in expected} == pytest.approx(expected, rel=tolerance, nan_ok=True)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -68,7 +69,7 @@ def test_an_accumulated_step_equals_one_big_batch(tmp_path):
         trainer = fit(module, [PerSampleGradientMonitor()], tmp_path / name, data, accumulate_grad_batches=accumulate)
         (row,) = logged(trainer)
         values.append(row)
-    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    assert values[0] == pytest.approx(values[1], rel=1e-5, nan_ok=True)
 
 
 class MaskedTokens(WithReference):
@@ -100,7 +101,7 @@ def test_callable_weights_give_the_gradient_of_each_samples_token_mean(accumulat
     mask = (torch.arange(5) < torch.randint(1, 6, (18, 1))).float()
     data = DataLoader(TensorDataset(tokens, mask), batch_size=6)
     module = MaskedTokens()
-    monitor = PerSampleGradientMonitor(loss_reduction=token_weights, quantiles=QUANTILES)
+    monitor = PerSampleGradientMonitor(loss_reduction=token_weights, quantiles=QUANTILES, statistics=())
     trainer = fit(module, [monitor], tmp_path, data, accumulate_grad_batches=accumulate)
     windows = [torch.cat(module.reference[i : i + accumulate]) for i in range(0, 3, accumulate)]
     assert_logged(trainer, windows)

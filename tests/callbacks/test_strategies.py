@@ -118,7 +118,10 @@ def test_what_is_logged_is_of_the_samples_of_all_ranks(watched, name):
         }
         for key, value in expected.items():
             assert values.pop(key) == pytest.approx(float(value), rel=1e-6), key
-        assert values.keys() == {f"{group}/norm_mean" for group in groups(ranks[0])}
+        of_mean = set() if settings_of(name).get("options", {}).get("engine") else {"noise_scale", "diversity"}
+        of_group = {f"{group}/{kind}" for group in groups(ranks[0]) for kind in of_mean | {"norm_mean"}}
+        of_epoch = {f"{name}_epoch" for name in values if f"{name}_epoch" in values}
+        assert values.keys() - of_epoch == of_group | of_mean | ({"norm_of_mean"} if of_mean else set())
 
 
 def groups(rank):
@@ -150,7 +153,7 @@ def test_two_monitors_share_one_collective(results):
         assert [batch for batch, name in rank["watched"]["calls"] if name == "all_gather"] == [1, 2, 3, 5]
         assert rank["watched"]["collectives"] - rank["plain"]["collectives"] == 4
     first, second = (rank["watched"]["values"] for rank in ranks)
-    assert first == second
+    assert all(mine == pytest.approx(other, rel=0, nan_ok=True) for mine, other in zip(first, second, strict=True))
     norms = torch.cat([rank["watched"]["reference"][-1] for rank in ranks])
     for prefix in ("per_sample_grad", "per_sample_third"):
         assert first[-1][f"{prefix}/norm_mean"] == pytest.approx(float(norms.mean()), rel=1e-6)
@@ -164,10 +167,22 @@ def test_a_step_that_is_larger_than_all_before_costs_a_second_collective(results
         assert rank["watched"]["collectives"] - rank["plain"]["collectives"] == STEPS + 1
 
 
+UNEQUAL = (
+    "are nan at steps where the devices have numbers of samples, or parameters with values, that differ; "
+    "statistics=() leaves them out"
+)
+
+
 @pytest.mark.parametrize("name", ALIKE)
 def test_there_is_nothing_to_warn_of(watched, name):
     empty = ["the batch is empty: its tensors have size 0 along the batch axis"]
-    said = [rank["warnings"] for rank in watched(name)]
+    said = [[text for text in rank["warnings"] if "statistics=()" not in text] for rank in watched(name)]
+    of_mean = [[text for text in rank["warnings"] if "statistics=()" in text] for rank in watched(name)]
+    sizes = settings_of(name).get("sizes", (4, 4))
+    if (sizes[0] == sizes[1] and name != "one rank falls back") or settings_of(name).get("options", {}).get("engine"):
+        assert of_mean == [[], []]
+    else:
+        assert all(f"noise_scale, diversity of `per_sample_grad` {UNEQUAL}" in texts for texts in of_mean[1:])
     if name == "one rank falls back":
         (text,) = said[0]
         assert "`network.scale`" in text
@@ -176,9 +191,11 @@ def test_there_is_nothing_to_warn_of(watched, name):
     assert said == [[], empty if name == "no samples on one rank" else []]
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_two_processes_are_one_process_on_the_joined_batch(watched, accumulate, tmp_path):
-    ranks = watched("plain" if accumulate == 1 else "accumulation")
+def test_two_processes_are_one_process_on_the_joined_batch(watched, accumulate, sharded):
+    names = ("sharded", "sharded, accumulation") if sharded else ("plain", "accumulation")
+    ranks = watched(names[accumulate - 1])
     every = 2 if accumulate == 1 else 1
     recorder = Recorder(1)
     callbacks = [PerSampleGradientMonitor(every, per_layer=2), recorder]
@@ -188,7 +205,8 @@ def test_two_processes_are_one_process_on_the_joined_batch(watched, accumulate, 
         torch.testing.assert_close(together, record.norms(), rtol=1e-9, atol=0)
     for key, value in ranks[0]["values"][-1].items():
         if key != "per_sample_grad/samples":
-            assert value == pytest.approx(float(trainer.callback_metrics[key]), rel=1e-6), key
+            assert value == pytest.approx(float(trainer.callback_metrics[key]), rel=1e-6, nan_ok=True), key
+            assert not math.isnan(value) or key.endswith("noise_scale"), key
 
 
 def test_a_layer_that_one_rank_uses_is_named_on_all(watched):
@@ -208,9 +226,13 @@ def test_a_rank_without_a_capture_counts_no_samples_and_nobody_waits_for_it(watc
     values = ranks[0]["values"][2]
     assert values["per_sample_grad/norm_mean"] == pytest.approx(float(norms.mean()), rel=1e-6)
     assert values["per_sample_grad/nonfinite"] == 0
-    assert not any(math.isnan(value) for values in ranks[0]["values"] for value in values.values())
-    assert ranks[0]["warnings"] == []
-    (text,) = ranks[1]["warnings"]
+    of_mean = ("noise_scale", "diversity", "norm_of_mean")
+    absent = {(n, key) for n, values in enumerate(ranks[0]["values"]) for key in values if math.isnan(values[key])}
+    assert {(n, key) for n, key in absent if not key.endswith("noise_scale")} == {
+        (2, f"per_sample{prefix}/{name}") for prefix in ("_grad", "_2") for name in of_mean[1:]
+    }
+    assert all(text.startswith("noise_scale, diversity of") and UNEQUAL in text for text in ranks[0]["warnings"])
+    (text,) = (text for text in ranks[1]["warnings"] if UNEQUAL not in text)
     assert "batch_size" in text
 
 

@@ -153,7 +153,7 @@ def test_many_parameters_are_listed_in_part(monkeypatch):
 
 
 def test_sums_are_not_computed_unless_gradients_are(results):
-    fit(Penalized(), [PerSampleGradientMonitor()])
+    fit(Penalized(), [PerSampleGradientMonitor(statistics=())])
     assert results == []
 
 
