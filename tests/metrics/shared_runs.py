@@ -16,21 +16,21 @@ from tests.metrics.inputs import CASES, batches, results
 
 SHARES = {  # rows of each batch of 6 that either process gets, in one call each
     "halves": ([[slice(0, 3)]], [[slice(3, 6)]]),
-    "accumulated": ([[slice(0, 2), slice(2, 3)]], [[slice(3, 4), slice(4, 6)]]),
+    "accumulated": ([[slice(0, 2), slice(2, 3), slice(3, 4)]], [[slice(4, 6)]]),
     "unequal": ([[slice(0, 5)]], [[slice(5, 6)]]),
     "none at one step": ([[slice(0, 6)], [slice(0, 2)]], [[slice(0, 0)], [slice(2, 6)]]),
     "one process has none": ([[slice(0, 6)]], [[]]),
 }
 
 
-KINDS = ("finite", "one sample inf", "a step twice")
+KINDS = ("finite", "samples that are not", "a step twice")
 
 
 def given_batches(kind: str):
-    """Batches of which one sample is infinite, or two are the same, as with a learning rate of zero."""
+    """Batches of which samples are not finite, or two are the same, as with a learning rate of zero."""
     given = [*batches(), *batches()]
-    if kind == "one sample inf":
-        given[2][4] = torch.inf
+    if kind == "samples that are not":
+        given[2][4], given[5][0] = torch.nan, torch.inf
     if kind == "a step twice":
         given[3] = given[2]
     return given

@@ -28,7 +28,9 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("share", SHARES)
 def test_two_processes_equal_one(runs, share, kind, name):
     alone = results(add_share(CASES[name].make(), CASES[name], kind, [[slice(0, 6)]], range(8)))
-    if kind == "one sample inf" and name == "signal to noise":  # a call is left out whole, on a process and so alone
+    if (
+        kind == "samples that are not" and name == "signal to noise"
+    ):  # a call is left out whole, on a process and so alone
         shares = [[part for each in own for part in each] for own in zip(*_as_long(SHARES[share]), strict=True)]
         alone = results(add_share(CASES[name].make(), CASES[name], kind, shares, range(8)))
     for run in runs:
