@@ -157,7 +157,7 @@ class StepMetric(PerSampleMetric):
             mean[used],
             skipped=share[skipped].sum(),
             undefined=share[~skipped & ~defined].sum(),
-            nonfinite=nonfinite.sum().long(),
+            nonfinite=nonfinite.sum(),
         )
 
 

@@ -23,7 +23,8 @@ class CosineToMean(PerSampleMetric):
     >>> metric = CosineToMean()
     >>> metric.update(grads @ grads.mean(0), grads.square().sum(1), grads.mean(0).square().sum())
     >>> {name: round(value.item(), 3) for name, value in metric.compute().items()}  # doctest: +NORMALIZE_WHITESPACE
-    {'mean': 0.6, 'std': 0.0, 'min': 0.6, 'max': 0.6, 'opposed': 0.0, 'count': 2, 'undefined': 1, 'nonfinite': 0}
+    {'mean': 0.6, 'std': 0.0, 'min': 0.6, 'max': 0.6, 'opposed': 0.0, 'count': 2.0, 'undefined': 1.0,
+     'nonfinite': 0.0}
 
     A sample is part of the mean it is compared with: with gradients that are independent and of one length, the mean
     cosine of a batch of B samples is about B^-1/2, not 0.
@@ -97,7 +98,8 @@ class CosineToMean(PerSampleMetric):
 
         Returns:
             ``mean``, ``std`` (unbiased), ``min``, ``max``, ``opposed``: the share of samples with a negative cosine,
-            ``count`` of the samples these are of, and the numbers of those left out, ``undefined`` and ``nonfinite``.
+            ``count`` of the samples these are of, and the numbers of those left out, ``undefined`` and ``nonfinite``;
+            each of shape () and of one floating dtype, as the Trainer's loggers take them.
         """
         count, mean, deviations = self.moments
         some = count > 0
@@ -107,7 +109,7 @@ class CosineToMean(PerSampleMetric):
             "min": self.smallest.where(some, math.nan),
             "max": self.largest.where(some, math.nan),
             "opposed": (self.opposed / count).where(some, math.nan),
-            "count": count.long(),
-            "undefined": self.undefined,
-            "nonfinite": self.nonfinite,
+            "count": count,
+            "undefined": self.undefined.to(count.dtype),
+            "nonfinite": self.nonfinite.to(count.dtype),
         }

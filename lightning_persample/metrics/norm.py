@@ -25,7 +25,7 @@ class PerSampleNorm(PerSampleMetric):
     >>> metric.update(torch.tensor([1.0, 2.0]))
     >>> metric.update(torch.tensor([6.0, float("nan")]))
     >>> {name: round(value.item(), 3) for name, value in metric.compute().items()}
-    {'mean': 3.0, 'std': 2.646, 'min': 1.0, 'max': 6.0, 'p50': 2.0, 'count': 3, 'nonfinite': 1}
+    {'mean': 3.0, 'std': 2.646, 'min': 1.0, 'max': 6.0, 'p50': 2.0, 'count': 3.0, 'nonfinite': 1.0}
 
     Each sample counts once, so that it makes no difference how samples are spread over calls and processes; under DDP
     each process gives its own.
@@ -90,7 +90,8 @@ class PerSampleNorm(PerSampleMetric):
 
         Returns:
             ``mean``, ``std`` (unbiased), ``min``, ``max``, a quantile named by percent for each (``p50``), ``count`` of
-            the samples these are of, and ``nonfinite``, the number of those left out.
+            the samples these are of, and ``nonfinite``, the number of those left out; each of shape () and of one
+            floating dtype, as the Trainer's loggers take them.
         """
         count, mean, deviations = self.moments
         some = count > 0
@@ -104,4 +105,4 @@ class PerSampleNorm(PerSampleMetric):
             values = self._joined("values")
             found = quantiles_of_sorted(values[values.isfinite()].sort().values, self.quantiles)
             statistics |= {f"p{100 * q:.10g}": value for q, value in zip(self.quantiles, found, strict=True)}
-        return statistics | {"count": count.long(), "nonfinite": self.nonfinite}
+        return statistics | {"count": count, "nonfinite": self.nonfinite.to(count.dtype)}

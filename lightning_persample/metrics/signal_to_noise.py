@@ -117,7 +117,8 @@ class GradientSignalToNoise(PerSampleMetric):
         """
         with self._synced():
             counts = {"samples": self.samples, "nonfinite": self.nonfinite}
-            return counts | {f"undefined/{group}": ratios.isnan().sum() for group, ratios in self._ratios().items()}
+            counts |= {f"undefined/{group}": ratios.isnan().sum() for group, ratios in self._ratios().items()}
+            return {name: count.to(self.sums.dtype) for name, count in counts.items()}
 
     def _ratios(self) -> dict[str, Tensor]:
         """The ratio of every entry, flat, by group."""

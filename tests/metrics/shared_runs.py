@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torchmetrics import MetricCollection
 
 from lightning_persample.errors import PerSampleError
 from lightning_persample.metrics import GradientNoiseScale
@@ -15,21 +16,21 @@ from tests.metrics.inputs import CASES, batches, results
 
 SHARES = {  # rows of each batch of 6 that either process gets, in one call each
     "halves": ([[slice(0, 3)]], [[slice(3, 6)]]),
-    "accumulated": ([[slice(0, 2), slice(2, 3)]], [[slice(3, 4), slice(4, 6)]]),
+    "accumulated": ([[slice(0, 2), slice(2, 3), slice(3, 4)]], [[slice(4, 6)]]),
     "unequal": ([[slice(0, 5)]], [[slice(5, 6)]]),
     "none at one step": ([[slice(0, 6)], [slice(0, 2)]], [[slice(0, 0)], [slice(2, 6)]]),
     "one process has none": ([[slice(0, 6)]], [[]]),
 }
 
 
-KINDS = ("finite", "one sample inf", "a step twice")
+KINDS = ("finite", "samples that are not", "a step twice")
 
 
 def given_batches(kind: str):
-    """Batches of which one sample is infinite, or two are the same, as with a learning rate of zero."""
+    """Batches of which samples are not finite, or two are the same, as with a learning rate of zero."""
     given = [*batches(), *batches()]
-    if kind == "one sample inf":
-        given[2][4] = torch.inf
+    if kind == "samples that are not":
+        given[2][4], given[5][0] = torch.nan, torch.inf
     if kind == "a step twice":
         given[3] = given[2]
     return given
@@ -56,6 +57,17 @@ def misread() -> str:
     return "nothing"
 
 
+def collected(rows) -> dict[str, float]:
+    """What a collection says whose metrics share their states, after an exchange in between."""
+    chosen = {name: CASES[name] for name in ("cosine", "noise scale", "diversity", "moving noise scale")}
+    collection = MetricCollection({name: case.make() for name, case in chosen.items()})
+    for step, batch in enumerate(given_batches("finite")):
+        collection.update(**CASES["cosine"].arguments(batch[rows], batch))
+        if step == 3:
+            collection.compute()
+    return {name: each.item() for name, each in collection.compute().items()}
+
+
 def main(folder: str) -> None:
     """Save what every metric says on this process, by share and kind of batches."""
     torch.set_num_threads(1)
@@ -76,7 +88,9 @@ def main(folder: str) -> None:
         batch = batches()[0]
         value = metric(**case.arguments(batch[3 * rank : 3 * rank + 3], batch))
         on_step[name] = {key: each.item() for key, each in (value if isinstance(value, dict) else {"": value}).items()}
-    torch.save({"found": found, "on_step": on_step, "misread": misread()}, Path(folder, f"{rank}.pt"))
+    together = collected(slice(3 * rank, 3 * rank + 3))
+    said = {"found": found, "on_step": on_step, "collected": together, "misread": misread()}
+    torch.save(said, Path(folder, f"{rank}.pt"))
     dist.destroy_process_group()
 
 

@@ -152,6 +152,14 @@ def test_an_empty_batch_is_no_step():
     assert metric.counts()["steps"].item() == 2
 
 
+def test_a_step_without_samples_has_no_place_in_an_average():
+    first, last = some_grads(2)
+    metric = metric_of([first], 0.5)
+    metric.update(torch.empty(0), 1.0, batch_size=6)
+    metric.update(*sq_norms(last))
+    assert metric.compute().item() == pytest.approx(metric_of([first, last], 0.5).compute().item(), rel=1e-12)
+
+
 def test_processes_that_misread_the_batch_size_are_told():
     metric = metric_of(some_grads(1))
     metric._sync_dist(lambda parts, group: [parts, parts])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.metrics.inputs import CASES, batches, results
-from tests.metrics.shared_runs import KINDS, SHARES, add_share
+from tests.metrics.shared_runs import KINDS, SHARES, add_share, collected
 from tests.processes import run_ranks
 
 
@@ -28,7 +28,9 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("share", SHARES)
 def test_two_processes_equal_one(runs, share, kind, name):
     alone = results(add_share(CASES[name].make(), CASES[name], kind, [[slice(0, 6)]], range(8)))
-    if kind == "one sample inf" and name == "signal to noise":  # a call is left out whole, on a process and so alone
+    if (
+        kind == "samples that are not" and name == "signal to noise"
+    ):  # a call is left out whole, on a process and so alone
         shares = [[part for each in own for part in each] for own in zip(*_as_long(SHARES[share]), strict=True)]
         alone = results(add_share(CASES[name].make(), CASES[name], kind, shares, range(8)))
     for run in runs:
@@ -42,6 +44,12 @@ def test_forward_may_exchange_at_each_step(runs, name):
     expected = {key: each.item() for key, each in (value if isinstance(value, dict) else {"": value}).items()}
     for run in runs:
         assert run["on_step"][name] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_collection_exchanges_as_its_metrics_do(runs):
+    alone = collected(slice(0, 6))
+    for run in runs:
+        assert run["collected"] == pytest.approx(alone, rel=1e-12)
 
 
 def test_a_share_taken_for_the_whole_batch_is_refused(runs):
