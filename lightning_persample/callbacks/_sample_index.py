@@ -45,6 +45,7 @@ class BatchIndices:
         self._of_batch = callbacks[0].sample_index
         self._followed: Any = None
         self._is_installed = False
+        self._has_warned = False
         self.why_absent = ""
         if self._of_batch is None and any(callback.receives_records() for callback in callbacks):
             self._install()
@@ -69,7 +70,8 @@ class BatchIndices:
             return replace(record, sample_index=tree_unflatten(found, self._followed._spec))
         reasons = [self._why_absent(each, record.batch_size) for each in drawn]
         self.why_absent = "; ".join(dict.fromkeys(reasons)) or "nothing is known of the training data"
-        if not all(each.is_expected for each in drawn):
+        if not self._has_warned and not all(each.is_expected for each in drawn):
+            self._has_warned = True
             warn(f"record.sample_index is None, because {self.why_absent}; {_REMEDY}")
         return record
 
@@ -153,10 +155,14 @@ def _following(kind: Any) -> Any:
         def __reduce_ex__(self, protocol: Any) -> Any:
             plain = kind.__new__(kind)
             vars(plain).update({name: value for name, value in vars(self).items() if name != _LOG})
-            return plain.__reduce_ex__(protocol)
+            return _itself, (plain,)
 
     Following.__name__, Following.__qualname__, Following.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Following
+
+
+def _itself(combined: Any) -> Any:
+    return combined
 
 
 def _index_of(drawn: Drawn, batch_size: int) -> Tensor | list[Any] | None:

@@ -253,6 +253,22 @@ class Follows(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class WithNorms(Follows):
+    """Notes each sample's norm under its index, one sample at a time and in float64, before the step sees the batch."""
+
+    def __init__(self, data=None) -> None:
+        super().__init__(data)
+        self.norms: dict[object, list[float]] = {}
+
+    def on_train_batch_start(self, batch, batch_idx):
+        weight, bias = (parameter.detach().double() for parameter in self.layer.parameters())
+        for inputs, index in zip(batch[0].double(), batch[1], strict=True):
+            slope = torch.sigmoid(weight @ inputs + bias)
+            gradient = torch.cat([(slope * inputs), slope])
+            key = index.item() if isinstance(index, torch.Tensor) else index
+            self.norms.setdefault(key, []).append(float(torch.linalg.vector_norm(gradient)))
+
+
 class ByHand(Follows):
     """Two backward passes on each batch."""
 
@@ -300,3 +316,9 @@ def same(one, other) -> bool:
     if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
+
+
+def ranked(norms):
+    """Rows of index, mean, last and number, largest mean first."""
+    rows = [(index, sum(each) / len(each), each[-1], len(each)) for index, each in norms.items()]
+    return sorted(rows, key=lambda row: -row[1])
