@@ -144,12 +144,10 @@ def _following(kind: Any) -> Any:
 
         def __next__(self) -> Any:
             fetched = super().__next__()
-            vars(self)[_LOG].append(
-                [
-                    why_no_keys(loader) or last_drawn(iterator)
-                    for loader, iterator in zip(self.flattened, self._iterator.iterators, strict=True)
-                ]
-            )
+            loaders, iterators = self.flattened, self._iterator.iterators
+            one_each = len(loaders) == len(iterators)  # not so in mode "sequential", which Lightning refuses later
+            drawn = [why_no_keys(loader) or last_drawn(each) for loader, each in zip(loaders, iterators, strict=False)]
+            vars(self)[_LOG].append(drawn if one_each else [])
             return fetched
 
         def __reduce_ex__(self, protocol: Any) -> Any:

@@ -222,7 +222,7 @@ def _untagging(kind: Any) -> Any:
 def _plain(keys: Any) -> list[Any]:
     """The keys in a list of its own: a sampler may change the one it gave."""
     found = keys.tolist() if hasattr(keys, "tolist") else list(keys)
-    if any(type(key) is not int for key in found):
+    if not set(map(type, found)) <= {int}:
         found = [key.item() if hasattr(key, "item") and not key.shape else key for key in found]
     return found
 

@@ -167,7 +167,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the sums of a checkpoint."""
-        self._loaded_norms = state_dict
+        self._norms, self._loaded_norms = SampleNorms(), state_dict
         self._norms.start_after(state_dict)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

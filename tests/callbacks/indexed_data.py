@@ -25,7 +25,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from tests.callbacks.runs import make_trainer
+from tests.callbacks.runs import Recorder, make_trainer
 
 FEATURES = 3
 Named = namedtuple("Named", ["inputs", "index"])
@@ -322,3 +322,29 @@ def ranked(norms):
     """Rows of index, mean, last and number, largest mean first."""
     rows = [(index, sum(each) / len(each), each[-1], len(each)) for index, each in norms.items()]
     return sorted(rows, key=lambda row: -row[1])
+
+
+def own_index(batch):
+    """What the rows of a batch say of themselves."""
+    if isinstance(batch, dict) and "index" not in batch:
+        return {name: None if part is None else own_index(part) for name, part in batch.items()}
+    index = batch["index"] if isinstance(batch, dict) else batch[1]
+    return index.tolist() if isinstance(index, torch.Tensor) else list(index)
+
+
+def as_lists(index):
+    if isinstance(index, dict):
+        return {name: as_lists(part) for name, part in index.items()}
+    return index.tolist() if isinstance(index, torch.Tensor) else index
+
+
+def watch(make_data, recorder=None, **settings):
+    """A fit without and one with a callback: the same batches, weights and generators; gives batches and records."""
+    recorder = recorder or Recorder(1)
+    plain, weights, states = train(make_data, **settings)
+    watched, weights_beside, states_beside = train(make_data, [recorder], **settings)
+    assert len(plain.batches) > 1
+    assert same(plain.batches, watched.batches)
+    assert weights == weights_beside
+    assert states == states_beside
+    return watched.batches, recorder.records

@@ -36,6 +36,8 @@ BASE = [
     ("batch_size", 0, NONE_OR_POSITIVE),
     ("batch_size", True, NONE_OR_POSITIVE),
     ("batch_size", "8", NONE_OR_POSITIVE),
+    ("sample_index", 0, "None or a callable (batch) -> B ints"),
+    ("sample_index", "index", "None or a callable (batch) -> B ints"),
     ("unsupported", "ignore", "'warn', 'error' or 'vmap'"),
     ("unsupported", None, "'warn', 'error' or 'vmap'"),
 ]
@@ -67,6 +69,8 @@ MONITOR = [
     ("prefix", "grads/", PREFIX),
     ("prefix", None, PREFIX),
     ("prog_bar", "yes", "True or False"),
+    ("worst_samples", 0, NONE_OR_POSITIVE),
+    ("worst_samples", True, NONE_OR_POSITIVE),
 ]
 
 
@@ -109,6 +113,8 @@ def test_allowed_values_are_kept():
         {"autotune": True},
         {"prefix": "other"},
         {"prog_bar": True},
+        {"sample_index": len},
+        {"worst_samples": 3},
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -145,6 +151,7 @@ def test_callbacks_with_state_need_different_settings():
         ("loss_reduction", ("mean", "sum"), ("'mean'", "'sum'")),
         ("batch_dim", (0, 1), ("0", "1")),
         ("batch_size", (None, 8), ("None", "8")),
+        ("sample_index", (None, len), ("None", "<built-in function len>")),
         ("engine", ("expanded", "loop"), ("'expanded'", "'loop'")),
         ("max_memory", (None, 4096), ("None", "4096")),
         ("autotune", (False, True), ("False", "True")),

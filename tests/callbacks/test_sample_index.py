@@ -7,14 +7,13 @@ import pickle
 from contextlib import nullcontext
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_persample.callbacks import PerSampleCallback, _sample_index
-from lightning_persample.errors import OptionError, PerSampleWarning
+from lightning_persample.callbacks._tagged_loader import Drawn, _Tagged
 from tests.callbacks.indexed_data import (
     COMBINED,
     LOADERS,
@@ -22,43 +21,18 @@ from tests.callbacks.indexed_data import (
     ByHand,
     Follows,
     Indexed,
-    Stream,
+    as_lists,
     combined,
-    keep_list,
+    own_index,
     same,
     seed_all,
     train,
+    watch,
 )
 from tests.callbacks.runs import Recorder, make_trainer
 
 # Lightning's advice about workers that are spawned anew in each epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`:UserWarning")
-
-
-def own_index(batch):
-    """What the rows of a batch say of themselves."""
-    if isinstance(batch, dict) and "index" not in batch:
-        return {name: None if part is None else own_index(part) for name, part in batch.items()}
-    index = batch["index"] if isinstance(batch, dict) else batch[1]
-    return index.tolist() if isinstance(index, torch.Tensor) else list(index)
-
-
-def as_lists(index):
-    if isinstance(index, dict):
-        return {name: as_lists(part) for name, part in index.items()}
-    return index.tolist() if isinstance(index, torch.Tensor) else index
-
-
-def watch(make_data, recorder=None, **settings):
-    """A fit without and one with a callback: the same batches, weights and generators; gives batches and records."""
-    recorder = recorder or Recorder(1)
-    plain, weights, states = train(make_data, **settings)
-    watched, weights_beside, states_beside = train(make_data, [recorder], **settings)
-    assert len(plain.batches) > 1
-    assert same(plain.batches, watched.batches)
-    assert weights == weights_beside
-    assert states == states_beside
-    return watched.batches, recorder.records
 
 
 def marked(name):
@@ -186,14 +160,19 @@ def test_data_that_are_made_before_the_fit_starts():
 
 @pytest.mark.parametrize("name", ["shuffled", "2 workers"])
 def test_a_fit_that_is_resumed_in_mid_epoch(name, tmp_path):
+    resume(LOADERS[name], tmp_path)
+
+
+def resume(make_data, tmp_path):
+    """Fits that stop in mid-epoch and go on with another Trainer, with and without a callback."""
     runs = []
     for callbacks in ([], [Recorder(1)]):
         seed_all()
         first, second = Follows(), Follows()
         trainer = make_trainer(callbacks, max_steps=4, max_epochs=-1)
-        trainer.fit(first, LOADERS[name]())
+        trainer.fit(first, make_data())
         trainer.save_checkpoint(tmp_path / "middle.ckpt")
-        make_trainer(callbacks, max_epochs=3).fit(second, LOADERS[name](), ckpt_path=tmp_path / "middle.ckpt")
+        make_trainer(callbacks, max_epochs=3).fit(second, make_data(), ckpt_path=tmp_path / "middle.ckpt")
         assert len(first.batches) == 4
         assert second.batches
         runs.append(first.batches + second.batches)
@@ -266,123 +245,45 @@ def test_a_combined_loader_of_the_user_is_as_before():
     assert list(vars(loader)) == before
 
 
-class GivesNothing(PerSampleCallback):
-    """Receives no records."""
+class Counting(Indexed):
+    """A dataset with a state, which torchdata saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = 0
+
+    def __getitem__(self, key):
+        self.given += 1
+        inputs, index = super().__getitem__(key)
+        return inputs + self.given, index
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
 
 
-@pytest.mark.filterwarnings("ignore:GivesNothing does not override")
-@pytest.mark.parametrize("callback", [GivesNothing(1), Recorder(1, sample_index=lambda batch: batch[1])])
-def test_nothing_is_tagged_where_nobody_asks(callback, monkeypatch):
-    def refuse(loader):
-        raise AssertionError("a loader was tagged")
-
-    monkeypatch.setattr(_sample_index, "TaggedLoader", refuse)
-    train(LOADERS["plain"], [callback])
-
-
-def index_of(*answers):
-    """A callable that gives each of these answers in turn."""
-    left = list(answers)
-    return lambda batch: left.pop(0)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        [3, 1, 2, 0],
-        (3, 1, 2, 0),
-        np.array([3, 1, 2, 0]),
-        torch.tensor([3, 1, 2, 0], dtype=torch.int32),
-        range(3, -1, -1),
-    ],
-    ids=["list", "tuple", "array", "tensor", "range"],
-)
-def test_an_index_of_the_users_own(answer):
-    recorder = Recorder(1, sample_index=lambda batch: answer)
-    train(LOADERS["plain"], [recorder], limit_train_batches=1, max_epochs=1)
-    (record,) = recorder.records
-    assert record.sample_index.dtype == torch.int64
-    assert as_lists(record.sample_index) == list(answer)
-
-
-@pytest.mark.parametrize(
-    ("answer", "got"),
-    [
-        (None, "NoneType"),
-        ("abcd", "str"),
-        ([1, 2, 3], "list of shape (3,) and dtype torch.int64"),
-        ([1.0, 2.0, 3.0, 4.0], "list of shape (4,) and dtype torch.float32"),
-        ([True, False, True, False], "list of shape (4,) and dtype torch.bool"),
-        (torch.zeros(4, 1, dtype=torch.int64), "Tensor of shape (4, 1) and dtype torch.int64"),
-        ([[1], [2, 3], [4], [5]], "list"),
-        (7, "int of shape () and dtype torch.int64"),
-    ],
-)
-def test_an_answer_that_is_no_index_is_an_error(answer, got):
-    with pytest.raises(OptionError) as error:
-        train(LOADERS["plain"], [Recorder(1, sample_index=lambda batch: answer)])
-    assert str(error.value) == (
-        f"sample_index returned {got}, but it must return the index of each sample of the batch: a tensor or a "
-        "sequence of 4 ints"
-    )
-
-
-def half(rows):
-    return keep_list(rows[::2])
-
-
-class OwnIterator(DataLoader):
-    """Gives its batches from a generator."""
-
-    def __iter__(self):
-        yield from super().__iter__()
-
-
-@pytest.mark.parametrize(
-    ("make_data", "why"),
-    [
-        (
-            lambda: DataLoader(Indexed(), 4, collate_fn=half),
-            "the sampler drew 4 rows for a batch of 2 samples (a collate function or a hook of the module adds or "
-            "drops rows)",
-        ),
-        (lambda: OwnIterator(Indexed(), 4), "OwnIterator makes its batches in an iterator of its own"),
-    ],
-    ids=["rows are dropped", "own iterator"],
-)
-def test_where_the_rows_are_not_known_there_is_no_index_and_one_warning(make_data, why):
-    recorder = Recorder(1)
-    with pytest.warns(PerSampleWarning) as caught:
-        train(make_data, [recorder])
-    assert [str(each.message) for each in caught if each.category is PerSampleWarning] == [
-        f"record.sample_index is None, because {why}; pass sample_index=<function of the batch that returns the index "
-        "of each sample> to the callback"
-    ]
-    assert {record.sample_index for record in recorder.records} == {None}
-
-
-@pytest.mark.parametrize(
-    "make_data",
-    [lambda: DataLoader(Stream(), 4), lambda: DataLoader([keep_list([Indexed()[0]] * 4)] * 3, batch_size=None)],
-    ids=["iterable", "whole batches"],
-)
-def test_where_rows_have_no_index_it_is_none_without_a_word(make_data):
-    _, records = watch(make_data)
-    assert {record.sample_index for record in records} == {None}
-
-
-def test_of_several_loaders_one_has_rows_of_another_kind():
-    def data():
-        several = {"rows": DataLoader(Indexed(), 4), "stream": DataLoader(Stream(), 4)}
-        return CombinedLoader(several, "min_size")
-
-    batches, records = watch(data)
-    found = [as_lists(record.sample_index) for record in records]
-    assert found == [{"rows": own_index(batch["rows"]), "stream": None} for batch in batches]
-
-
-def test_a_stateful_loader_of_torchdata():
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_of_torchdata(workers, tmp_path):
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    for workers in (0, 2):
-        batches, records = watch(lambda workers=workers: stateful(Indexed(), 4, shuffle=True, num_workers=workers))
-        assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
+
+    def make_data():
+        return stateful(Counting(), 4, shuffle=True, num_workers=workers)
+
+    batches, records = watch(make_data)
+    assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
+    resume(make_data, tmp_path)
+
+
+def test_a_tagged_batch_in_pinned_memory_is_the_users_pinned_batch(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *device: tensor + 1)
+    tagged = pin_memory(_Tagged({"a": [torch.zeros(2)], "b": "text"}, Drawn([3, 4])))
+    assert same(tagged.batch, pin_memory({"a": [torch.zeros(2)], "b": "text"}))
+    assert tagged.drawn.keys == [3, 4]
+
+
+def test_lightning_still_refuses_what_it_refuses():
+    with pytest.raises(ValueError, match="does not support the `CombinedLoader"):
+        train(lambda: combined("sequential", endless=LOADERS["endless"]()), [Recorder(1)])

@@ -99,6 +99,21 @@ def test_the_state_is_made_of_tensors_and_plain_containers(tmp_path):
         assert other.worst(100) == monitor.worst(100)
 
 
+class WithTest(WithNorms):
+    def test_step(self, batch, batch_idx):
+        pass
+
+
+def test_a_checkpoint_that_is_tested_is_not_counted_twice(tmp_path):
+    monitor, module = PerSampleGradientMonitor(1), WithTest()
+    trainer = make_trainer([monitor], max_epochs=2)
+    trainer.fit(module, LOADERS["plain"]())
+    worst = monitor.worst(100)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    trainer.test(module, LOADERS["plain"](), ckpt_path=tmp_path / "end.ckpt", verbose=False)
+    assert monitor.worst(100) == worst
+
+
 class WithLBFGS(WithNorms):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.01, max_iter=3)
