@@ -112,12 +112,12 @@ class SampleNorms:
         if batch is not None and self._waiting and self._waiting[-1][0] == batch:
             self._waiting.pop()
         elif len(self._waiting) >= _TOGETHER:
-            self._settle()
+            self.settle()
         self._waiting.append((batch, index, record.norms()))
 
     def state(self) -> dict[str, Any]:
         """All of it in tensors and plain containers; empty if there is no sample."""
-        self._settle()
+        self.settle()
         count = len(self._places)
         if count == 0:
             return {}
@@ -135,7 +135,7 @@ class SampleNorms:
         Args:
             state: its `state`.
         """
-        self._settle()
+        self.settle()
         if not state:
             return
         index = state["index"]
@@ -207,8 +207,8 @@ class SampleNorms:
             samples=len(index),
         )
 
-    def _settle(self) -> None:
-        """Take in what waits on the device."""
+    def settle(self) -> None:
+        """Take in what waits on the device; cheap where it was just waited for."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return

@@ -311,6 +311,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             metrics |= named
             if step is not None:
                 samples |= dict.fromkeys(named, step.samples)
+        self._norms.settle()
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logging_step(trainer))
         shown = {f"{part.prefix}/norm_mean" for part in self._parts} if self.prog_bar else set()
