@@ -46,6 +46,7 @@ class BatchIndices:
         self._followed: Any = None
         self._is_installed = False
         self._has_warned = False
+        self._why_not_followed = "the training data were made before the callbacks' setup"
         self.why_absent = ""
         if self._of_batch is None and any(callback.receives_records() for callback in callbacks):
             self._install()
@@ -64,12 +65,12 @@ class BatchIndices:
         """
         if self._of_batch is not None:
             return replace(record, sample_index=_checked(self._of_batch(batch), record.batch_size))
-        drawn = self._of_current_batch()
+        drawn = self._of_current_batch() or [Drawn(None, self._why_not_followed)]
         found = [_index_of(each, record.batch_size) for each in drawn]
         if any(index is not None for index in found):
             return replace(record, sample_index=tree_unflatten(found, self._followed._spec))
         reasons = [self._why_absent(each, record.batch_size) for each in drawn]
-        self.why_absent = "; ".join(dict.fromkeys(reasons)) or "nothing is known of the training data"
+        self.why_absent = "; ".join(dict.fromkeys(reasons))
         if not self._has_warned and not all(each.is_expected for each in drawn):
             self._has_warned = True
             warn(f"record.sample_index is None, because {self.why_absent}; {_REMEDY}")
@@ -86,7 +87,7 @@ class BatchIndices:
         # Lightning calls it when the training data are complete, right before it makes their iterators.
         before_iterators = getattr(self._trainer.fit_loop, "_load_combined_loader_states", None)
         if before_iterators is None:
-            self.why_absent = "this version of lightning makes its iterators in another way"
+            self._why_not_followed = "this version of lightning makes its iterators in another way"
             return
 
         def follow() -> None:

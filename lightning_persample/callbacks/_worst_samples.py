@@ -102,7 +102,7 @@ class SampleNorms:
             self._why_absent = "no parameter has a per-sample gradient"
             return
         index = record.sample_index
-        if not isinstance(index, (Tensor, list)):
+        if not _is_of_one_loader(index):
             several = "there are several train dataloaders, and a sample is made of a row of each"
             self._why_absent = why_absent if index is None else several
             return
@@ -271,6 +271,12 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows(rows)
+
+
+def _is_of_one_loader(index: Any) -> bool:
+    if isinstance(index, list):  # of keys, or one for each of several loaders
+        return not any(each is None or isinstance(each, (Tensor, list, dict)) for each in index)
+    return isinstance(index, Tensor)
 
 
 def _are_hashable(keys: list[Any]) -> bool:

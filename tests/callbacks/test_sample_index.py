@@ -73,6 +73,16 @@ def test_several_loaders_have_an_index_each(mode, workers):
     assert bool(exhausted) == (mode == "max_size")
 
 
+def test_the_index_of_nested_loaders_has_the_structure_of_the_batch():
+    def data():
+        return {"a": [LOADERS["shuffled"](), LOADERS["plain"]()], "b": LOADERS["own generator"]()}
+
+    batches, records = watch(data)
+    for batch, record in zip(batches, records, strict=True):
+        assert [each.tolist() for each in record.sample_index["a"]] == [own_index(part) for part in batch["a"]]
+        assert record.sample_index["b"].tolist() == own_index(batch["b"])
+
+
 @pytest.mark.parametrize("engine", ["expanded", "vmap", "loop"])
 def test_every_engine(engine):
     batches, records = watch(LOADERS["shuffled"], Recorder(1, engine=engine))

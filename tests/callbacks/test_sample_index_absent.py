@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -106,6 +107,23 @@ def test_where_the_rows_are_not_known_there_is_no_index_and_one_warning(make_dat
         f"record.sample_index is None, because {why}; pass sample_index=<function of the batch that returns the index "
         "of each sample> to the callback"
     ]
+    assert {record.sample_index for record in recorder.records} == {None}
+
+
+class AsksTooEarly(L.LightningDataModule):
+    """Has the data made before any callback is set up."""
+
+    def setup(self, stage):
+        assert self.trainer.estimated_stepping_batches > 1
+
+    def train_dataloader(self):
+        return LOADERS["plain"]()
+
+
+def test_data_that_are_made_too_early_have_no_index_and_a_warning():
+    recorder = Recorder(1)
+    with pytest.warns(PerSampleWarning, match="the training data were made before the callbacks' setup; pass sample_"):
+        train(AsksTooEarly, [recorder])
     assert {record.sample_index for record in recorder.records} == {None}
 
 

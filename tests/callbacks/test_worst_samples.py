@@ -219,9 +219,14 @@ class Batches:
             1,
             "there are several train dataloaders, and a sample is made of a row of each",
         ),
+        (
+            lambda: [DataLoader(Indexed(), 4), DataLoader(Indexed(), 4)],
+            1,
+            "there are several train dataloaders, and a sample is made of a row of each",
+        ),
         (LOADERS["plain"], 100, "no step was captured yet"),
     ],
-    ids=["stream", "no loader", "several", "nothing captured"],
+    ids=["stream", "no loader", "several", "a list", "nothing captured"],
 )
 def test_without_an_index_the_error_says_why(make_data, every, why):
     monitor = PerSampleGradientMonitor(every)
