@@ -45,6 +45,8 @@ class BatchIndices:
         self._of_batch = callbacks[0].sample_index
         self._followed: Any = None
         self._is_installed = False
+        self._has_warned = False
+        self._why_not_followed = "the training data were made before the callbacks' setup"
         self.why_absent = ""
         if self._of_batch is None and any(callback.receives_records() for callback in callbacks):
             self._install()
@@ -63,13 +65,14 @@ class BatchIndices:
         """
         if self._of_batch is not None:
             return replace(record, sample_index=_of_samples(_checked(self._of_batch(batch), record.batch_size), record))
-        drawn = self._of_current_batch()
+        drawn = self._of_current_batch() or [Drawn(None, self._why_not_followed)]
         found = [_of_samples(_index_of(each, record.batch_size), record) for each in drawn]
         if any(index is not None for index in found):
             return replace(record, sample_index=tree_unflatten(found, self._followed._spec))
         reasons = [self._why_absent(each, record.batch_size) for each in drawn]
-        self.why_absent = "; ".join(dict.fromkeys(reasons)) or "nothing is known of the training data"
-        if not all(each.is_expected for each in drawn):
+        self.why_absent = "; ".join(dict.fromkeys(reasons))
+        if not self._has_warned and not all(each.is_expected for each in drawn):
+            self._has_warned = True
             warn(f"record.sample_index is None, because {self.why_absent}; {_REMEDY}")
         return record
 
@@ -84,7 +87,7 @@ class BatchIndices:
         # Lightning calls it when the training data are complete, right before it makes their iterators.
         before_iterators = getattr(self._trainer.fit_loop, "_load_combined_loader_states", None)
         if before_iterators is None:
-            self.why_absent = "this version of lightning makes its iterators in another way"
+            self._why_not_followed = "this version of lightning makes its iterators in another way"
             return
 
         def follow() -> None:
@@ -142,21 +145,23 @@ def _following(kind: Any) -> Any:
 
         def __next__(self) -> Any:
             fetched = super().__next__()
-            vars(self)[_LOG].append(
-                [
-                    why_no_keys(loader) or last_drawn(iterator)
-                    for loader, iterator in zip(self.flattened, self._iterator.iterators, strict=True)
-                ]
-            )
+            loaders, iterators = self.flattened, self._iterator.iterators
+            one_each = len(loaders) == len(iterators)  # not so in mode "sequential", which Lightning refuses later
+            drawn = [why_no_keys(loader) or last_drawn(each) for loader, each in zip(loaders, iterators, strict=False)]
+            vars(self)[_LOG].append(drawn if one_each else [])
             return fetched
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             plain = kind.__new__(kind)
             vars(plain).update({name: value for name, value in vars(self).items() if name != _LOG})
-            return plain.__reduce_ex__(protocol)
+            return _itself, (plain,)
 
     Following.__name__, Following.__qualname__, Following.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Following
+
+
+def _itself(combined: Any) -> Any:
+    return combined
 
 
 def _index_of(drawn: Drawn, batch_size: int) -> Tensor | list[Any] | None:

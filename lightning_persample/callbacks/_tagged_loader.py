@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lightning_persample.callbacks._row_order import RowOrder
+
 __all__ = ["Drawn", "TaggedLoader", "last_drawn", "why_no_keys"]
 
 _REPLACED = ("dataset", "collate_fn", "worker_init_fn")
@@ -170,10 +172,15 @@ class _KeyedCollate:
     def __init__(self, collate: Callable[[Any], Any], is_automatic: bool) -> None:
         self._collate = collate
         self._is_automatic = is_automatic
+        self._order = RowOrder(collate)
 
     def __call__(self, given: _Rows) -> _Tagged:
-        drawn = Drawn(given.keys) if self._is_automatic else _of_one_item(given.keys)
-        return _Tagged(self._collate(given.rows), drawn)
+        if not self._is_automatic:
+            return _Tagged(self._collate(given.rows), _of_one_item(given.keys))
+        columns = self._order.start(given.rows)
+        batch = self._collate(given.rows)
+        why = self._order.why_lost(columns, batch)
+        return _Tagged(batch, Drawn(None, why) if why else Drawn(given.keys))
 
 
 class _ShowsOwnDataset:
@@ -215,7 +222,7 @@ def _untagging(kind: Any) -> Any:
 def _plain(keys: Any) -> list[Any]:
     """The keys in a list of its own: a sampler may change the one it gave."""
     found = keys.tolist() if hasattr(keys, "tolist") else list(keys)
-    if any(type(key) is not int for key in found):
+    if not set(map(type, found)) <= {int}:
         found = [key.item() if hasattr(key, "item") and not key.shape else key for key in found]
     return found
 

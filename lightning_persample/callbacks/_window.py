@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_persample.callbacks._mean_gradient import DEVICES_DIFFER, MeanGradient, is_known
+from lightning_persample.callbacks._mean_gradient import DEVICES_DIFFER, UNEQUAL, MeanGradient, is_known
 from lightning_persample.callbacks._step_norms import CapturedBatch, StepNorms
 from lightning_persample.engine import PerSampleRecord
 
@@ -44,6 +44,7 @@ class Window:
     ) -> None:
         self._depth, self._groups, self._mean = depth, tuple(groups), mean
         self._keeps = bool({"cosine_to_mean", "signal_to_noise"} & set(statistics)) and mean is not None
+        self._has_said, self._unknown_steps = False, 0
         self._cosines, self._ratios = "cosine_to_mean" in statistics, "signal_to_noise" in statistics
         self.start()
 
@@ -57,10 +58,14 @@ class Window:
             self._mean.start()
 
     def why_unknown(self, step: StepNorms) -> str:
-        """Why the mean gradient of a step is not known, or "" where it is or is not asked for."""
-        if self._mean is None or is_known(step.gradient):
+        """Why the mean gradient of a logged step is not known, once in a fit, or "" where there is nothing to say."""
+        if self._mean is None or self._has_said:
             return ""
-        return self._mean.reason or DEVICES_DIFFER
+        reason = "" if is_known(step.gradient) else self._mean.reason or DEVICES_DIFFER
+        self._unknown_steps = self._unknown_steps + 1 if reason else 0
+        # The last batch of an epoch is often a smaller one, which alone is nothing to warn of.
+        self._has_said = bool(reason) and (reason not in (UNEQUAL, DEVICES_DIFFER) or self._unknown_steps > 1)
+        return reason if self._has_said else ""
 
     def before_backward(self, batch_idx: int) -> None:
         """A backward of a batch that is captured begins."""

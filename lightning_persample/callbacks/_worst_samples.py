@@ -104,7 +104,7 @@ class SampleNorms:
             self._why_absent = "no parameter has a per-sample gradient"
             return
         index = record.sample_index
-        if not isinstance(index, (Tensor, list)):
+        if not _is_of_one_loader(index):
             several = "there are several train dataloaders, and a sample is made of a row of each"
             self._why_absent = why_absent if index is None else several
             return
@@ -114,12 +114,12 @@ class SampleNorms:
         if batch is not None and self._waiting and self._waiting[-1][0] == batch:
             self._waiting.pop()
         elif len(self._waiting) >= _TOGETHER:
-            self._settle()
+            self.settle()
         self._waiting.append((batch, index, record.norms()))
 
     def state(self) -> dict[str, Any]:
         """All of it in tensors and plain containers; empty if there is no sample."""
-        self._settle()
+        self.settle()
         count = len(self._places)
         if count == 0:
             return {}
@@ -137,7 +137,7 @@ class SampleNorms:
         Args:
             state: its `state`.
         """
-        self._settle()
+        self.settle()
         if not state:
             return
         index = state["index"]
@@ -209,8 +209,8 @@ class SampleNorms:
             samples=len(index),
         )
 
-    def _settle(self) -> None:
-        """Take in what waits on the device."""
+    def settle(self) -> None:
+        """Take in what waits on the device; cheap where it was just waited for."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -278,6 +278,12 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows(rows)
+
+
+def _is_of_one_loader(index: Any) -> bool:
+    if isinstance(index, list):  # of keys, or one for each of several loaders
+        return not any(each is None or isinstance(each, (Tensor, list, dict)) for each in index)
+    return isinstance(index, Tensor)
 
 
 def _are_hashable(keys: list[Any]) -> bool:

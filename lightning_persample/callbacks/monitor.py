@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_persample.callbacks._logged_values import log_metrics, show_means
 from lightning_persample.callbacks._logger_media import log_histogram
-from lightning_persample.callbacks._mean_gradient import DEVICES_DIFFER, UNEQUAL, MeanGradient
+from lightning_persample.callbacks._mean_gradient import MeanGradient
 from lightning_persample.callbacks._optimizer_steps import names_by_optimizer
 from lightning_persample.callbacks._options import (
     are_quantiles,
@@ -180,8 +180,6 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._joined: NormsOfAllProcesses | None = None
         self._of_all: list[StepNorms] | None = None
         self._loaded_averages: dict[str, Any] = {}
-        self._has_warned = False
-        self._unknown_steps = 0
 
     def _settings(self) -> dict[str, Any]:
         names = ("per_layer", "quantiles", "statistics", "histogram", "prefix", "prog_bar", "worst_samples")
@@ -219,8 +217,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the sums and averages of a checkpoint."""
-        self._loaded_norms, self._loaded_averages = state_dict["samples"], state_dict["noise_scale"]
+        self._norms, self._loaded_norms = SampleNorms(), state_dict["samples"]
         self._norms.start_after(self._loaded_norms)
+        self._loaded_averages = state_dict["noise_scale"]
         for part in self._parts:
             part.statistics.load_state_dict(self._loaded_averages.get(part.prefix, []))
 
@@ -256,7 +255,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         for part in self._parts:
             part.statistics.load_state_dict(self._loaded_averages.get(part.prefix, []))
         mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size) if chosen else None
-        self._window, self._has_warned = Window(self.per_layer, groups[0], mean, chosen), False
+        self._window = Window(self.per_layer, groups[0], mean, chosen)
         together = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
         captured = together and why_unsupported(trainer, pl_module) is None
         self._joined, self._of_all = NormsOfAllProcesses() if captured else None, None
@@ -371,6 +370,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             metrics |= named
             if step is not None:
                 samples |= dict.fromkeys(named, step.samples)
+        self._norms.settle()
         log_metrics(trainer, pl_module, metrics, samples, step=logging_step(trainer))
         if self.histogram:
             for place, step in steps.items():
@@ -383,10 +383,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             first = next(each for each in _monitors(trainer) if each.prog_bar)
             show_means(trainer, "norm_mean" if self is first else f"{self.prefix}/norm_mean", norms)
         reason = "" if self._window is None else self._window.why_unknown(steps[min(steps)])
-        self._unknown_steps = self._unknown_steps + 1 if reason else 0
-        # The last batch of an epoch is often a smaller one, which alone is nothing to warn of.
-        if reason and not self._has_warned and (reason not in (UNEQUAL, DEVICES_DIFFER) or self._unknown_steps > 1):
-            self._has_warned = True
+        if reason:
             text = f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}"
             warnings.warn(f"{text}; statistics=() leaves them out", PerSampleWarning, stacklevel=2)
 

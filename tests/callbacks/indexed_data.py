@@ -25,7 +25,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from tests.callbacks.runs import make_trainer
+from tests.callbacks.runs import Recorder, make_trainer
 
 FEATURES = 3
 Named = namedtuple("Named", ["inputs", "index"])
@@ -239,6 +239,8 @@ class Follows(L.LightningModule):
     def loss(self, batch):
         if isinstance(batch, dict) and "inputs" not in batch:
             return sum(self.loss(part) for part in batch.values() if part is not None)
+        if isinstance(batch[0], (list, tuple)) and type(batch) is not Named:
+            return sum(map(self.loss, batch))
         inputs = batch["inputs"] if isinstance(batch, dict) else batch[0]
         return F.softplus(self.layer(inputs)).mean()
 
@@ -251,6 +253,22 @@ class Follows(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class WithNorms(Follows):
+    """Notes each sample's norm under its index, one sample at a time and in float64, before the step sees the batch."""
+
+    def __init__(self, data=None) -> None:
+        super().__init__(data)
+        self.norms: dict[object, list[float]] = {}
+
+    def on_train_batch_start(self, batch, batch_idx):
+        weight, bias = (parameter.detach().double() for parameter in self.layer.parameters())
+        for inputs, index in zip(batch[0].double(), batch[1], strict=True):
+            slope = torch.sigmoid(weight @ inputs + bias)
+            gradient = torch.cat([(slope * inputs), slope])
+            key = index.item() if isinstance(index, torch.Tensor) else index
+            self.norms.setdefault(key, []).append(float(torch.linalg.vector_norm(gradient)))
 
 
 class ByHand(Follows):
@@ -300,3 +318,35 @@ def same(one, other) -> bool:
     if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
+
+
+def ranked(norms):
+    """Rows of index, mean, last and number, largest mean first."""
+    rows = [(index, sum(each) / len(each), each[-1], len(each)) for index, each in norms.items()]
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def own_index(batch):
+    """What the rows of a batch say of themselves."""
+    if isinstance(batch, dict) and "index" not in batch:
+        return {name: None if part is None else own_index(part) for name, part in batch.items()}
+    index = batch["index"] if isinstance(batch, dict) else batch[1]
+    return index.tolist() if isinstance(index, torch.Tensor) else list(index)
+
+
+def as_lists(index):
+    if isinstance(index, dict):
+        return {name: as_lists(part) for name, part in index.items()}
+    return index.tolist() if isinstance(index, torch.Tensor) else index
+
+
+def watch(make_data, recorder=None, **settings):
+    """A fit without and one with a callback: the same batches, weights and generators; gives batches and records."""
+    recorder = recorder or Recorder(1)
+    plain, weights, states = train(make_data, **settings)
+    watched, weights_beside, states_beside = train(make_data, [recorder], **settings)
+    assert len(plain.batches) > 1
+    assert same(plain.batches, watched.batches)
+    assert weights == weights_beside
+    assert states == states_beside
+    return watched.batches, recorder.records

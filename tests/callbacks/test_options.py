@@ -36,6 +36,8 @@ BASE = [
     ("batch_size", 0, NONE_OR_POSITIVE),
     ("batch_size", True, NONE_OR_POSITIVE),
     ("batch_size", "8", NONE_OR_POSITIVE),
+    ("sample_index", 0, "None or a callable (batch) -> B ints"),
+    ("sample_index", "index", "None or a callable (batch) -> B ints"),
     ("unsupported", "ignore", "'warn', 'error' or 'vmap'"),
     ("unsupported", None, "'warn', 'error' or 'vmap'"),
 ]
@@ -69,6 +71,8 @@ MONITOR = [
     ("prog_bar", "yes", "True or False"),
     ("histogram", "yes", "True or False"),
     ("histogram", None, "True or False"),
+    ("worst_samples", 0, NONE_OR_POSITIVE),
+    ("worst_samples", True, NONE_OR_POSITIVE),
 ]
 
 
@@ -112,6 +116,8 @@ def test_allowed_values_are_kept():
         {"prefix": "other"},
         {"prog_bar": True},
         {"histogram": True},
+        {"sample_index": len},
+        {"worst_samples": 3},
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -148,6 +154,7 @@ def test_callbacks_with_state_need_different_settings():
         ("loss_reduction", ("mean", "sum"), ("'mean'", "'sum'")),
         ("batch_dim", (0, 1), ("0", "1")),
         ("batch_size", (None, 8), ("None", "8")),
+        ("sample_index", (None, len), ("None", "<built-in function len>")),
         ("engine", ("expanded", "loop"), ("'expanded'", "'loop'")),
         ("max_memory", (None, 4096), ("None", "4096")),
         ("autotune", (False, True), ("False", "True")),

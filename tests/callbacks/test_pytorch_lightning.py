@@ -64,6 +64,7 @@ def test_a_trainer_of_the_other_name(kind, engine, tmp_path):
         assert torch.equal(value, watched.state_dict()[name]), name
     assert not {"training_step", "backward", "manual_backward"} & vars(watched).keys()
     assert len(recorder.records) == 3
+    assert [record.sample_index.tolist() for record in recorder.records] == torch.arange(24).view(3, 8).tolist()
 
     torch.manual_seed(0)
     _, expected = loop_per_sample_grads(kind(), lambda m, x, y: F.cross_entropy(m.network(x), y), *next(iter(loader())))

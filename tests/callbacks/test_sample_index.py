@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from contextlib import nullcontext
+
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from tests.callbacks.indexed_data import COMBINED, LOADERS, PARTS, ByHand, combined, same, train
-from tests.callbacks.runs import Recorder
+from lightning_persample.callbacks._tagged_loader import Drawn, _Tagged
+from tests.callbacks.indexed_data import (
+    COMBINED,
+    LOADERS,
+    PARTS,
+    ByHand,
+    Follows,
+    Indexed,
+    as_lists,
+    combined,
+    own_index,
+    same,
+    seed_all,
+    train,
+    watch,
+)
+from tests.callbacks.runs import Recorder, make_trainer
 
 # Lightning's advice about workers that are spawned anew in each epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`:UserWarning")
-
-
-def own_index(batch):
-    """What the rows of a batch say of themselves."""
-    if isinstance(batch, dict) and "index" not in batch:
-        return {name: None if part is None else own_index(part) for name, part in batch.items()}
-    index = batch["index"] if isinstance(batch, dict) else batch[1]
-    return index.tolist() if isinstance(index, torch.Tensor) else list(index)
-
-
-def as_lists(index):
-    if isinstance(index, dict):
-        return {name: as_lists(part) for name, part in index.items()}
-    return index.tolist() if isinstance(index, torch.Tensor) else index
-
-
-def watch(make_data, recorder=None, **settings):
-    """A fit without and one with a callback: the same batches, weights and generators; gives batches and records."""
-    recorder = recorder or Recorder(1)
-    plain, weights, states = train(make_data, **settings)
-    watched, weights_beside, states_beside = train(make_data, [recorder], **settings)
-    assert len(plain.batches) > 1
-    assert same(plain.batches, watched.batches)
-    assert weights == weights_beside
-    assert states == states_beside
-    return watched.batches, recorder.records
 
 
 def marked(name):
@@ -76,6 +73,16 @@ def test_several_loaders_have_an_index_each(mode, workers):
     assert bool(exhausted) == (mode == "max_size")
 
 
+def test_the_index_of_nested_loaders_has_the_structure_of_the_batch():
+    def data():
+        return {"a": [LOADERS["shuffled"](), LOADERS["plain"]()], "b": LOADERS["own generator"]()}
+
+    batches, records = watch(data)
+    for batch, record in zip(batches, records, strict=True):
+        assert [each.tolist() for each in record.sample_index["a"]] == [own_index(part) for part in batch["a"]]
+        assert record.sample_index["b"].tolist() == own_index(batch["b"])
+
+
 @pytest.mark.parametrize("engine", ["expanded", "vmap", "loop"])
 def test_every_engine(engine):
     batches, records = watch(LOADERS["shuffled"], Recorder(1, engine=engine))
@@ -86,3 +93,207 @@ def test_manual_optimization_has_one_index_for_each_backward():
     batches, records = watch(LOADERS["shuffled"], kind=ByHand)
     found = [(record.backward_index, as_lists(record.sample_index)) for record in records]
     assert found == [(backward, own_index(batch)) for batch in batches for backward in (0, 1)]
+
+
+class WithReloads(L.LightningDataModule):
+    """Has other data in each epoch."""
+
+    def train_dataloader(self):
+        return DataLoader(Indexed(12, 100 * self.trainer.current_epoch), 4, shuffle=True)
+
+
+SETTINGS = {
+    "accumulation": {"accumulate_grad_batches": 3},
+    "limit_train_batches": {"limit_train_batches": 3},
+    "a share of the batches": {"limit_train_batches": 0.5},
+    "overfit_batches": {"overfit_batches": 2, "limit_train_batches": None},
+    "fast_dev_run": {"fast_dev_run": 3},
+    "max_steps": {"max_steps": 8, "max_epochs": -1},
+}
+
+
+@pytest.mark.parametrize("name", ["plain", "shuffled", "2 workers", "batch_sampler without a length"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
+def test_settings_of_the_trainer(setting, name):
+    if setting == "a share of the batches" and "without" in name:
+        pytest.skip("a share of what has no length")
+    batches, records = watch(LOADERS[name], **SETTINGS[setting])
+    assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
+
+
+def test_only_captured_batches_are_looked_at():
+    batches, records = watch(LOADERS["shuffled"], Recorder(3), max_epochs=3)
+    assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches[2::3]]
+
+
+class Validates(Follows):
+    """Looks into its training data in between, too."""
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            next(iter(self.trainer.train_dataloader))
+
+    def val_dataloader(self):
+        return DataLoader(Indexed(8, 1000), 4)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        next(iter(self.trainer.train_dataloader))
+
+
+@pytest.mark.parametrize("name", ["shuffled", "2 workers", "batch_sampler without a length"])
+def test_validation_in_mid_epoch_and_other_iterators_of_the_same_loader(name):
+    batches, records = watch(LOADERS[name], kind=Validates, val_check_interval=2, num_sanity_val_steps=1)
+    assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_data_that_are_made_anew(every):
+    batches, records = watch(WithReloads, reload_dataloaders_every_n_epochs=every, max_epochs=4)
+    found = [[index % 100 for index in own_index(batch)] for batch in batches]
+    assert [as_lists(record.sample_index) for record in records] == found
+    assert max(max(own_index(batch)) for batch in batches) >= 200
+
+
+class AsksForSteps(Follows):
+    """Has its data made before the fit starts, as schedulers do."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches > 1
+        return super().configure_optimizers()
+
+
+def test_data_that_are_made_before_the_fit_starts():
+    batches, records = watch(LOADERS["shuffled"], kind=AsksForSteps, limit_train_batches=None)
+    assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("name", ["shuffled", "2 workers"])
+def test_a_fit_that_is_resumed_in_mid_epoch(name, tmp_path):
+    resume(LOADERS[name], tmp_path)
+
+
+def resume(make_data, tmp_path):
+    """Fits that stop in mid-epoch and go on with another Trainer, with and without a callback."""
+    runs = []
+    for callbacks in ([], [Recorder(1)]):
+        seed_all()
+        first, second = Follows(), Follows()
+        trainer = make_trainer(callbacks, max_steps=4, max_epochs=-1)
+        trainer.fit(first, make_data())
+        trainer.save_checkpoint(tmp_path / "middle.ckpt")
+        make_trainer(callbacks, max_epochs=3).fit(second, make_data(), ckpt_path=tmp_path / "middle.ckpt")
+        assert len(first.batches) == 4
+        assert second.batches
+        runs.append(first.batches + second.batches)
+    assert same(*runs)
+    assert [as_lists(record.sample_index) for record in callbacks[0].records] == [own_index(each) for each in runs[1]]
+
+
+def test_two_fits_of_one_trainer_and_two_trainers_with_one_loader():
+    loader, recorder = LOADERS["2 workers, persistent"](), Recorder(1)
+    module, trainer = Follows(), make_trainer([recorder], max_epochs=1)
+    trainer.fit(module, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader)
+    make_trainer([recorder]).fit(module, loader)
+    assert len(module.batches) == 18
+    assert [as_lists(record.sample_index) for record in recorder.records] == [own_index(b) for b in module.batches]
+
+
+def traces(loader, trainer):
+    """Everything that a fit could change in the loader and around it."""
+    combined = trainer.fit_loop._combined_loader
+    kinds = type(loader), type(loader.dataset), type(combined)
+    return kinds, loader._iterator, list(vars(loader)), list(vars(combined)), sorted(vars(trainer.fit_loop))
+
+
+class Looks(Follows):
+    """Its training data are what was passed, during the fit, too, and can be copied."""
+
+    def training_step(self, batch, batch_idx):
+        loader = self.trainer.train_dataloader
+        assert type(loader) is DataLoader
+        assert type(loader.dataset) is Indexed
+        assert loader.collate_fn is default_collate
+        combined = self.trainer.fit_loop._combined_loader
+        assert isinstance(combined, CombinedLoader)
+        if batch_idx == 0:
+            for other in (copy.deepcopy(combined), pickle.loads(pickle.dumps(combined))):
+                assert type(other) is CombinedLoader
+                assert len(list(other)) == 6
+        return super().training_step(batch, batch_idx)
+
+
+class Stops(Looks):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise RuntimeError("a mistake in training_step")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [Looks, Stops])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_and_dataset_are_as_before(kind, workers):
+    found = []
+    for callbacks in ([], [Recorder(1)]):
+        seed_all()
+        loader, trainer = DataLoader(Indexed(), 4, num_workers=workers), make_trainer(callbacks, max_epochs=2)
+        before = dict(vars(loader)), dict(vars(loader.dataset))
+        with pytest.raises(RuntimeError, match="a mistake") if kind is Stops else nullcontext():
+            trainer.fit(kind(), loader)
+        assert before == (vars(loader), vars(loader.dataset))
+        found.append(traces(loader, trainer))
+    assert found[0] == found[1]
+
+
+def test_a_combined_loader_of_the_user_is_as_before():
+    loader = combined("min_size")
+    before = list(vars(loader))
+    train(lambda: loader, [Recorder(1)])
+    assert type(loader) is CombinedLoader
+    assert list(vars(loader)) == before
+
+
+class Counting(Indexed):
+    """A dataset with a state, which torchdata saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = 0
+
+    def __getitem__(self, key):
+        self.given += 1
+        inputs, index = super().__getitem__(key)
+        return inputs + self.given, index
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_of_torchdata(workers, tmp_path):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def make_data():
+        return stateful(Counting(), 4, shuffle=True, num_workers=workers)
+
+    batches, records = watch(make_data)
+    assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
+    resume(make_data, tmp_path)
+
+
+def test_a_tagged_batch_in_pinned_memory_is_the_users_pinned_batch(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *device: tensor + 1)
+    tagged = pin_memory(_Tagged({"a": [torch.zeros(2)], "b": "text"}, Drawn([3, 4])))
+    assert same(tagged.batch, pin_memory({"a": [torch.zeros(2)], "b": "text"}))
+    assert tagged.drawn.keys == [3, 4]
+
+
+def test_lightning_still_refuses_what_it_refuses():
+    with pytest.raises(ValueError, match="does not support the `CombinedLoader"):
+        train(lambda: combined("sequential", endless=LOADERS["endless"]()), [Recorder(1)])

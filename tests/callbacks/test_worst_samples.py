@@ -16,44 +16,19 @@ from lightning_persample.errors import OptionError, PerSampleWarning, Unsupporte
 from tests.callbacks.indexed_data import (
     LOADERS,
     ByHand,
-    Follows,
     Indexed,
     Stream,
+    WithNorms,
     combined,
+    ranked,
     seed_all,
     train,
 )
 from tests.callbacks.runs import make_trainer
 
 
-class WithNorms(Follows):
-    """Notes each sample's norm under its index, one sample at a time and in float64, before the step sees the batch."""
-
-    def __init__(self, data=None) -> None:
-        super().__init__(data)
-        self.norms: dict[object, list[float]] = {}
-
-    def on_train_batch_start(self, batch, batch_idx):
-        weight, bias = (parameter.detach().double() for parameter in self.layer.parameters())
-        for inputs, index in zip(batch[0].double(), batch[1], strict=True):
-            slope = torch.sigmoid(weight @ inputs + bias)
-            gradient = torch.cat([(slope * inputs), slope])
-            key = index.item() if isinstance(index, torch.Tensor) else index
-            self.norms.setdefault(key, []).append(float(torch.linalg.vector_norm(gradient)))
-
-
-class ByHandWithNorms(ByHand, WithNorms):
-    """The reference is that of the first backward of the two."""
-
-
-def expected(norms):
-    """Rows of index, mean, last and number, largest mean first."""
-    rows = [(index, sum(each) / len(each), each[-1], len(each)) for index, each in norms.items()]
-    return sorted(rows, key=lambda row: -row[1])
-
-
 def assert_same(worst: WorstSamples, norms, k=10):
-    rows = expected(norms)
+    rows = ranked(norms)
     assert worst.samples == len(rows)
     assert [row[0] for row in worst.rows()] == [row[0] for row in rows[:k]]
     for found, row in zip(worst.rows(), rows, strict=False):
@@ -122,6 +97,21 @@ def test_the_state_is_made_of_tensors_and_plain_containers(tmp_path):
         other = PerSampleGradientMonitor(1)
         other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         assert other.worst(100) == monitor.worst(100)
+
+
+class WithTest(WithNorms):
+    def test_step(self, batch, batch_idx):
+        pass
+
+
+def test_a_checkpoint_that_is_tested_is_not_counted_twice(tmp_path):
+    monitor, module = PerSampleGradientMonitor(1), WithTest()
+    trainer = make_trainer([monitor], max_epochs=2)
+    trainer.fit(module, LOADERS["plain"]())
+    worst = monitor.worst(100)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    trainer.test(module, LOADERS["plain"](), ckpt_path=tmp_path / "end.ckpt", verbose=False)
+    assert monitor.worst(100) == worst
 
 
 class WithLBFGS(WithNorms):
@@ -229,9 +219,14 @@ class Batches:
             1,
             "there are several train dataloaders, and a sample is made of a row of each",
         ),
+        (
+            lambda: [DataLoader(Indexed(), 4), DataLoader(Indexed(), 4)],
+            1,
+            "there are several train dataloaders, and a sample is made of a row of each",
+        ),
         (LOADERS["plain"], 100, "no step was captured yet"),
     ],
-    ids=["stream", "no loader", "several", "nothing captured"],
+    ids=["stream", "no loader", "several", "a list", "nothing captured"],
 )
 def test_without_an_index_the_error_says_why(make_data, every, why):
     monitor = PerSampleGradientMonitor(every)
