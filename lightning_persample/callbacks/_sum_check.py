@@ -34,6 +34,7 @@ class SumCheck:
         self._handles = [loss.register_hook(self._keep_scale)]
         self._before: dict[str, Tensor] = {}
         self._averaged = averaged
+        self._samples: tuple[int, ...] | None = None
         self._arrived: dict[str, Tensor] = {}
         self._autocast = (
             {torch.get_autocast_dtype(loss.device.type)} if torch.is_autocast_enabled(loss.device.type) else set()
@@ -45,6 +46,10 @@ class SumCheck:
             self._handles += [p.register_hook(partial(self._arrive, name)) for name, p in self._parameters.items()]
             return
         self._before = {n: p.grad.detach().clone() for n, p in self._parameters.items() if p.grad is not None}
+
+    def weigh(self, weight: float) -> None:
+        """Tell what each sample turned out to weigh, after the backward: the loss may be a mean over some alone."""
+        self._weights = weight
 
     def finish(self, record: PerSampleRecord) -> str | None:
         """Compare, after the backward.
@@ -58,6 +63,7 @@ class SumCheck:
         self.close()
         if self._scale is None:
             return None
+        self._samples = record.samples
         with torch.no_grad():
             terms = {
                 name: self._terms(name, grads, self._scale, record.sq_norms[name])
@@ -102,6 +108,11 @@ class SumCheck:
         device, factor = grads.device, scale.to(grads.device, wide)
         added = _dense(grad, wide) if before is None else _dense(grad, wide) - _dense(before, wide)
         norms = sq_norms.to(device, wide).sqrt()
+        if self._samples is not None:  # the others have no part in this backward
+            of_others = torch.ones(len(norms), dtype=torch.bool, device=device)
+            of_others[list(self._samples)] = False
+            norms, grads = norms.masked_fill(of_others, 0.0), grads.clone()
+            grads[of_others] = 0.0
         if isinstance(self._weights, Tensor):
             weights = self._weights.detach().to(device, wide)
             total, parts = torch.tensordot(weights, grads.to(wide), dims=1), (weights.abs() * norms).sum()

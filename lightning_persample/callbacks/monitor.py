@@ -225,7 +225,12 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def _captured(self, record: PerSampleRecord) -> CapturedBatch:
         groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
-        return CapturedBatch(record.batch_size, record.norms() if record.names else None, groups, record.coverage)
+        norms = record.norms() if record.names else None
+        if record.samples is None:
+            return CapturedBatch(record.batch_size, norms, groups, record.coverage)
+        own = list(record.samples)
+        groups = {name: values[own] for name, values in groups.items()}
+        return CapturedBatch(len(own), None if norms is None else norms[own], groups, record.coverage)
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, steps: Mapping[int, StepNorms]) -> None:
         metrics: dict[str, float] = {}

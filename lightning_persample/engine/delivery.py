@@ -264,7 +264,7 @@ class Delivery:
                 + "\n".join(dict.fromkeys(lines))
             )
         for dispatcher in self._dispatchers:
-            mixing, apart = tuple(dispatcher.mixing), tuple(dispatcher.not_additive)
+            mixing, apart = dispatcher.notes.known("mixing"), dispatcher.notes.known("not_additive")
             record = PerSampleRecord(dispatcher.batch_size, {}, coverage=1.0, mixing=mixing, not_additive=apart)
             for text in warning_texts(record):
                 warnings.warn(text, PerSampleWarning, stacklevel=2)

@@ -104,6 +104,7 @@ class Capture:
     Attributes:
         batch_size: number of samples B.
         records: one record per backward, in order.
+        counted: number of samples that the loss of the last backward is a mean of, if it is one.
         before_backward: is given what each backward starts from, before it runs.
         after_backward: is given each record as soon as its backward has run, before the next line of the step; None
             for a backward that has none.
@@ -149,6 +150,7 @@ class Capture:
         self.before_backward: Callable[[list[Tensor]], None] | None = None
         self.after_backward: Callable[[PerSampleRecord | None], None] | None = None
         self._sharded = ShardedParameters(module, self._dispatcher, self._watched.adopt)
+        self.counted = self.batch_size
         self._closed = False
         self._loss_is_known = False
         self._mode = ObservingMode(self.call)
@@ -255,7 +257,7 @@ class Capture:
         elif tuple(grad.shape) == (self.batch_size,):  # one loss per sample: this is what each weighs
             self._read_weights = grad.detach()
         else:
-            self._dispatcher.weighting.setdefault(
+            self._dispatcher.notes.add_of_loss(
                 f"the loss has sizes {tuple(grad.shape)}, so that what a sample weighs in it cannot be read: go "
                 "backward from one number, or from one per sample"
             )
@@ -319,9 +321,7 @@ class Capture:
 
     def _forget(self) -> None:
         """Drop what a backward left, also one that was broken off."""
-        for weight in self._dispatcher.weights:
-            weight.forget()
-        self._dispatcher.refused.clear()
+        self._dispatcher.forget_backward()
         self._watched.forget()
         self._scale = self._read_weights = None
 
@@ -330,7 +330,8 @@ class Capture:
         grad_samples: dict[str, Tensor] = {}
         scale, watched = self._scale, self._watched
         weights = self._weighting if self._read_weights is None else self._read_weights
-        wanted = "grad_sample" in self._quantities
+        wanted, part = "grad_sample" in self._quantities, self._dispatcher.part
+        self.counted = len(part.samples) if part is not None and part.is_mean else self.batch_size
         trainable = watched.trainable()
         reported = [name for name in trainable if name in watched.got_gradient and has_value(watched.weight(name))]
         with torch.no_grad():
@@ -345,16 +346,26 @@ class Capture:
                     sq_norms[name] = in_smaller_chunks(partial(sq_norm_of, weight, total))
                     if wanted and total is not None:
                         dense = in_smaller_chunks(total.dense)
-                        (own,) = own_values([dense], 1, weights, self.batch_size, scale)
+                        (own,) = own_values([dense], 1, weights, self.counted, scale)
                         grad_samples[name] = in_dtype_of(weight.tensor, own)
                 except FAILURES as error:
                     self._dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
-            own_sq_norms = own_all(list(sq_norms.values()), weights, self.batch_size, scale)
+            own_sq_norms = own_all(list(sq_norms.values()), weights, self.counted, scale)
         for name, values in zip(sq_norms, own_sq_norms, strict=True):
             sq_norms[name] = in_dtype_of(watched.weight(name).tensor, values)
+        if part is not None:
+            of_others = torch.tensor([sample not in part.samples for sample in range(self.batch_size)])
+            for own in (*sq_norms.values(), *grad_samples.values()):
+                own[of_others.to(own.device)] = float("nan")
         coverage = classify(trainable, watched.got_gradient, reported, self._dispatcher.refused)
-        mixing = self._dispatcher.mixing
-        weighting = [text for text in self._dispatcher.weighting if text not in mixing]
+        if part is not None and not part.is_mean and weights == "mean":
+            self._dispatcher.notes.add_of_loss(
+                f"the loss takes {len(part.samples)} of the {self.batch_size} samples alone, and not by one mean: give "
+                "the weight of each sample in the loss as loss_reduction"
+            )
+        notes = self._dispatcher.notes
+        mixing = notes.reached("mixing")
+        weighting = [text for text in notes.reached("weighting") if text not in mixing]
         return PerSampleRecord(
             batch_size=self.batch_size,
             sq_norms={name: sq_norms[name] for name in coverage.reached},
@@ -362,10 +373,11 @@ class Capture:
             **({"grad_samples": {name: grad_samples[name] for name in coverage.reached}} if wanted else {}),
             unsupported=coverage.unsupported,
             unused=coverage.unused,
-            mixing=tuple(mixing),
+            mixing=mixing,
             weighting=() if isinstance(weights, Tensor) else tuple(weighting),
-            not_additive=tuple(self._dispatcher.not_additive),
+            not_additive=notes.reached("not_additive"),
             backward_index=len(self.records),
+            samples=None if part is None else part.samples,
         )
 
 

@@ -67,6 +67,9 @@ class PerSampleRecord:
             square.
         not_additive: the calls through which the batch gradient is not the weighted sum of these values (an embedding
             that divides by how often an index occurs in the batch): each value is what the sample alone would give.
+        samples: the samples that the loss of this backward is made of, by their place in the batch, where they are a
+            part of it (as when each part of a batch has a backward of its own); a mean is one over these, and the
+            values of the others are nan. None where they are all, as far as can be told.
         backward_index: which backward of the training step this is, counted from 0; those that reach no parameter do
             not count.
     """
@@ -81,6 +84,7 @@ class PerSampleRecord:
     weighting: tuple[str, ...] = ()
     not_additive: tuple[str, ...] = ()
     backward_index: int = 0
+    samples: tuple[int, ...] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -100,9 +104,11 @@ class PerSampleRecord:
         """The samples whose norm is inf or nan (a loss that overflowed, bad data), by their place in the batch.
 
         Returns:
-            Indices along the batch, (samples,), int64; all samples where no parameter has values.
+            Indices along the batch, (samples,), int64; all samples where no parameter has values; of `samples`, if only
+            these have a part in the loss.
         """
-        return (~self.norms().isfinite()).nonzero().flatten()
+        found = (~self.norms().isfinite()).nonzero().flatten()
+        return found if self.samples is None else found[torch.isin(found.cpu(), torch.tensor(self.samples))]
 
     def group_norms(self, depth: int) -> dict[str, Tensor]:
         """Norm of each sample's gradient over groups of parameters: ``sqrt(sum_{p in group} ||g_i,p||^2)``.

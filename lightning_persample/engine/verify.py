@@ -200,7 +200,12 @@ def _compare(
                 return ParameterCheck(name, math.nan, "unused")
             return ParameterCheck(name, math.nan, "missing", "only the loss of a single sample depends on it")
         if name not in finite:
-            return ParameterCheck(name, math.nan, "not compared", "some of its gradients are infinite or not a number")
+            why = "some of its gradients are infinite or not a number"
+            if record.samples is not None:
+                why = (
+                    f"of the {record.batch_size} samples compared, the loss takes {len(record.samples)} alone"
+                )
+            return ParameterCheck(name, math.nan, "not compared", why)
         if name in differing:
             return ParameterCheck(name, compared.error(name), "differs", reason)
         if name in penalized:
