@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.batch import batch_tensors, place_in_batch, read_batch_size
-from lightning_persample.engine.coverage import classify, warning_texts
+from lightning_persample.engine.coverage import classify, warn_user, warning_texts
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
@@ -28,7 +27,7 @@ from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.sharded import ShardedParameters
 from lightning_persample.engine.values import has_value, sq_norm_of
 from lightning_persample.engine.weight import settle
-from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import KernelOptions, add_up, kernel_options
 
 __all__ = ["QUANTITIES", "Capture", "expanded_weights"]
@@ -387,4 +386,4 @@ def _report(record: PerSampleRecord, unsupported: str) -> None:
         raise UnsupportedError(texts[0])
     if unsupported != "ignore":
         for text in texts:
-            warnings.warn(text, PerSampleWarning, stacklevel=2)
+            warn_user(text)

@@ -202,9 +202,7 @@ def _compare(
         if name not in finite:
             why = "some of its gradients are infinite or not a number"
             if record.samples is not None:
-                why = (
-                    f"of the {record.batch_size} samples compared, the loss takes {len(record.samples)} alone"
-                )
+                why = f"of the {record.batch_size} samples compared, the loss takes {len(record.samples)} alone"
             return ParameterCheck(name, math.nan, "not compared", why)
         if name in differing:
             return ParameterCheck(name, compared.error(name), "differs", reason)

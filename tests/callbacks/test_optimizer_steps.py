@@ -352,3 +352,15 @@ def test_sums_are_those_of_the_part(tmp_path):
     module = MicroBatches(False)
     fit(module, [watcher], tmp_path, module.train_dataloader())
     assert [record.samples for record in watcher.records] == [(0, 1, 2), (3,)] * BATCHES
+
+
+class SumsUp(Sharpness):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(F.cross_entropy(self.network(batch[0]), batch[1], reduction="sum"))
+
+
+def test_a_warning_points_at_the_users_line(tmp_path):
+    module = SumsUp(False)
+    with pytest.warns(PerSampleWarning, match="pass loss_reduction='sum'") as caught:
+        fit(module, [Recorder()], tmp_path, module.train_dataloader())
+    assert [each.filename for each in caught if each.category is PerSampleWarning] == [__file__]
