@@ -79,7 +79,7 @@ class MeanGradient:
             record: its record.
             keep: whether dots or sums of squares of it will be asked for.
         """
-        self._samples += record.batch_size
+        self._samples += record.batch_size if record.in_loss is None else record.in_loss
         unsupported = tuple(record.unsupported)
         if self._unsupported not in (None, unsupported):
             self._refuse(_DIFFERENT)

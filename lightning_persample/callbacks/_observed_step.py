@@ -127,6 +127,8 @@ class ObservedStep:
             A text on the parameters that differ, or None.
         """
         check, self._sum_check = self._sum_check, None
+        if check is not None and self._reduction == "mean":
+            check.weigh(1.0 / self.capture.counted)
         text = None if check is None else check.finish(record)
         if text is not None:
             self.sums_differ, self._check_sums = True, False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.engine import PerSampleRecord, warning_texts
-from lightning_persample.errors import PerSampleError, PerSampleWarning, UnsupportedError
+from lightning_persample.engine import PerSampleRecord, warn_user, warning_texts
+from lightning_persample.errors import PerSampleError, UnsupportedError
 
 if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
@@ -85,4 +84,4 @@ class Reports:
         said = _SIZES.sub("", text)
         if said not in self._said:
             self._said.add(said)
-            warnings.warn(text, PerSampleWarning, stacklevel=2)
+            warn_user(text)

@@ -235,7 +235,7 @@ class _Collected:
         if "square_sum" in self._quantities:
             asked["square_sums"] = {name: self._square_sums[name] for name in used}
         if "dot" in self._quantities:
-            asked["dots"] = Dots({name: Dense(self._grad_samples[name]) for name in used}, list)
+            asked["_dots"] = Dots({name: Dense(self._grad_samples[name]) for name in used}, None)
         return PerSampleRecord(
             batch_size=self._batch_size,
             sq_norms={name: self._sq_norms[name] for name in used},

@@ -34,6 +34,7 @@ class SumCheck:
         self._handles = [loss.register_hook(self._keep_scale)]
         self._before: dict[str, Tensor] = {}
         self._averaged = averaged
+        self._samples: Tensor | None = None
         self._arrived: dict[str, Tensor] = {}
         self._autocast = (
             {torch.get_autocast_dtype(loss.device.type)} if torch.is_autocast_enabled(loss.device.type) else set()
@@ -45,6 +46,10 @@ class SumCheck:
             self._handles += [p.register_hook(partial(self._arrive, name)) for name, p in self._parameters.items()]
             return
         self._before = {n: p.grad.detach().clone() for n, p in self._parameters.items() if p.grad is not None}
+
+    def weigh(self, weight: float) -> None:
+        """Tell what each sample turned out to weigh, after the backward: the loss may be a mean over some alone."""
+        self._weights = weight
 
     def finish(self, record: PerSampleRecord) -> str | None:
         """Compare, after the backward.
@@ -58,6 +63,7 @@ class SumCheck:
         self.close()
         if self._scale is None:
             return None
+        self._samples = record.samples
         with torch.no_grad():
             terms = {
                 name: self._terms(name, grads, self._scale, record.sq_norms[name])
@@ -104,6 +110,7 @@ class SumCheck:
         norms = sq_norms.to(device, wide).sqrt()
         if isinstance(self._weights, Tensor):
             weights = self._weights.detach().to(device, wide)
+            weights = weights if self._samples is None else weights[self._samples.to(device)]
             total, parts = torch.tensordot(weights, grads.to(wide), dims=1), (weights.abs() * norms).sum()
         else:
             total, parts = grads.sum(0, dtype=wide) * self._weights, norms.sum() * self._weights

@@ -230,11 +230,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fix the groups, so that every logged step has the same names."""
-        alike = [
-            trainer.callbacks.index(each)  # type: ignore[attr-defined]
-            for each in _monitors(trainer)
-            if each.prefix == self.prefix
-        ]
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        alike = [callbacks.index(each) for each in _monitors(trainer) if each.prefix == self.prefix]
         if len(alike) > 1:
             raise OptionError(
                 f"prefix={self.prefix!r} is that of {len(alike)} monitors, callbacks "
@@ -307,10 +304,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, if this batch completes an optimizer step of which every batch was captured."""
-        # A batch whose training_step returned None has no outputs, and no part in the gradient.
-        counted = batch_idx if outputs and pl_module.automatic_optimization else None
         if self._window is None:
             return
+        # A batch whose training_step returned None has no outputs, and no part in the gradient.
+        counted = batch_idx if outputs and pl_module.automatic_optimization else None
         self._window.end_batch(counted)
         if window_continues(trainer):
             return
@@ -377,11 +374,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 name = f"{self._parts[place].prefix}/norm_histogram"
                 log_histogram(trainer.loggers, name, step.norms, logging_step(trainer), "per-sample gradient norm")
         if self.prog_bar:
-            norms = [
-                metrics.get(f"{part.prefix}/norm_mean") if n in steps else None for n, part in enumerate(self._parts)
-            ]
+            means = [metrics[f"{part.prefix}/norm_mean"] if n in steps else None for n, part in enumerate(self._parts)]
             first = next(each for each in _monitors(trainer) if each.prog_bar)
-            show_means(trainer, "norm_mean" if self is first else f"{self.prefix}/norm_mean", norms)
+            show_means(trainer, "norm_mean" if self is first else f"{self.prefix}/norm_mean", means)
         reason = "" if self._window is None else self._window.why_unknown(steps[min(steps)])
         if reason:
             text = f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}"

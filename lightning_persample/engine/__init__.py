@@ -1,7 +1,7 @@
 """The engine: from the torch calls of a training step to a record of per-sample gradients."""
 
 from lightning_persample.engine.check_rule import check_rule
-from lightning_persample.engine.coverage import warning_texts
+from lightning_persample.engine.coverage import warn_user, warning_texts
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.expanded_weight import ExpandedWeight
 from lightning_persample.engine.failure import FAILURES, reason_of
@@ -38,6 +38,7 @@ __all__ = [
     "reason_of",
     "sharded_elsewhere",
     "vmap_per_sample_grads",
+    "warn_user",
     "warning_texts",
     "without_compilation",
 ]

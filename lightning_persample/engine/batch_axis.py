@@ -103,9 +103,11 @@ class Lost:
         reason: since where.
         reduced: it is a weighted sum over the samples of what each gives alone, as a loss is.
         noted: it has been said already that it is not.
-        uneven: the samples gave unequal numbers of rows to that sum.
+        uneven: the samples in it gave unequal numbers of rows to that sum.
         how: "sum" or "mean" where it is a plain one over the samples, as far as can be told.
-        samples: the samples that it is made of, each alone or added up; empty where they are not known.
+        samples: the samples that it is made of, each alone or added up; empty where they are all or not known.
+        averaged: the number of samples that it is a mean over, up to a factor; 0 where that is not known.
+        apart: its entries are of different samples.
     """
 
     reason: str
@@ -114,6 +116,8 @@ class Lost:
     uneven: bool = False
     how: str | None = None
     samples: frozenset[int] = frozenset()
+    averaged: int = 0
+    apart: bool = False
 
     @property
     def alone(self) -> int | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import FrameType
 
 from lightning_persample.engine.record import PerSampleRecord
+from lightning_persample.errors import PerSampleWarning
 
-__all__ = ["OUTSIDE", "Coverage", "classify", "warning_texts"]
+__all__ = ["OUTSIDE", "Coverage", "classify", "warn_user", "warning_texts"]
 
 OUTSIDE = (
     "its gradient comes from calls without a tensor of the batch: a term of the loss that belongs to no sample, or "
@@ -15,6 +19,10 @@ OUTSIDE = (
     "or pass it through mark_samples, and constants of a penalty into buffers of the module"
 )
 _NAMED = 8
+_REMEDY = " Give the weight of each sample in the loss as loss_reduction, a function (outputs, batch) or a tensor."
+_NOT_THE_USERS = frozenset({
+    "lightning_persample", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "contextlib", "functools",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,15 +79,18 @@ def warning_texts(record: PerSampleRecord) -> list[str]:
             f"Per-sample gradients are missing for {_counted(record.unsupported)}, which the reported norms leave "
             "out:\n" + "\n".join(lines)
         )
+    if not record.names:  # there are no values to say more of
+        return texts
     if record.mixing:
         texts.append(
             "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each "
-            "sample's contribution to the batch gradient.\n" + _bullets(record.mixing)
+            "sample's contribution to the batch gradient. For more, use layers and losses that keep samples apart "
+            "(GroupNorm in place of BatchNorm).\n" + _bullets(record.mixing)
         )
     if record.weighting:
         texts.append(
-            "The samples weigh unequally in the loss, so their own gradients are off by a factor; give the weight of "
-            "each sample in the loss as loss_reduction.\n" + _bullets(record.weighting)
+            "The samples weigh in the loss otherwise than loss_reduction says, so their own gradients are off by a "
+            f"factor.{'' if all(map(_has_remedy, record.weighting)) else _REMEDY}\n" + _bullets(record.weighting)
         )
     if record.not_additive:
         texts.append(
@@ -87,6 +98,23 @@ def warning_texts(record: PerSampleRecord) -> list[str]:
             "gives.\n" + _bullets(record.not_additive)
         )
     return texts
+
+
+def warn_user(text: str) -> None:
+    """Warn, at the line of the user's code that is running: not at one of this package, of torch or of Lightning.
+
+    Args:
+        text: the warning.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, PerSampleWarning, stacklevel=level if frame is not None else 2)
+
+
+def _has_remedy(text: str) -> bool:
+    return any(remedy in text for remedy in (": pass loss_reduction", ": go backward from", ": give the weight"))
 
 
 def _counted(parameters: Mapping[str, str]) -> str:

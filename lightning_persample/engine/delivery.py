@@ -9,7 +9,6 @@ call back at the end of that backward.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from lightning_persample.engine.coverage import classify, warning_texts
+from lightning_persample.engine.coverage import classify, warn_user, warning_texts
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see
@@ -30,7 +29,7 @@ from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.use import Use
 from lightning_persample.engine.weight import Weight, settle
-from lightning_persample.errors import BatchSizeError, PerSampleWarning, UnsupportedError
+from lightning_persample.errors import BatchSizeError, UnsupportedError
 from lightning_persample.gradients import SampleGradient, add_up
 
 __all__ = ["DeliveringDispatcher", "Target", "stand_in"]
@@ -264,10 +263,11 @@ class Delivery:
                 + "\n".join(dict.fromkeys(lines))
             )
         for dispatcher in self._dispatchers:
-            mixing, apart = tuple(dispatcher.mixing), tuple(dispatcher.not_additive)
-            record = PerSampleRecord(dispatcher.batch_size, {}, coverage=1.0, mixing=mixing, not_additive=apart)
+            given = {target.name: total for target, total in totals.items()}
+            mixing, apart = dispatcher.notes.known("mixing"), dispatcher.notes.known("not_additive")
+            record = PerSampleRecord(dispatcher.batch_size, given, coverage=1.0, mixing=mixing, not_additive=apart)
             for text in warning_texts(record):
-                warnings.warn(text, PerSampleWarning, stacklevel=2)
+                warn_user(text)
 
 
 def _drop_gradient(leaf: Tensor) -> None:

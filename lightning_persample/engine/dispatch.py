@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,17 +30,31 @@ from lightning_persample.engine.kinds import (
 )
 from lightning_persample.engine.layout import Plan, layout_of, recall, remember
 from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
+from lightning_persample.engine.notes import Notes
 from lightning_persample.engine.observed import ObservedCall, Operand, describe, operands_of, tensors_in, version_of
 from lightning_persample.engine.use import Use, attach, attach_as_planned, note_term, refuse_where_used
 from lightning_persample.engine.watched_nodes import WatchedNodes
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.rules import rule_of
 
-__all__ = ["Dispatcher"]
+__all__ = ["Dispatcher", "Part"]
 
 
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The loss of a backward is made of some of the samples alone.
+
+    Attributes:
+        samples: which.
+        is_mean: it is their mean, up to a factor.
+    """
+
+    samples: tuple[int, ...]
+    is_mean: bool
 
 
 class Dispatcher(Collector):
@@ -55,6 +69,8 @@ class Dispatcher(Collector):
 
     Attributes:
         of_no_sample: the present backward starts from numbers made of weights alone: a penalty.
+        part: which samples the loss of the present backward is made of; None where it is all of them, or unknown.
+        notes: what there is to say.
     """
 
     def __init__(
@@ -70,9 +86,8 @@ class Dispatcher(Collector):
         self.marks = Marks()
         self.weights: list[Weight] = []
         self.nodes = WatchedNodes(self.marks)
-        self.mixing: dict[str, None] = {}
-        self.weighting: dict[str, None] = {}
-        self.not_additive: dict[str, None] = {}
+        self.notes = Notes(lambda: self.accepting)
+        self.part: Part | None = None
         self.of_no_sample = False
         self.fuse = fuse
         self.keep: Callable[[Tensor], Tensor] = Tensor.detach  # what weights are computed from, until the backward
@@ -100,27 +115,41 @@ class Dispatcher(Collector):
         """Take note of what backward starts from."""
         marks = [self.marks.get(loss) for loss in losses]
         self.of_no_sample = bool(marks) and all(isinstance(mark, Weight) and not mark.outside for mark in marks)
-        for loss in losses:
-            mark = self.marks.get(loss)
+        for loss, mark in zip(losses, marks, strict=True):
+            self._read_part(loss)
             if isinstance(mark, Weight):
                 self.penalized |= mark.names
                 if mark.outside:
                     self.refuse([mark], OUTSIDE)
-            if isinstance(mark, Lost) and not mark.noted and 0 < len(mark.samples) < self.batch_size:
-                self.weighting.setdefault(f"the loss takes {len(mark.samples)} of the {self.batch_size} samples alone")
             if isinstance(mark, BatchAxis) and weights is not None and weights.numel() > 1:
-                self.weighting.setdefault("`backward` was given a gradient that weighs the samples")
+                self.notes.add_of_loss("`backward` was given a gradient that weighs the samples")
 
     def check_reduction(self, loss: Tensor, declared: object) -> None:
         """Note a loss that is plainly a sum over the samples where a mean was declared, or the reverse."""
+        self._read_part(loss)
         mark = self.marks.get(loss)
         if not isinstance(mark, Lost) or mark.how is None or declared not in ("mean", "sum") or self.batch_size == 1:
             return
         if mark.how != declared:
-            self.weighting.setdefault(
+            self.notes.add_of_loss(
                 f"the loss is a {mark.how} over the samples, but loss_reduction is {declared!r}: pass "
                 f"loss_reduction={mark.how!r}"
             )
+
+    def _read_part(self, loss: Tensor) -> None:
+        """Note that a loss is made of some of the samples alone, where that can be told."""
+        mark = self.marks.get(loss)
+        if isinstance(mark, Lost) and not mark.noted and 0 < len(mark.samples) < self.batch_size:
+            self.part = Part(tuple(sorted(mark.samples)), is_mean=mark.alone is not None or mark.averaged > 0)
+
+    def forget_backward(self) -> None:
+        """Drop what a backward left, also one that was broken off."""
+        for weight in self.weights:
+            weight.forget()
+        self.refused.clear()
+        self.penalized.clear()
+        self.notes.forget()
+        self.part = None
 
     def call(
         self,
@@ -308,9 +337,9 @@ class Dispatcher(Collector):
         followed = follow(call)
         alone = self.batch_size == 1  # one sample mixes with none
         if followed.mixing is not None and not alone:
-            self.mixing.setdefault(followed.mixing)
+            self.notes.add("mixing", followed.mixing, call.outputs)
         if followed.weighting is not None and not alone:
-            self.weighting.setdefault(followed.weighting)
+            self.notes.add("weighting", followed.weighting, call.outputs)
         rule = rule_of(call.op)
         for output, mark in zip(call.outputs, followed.outputs, strict=False):
             if mark is not None:
@@ -323,7 +352,7 @@ class Dispatcher(Collector):
             return
         use = Use(call, followed, involved, rule)
         if use.mixing is not None and not alone:
-            self.mixing.setdefault(use.mixing)
+            self.notes.add("mixing", use.mixing, call.outputs)
             for output, mark in zip(call.outputs, followed.outputs, strict=False):
                 if isinstance(mark, BatchAxis):
                     self.marks[output] = mark.mixed(use.mixing)
@@ -341,9 +370,9 @@ class Dispatcher(Collector):
             if weight is not None:
                 weight.uses += 1
         for text in use.tainted if self.batch_size > 1 else ():
-            self.mixing.setdefault(text)
+            self.notes.add("mixing", text, use.call.outputs)
         if use.not_additive is not None and self.batch_size > 1:
-            self.not_additive.setdefault(use.not_additive)
+            self.notes.add("not_additive", use.not_additive, use.call.outputs)
         attach(use, self)
 
     def find_unseen(self, tops: list[Tensor]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from lightning_persample.engine.observed import version_of
+from lightning_persample.engine.own_scale import OwnScale
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients import SampleGradient
 
@@ -19,12 +20,10 @@ class Dots:
 
     Args:
         structures: the contributions, by parameter.
-        own: takes the samples' weights and the loss's scale out of dots (B,).
+        own: what the contributions are to be divided by; None where they are of the samples' own losses.
     """
 
-    def __init__(
-        self, structures: Mapping[str, SampleGradient], own: Callable[[Sequence[Tensor]], list[Tensor]]
-    ) -> None:
+    def __init__(self, structures: Mapping[str, SampleGradient], own: OwnScale | None) -> None:
         self._structures = dict(structures)
         self._own = own
         self._versions = {
@@ -67,5 +66,5 @@ class Dots:
             raise OptionError("dot: there is no vector; give one for at least one parameter")
         device = terms[0].device
         dtype = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).bits)
-        (own,) = self._own([torch.stack([term.to(device, dtype) for term in terms]).sum(0)])
-        return own
+        total = torch.stack([term.to(device, dtype) for term in terms]).sum(0)
+        return total if self._own is None else self._own.own([total])[0]

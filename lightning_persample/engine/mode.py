@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.batch import batch_tensors, place_in_batch, read_batch_size
-from lightning_persample.engine.coverage import classify, warning_texts
+from lightning_persample.engine.coverage import classify, warn_user, warning_texts
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
@@ -22,13 +20,13 @@ from lightning_persample.engine.fast_path import modules_do_not_see, without_com
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.options import QUANTITIES, check_kernel_options, check_options, check_samples
-from lightning_persample.engine.own_scale import factor_of, own_values, weights_of
+from lightning_persample.engine.own_scale import OwnScale
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.sharded import ShardedParameters
-from lightning_persample.engine.values import has_value, read_values, why_no_factor
+from lightning_persample.engine.values import has_value, read_values, samples_with_values, why_no_factor
 from lightning_persample.engine.weight import settle
-from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, UnsupportedError
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import KernelOptions, kernel_options
 
 __all__ = ["QUANTITIES", "Capture", "expanded_weights"]
@@ -109,6 +107,7 @@ class Capture:
     Attributes:
         batch_size: number of samples B.
         records: one record per backward, in order.
+        counted: number of samples that the loss of the last backward is a mean of, if it is one.
         before_backward: is given what each backward starts from, before it runs.
         after_backward: is given each record as soon as its backward has run, before the next line of the step; None
             for a backward that has none.
@@ -159,6 +158,7 @@ class Capture:
         self.before_backward: Callable[[list[Tensor]], None] | None = None
         self.after_backward: Callable[[PerSampleRecord | None], None] | None = None
         self._sharded = ShardedParameters(module, self._dispatcher, self._watched.adopt)
+        self.counted = self.batch_size
         self._closed = False
         self._loss_is_known = False
         self._mode = ObservingMode(self.call)
@@ -265,7 +265,7 @@ class Capture:
         elif tuple(grad.shape) == (self.batch_size,):  # one loss per sample: this is what each weighs
             self._read_weights = grad.detach()
         else:
-            self._dispatcher.weighting.setdefault(
+            self._dispatcher.notes.add_of_loss(
                 f"the loss has sizes {tuple(grad.shape)}, so that what a sample weighs in it cannot be read: go "
                 "backward from one number, or from one per sample"
             )
@@ -329,24 +329,30 @@ class Capture:
 
     def _forget(self) -> None:
         """Drop what a backward left, also one that was broken off."""
-        for weight in self._dispatcher.weights:
-            weight.forget()
-        self._dispatcher.refused.clear()
-        self._dispatcher.penalized.clear()
+        self._dispatcher.forget_backward()
         self._watched.forget()
         self._scale = self._read_weights = None
 
     def _build(self) -> PerSampleRecord:
         dispatcher, watched, scale = self._dispatcher, self._watched, self._scale
         weights = self._weighting if self._read_weights is None else self._read_weights
+        part = dispatcher.part
+        self.counted = len(part.samples) if part is not None and part.is_mean else self.batch_size
         trainable = watched.trainable()
         reported = [name for name in trainable if name in watched.got_gradient and has_value(watched.weight(name))]
-        followed = weights_of(weights, dispatcher.samples)
-        values = read_values(watched, dispatcher, reported, self._quantities, followed, scale)
+        samples, places = samples_with_values(dispatcher.samples, None if part is None else part.samples)
+        own = OwnScale(weights, self.counted, scale).of_samples(samples)
+        values = read_values(watched, dispatcher, reported, self._quantities, own, places)
         coverage = classify(trainable, watched.got_gradient, reported, dispatcher.refused)
         reached = coverage.reached
-        mixing = dispatcher.mixing
-        weighting = [text for text in dispatcher.weighting if text not in mixing]
+        if part is not None and not part.is_mean and weights == "mean":
+            dispatcher.notes.add_of_loss(
+                f"the loss takes {len(part.samples)} of the {self.batch_size} samples alone, and not by one mean: give "
+                "the weight of each sample in the loss as loss_reduction"
+            )
+        notes = dispatcher.notes
+        mixing = notes.reached("mixing")
+        weighting = [text for text in notes.reached("weighting") if text not in mixing]
         asked = {
             field: {name: found[name] for name in reached}
             for quantity, field, found in (
@@ -355,10 +361,9 @@ class Capture:
             )
             if quantity in self._quantities
         }
-        reason = why_no_factor(dispatcher, weights)
+        reason = why_no_factor(dispatcher.notes, dispatcher.penalized, own)
         dots = None
         if "dot" in self._quantities:
-            own = partial(own_values, power=1, weighting=followed, batch_size=self.batch_size, scale=scale)
             dots = Dots({name: values.structures[name] for name in reached}, own)
         return PerSampleRecord(
             batch_size=self.batch_size,
@@ -367,14 +372,15 @@ class Capture:
             **asked,
             unsupported=coverage.unsupported,
             unused=coverage.unused,
-            mixing=tuple(mixing),
+            mixing=mixing,
             weighting=() if isinstance(weights, Tensor) else tuple(weighting),
-            not_additive=tuple(dispatcher.not_additive),
+            not_additive=notes.reached("not_additive"),
             backward_index=len(self.records),
-            samples=dispatcher.samples,
-            factor=None if reason else factor_of(weights, self.batch_size, scale),
+            samples=samples,
+            in_loss=self.batch_size if part is None else len(part.samples),
+            factor=None if reason else own.factor(),
             why_no_factor=reason,
-            dots=dots,
+            _dots=dots,
         )
 
 
@@ -384,4 +390,4 @@ def _report(record: PerSampleRecord, unsupported: str) -> None:
         raise UnsupportedError(texts[0])
     if unsupported != "ignore":
         for text in texts:
-            warnings.warn(text, PerSampleWarning, stacklevel=2)
+            warn_user(text)

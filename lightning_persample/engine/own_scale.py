@@ -3,78 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Weighting", "factor_of", "in_dtype_of", "own_all", "own_values", "weights_of"]
+__all__ = ["OwnScale", "Weighting", "in_dtype_of"]
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Tensor
 
 
-def own_values(
-    values: Sequence[Tensor], power: int, weighting: Weighting, batch_size: int, scale: Tensor | None
-) -> list[Tensor]:
-    """Contributions without w_i and without the scale of the loss.
+@dataclass(frozen=True, eq=False)
+class OwnScale:
+    """What contributions are divided by: each sample's weight in the loss, and what the loss was multiplied by.
 
-    Args:
-        values: (B, ...) each, all of one dtype and device.
-        power: 1 for gradients, 2 for squared norms.
+    Attributes:
         weighting: the loss is sum_i w_i l_i: "mean" (w_i = 1/B), "sum" (w_i = 1) or w_i itself, (B,).
         batch_size: number of samples B.
         scale: what the loss was multiplied by, one number; None where it was not.
-
-    Returns:
-        The same tensors divided by (w_i * scale) ** power.
     """
-    like = values[0]
-    if isinstance(weighting, Tensor):
-        weights = weighting.detach().to(like.device, like.dtype).pow(power)
-        values = [each / weights.reshape(-1, *(1,) * (each.dim() - 1)) for each in values]
-    elif weighting == "mean":
-        values = torch._foreach_mul(list(values), float(batch_size) ** power)
-    if scale is not None:
-        values = torch._foreach_div(list(values), scale.to(like.device, like.dtype).pow(power))
-    return list(values)
 
+    weighting: Weighting
+    batch_size: int
+    scale: Tensor | None
 
-def weights_of(weighting: Weighting, samples: Tensor | None) -> Weighting:
-    """The weights of some of the samples, by their places in the batch; None is all."""
-    if samples is None or not isinstance(weighting, Tensor):
-        return weighting
-    return weighting.detach()[samples.to(weighting.device)]
+    def of_samples(self, places: Tensor | None) -> OwnScale:
+        """The same for some of the samples, by their places; None is all."""
+        if places is None or not isinstance(self.weighting, Tensor):
+            return self
+        return replace(self, weighting=self.weighting.detach()[places.to(self.weighting.device)])
 
+    def own(self, values: Sequence[Tensor], power: int = 1) -> list[Tensor]:
+        """Contributions without w_i and without the scale of the loss.
 
-def factor_of(weighting: Weighting, batch_size: int, scale: Tensor | None) -> Tensor:
-    """What each sample's own gradient is multiplied by in the gradient of the batch, where that is one number.
+        Args:
+            values: (B, ...) each, all of one dtype and device.
+            power: 1 for gradients, 2 for squared norms.
 
-    Args:
-        weighting: see `own_values`; the weights of all samples are alike.
-        batch_size: number of samples B.
-        scale: what the loss was multiplied by, one number; None where it was not.
+        Returns:
+            The same tensors divided by (w_i * scale) ** power.
+        """
+        like = values[0]
+        if isinstance(self.weighting, Tensor):
+            weights = self.weighting.detach().to(like.device, like.dtype).pow(power)
+            values = [each / weights.reshape(-1, *(1,) * (each.dim() - 1)) for each in values]
+        elif self.weighting == "mean":
+            values = torch._foreach_mul(list(values), float(self.batch_size) ** power)
+        if self.scale is not None:
+            values = torch._foreach_div(list(values), self.scale.to(like.device, like.dtype).pow(power))
+        return list(values)
 
-    Returns:
-        w_i * scale, 0-dimensional.
-    """
-    if isinstance(weighting, Tensor):
-        weight = weighting.detach()[0]
-    else:
-        weight = torch.tensor(1.0 / batch_size if weighting == "mean" else 1.0, dtype=torch.float64)
-    return weight if scale is None else weight * scale
+    def own_sq_norms(self, sq_norms: Sequence[Tensor]) -> list[Tensor]:
+        """`own` of squared norms (B,) of any dtypes and devices, those of a kind in one go; the order is kept."""
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for place, values in enumerate(sq_norms):
+            alike.setdefault((values.device, values.dtype), []).append(place)
+        found = list(sq_norms)
+        for places in alike.values():
+            own = self.own([sq_norms[place] for place in places], power=2)
+            for place, values in zip(places, own, strict=True):
+                found[place] = values
+        return found
 
+    def is_equal(self) -> bool:
+        """Whether all samples weigh alike."""
+        return not isinstance(self.weighting, Tensor) or bool((self.weighting == self.weighting[:1]).all())
 
-def own_all(sq_norms: Sequence[Tensor], weighting: Weighting, batch_size: int, scale: Tensor | None) -> list[Tensor]:
-    """`own_values` of squared norms (B,) of any dtypes and devices, those of a kind in one go; the order is kept."""
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for place, values in enumerate(sq_norms):
-        alike.setdefault((values.device, values.dtype), []).append(place)
-    found = list(sq_norms)
-    for places in alike.values():
-        own = own_values([sq_norms[place] for place in places], 2, weighting, batch_size, scale)
-        for place, values in zip(places, own, strict=True):
-            found[place] = values
-    return found
+    def factor(self) -> Tensor:
+        """What each sample's own gradient is multiplied by in the gradient of the batch, where all weigh alike.
+
+        Returns:
+            w_i * scale, 0-dimensional.
+        """
+        if isinstance(self.weighting, Tensor):
+            weight = self.weighting.detach()[0]
+        else:
+            share = 1.0 / self.batch_size if self.weighting == "mean" else 1.0
+            weight = torch.tensor(share, dtype=torch.float64)
+        return weight if self.scale is None else weight * self.scale
 
 
 def in_dtype_of(parameter: Tensor, values: Tensor) -> Tensor:

@@ -80,13 +80,14 @@ class PerSampleRecord:
             that divides by how often an index occurs in the batch): each value is what the sample alone would give.
         backward_index: which backward of the training step this is, counted from 0; those that reach no parameter do
             not count.
-        samples: the places in the batch of the samples that values are for, (m,) int64; then (B,) above is (m,). None
-            where they are for all.
+        samples: the places in the batch of the samples that values are for, (m,) int64; then (B,) is (m,) everywhere
+            here. They are those chosen, or those that the loss of this backward is made of, as when each part of a
+            batch has a backward of its own (a mean is then one over these). None where they are all.
+        in_loss: number of samples that the loss of this backward is made of, as far as can be told.
         factor: what this backward added to ``.grad`` of the parameters in `names` is ``factor * sum_i g_i`` over all
-            samples of the batch: w_i times every factor of the loss (accumulation, loss scaling), 0-dimensional. None
+            samples of its loss: w_i times every factor of the loss (accumulation, loss scaling), 0-dimensional. None
             where it is something else.
         why_no_factor: the reason, where `factor` is None.
-        dots: what `dot` needs; None unless asked for, with "dot".
         sample_index: which samples these are: the indices of the dataset that the train dataloader has, (B,), int64, on
             the CPU, or a list of B keys where a sampler draws keys that are no ints. With several dataloaders one for
             each, in the structure of the batch (a dict by the loaders' keys), None for a loader that is exhausted or
@@ -110,9 +111,10 @@ class PerSampleRecord:
     not_additive: tuple[str, ...] = ()
     backward_index: int = 0
     samples: Tensor | None = None
+    in_loss: int | None = None
     factor: Tensor | None = None
     why_no_factor: str = ""
-    dots: Dots | None = field(default=None, repr=False)
+    _dots: Dots | None = field(default=None, repr=False)
     sample_index: SampleIndex = None
 
     @property
@@ -150,20 +152,21 @@ class PerSampleRecord:
         A tensor that the gradients are made of and that was changed in place since the backward gives an
         `UnsupportedError`.
         """
-        if self.dots is None:
+        if self._dots is None:
             raise OptionError(
                 "dots were not asked for; pass quantities=('sq_norm', 'dot') to expanded_weights, or let `needs` of "
                 "the callback return {'dot'}"
             )
-        return self.dots.with_vectors(vectors)
+        return self._dots.with_vectors(vectors)
 
     def nonfinite(self) -> Tensor:
         """The samples whose norm is inf or nan (a loss that overflowed, bad data), by their place in the batch.
 
         Returns:
-            Indices along the batch, (samples,), int64; all samples where no parameter has values.
+            Indices along the batch, (samples,), int64; all samples that values are for where no parameter has any.
         """
-        return (~self.norms().isfinite()).nonzero().flatten()
+        found = (~self.norms().isfinite()).nonzero().flatten()
+        return found if self.samples is None else self.samples.to(found.device)[found]
 
     def group_norms(self, depth: int) -> dict[str, Tensor]:
         """Norm of each sample's gradient over groups of parameters: ``sqrt(sum_{p in group} ||g_i,p||^2)``.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_persample.engine.dispatch import Dispatcher
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["Use", "attach", "attach_as_planned", "note_term", "refuse_where_used", "report_to"]
+__all__ = ["Use", "attach", "attach_as_planned", "note_term", "on_gradient", "refuse_where_used", "report_to"]
 
 
 _FREED = (
@@ -257,7 +257,7 @@ def report_to(
 
         fused.sums = sums_by_name
     elif len(outputs) == 1:
-        _on_gradient(outputs[0], lambda grad: hook((grad,)))
+        on_gradient(outputs[0], lambda grad: hook((grad,)))
     else:
         register_multi_grad_hook([_hooked(output) for output in outputs], hook)
 
@@ -294,7 +294,7 @@ def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: 
 
     for output in outputs:
         if output.requires_grad:
-            _on_gradient(output, hook)
+            on_gradient(output, hook)
 
 
 def note_term(outputs: Iterable[Tensor], names: frozenset[str], dispatcher: Dispatcher) -> None:
@@ -312,10 +312,10 @@ def note_term(outputs: Iterable[Tensor], names: frozenset[str], dispatcher: Disp
 
     for output in outputs:
         if output.requires_grad:
-            _on_gradient(output, hook)
+            on_gradient(output, hook)
 
 
-def _on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+def on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call the hook with the output's gradient, after all hooks of the user's that may change it."""
     hooked = _hooked(output)
     node, place = hooked.grad_fn, hooked.output_nr

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
-from lightning_persample.engine.own_scale import Weighting, in_dtype_of, own_all, own_values
+from lightning_persample.engine.notes import Notes
+from lightning_persample.engine.own_scale import OwnScale, in_dtype_of
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import PerSampleError
@@ -40,8 +41,8 @@ def read_values(
     dispatcher: Dispatcher,
     names: Sequence[str],
     quantities: Collection[str],
-    weighting: Weighting,
-    scale: Tensor | None,
+    own: OwnScale,
+    places: Tensor | None,
 ) -> Values:
     """The values of these parameters; the dispatcher is told of those that have none, and why.
 
@@ -50,13 +51,13 @@ def read_values(
         dispatcher: collected the contributions.
         names: the parameters whose weights have something left.
         quantities: what is asked for.
-        weighting: the loss is sum_i w_i l_i, see `own_values`; of the samples that are followed.
-        scale: what the loss was multiplied by, one number; None where it was not.
+        own: takes the samples' weights and the scale of the loss out.
+        places: those of the samples with a part in the loss, among those that were followed; None is all.
 
     Returns:
         The values.
     """
-    values, batch_size = Values(), dispatcher.batch_size
+    values = Values()
     with torch.no_grad():
         for name in names:
             weight = watched.weight(name)
@@ -66,56 +67,84 @@ def read_values(
                 if reason is not None:
                     dispatcher.refuse([weight], reason)
                     continue
-                values.sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total))
+                if total is not None and places is not None:
+                    total = total.pick(places)
+                values.sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, places))
                 if total is None:
                     continue
                 if "grad_sample" in quantities:
                     dense = in_smaller_chunks(total.dense)
-                    (own,) = own_values([dense], 1, weighting, batch_size, scale)
-                    values.grad_samples[name] = in_dtype_of(weight.tensor, own)
+                    (grads,) = own.own([dense])
+                    values.grad_samples[name] = in_dtype_of(weight.tensor, grads)
                 if "square_sum" in quantities:
-                    squares = in_smaller_chunks(partial(_square_sum_of, total, weighting, batch_size, scale))
+                    squares = in_smaller_chunks(partial(_square_sum_of, total, own))
                     values.square_sums[name] = in_dtype_of(weight.tensor, squares)
                 if "dot" in quantities:
                     values.structures[name] = total
             except FAILURES as error:
                 dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
-        own_sq_norms = own_all(list(values.sq_norms.values()), weighting, batch_size, scale)
-    for name, own in zip(values.sq_norms, own_sq_norms, strict=True):
-        values.sq_norms[name] = in_dtype_of(watched.weight(name).tensor, own)
+        own_sq_norms = own.own_sq_norms(list(values.sq_norms.values()))
+    for name, sq_norm in zip(values.sq_norms, own_sq_norms, strict=True):
+        values.sq_norms[name] = in_dtype_of(watched.weight(name).tensor, sq_norm)
     return values
 
 
-def why_no_factor(dispatcher: Dispatcher, weighting: Weighting) -> str:
-    """Why ``.grad`` did not get one number times the sum of the samples' own gradients, or "" where it did."""
-    if dispatcher.penalized:
-        names = ", ".join(f"`{name}`" for name in sorted(dispatcher.penalized)[:3])
+def samples_with_values(followed: Tensor | None, in_loss: Sequence[int] | None) -> tuple[Tensor | None, Tensor | None]:
+    """Which samples have values, where some are followed alone and some alone have a part in the loss.
+
+    Args:
+        followed: the places in the batch of those that are followed; None is all.
+        in_loss: the places of those with a part in the loss; None is all.
+
+    Returns:
+        The places of those that are both in the batch, and among those that are followed; None is all.
+    """
+    if in_loss is None:
+        return followed, None
+    own = torch.tensor(in_loss, dtype=torch.int64)
+    if followed is None:
+        return own, own
+    places = torch.isin(followed.cpu(), own).nonzero().flatten()
+    return followed.cpu()[places], places
+
+
+def why_no_factor(notes: Notes, penalized: Collection[str], own: OwnScale) -> str:
+    """Why ``.grad`` did not get one number times the sum of the samples' own gradients, or "" where it did.
+
+    Args:
+        notes: what there is to say of the backward.
+        penalized: the parameters whose gradient has a term that belongs to no sample.
+        own: how the samples weigh.
+
+    Returns:
+        The reason.
+    """
+    if penalized:
+        names = ", ".join(f"`{name}`" for name in sorted(penalized)[:3])
         return f"the loss has a term that belongs to no sample, made of {names}"
-    if dispatcher.not_additive:
-        return next(iter(dispatcher.not_additive))
-    if isinstance(weighting, Tensor):
-        return "" if bool((weighting == weighting[0]).all()) else "the samples weigh unequally in the loss"
-    return next((text for text in dispatcher.weighting if text not in dispatcher.mixing), "")
+    if notes.reached("not_additive"):
+        return notes.reached("not_additive")[0]
+    if isinstance(own.weighting, Tensor):
+        return "" if own.is_equal() else "the samples weigh unequally in the loss"
+    mixing = notes.reached("mixing")
+    return next((text for text in notes.reached("weighting") if text not in mixing), "")
 
 
-def _sq_norm_of(weight: Weight, total: SampleGradient | None) -> Tensor:
+def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | None) -> Tensor:
     if weight.sq_norm is not None:
-        return weight.sq_norm
+        return weight.sq_norm if places is None else weight.sq_norm[places]
     if total is None:
         raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
     return total.sq_norm()
 
 
-def _square_sum_of(total: SampleGradient, weighting: Weighting, batch_size: int, scale: Tensor | None) -> Tensor:
-    if not isinstance(weighting, Tensor):
-        (own,) = own_values([total.square_sum()], 2, weighting, batch_size, scale)
-        return own
-    sums: Tensor | None = None
+def _square_sum_of(total: SampleGradient, own: OwnScale) -> Tensor:
+    if not isinstance(own.weighting, Tensor):
+        (found,) = own.own([total.square_sum()], power=2)
+        return found
+    sums = torch.zeros(total.shape, dtype=total.dtype.to_real(), device=total.device)
     for sample in range(total.batch_size):  # each has a weight of its own
-        grad = total.samples(sample, sample + 1).dense()
-        (own,) = own_values([grad], 1, weighting[sample : sample + 1], batch_size, scale)
-        squares = own[0].abs().square()
-        sums = squares if sums is None else sums.add_(squares)
-    if sums is None:
-        raise PerSampleError("there is no sample")
+        place = torch.tensor([sample])
+        (grad,) = own.of_samples(place).own([total.samples(sample, sample + 1).dense()])
+        sums += grad[0].abs().square()
     return sums

@@ -185,7 +185,8 @@ def _compare(
         for name, rows in loop.items()
         if name in record.grad_samples
     }
-    finite = {n: (e, r) for n, (e, r) in both.items() if bool(e.isfinite().all() & r.isfinite().all())}
+    whole = both if record.samples is None else {}
+    finite = {n: (e, r) for n, (e, r) in whole.items() if bool(e.isfinite().all() & r.isfinite().all())}
     compared = Comparison({n: e for n, (e, _) in finite.items()}, {n: r for n, (_, r) in finite.items()}, tolerance)
     beside = {} if record.mixing else {n: compared.error_beside_a_constant(n) for n in finite if not compared.agrees(n)}
     penalized = {name: error for name, error in beside.items() if error <= tolerance}
@@ -200,7 +201,10 @@ def _compare(
                 return ParameterCheck(name, math.nan, "unused")
             return ParameterCheck(name, math.nan, "missing", "only the loss of a single sample depends on it")
         if name not in finite:
-            return ParameterCheck(name, math.nan, "not compared", "some of its gradients are infinite or not a number")
+            why = "some of its gradients are infinite or not a number"
+            if record.samples is not None:
+                why = f"of the {record.batch_size} samples compared, the loss takes {len(record.samples)} alone"
+            return ParameterCheck(name, math.nan, "not compared", why)
         if name in differing:
             return ParameterCheck(name, compared.error(name), "differs", reason)
         if name in penalized:

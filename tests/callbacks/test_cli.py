@@ -36,11 +36,21 @@ EXPANDED = {
     "autotune": True,
     "per_layer": 1,
     "quantiles": [0.25, 0.5],
+    "statistics": ["diversity", "cosine_to_mean"],
+    "sample_index": f"{__name__}.places",
+    "worst_samples": 3,
     "histogram": True,
     "prefix": "grads",
     "prog_bar": True,
 }
-LOOP = {"engine": "loop", "loss_reduction": "mean", "every_n_steps": None, "per_layer": None, "quantiles": []}
+LOOP = {
+    "engine": "loop",
+    "loss_reduction": "mean",
+    "every_n_steps": None,
+    "per_layer": None,
+    "quantiles": [],
+    "max_samples": 4,
+}
 WRONG = {
     "every_n_steps": 0,
     "quantiles": [0.5, 1.5],
@@ -55,6 +65,11 @@ WRONG = {
 def half_of_a_mean(outputs: Any, batch: Any) -> Tensor:
     """As if the training loss were half of the mean of the samples' own losses."""
     return torch.full((len(batch[0]),), 0.5 / len(batch[0]))
+
+
+def places(batch: Any) -> Tensor:
+    """An index of each sample that is the same in every batch."""
+    return torch.arange(len(batch[0]))
 
 
 class Trained(Classifier):
@@ -119,10 +134,12 @@ def test_every_public_callback_fits_from_a_file(kind, tmp_path):
 def test_options_of_the_monitor_reach_it_and_the_fit_runs(options, tmp_path):
     cli = command("fit", "--config", str(write(tmp_path / "config.yaml", [monitor(**options)])))
     callback = found(cli, PerSampleGradientMonitor)
-    expected = {**options, "quantiles": tuple(options["quantiles"])}
-    if callable(callback.loss_reduction):
-        assert callback.loss_reduction is half_of_a_mean or callback.loss_reduction.__name__ == "half_of_a_mean"
-        del expected["loss_reduction"]
+    expected = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    for name, function in (("loss_reduction", half_of_a_mean), ("sample_index", places)):
+        given = getattr(callback, name)
+        if callable(given):
+            assert given is function or given.__name__ == function.__name__
+            del expected[name]
     assert {name: getattr(callback, name) for name in expected} == expected
     assert len(column(cli.trainer, f"{callback.prefix}/norm_mean")) == (1 if options is EXPANDED else 3)
 

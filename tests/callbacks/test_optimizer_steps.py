@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_persample import PerSampleGradientMonitor
 from lightning_persample.errors import PerSampleWarning
-from tests.callbacks.runs import column, fit, logged
+from tests.callbacks.runs import Recorder, column, fit, logged
 from tests.callbacks.ways import BATCH, BATCHES, CLASSES, FEATURES, Classifier, Referred
 
 
@@ -312,3 +312,55 @@ def test_a_backward_of_a_penalty_is_of_no_sample(tmp_path):
     assert len(reference[0]["network.0.weight"]) == BATCH
     assert_logged(trainer, [norms(each, "network") for each in reference])
     assert len(reference) == BATCHES
+
+
+class MicroBatches(Sharpness):
+    """A backward for each part of the batch; the last part is smaller."""
+
+    sizes = (3, 1)
+    factor = 1.0
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        for inputs, labels in zip(*(part.split(self.sizes) for part in batch), strict=True):
+            self.refer(lambda i, x=inputs, y=labels: self.factor * self.loss(x[i : i + 1], y[i : i + 1]), len(inputs))
+            self.manual_backward(self.factor * self.loss(inputs, labels))
+        self.optimizers().step()
+
+
+class HalvedMicroBatches(MicroBatches):
+    sizes, factor = (2, 2), 0.5
+
+
+class SampleBySample(MicroBatches):
+    sizes = (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("kind", [MicroBatches, HalvedMicroBatches, SampleBySample])
+def test_parts_of_a_batch_with_a_backward_each_are_one_step(kind, tmp_path):
+    reference, trainer = trained(kind, tmp_path)
+    parts = len(kind.sizes)
+    rows = [norms(each, "network") for each in reference]
+    expected = [torch.cat(rows[start : start + parts]) for start in range(0, len(rows), parts)]
+    assert [len(each) for each in expected] == [BATCH] * BATCHES
+    assert_logged(trainer, expected)
+
+
+def test_sums_are_those_of_the_part(tmp_path):
+    """The check of the sums of gradients counts the samples of each part, too."""
+    watcher = Recorder(quantities=("sq_norm", "grad_sample"))
+    module = MicroBatches(False)
+    fit(module, [watcher], tmp_path, module.train_dataloader())
+    assert [record.samples.tolist() for record in watcher.records] == [[0, 1, 2], [3]] * BATCHES
+
+
+class SumsUp(Sharpness):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(F.cross_entropy(self.network(batch[0]), batch[1], reduction="sum"))
+
+
+def test_a_warning_points_at_the_users_line(tmp_path):
+    module = SumsUp(False)
+    with pytest.warns(PerSampleWarning, match="pass loss_reduction='sum'") as caught:
+        fit(module, [Recorder()], tmp_path, module.train_dataloader())
+    assert [each.filename for each in caught if each.category is PerSampleWarning] == [__file__]

@@ -131,7 +131,12 @@ def test_a_loss_of_some_samples_alone_is_said() -> None:
     assert any("of a value computed over the whole batch" in text for text in record.mixing)
     record = record_of(network(), lambda m, x: m(x)[0].square().sum() + m(x)[2].square().sum(), torch.randn(4, 5))
     assert record.mixing == ()
-    assert record.weighting == ("the loss takes 2 of the 4 samples alone",)
+    assert record.weighting == (
+        "the loss takes 2 of the 4 samples alone, and not by one mean: give the weight of each sample in the loss as "
+        "loss_reduction",
+    )
+    assert record.samples == (0, 2)
+    assert record.norms().isnan().tolist() == [False, True, False, True]
 
 
 PICKED_BY_VALUE: dict[str, Callable[[Tensor], Tensor]] = {

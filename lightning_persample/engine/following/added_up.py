@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_persample.engine.batch_axis import Lost, Owner
+from lightning_persample.engine.batch_axis import Lost
 from lightning_persample.engine.following.base import Followed
 from lightning_persample.engine.observed import ObservedCall, user_line
 
@@ -35,9 +35,16 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     sizes = [tuple(o.tensor.shape) for o in call.operands]
     what = f"`{call.name}` reduces over the batch axis (sizes {sizes}{user_line()})"
     with_gradient = [axis for tensor, axis in call.located if tensor.requires_grad]
-    uneven = any(
-        axis.owner is not None and not _in_equal_numbers(axis.owner, call.batch_size) for axis in with_gradient
-    )
+    counts = [
+        torch.bincount(axis.owner.sample, minlength=call.batch_size) for axis in with_gradient if axis.owner is not None
+    ]
+    uneven = any(not bool((each[each > 0] == each.max()).all()) for each in counts)
+    samples = frozenset[int]()
+    if len(counts) == len(with_gradient) > 0 and not any(axis.mixing for axis in with_gradient):
+        present = (sum(counts) > 0).nonzero().flatten().tolist()  # type: ignore[union-attr]
+        samples = frozenset(present) if len(present) < call.batch_size else samples
+    if len(samples) == 1:
+        return Followed((Lost(what, samples=samples),) * len(call.outputs))
     mean = averages(call)
     note = None
     if any(output.requires_grad for output in call.outputs):
@@ -47,10 +54,6 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
         if note is None and mean and uneven:
             note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
     how = "mean" if mean else "sum" if call.op in ("sum", "nansum") or call.op in LOSSES else None
-    mark = Lost(what, reduced=True, uneven=uneven, how=None if weighs else how)
+    averaged = (len(samples) or call.batch_size) if mean and not uneven and not weighs else 0
+    mark = Lost(what, reduced=True, uneven=uneven, how=None if weighs else how, samples=samples, averaged=averaged)
     return Followed((mark,) * len(call.outputs), weighting=note)
-
-
-def _in_equal_numbers(owner: Owner, batch_size: int) -> bool:
-    counts = torch.bincount(owner.sample, minlength=batch_size)
-    return bool((counts == counts[0]).all())

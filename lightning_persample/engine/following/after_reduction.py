@@ -40,6 +40,10 @@ _MOVES = frozenset({
     "index_select", "gather", "take", "take_along_dim", "masked_select", "pad", "constant_pad_nd", "copy", "setitem",
     "cat", "concat", "concatenate", "stack", "hstack", "vstack", "row_stack", "column_stack", "dstack",
 })
+_PICKS = frozenset({
+    "getitem", "select", "unbind", "split", "split_with_sizes", "tensor_split", "chunk", "narrow", "index_select",
+    "gather", "take", "take_along_dim", "masked_select",
+})
 _ENTRYWISE_LOSSES = frozenset({
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
     "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
@@ -75,11 +79,29 @@ def after_reduction(call: ObservedCall) -> Followed:
     said = mixing is not None or weighting is not None
     linear = call.op in _ADDS | _SUMS | _MOVES
     how = first.how if linear and all(mark.how == first.how for mark in with_gradient) else None
-    known = all(mark.samples for mark in marks)
-    samples = frozenset().union(*(mark.samples for mark in marks)) if known else frozenset()
+    known = all(mark.samples for mark in with_gradient)
+    samples = frozenset().union(*(mark.samples for mark in with_gradient)) if known else frozenset()
     reduced = reduced or _adds_up(call, len(with_gradient))
-    result = replace(first, noted=said, reduced=reduced, how=how, samples=samples if reduced else frozenset())
+    alike = all((mark.samples, mark.averaged) == (first.samples, first.averaged) for mark in with_gradient)
+    if not said and not alike and _are_means_over_others(with_gradient):
+        weighting = f"`{call.name}` puts means over other and other samples together{user_line()}"
+    apart = call.op in _MOVES and (first.apart or not alike)
+    if apart and weighting is None and call.op in _PICKS:
+        weighting = f"`{call.name}` picks from values of different samples{user_line()}"
+    result = replace(
+        first, noted=said, reduced=reduced, how=how, samples=samples if reduced else frozenset(),
+        averaged=first.averaged if alike and reduced else 0, apart=apart,
+    )  # fmt: skip
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)
+
+
+def _are_means_over_others(marks: list[Lost]) -> bool:
+    """Whether means over different samples, put together, weigh these unequally."""
+    if not any(mark.averaged and mark.samples for mark in marks):
+        return False
+    together = frozenset().union(*(mark.samples for mark in marks))
+    equal = all(mark.averaged == marks[0].averaged and mark.samples for mark in marks)
+    return not equal or len(together) < sum(len(mark.samples) for mark in marks)
 
 
 Notes = tuple[str | None, str | None]

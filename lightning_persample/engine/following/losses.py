@@ -145,7 +145,9 @@ def _unequal_weights(call: ObservedCall) -> str | None:
     if shares is None:
         return None
     totals = batch_first(shares, axis, call.batch_size, fill=False).flatten(1).sum(1)
-    if bool((totals == totals[0]).all()):
+    if axis.owner is not None:  # samples without a row have no part in the loss
+        totals = totals[torch.bincount(axis.owner.sample, minlength=call.batch_size).to(totals.device) > 0]
+    if bool((totals == totals[:1]).all()):
         return None
     return f"`{call.name}` averages over targets that weigh unequally from sample to sample{user_line()}"
 

@@ -1,0 +1,67 @@
+"""What there is to say of calls, and of which of them the present backward goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from lightning_persample.engine.use import on_gradient
+
+__all__ = ["Kind", "Notes"]
+
+Kind: TypeAlias = Literal["mixing", "weighting", "not_additive"]
+
+
+class Notes:
+    """Texts on calls and on the loss; a record has those of its own backward.
+
+    Args:
+        accepts: whether the present backward counts.
+    """
+
+    def __init__(self, accepts: Callable[[], bool]) -> None:
+        self._accepts = accepts
+        self._texts: dict[Kind, dict[str, None]] = {"mixing": {}, "weighting": {}, "not_additive": {}}
+        self._always: set[tuple[Kind, str]] = set()
+        self._reached: set[tuple[Kind, str]] = set()
+        self._of_loss: dict[str, None] = {}
+
+    def add(self, kind: Kind, text: str, outputs: Iterable[Tensor]) -> None:
+        """Say something of a call in every backward that goes through one of its outputs.
+
+        Args:
+            kind: which of a record's texts it is.
+            text: the text.
+            outputs: the call's outputs. Where none can get a gradient, it is said in any case: their values go on.
+        """
+        self._texts[kind].setdefault(text)
+        hooked = [output for output in outputs if output.requires_grad]
+        if not hooked:
+            self._always.add((kind, text))
+        for output in hooked:
+            on_gradient(output, partial(self._reach, kind, text))
+
+    def add_of_loss(self, text: str) -> None:
+        """Say that the samples weigh in the loss of the next backward otherwise than `loss_reduction` says."""
+        self._of_loss.setdefault(text)
+
+    def known(self, kind: Kind) -> tuple[str, ...]:
+        """All texts on calls, whatever a backward goes through."""
+        return tuple(self._texts[kind])
+
+    def reached(self, kind: Kind) -> tuple[str, ...]:
+        """The texts on calls that the present backward has gone through, and on its loss, in the order of the calls."""
+        found = tuple(text for text in self._texts[kind] if (kind, text) in self._always | self._reached)
+        return (*found, *self._of_loss) if kind == "weighting" else found
+
+    def forget(self) -> None:
+        """The backward is over."""
+        self._of_loss.clear()
+        self._reached.clear()
+
+    def _reach(self, kind: Kind, text: str, grad: Tensor) -> None:
+        if self._accepts():
+            self._reached.add((kind, text))

@@ -1,0 +1,137 @@
+"""A loss of some samples alone: their gradients are exact, and the others have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_persample import expanded_weights
+from tests.engine.reference import loop
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+B, BOTH = 10, ("sq_norm", "grad_sample")
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(B, 5), torch.randint(0, 3, (B,))
+
+
+def loss_of(module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(module(inputs), labels)
+
+
+CUTS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "chunk": lambda x: x.chunk(4),
+    "split": lambda x: x.split([1, 5, 4]),
+    "slices": lambda x: tuple(x[start : start + 4] for start in range(0, B, 4)),
+    "narrow": lambda x: tuple(x.narrow(0, start, 2) for start in range(0, B, 2)),
+    "indices": lambda x: tuple(x[torch.tensor(rows)] for rows in ([7, 2, 5], [0, 1, 3, 4], [9, 8, 6])),
+    "masks": lambda x: tuple(x[torch.arange(B) % 3 == rest] for rest in range(3)),
+    "one-by-one": lambda x: tuple(x[i : i + 1] for i in range(B)),
+}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", CUTS)
+def test_each_part_with_a_backward_of_its_own_is_exact(name: str, reduction: str, factor: float) -> None:
+    module, (inputs, labels) = network(), batch()
+
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return factor * F.cross_entropy(m(x), y, reduction=reduction)
+
+    expected = loop(module, loss, (inputs, labels))
+    with expanded_weights(module, (inputs, labels), loss_reduction=reduction, quantities=BOTH) as capture:
+        for part in zip(CUTS[name](inputs), CUTS[name](labels), strict=True):
+            loss(module, *part).backward()
+    seen: list[int] = []
+    for record in capture.records:
+        assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})
+        assert record.samples is not None
+        own = record.samples.tolist()
+        seen += own
+        for parameter, grads in expected.items():
+            torch.testing.assert_close(record.grad_samples[parameter], grads[own], rtol=1e-9, atol=1e-12)
+            squares = grads[own].flatten(1).square().sum(1)
+            torch.testing.assert_close(record.sq_norms[parameter], squares, rtol=1e-9, atol=1e-12)
+        assert (len(record.norms()), record.in_loss) == (len(own), len(own))
+        assert record.nonfinite().tolist() == []
+    assert sorted(seen) == list(range(B))
+
+
+def one_loss(name: str) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+    """All samples in one loss, each of them with weight 1/B."""
+
+    def by_parts(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        parts = [loss_of(module, *part) for part in zip(x.split(len(x) // 2), y.split(len(y) // 2), strict=True)]
+        return sum(parts) / 2 if name == "added" else torch.stack(parts).mean()
+
+    def one_by_one(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([loss_of(module, x[i : i + 1], y[i : i + 1]) for i in range(len(x))]).mean()
+
+    return one_by_one if name == "one by one" else by_parts
+
+
+@pytest.mark.parametrize("name", ["added", "stacked", "one by one"])
+def test_parts_of_one_size_that_are_put_together_raise_no_alarm(name: str) -> None:
+    module, data = network(), batch()
+    expected = loop(module, loss_of, data)
+    with expanded_weights(module, data, quantities=BOTH) as capture:
+        one_loss(name)(module, *data).backward()
+    record = capture.record
+    assert (record.mixing, record.weighting, record.samples) == ((), (), None)
+    for parameter, grads in expected.items():
+        torch.testing.assert_close(record.grad_samples[parameter], grads, rtol=1e-9, atol=1e-12)
+
+
+UNEQUAL: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "sizes": lambda m, x, y: loss_of(m, x[:3], y[:3]) + loss_of(m, x[3:], y[3:]),
+    "overlap": lambda m, x, y: loss_of(m, x[:6], y[:6]) + loss_of(m, x[4:], y[4:]),
+    "all-and-some": lambda m, x, y: loss_of(m, x, y) + loss_of(m, x[:5], y[:5]),
+    "stacked": lambda m, x, y: torch.stack([loss_of(m, x[:3], y[:3]), loss_of(m, x[3:], y[3:])]).mean(),
+    "picked-again": lambda m, x, y: torch.stack([loss_of(m, x[:5], y[:5]), loss_of(m, x[5:], y[5:])])[0],
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_means_over_unequal_parts_are_said(name: str) -> None:
+    module, data = network(), batch()
+    with expanded_weights(module, data, unsupported="ignore") as capture:
+        UNEQUAL[name](module, *data).backward()
+    (text,) = capture.record.weighting
+    assert "together at test_parts_of_a_batch.py" in text or "picks from values of different samples" in text
+
+
+def test_notes_are_those_of_their_own_backward() -> None:
+    """Neither those of an earlier backward, nor those of a number that is only looked at."""
+    module, (inputs, labels) = network(), batch()
+    with expanded_weights(module, (inputs, labels), unsupported="ignore") as capture:
+        hard = F.cross_entropy(module(inputs), torch.where(labels == 0, -100, labels))
+        loss_of(module, inputs, labels).backward()
+        hard.backward()
+        module(inputs).std().backward()
+        loss_of(module, inputs, labels).backward()
+    plain, weighed, mixed, again = capture.records
+    assert (plain.weighting, plain.mixing, again.weighting, again.mixing) == ((), (), (), ())
+    assert len(weighed.weighting) == 1
+    assert weighed.mixing == ()
+    assert len(mixed.mixing) == 1
+    assert mixed.weighting == ()
+
+
+def test_a_backward_of_a_penalty_alone_has_no_record() -> None:
+    module, (inputs, labels) = network(), batch()
+    with expanded_weights(module, (inputs, labels)) as capture:
+        loss_of(module, inputs, labels).backward()
+        sum(0.1 * parameter.square().sum() for parameter in module.parameters()).backward()
+    assert [record.coverage for record in capture.records] == [1.0]

@@ -1,0 +1,77 @@
+"""What a user reads: each warning says what, where, what follows and what to do, at a line of the user's own."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_persample import call_for_per_sample_grads, expanded_weights
+from lightning_persample.errors import PerSampleWarning
+
+INPUTS, LABELS = torch.randn(6, 5), torch.tensor([0, 1, 1, 2, 2, 2])
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
+
+
+def said(module: nn.Module, loss_of: Any, **options: Any) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with expanded_weights(module, (INPUTS, LABELS), **options):
+            loss_of(module(INPUTS)).backward()
+    assert all(each.category is PerSampleWarning for each in caught)
+    assert all(each.filename == __file__ for each in caught)
+    return caught
+
+
+def texts(*arguments: Any, **options: Any) -> list[str]:
+    return [str(each.message).split(" at test_warning_texts.py")[0] for each in said(*arguments, **options)]
+
+
+def test_a_sum_declared_as_a_mean() -> None:
+    assert texts(nn.Linear(5, 3), lambda z: F.cross_entropy(z, LABELS, reduction="sum")) == [
+        "The samples weigh in the loss otherwise than loss_reduction says, so their own gradients are off by a factor."
+        "\n- the loss is a sum over the samples, but loss_reduction is 'mean': pass loss_reduction='sum'"
+    ]
+
+
+def test_class_weights() -> None:
+    assert texts(nn.Linear(5, 3), lambda z: F.cross_entropy(z, LABELS, weight=WEIGHTS)) == [
+        "The samples weigh in the loss otherwise than loss_reduction says, so their own gradients are off by a factor. "
+        "Give the weight of each sample in the loss as loss_reduction, a function (outputs, batch) or a tensor.\n"
+        "- `cross_entropy_loss` averages over targets that weigh unequally from sample to sample"
+    ]
+
+
+def test_batch_normalization() -> None:
+    module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    assert texts(module, lambda z: F.cross_entropy(z, LABELS)) == [
+        "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each sample's "
+        "contribution to the batch gradient. For more, use layers and losses that keep samples apart (GroupNorm in "
+        "place of BatchNorm).\n- `batch_norm` on (6, 3), (3,), (3,), (3,), (3,)"
+    ]
+
+
+def test_where_nothing_is_reported_nothing_is_said_of_the_values() -> None:
+    (text,) = texts(nn.Linear(5, 3), lambda z: F.cross_entropy(z, LABELS), batch_size=4)
+    assert text.startswith("Per-sample gradients are missing for 2 parameters")
+
+
+def test_a_loss_that_is_only_looked_at_is_not_spoken_of() -> None:
+    def loss(z: torch.Tensor) -> torch.Tensor:
+        F.cross_entropy(z, LABELS, weight=WEIGHTS)
+        F.cross_entropy(z, torch.where(LABELS == 2, -100, LABELS))
+        z.std()
+        return F.cross_entropy(z, LABELS)
+
+    assert texts(nn.Linear(5, 3), loss) == []
+
+
+def test_door_one_warns_at_the_users_line_too() -> None:
+    module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call_for_per_sample_grads(module)(INPUTS).square().sum().backward()
+    assert [each.filename for each in caught] == [__file__]
