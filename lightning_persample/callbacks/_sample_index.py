@@ -48,7 +48,8 @@ class BatchIndices:
         self._has_warned = False
         self._why_not_followed = "the training data were made before the callbacks' setup"
         self.why_absent = ""
-        if self._of_batch is None and any(callback.receives_records() for callback in callbacks):
+        self._is_asked = any(callback.receives_records() for callback in callbacks)
+        if self._of_batch is None and self._is_asked:
             self._install()
 
     def attach(self, record: PerSampleRecord, batch: Any, warn: Callable[[str], None]) -> PerSampleRecord:
@@ -65,6 +66,8 @@ class BatchIndices:
         """
         if self._of_batch is not None:
             return replace(record, sample_index=_of_samples(_checked(self._of_batch(batch), record.batch_size), record))
+        if not self._is_asked:
+            return record
         drawn = self._of_current_batch() or [Drawn(None, self._why_not_followed)]
         found = [_of_samples(_index_of(each, record.batch_size), record) for each in drawn]
         if any(index is not None for index in found):

@@ -239,7 +239,7 @@ class Follows(L.LightningModule):
     def loss(self, batch):
         if isinstance(batch, dict) and "inputs" not in batch:
             return sum(self.loss(part) for part in batch.values() if part is not None)
-        if not isinstance(batch, dict) and isinstance(batch[0], (list, tuple)) and type(batch) is not Named:
+        if not isinstance(batch, dict) and isinstance(batch[0], (list, tuple)):
             return sum(map(self.loss, batch))
         inputs = batch["inputs"] if isinstance(batch, dict) else batch[0]
         return F.softplus(self.layer(inputs)).mean()
