@@ -21,7 +21,7 @@ from lightning_persample.engine.fast_path import modules_do_not_see, without_com
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.options import QUANTITIES, check_kernel_options, check_options
-from lightning_persample.engine.own_scale import in_dtype_of, own_all, own_values
+from lightning_persample.engine.own_scale import in_dtype_of, nan_but, own_all, own_values
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.sharded import ShardedParameters
@@ -353,11 +353,10 @@ class Capture:
         for name, values in zip(sq_norms, own_sq_norms, strict=True):
             sq_norms[name] = in_dtype_of(watched.weight(name).tensor, values)
         if part is not None:
-            of_others = torch.tensor([sample not in part.samples for sample in range(self.batch_size)])
-            for own in (*sq_norms.values(), *grad_samples.values()):
-                own[of_others.to(own.device)] = float("nan")
+            sq_norms = {name: nan_but(part.samples, values) for name, values in sq_norms.items()}
+            grad_samples = {name: nan_but(part.samples, values) for name, values in grad_samples.items()}
         coverage = classify(trainable, watched.got_gradient, reported, self._dispatcher.refused)
-        if part is not None and not part.is_mean and weights == "mean":
+        if part is not None and not (part.is_mean or part.is_sum) and weights == "mean":
             self._dispatcher.notes.add_of_loss(
                 f"the loss takes {len(part.samples)} of the {self.batch_size} samples alone, and not by one mean: give "
                 "the weight of each sample in the loss as loss_reduction"
