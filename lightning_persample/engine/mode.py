@@ -165,7 +165,7 @@ class Capture:
         if not self.records:
             raise PerSampleError(
                 "there is no record: no backward has reached a parameter of the module under expanded_weights; call "
-                "loss.backward() inside the context"
+                "loss.backward() inside the context, on a loss of samples"
             )
         return self.records[-1]
 
