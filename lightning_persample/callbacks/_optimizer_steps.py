@@ -43,10 +43,10 @@ class ManualSteps:
         self, pl_module: LightningModule, optimizers: Sequence[torch.optim.Optimizer], warn: Callable[[str], None]
     ) -> None:
         named = list(pl_module.named_parameters())
-        self._sizes = {name: parameter.numel() for name, parameter in named}
+        self._parameters = dict(named)
         self._names = names_by_optimizer(pl_module, optimizers)
         if len(self._names) == 1:  # of a single one, all parameters are reported
-            self._names = (frozenset(self._sizes),)
+            self._names = (frozenset(self._parameters),)
         self._warn = warn
         self._origins = GradientOrigins(named)
         self._records: list[PerSampleRecord | None] = []
@@ -169,7 +169,7 @@ class ManualSteps:
             return record
         kept = {name: sq_norm for name, sq_norm in record.sq_norms.items() if name in names}
         missing = {name: reason for name, reason in record.unsupported.items() if name in names}
-        known, unknown = (sum(self._sizes[name] for name in part) for part in (kept, missing))
+        known, unknown = (sum(self._parameters[name].numel() for name in part) for part in (kept, missing))
         share = known / (known + unknown) if known + unknown else 1.0
         return replace(record, sq_norms=kept, unsupported=missing, coverage=share)
 

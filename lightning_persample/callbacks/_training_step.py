@@ -375,7 +375,10 @@ class SharedCapture:
 def _why_no_record(pl_module: LightningModule, backward_passes: int) -> str:
     name = f"{type(pl_module).__name__}.backward"
     if backward_passes == 0:
-        return f"{name} reached no trainable parameter by a backward pass that can be seen: this step is not reported"
+        return (
+            f"{name} reached no trainable parameter by a backward pass that can be seen and is of samples (that of a "
+            "penalty alone is of none): this step is not reported"
+        )
     return (
         f"{name} ran {backward_passes} backward passes, but per-sample gradients are those of exactly one: this step "
         "is not reported. Call backward once, on the loss that training_step returned"

@@ -61,7 +61,8 @@ class PerSampleCallback(Callback):
             `samples` says which; it saves the engine's work on the others. None is all.
 
     In manual optimization there is one record for each backward inside `training_step`, from `manual_backward` or from
-    ``loss.backward()``; `PerSampleRecord.backward_index` counts them, and the parameters in it tell whose they are.
+    ``loss.backward()``, that goes through samples; `PerSampleRecord.backward_index` counts them, the parameters in it
+    tell whose they are, and `PerSampleRecord.samples` which part of the batch, where it is not all of it.
     Noise that is drawn in `training_step` goes through `mark_samples`. An extra pass is not possible there: it would
     step the optimizers.
 

@@ -51,10 +51,12 @@ class Part:
     Attributes:
         samples: which.
         is_mean: it is their mean, up to a factor.
+        is_sum: it is their sum.
     """
 
     samples: tuple[int, ...]
     is_mean: bool
+    is_sum: bool
 
 
 class Dispatcher(Collector):
@@ -140,7 +142,8 @@ class Dispatcher(Collector):
         """Note that a loss is made of some of the samples alone, where that can be told."""
         mark = self.marks.get(loss)
         if isinstance(mark, Lost) and not mark.noted and 0 < len(mark.samples) < self.batch_size:
-            self.part = Part(tuple(sorted(mark.samples)), is_mean=mark.alone is not None or mark.averaged > 0)
+            is_mean = mark.alone is not None or mark.averaged > 0
+            self.part = Part(tuple(sorted(mark.samples)), is_mean, is_sum=mark.how == "sum")
 
     def forget_backward(self) -> None:
         """Drop what a backward left, also one that was broken off."""

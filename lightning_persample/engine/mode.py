@@ -174,7 +174,7 @@ class Capture:
         if not self.records:
             raise PerSampleError(
                 "there is no record: no backward has reached a parameter of the module under expanded_weights; call "
-                "loss.backward() inside the context"
+                "loss.backward() inside the context, on a loss of samples"
             )
         return self.records[-1]
 
@@ -345,7 +345,7 @@ class Capture:
         values = read_values(watched, dispatcher, reported, self._quantities, own, places)
         coverage = classify(trainable, watched.got_gradient, reported, dispatcher.refused)
         reached = coverage.reached
-        if part is not None and not part.is_mean and weights == "mean":
+        if part is not None and not (part.is_mean or part.is_sum) and weights == "mean":
             dispatcher.notes.add_of_loss(
                 f"the loss takes {len(part.samples)} of the {self.batch_size} samples alone, and not by one mean: give "
                 "the weight of each sample in the loss as loss_reduction"

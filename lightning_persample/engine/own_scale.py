@@ -92,3 +92,10 @@ def in_dtype_of(parameter: Tensor, values: Tensor) -> Tensor:
     if values.is_complex() and not dtype.is_complex:  # the gradient of a real parameter is real
         values = values.real
     return values.to(dtype if values.is_complex() else dtype.to_real())
+
+
+def nan_but(samples: Sequence[int], values: Tensor) -> Tensor:
+    """Values (B, ...) of these samples and nan for the others, in a new tensor: what is given may be shared."""
+    of_others = torch.ones(len(values), dtype=torch.bool)
+    of_others[list(samples)] = False
+    return values.masked_fill(of_others.to(values.device).view(-1, *(1,) * (values.dim() - 1)), float("nan"))

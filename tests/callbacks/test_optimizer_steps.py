@@ -18,7 +18,7 @@ from tests.callbacks.ways import BATCH, BATCHES, CLASSES, FEATURES, Classifier, 
 
 def norms(grads, *parts):
     """The loop's norms over the parameters whose names start so."""
-    return torch.cat([g.flatten(1) for name, g in grads.items() if name.startswith(parts)], 1).norm(dim=1)
+    return torch.cat([g.to_dense().flatten(1) for name, g in grads.items() if name.startswith(parts)], 1).norm(dim=1)
 
 
 def trained(kind, tmp_path, **settings):
@@ -233,6 +233,38 @@ class Clips(Trunk):
 def test_clipping_drops_nothing(tmp_path):
     reference, trainer = trained(Clips, tmp_path)
     assert_logged(trainer, [norms(each, "second") for each in reference], 1)
+
+
+class SparseAndLazy(Sharpness):
+    """Gradients of an embedding are sparse, and the last layer gets its shape in the first step."""
+
+    def __init__(self, with_reference):
+        super().__init__(with_reference)
+        self.table, self.last = nn.Embedding(CLASSES, FEATURES, sparse=True), nn.LazyLinear(CLASSES)
+
+    def loss(self, inputs, labels):
+        return F.cross_entropy(self.last(self.network(inputs + self.table(labels))), labels)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        with torch.no_grad():
+            self.loss(*batch)
+        for _ in range(2):
+            self.manual_backward(Classifier.training_step(self, batch, batch_idx))
+            if batch_idx != 1:
+                optimizer.zero_grad(set_to_none=batch_idx == 0)
+        self.manual_backward(Classifier.training_step(self, batch, batch_idx))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_sparse_gradients_and_lazy_parameters(tmp_path):
+    reference, trainer = trained(SparseAndLazy, tmp_path)
+    rows = [norms(each, "") for each in reference]
+    assert_logged(trainer, [rows[2], torch.cat(rows[3:6]), rows[8]])
 
 
 class Replaces(Trunk):

@@ -109,7 +109,8 @@ def test_means_over_unequal_parts_are_said(name: str) -> None:
     with expanded_weights(module, data, unsupported="ignore") as capture:
         UNEQUAL[name](module, *data).backward()
     (text,) = capture.record.weighting
-    assert "together at test_parts_of_a_batch.py" in text or "picks from values of different samples" in text
+    what = "picks from values of different samples" if name == "picked-again" else "or over some twice"
+    assert f"{what} at test_parts_of_a_batch.py" in text
 
 
 def test_notes_are_those_of_their_own_backward() -> None:
@@ -135,3 +136,15 @@ def test_a_backward_of_a_penalty_alone_has_no_record() -> None:
         loss_of(module, inputs, labels).backward()
         sum(0.1 * parameter.square().sum() for parameter in module.parameters()).backward()
     assert [record.coverage for record in capture.records] == [1.0]
+
+
+def test_gradients_that_the_user_keeps_stay_as_they_are() -> None:
+    module, (inputs, labels) = network(), batch()
+    with expanded_weights(module, (inputs, labels), loss_reduction="sum", quantities=BOTH) as capture:
+        outputs = module(inputs)
+        outputs.retain_grad()
+        F.cross_entropy(outputs[:4], labels[:4], reduction="sum").backward()
+    assert capture.record.samples is not None
+    assert capture.record.samples.tolist() == [0, 1, 2, 3]
+    assert outputs.grad is not None
+    assert outputs.grad[4:].eq(0).all()

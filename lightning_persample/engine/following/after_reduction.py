@@ -84,7 +84,7 @@ def after_reduction(call: ObservedCall) -> Followed:
     reduced = reduced or _adds_up(call, len(with_gradient))
     alike = all((mark.samples, mark.averaged) == (first.samples, first.averaged) for mark in with_gradient)
     if not said and not alike and _are_means_over_others(with_gradient):
-        weighting = f"`{call.name}` puts means over other and other samples together{user_line()}"
+        weighting = f"`{call.name}` combines means over different numbers of samples, or over some twice{user_line()}"
     apart = call.op in _MOVES and (first.apart or not alike)
     if apart and weighting is None and call.op in _PICKS:
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
