@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 import warnings
@@ -15,7 +16,9 @@ from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
 from lightning_persample.errors import PerSampleWarning
+from tests.callbacks import known_noise_scale
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged, make_trainer
+from tests.processes import run_ranks
 
 ALL = ("noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
 DECAY = 0.95
@@ -362,3 +365,27 @@ def test_estimates_from_some_of_the_samples_are_without_bias(tmp_path):
     for name in ("norm_mean", "diversity"):
         values = np.array([row[f"per_sample_grad/{name}"] for row in rows])
         assert abs(values.mean() - whole[name]) < 4 * values.std() / math.sqrt(len(values)), name
+
+
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 1), (1, 4), (2, 1), (2, 2)])
+def test_the_noise_scale_of_a_known_problem(ranks, accumulate, tmp_path):
+    """Within four standard errors, which are those of a ratio of means of what each step gives."""
+    ended = run_ranks("tests.callbacks.known_noise_scale", str(tmp_path), str(accumulate), ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.outputs
+    (file,) = tmp_path.rglob("metrics.csv")
+    with file.open(newline="") as opened:
+        rows = [{n.rpartition("/")[2]: float(v) for n, v in row.items() if v} for row in csv.DictReader(opened)]
+    steps = [row for row in rows if "norm_of_mean" in row]
+    (epoch,) = (row for row in rows if "noise_scale_epoch" in row)
+    assert len(steps) == known_noise_scale.STEPS
+    B = ranks * accumulate * known_noise_scale.BATCH_SIZE
+    sq_mean = np.array([row["norm_of_mean"] ** 2 for row in steps])
+    mean_sq = np.array([row["norm_std"] ** 2 * (B - 1) / B + row["norm_mean"] ** 2 for row in steps])
+    S = B / (B - 1) * (mean_sq - sq_mean)
+    G2 = sq_mean - S / B
+    known = known_noise_scale.TRACE / known_noise_scale.SQ_NORM
+    for values, wanted in ((S, known_noise_scale.TRACE), (G2, known_noise_scale.SQ_NORM)):
+        assert abs(values.mean() - wanted) < 4 * values.std() / math.sqrt(len(values))
+    error = (S - known * G2).std() / math.sqrt(len(S)) / G2.mean()
+    assert error < 0.2 * known
+    assert abs(epoch["noise_scale_epoch"] - known) < 4 * error
