@@ -59,7 +59,7 @@ class Window:
 
     def why_unknown(self, step: StepNorms) -> str:
         """Why the mean gradient of a logged step is not known, once in a fit, or "" where there is nothing to say."""
-        if self._mean is None or self._has_said:
+        if self._mean is None or self._has_said or step.coverage == 0:  # then there are no norms either, as was said
             return ""
         reason = "" if is_known(step.gradient) else self._mean.reason or DEVICES_DIFFER
         self._unknown_steps = self._unknown_steps + 1 if reason else 0

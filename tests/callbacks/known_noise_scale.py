@@ -1,6 +1,6 @@
 """Linear regression with Gaussian inputs, of which the noise scale is known; a fit in one of several processes.
 
-With y = x.u + s e, weights w = 0 and the loss (x.w - y)^2 / 2, a sample has the gradient g = -x (x.u + s e), of mean -u;
+With y = x.u + s e, weights w = 0 and the loss (x.w - y)^2 / 2, a sample has the gradient g = -x (x.u + s e), mean -u;
 E |g|^2 = E |x|^2 (x.u)^2 + s^2 E |x|^2 = (d + 2) |u|^2 + d s^2. So tr(Sigma) = (d + 1) |u|^2 + d s^2, over |u|^2.
 
 Run as ``python -m tests.callbacks.known_noise_scale FOLDER ACCUMULATE``.
