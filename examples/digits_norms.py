@@ -27,8 +27,8 @@ class DigitsModule(L.LightningModule):
             *(nn.Flatten(), nn.Linear(32 * 4 * 4, 10)),
         )
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels, _ = batch
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
         loss = F.cross_entropy(self.network(images), labels)
         self.log("train_loss", loss)
         return loss
@@ -45,7 +45,7 @@ class NormsBySample(PerSampleCallback):
         self.norms = torch.full((epochs, samples), torch.nan)
 
     def on_per_sample_gradients(self, trainer, pl_module, record: PerSampleRecord, batch, batch_idx) -> None:
-        self.norms[trainer.current_epoch, batch[2]] = record.norms()
+        self.norms[trainer.current_epoch, record.sample_index] = record.norms()
 
 
 def plot(norms: Tensor, flipped: Tensor, path: Path) -> None:
@@ -82,7 +82,7 @@ if __name__ == "__main__":
     images, labels = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(digits)
     flipped = torch.rand(len(labels)) < 0.05
     labels = torch.where(flipped, (labels + torch.randint(1, 10, labels.shape)) % 10, labels)
-    loader = DataLoader(TensorDataset(images, labels, torch.arange(len(labels))), batch_size=64, shuffle=True)
+    loader = DataLoader(TensorDataset(images, labels), batch_size=64, shuffle=True)
 
     epochs = 3 if options.fast else 20
     collected = NormsBySample(epochs, len(labels))
