@@ -42,7 +42,7 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "'per_sample_grad/norm_mean'" in printed
     assert "has the largest norm" in printed
-    assert "\n8 of 512 samples\n" in printed
+    assert "\n8 of the 512 samples captured\n" in printed
     assert "'per_sample_grad/optimizer_1/norm_mean'" in printed
     assert "'0.weight': (4, 32, 8)" in printed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -30,7 +31,9 @@ def log_metrics(
         at_epoch_end: whether this is said at the end of an epoch.
     """
     for logger in trainer.loggers:
-        logger.log_metrics(dict(metrics), step=step)
+        logger.log_metrics(
+            {**metrics, "epoch": float(trainer.current_epoch)}, step=step
+        )  # as Lightning adds it to its own
     for name, count in samples.items():
         LightningModule.log(  # the module may have a `log` of its own
             pl_module,
@@ -53,4 +56,6 @@ def show_means(trainer: Trainer, name: str, means: Sequence[float | None]) -> No
     """
     names = [name] if len(means) == 1 else [f"{name}_{place}" for place in range(len(means))]
     # Not by log(..., prog_bar=True), whose names are also those of callback_metrics.
-    trainer.progress_bar_metrics.update({n: mean for n, mean in zip(names, means, strict=True) if mean is not None})
+    trainer.progress_bar_metrics.update(
+        {n: mean for n, mean in zip(names, means, strict=True) if mean is not None and math.isfinite(mean)}
+    )

@@ -22,18 +22,22 @@ _DECAY = 0.95
 
 @dataclass
 class _NoiseScale:
-    """S and |G|^2 over several steps, of which the noise scale is the ratio; both are sums, the older steps less."""
+    """S and |G|^2 over several steps, of which the noise scale is the ratio; both are sums, the older steps less.
+
+    A step weighs by its number of samples: |G|^2 of a small batch is mostly noise.
+    """
 
     S: float = 0.0
     G2: float = 0.0
-    steps: float = 0.0
+    samples: float = 0.0
 
-    def update(self, S: float, G2: float, decay: float) -> None:
+    def update(self, S: float, G2: float, samples: float, decay: float) -> None:
         if math.isfinite(S) and math.isfinite(G2):
-            self.S, self.G2, self.steps = decay * self.S + S, decay * self.G2 + G2, decay * self.steps + 1
+            self.S, self.G2 = decay * self.S + samples * S, decay * self.G2 + samples * G2
+            self.samples = decay * self.samples + samples
 
     def ratio(self) -> float:
-        if not self.steps:
+        if not self.samples:
             return math.nan
         S, G2 = torch.tensor([self.S, self.G2], dtype=torch.float64)
         return float(simple_noise_scale(S, G2))
@@ -58,6 +62,7 @@ class Statistics:
         self._epoch_norms = PerSampleNorm(quantiles=self._quantiles, sync_on_compute=False)
         self._epoch_scales = [_NoiseScale() for _ in self._running]
         self._epoch_sums: dict[str, list[float]] = {}
+        self._epoch_groups: dict[str, list[float]] = {}
         self._steps = 0
 
     def of_step(self, step: StepNorms, signal_to_noise: Tensor | None = None) -> dict[str, float]:
@@ -79,6 +84,8 @@ class Statistics:
         values["nonfinite"] = float((~finite).sum())
         for group, (total, count, _) in zip(self._groups, step.group_sums.tolist(), strict=True):
             values[f"{group}/norm_mean"] = total / count if count else math.nan
+            sums = self._epoch_groups.setdefault(group, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + total, sums[1] + count
         if self._chosen:
             self._add_of_mean(values, step, norms)
         if "signal_to_noise" in self._chosen:
@@ -102,6 +109,8 @@ class Statistics:
         nonfinite = found.pop("nonfinite")
         values = {f"norm_{name}": value if count else math.nan for name, value in found.items()}
         values["nonfinite"] = nonfinite
+        for group, (total, number) in self._epoch_groups.items():
+            values[f"{group}/norm_mean"] = total / number if number else math.nan
         if "noise_scale" in self._chosen:
             ratios = [scale.ratio() for scale in self._epoch_scales]
             values |= dict(zip(self._named("noise_scale"), ratios, strict=True))
@@ -119,7 +128,7 @@ class Statistics:
 
     def state_dict(self) -> list[list[float]]:
         """The running sums, in plain containers."""
-        return [[each.S, each.G2, each.steps] for each in self._running]
+        return [[each.S, each.G2, each.samples] for each in self._running]
 
     def load_state_dict(self, state: list[list[float]]) -> None:
         """Go on from sums that `state_dict` gave for as many groups."""
@@ -147,8 +156,8 @@ class Statistics:
         if "noise_scale" in self._chosen:
             terms = torch.stack(terms_of_sums(of_batch, size, size, means), dim=1).tolist()
             for place, (name, (S, G2)) in enumerate(zip(self._named("noise_scale"), terms, strict=True)):
-                self._running[place].update(S, G2, _DECAY)
-                self._epoch_scales[place].update(S, G2, 1.0)
+                self._running[place].update(S, G2, float(size), _DECAY)
+                self._epoch_scales[place].update(S, G2, float(size), 1.0)
                 values[name] = self._running[place].ratio()
         if "diversity" in self._chosen:
             found = diversity_of_sums(of_batch, size, means).tolist()

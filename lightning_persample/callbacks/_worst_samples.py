@@ -70,7 +70,7 @@ class WorstSamples:
         shown += [(str(i), f"{mean:.4g}", f"{last:.4g}", str(seen)) for i, mean, last, seen, _ in self.rows()]
         widths = [max(len(row[column]) for row in shown) for column in range(4)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in shown]
-        lines.append(f"{len(self)} of {self.samples} samples")
+        lines.append(f"{len(self)} of the {self.samples} samples captured")
         if self.nonfinite:
             named = list(self.nonfinite)
             more = f" and {len(named) - 10} more" if len(named) > 10 else ""

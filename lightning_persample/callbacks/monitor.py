@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,8 +30,8 @@ from lightning_persample.callbacks._training_step import logging_step, shared_ca
 from lightning_persample.callbacks._window import Window, captured
 from lightning_persample.callbacks._worst_samples import SampleNorms, WorstSamples, write_worst_samples
 from lightning_persample.callbacks.base import PerSampleCallback
-from lightning_persample.engine import PerSampleRecord, group_name
-from lightning_persample.errors import OptionError, PerSampleWarning
+from lightning_persample.engine import PerSampleRecord, group_name, warn_user
+from lightning_persample.errors import OptionError
 
 __all__ = ["PerSampleGradientMonitor"]
 
@@ -380,7 +379,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         reason = "" if self._window is None else self._window.why_unknown(steps[min(steps)])
         if reason:
             text = f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}"
-            warnings.warn(f"{text}; statistics=() leaves them out", PerSampleWarning, stacklevel=2)
+            warn_user(f"{text}; statistics=() leaves them out")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_window": None, "_joined": None, "_of_all": None}

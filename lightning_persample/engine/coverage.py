@@ -15,7 +15,8 @@ __all__ = ["OUTSIDE", "Coverage", "classify", "warn_user", "warning_texts"]
 
 OUTSIDE = (
     "its gradient comes from calls without a tensor of the batch: a term of the loss that belongs to no sample, or "
-    "data that is not in the batch (drawn or made into a tensor in the training step); put such data into the batch "
+    "data that is not in the batch (drawn or made into a tensor in the training step, or a copy of the batch's "
+    "tensors); put such data into the batch "
     "or pass it through mark_samples, and constants of a penalty into buffers of the module"
 )
 _NAMED = 8

@@ -62,7 +62,8 @@ def expanded_weights(
 
     Args:
         module: the module whose parameters are followed.
-        batch: whatever holds the batch's tensors: nested tuples, lists, mappings, dataclasses or plain objects.
+        batch: whatever holds the batch's tensors: nested tuples, lists, mappings, dataclasses or plain objects. The
+            module has to be called on these very tensors: ``data[i]`` a second time is another one.
         loss_reduction: how the loss combines the samples' own losses: "mean" (w_i = 1/B), "sum" (w_i = 1) or the
             weights w_i as a tensor (B,). Values are divided by w_i.
         batch_dim: the axis that holds the samples in the batch's tensors.

@@ -117,6 +117,13 @@ class PerSampleRecord:
     _dots: Dots | None = field(default=None, repr=False)
     sample_index: SampleIndex = None
 
+    def __repr__(self) -> str:
+        index = f" at backward {self.backward_index}" if self.backward_index else ""
+        return (
+            f"<PerSampleRecord of {self.num_values} samples and {len(self.sq_norms)} parameters, coverage "
+            f"{self.coverage:.3g}{index}>"
+        )
+
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters that have values, in the order of ``module.named_parameters()``."""

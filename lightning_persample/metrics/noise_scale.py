@@ -21,7 +21,8 @@ class GradientNoiseScale(StepMetric):
 
     S estimates the variance of a sample's gradient, tr(Sigma), and |G|^2 the squared norm of the true gradient, both
     unbiased, see `noise_scale_terms`. Both are averaged over steps before the ratio is taken: a ratio of single steps
-    is neither unbiased nor tame.
+    is neither unbiased nor tame. A step weighs by the size of its batch, because |G|^2 of a small one is mostly noise:
+    the short last batch of an epoch counts for as many samples as it has.
 
     >>> import torch
     >>> metric = GradientNoiseScale()
@@ -43,7 +44,7 @@ class GradientNoiseScale(StepMetric):
 
     Args:
         decay: how much of its weight a step keeps at each later one, at least 0 and less than 1, for exponential moving
-            averages; None weighs all steps equally.
+            averages; None weighs all samples equally.
         **kwargs: those of `torchmetrics.Metric`.
 
     Raises:
@@ -101,7 +102,7 @@ class GradientNoiseScale(StepMetric):
         steps = self._steps()
         S, G2 = terms_of_sums(steps.sum_of_sq_norms, steps.samples, steps.batch_size, steps.sq_norm_of_mean)
         age = torch.arange(len(S), dtype=S.dtype, device=S.device).flip(0)
-        weights = torch.ones_like(S) if self.decay is None else torch.pow(self.decay, age)
+        weights = steps.batch_size * (torch.ones_like(S) if self.decay is None else torch.pow(self.decay, age))
         total = (weights * steps.share).sum()
         average_of_S, average_of_G2 = (((weights * term).sum() / total).where(total > 0, math.nan) for term in (S, G2))
         return average_of_S, average_of_G2, steps.share[G2 < 0].sum()

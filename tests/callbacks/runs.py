@@ -112,7 +112,7 @@ def logged(trainer: L.Trainer, start: str = "per_sample_grad/", *, epochs: bool 
     """The rows of steps, or of epochs, that hold names with that start, as {name: value} with the step under "step"."""
     with open(Path(trainer.logger.log_dir) / "metrics.csv", newline="") as file:
         rows = [{name: float(value) for name, value in row.items() if value != ""} for row in csv.DictReader(file)]
-    rows = [row for row in rows if any(name.startswith(start) for name in row)]
+    rows = [{n: v for n, v in row.items() if n != "epoch"} for row in rows if any(n.startswith(start) for n in row)]
     return [row for row in rows if any(name.endswith("_epoch") for name in row) == epochs]
 
 

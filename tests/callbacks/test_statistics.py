@@ -54,7 +54,7 @@ def expected(steps: list[np.ndarray], columns: slice = slice(None)) -> list[dict
     for grads in steps:
         grads = grads[:, columns]
         own = terms(grads)
-        S, G2 = DECAY * S + own[0], DECAY * G2 + own[1]
+        S, G2 = DECAY * S + len(grads) * own[0], DECAY * G2 + len(grads) * own[1]
         mean = grads.mean(0)
         cosines = grads @ mean / np.linalg.norm(grads, axis=1) / np.linalg.norm(mean)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -102,7 +102,7 @@ def test_an_epoch_has_those_of_all_its_steps(tmp_path):
     assert [row["step"] for row in rows] == [4, 9]
     for row, batches in zip(rows, (module.batches[:5], module.batches[5:]), strict=True):
         norms = np.linalg.norm(np.concatenate(batches), axis=1)
-        S, G2 = np.mean([terms(grads) for grads in batches], axis=0)
+        S, G2 = np.average([terms(grads) for grads in batches], axis=0, weights=[len(grads) for grads in batches])
         each = expected(batches)
         wanted = {
             "norm_mean": norms.mean(), "norm_std": norms.std(ddof=1), "norm_min": norms.min(), "norm_max": norms.max(),
@@ -334,7 +334,7 @@ def test_some_of_the_samples_alone(engine, tmp_path):
             continue
         B, sq_mean = len(grads), (grads.mean(0) ** 2).sum()
         own = B / (B - 1) * ((norms**2).mean() - sq_mean)
-        S, G2 = DECAY * S + own, DECAY * G2 + sq_mean - own / B
+        S, G2 = DECAY * S + B * own, DECAY * G2 + B * (sq_mean - own / B)
         assert row["per_sample_grad/noise_scale"] == pytest.approx(S / G2 if G2 > 0 else math.nan, nan_ok=True)
         assert row["per_sample_grad/diversity"] == pytest.approx((norms**2).mean() / B / sq_mean)
 

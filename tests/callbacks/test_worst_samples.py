@@ -171,7 +171,7 @@ def test_norms_that_are_not_finite_are_named_and_in_no_mean(tmp_path, monkeypatc
         assert last == pytest.approx(finite[index][-1], rel=1e-5)
         assert (seen, broken) == ((2, 1) if index == 9 else (2, 0))
     assert worst.samples == 22
-    assert str(worst).endswith("21 of 22 samples\ninf or nan: 5, 9")
+    assert str(worst).endswith("21 of the 22 samples captured\ninf or nan: 5, 9")
     assert written("worst_samples.csv")[-1] == ["5", "", "", "", "2"]
 
 
@@ -252,7 +252,7 @@ def test_it_prints_as_a_table():
         "index   mean       last  seen\n"
         "    7    2.5  1.235e+04     3\n"
         "   12  0.125        0.1    12\n"
-        "2 of 40 samples\n"
+        "2 of the 40 samples captured\n"
         "inf or nan: 7, 3"
     )
     many = WorstSamples((), (), (), (), dict.fromkeys(range(12), 1), 12)

@@ -233,3 +233,18 @@ def test_a_number_that_comes_twice_is_refused():
         metric.update(*sq_norms(each), step=1)
     with pytest.raises(PerSampleError, match=r"^parts of step 1 disagree on sq_norm_of_mean: "):
         metric.compute()
+
+
+def test_a_step_weighs_by_its_number_of_samples() -> None:
+    """A small batch after a large one hardly changes the ratio."""
+    metric, decayed = GradientNoiseScale(), GradientNoiseScale(decay=0.9)
+    torch.manual_seed(0)
+    steps = [torch.randn(size, 3, dtype=torch.float64) + 1 for size in (64, 5, 64, 2)]
+    for grads in steps:
+        for each in (metric, decayed):
+            each.update(grads.square().sum(1), grads.mean(0).square().sum())
+    terms = np.array([reference.noise_scale_terms(grads.numpy()) for grads in steps])
+    sizes = np.array([len(grads) for grads in steps])
+    for each, weights in ((metric, sizes), (decayed, sizes * 0.9 ** np.arange(3, -1, -1))):
+        S, G2 = np.average(terms, axis=0, weights=weights)
+        assert each.compute().item() == pytest.approx(S / G2, rel=1e-12)
