@@ -38,19 +38,23 @@ class MeanGradient:
         depth: how many leading parts of a parameter's module path name its group; None makes no groups.
         groups: the names of the groups.
         processes: number of processes whose gradients are averaged.
+        never: why the mean is known in no step of the fit, or "".
 
     Attributes:
         reason: why the mean of the step was not known when `numbers` was asked for, or "".
     """
 
-    def __init__(self, pl_module: LightningModule, depth: int | None, groups: Sequence[str], processes: int) -> None:
+    def __init__(
+        self, pl_module: LightningModule, depth: int | None, groups: Sequence[str], processes: int, never: str = ""
+    ) -> None:
         self._parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
-        self._depth, self._groups, self._processes = depth, tuple(groups), processes
+        self._depth, self._groups, self._processes, self._never = depth, tuple(groups), processes, never
         self.start()
 
     def start(self) -> None:
         """An optimizer step begins."""
-        self._checks: list[tuple[Tensor, str]] = []  # what must hold, and what is wrong where it does not
+        # What must hold, and what is wrong where it does not.
+        self._checks: list[tuple[Tensor, str]] = [(torch.tensor(False), self._never)] if self._never else []
         self._last: Tensor | None = None
         self._factor: Tensor | None = None
         self._unsupported: tuple[str, ...] | None = None

@@ -9,13 +9,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_persample.engine import sharded_elsewhere
 
-__all__ = ["why_strategy_is_unsupported"]
+__all__ = ["why_no_mean_gradient", "why_strategy_is_unsupported"]
 
 # By name: importing a strategy's own package is not needed to refuse it.
 _REASONS = {
     "DeepSpeedStrategy": "DeepSpeed keeps gradients in buffers of its own and, at stage 3, weights too",
     "FSDPStrategy": "it holds weights of several layers in one flat tensor; use ModelParallelStrategy, fully_shard",
 }
+
+
+def why_no_mean_gradient(trainer: Trainer) -> str:
+    """Why ``.grad`` does not hold the mean over all processes under the Trainer's strategy, or "" where it does."""
+    hook = getattr(trainer.strategy, "_ddp_comm_hook", None)
+    if hook is None or trainer.world_size == 1:
+        return ""
+    return f"DDP's communication hook `{getattr(hook, '__name__', type(hook).__name__)}` changes the gradients"
 
 
 def why_strategy_is_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:

@@ -26,6 +26,7 @@ from lightning_persample.callbacks._options import (
 from lightning_persample.callbacks._requirements import why_unsupported
 from lightning_persample.callbacks._statistics import STATISTICS, Statistics
 from lightning_persample.callbacks._step_norms import NormsOfAllProcesses, StepNorms
+from lightning_persample.callbacks._strategies import why_no_mean_gradient
 from lightning_persample.callbacks._training_step import logging_step, shared_capture, window_continues
 from lightning_persample.callbacks._window import Window, captured
 from lightning_persample.callbacks._worst_samples import SampleNorms, WorstSamples, write_worst_samples
@@ -250,7 +251,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         )
         for part in self._parts:
             part.statistics.load_state_dict(self._loaded_averages.get(part.prefix, []))
-        mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size) if chosen else None
+        never = why_no_mean_gradient(trainer)
+        mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size, never) if chosen else None
         self._window = Window(self.per_layer, groups[0], mean, chosen)
         together = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
         captured = together and why_unsupported(trainer, pl_module) is None

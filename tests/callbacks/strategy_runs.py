@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from lightning_persample.callbacks import PerSampleGradientMonitor, _step_norms
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
@@ -296,6 +297,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     **{name: partial(ddp, **settings) for name, settings in WAYS.items()},
     **{name: partial(fsdp2, **settings) for name, settings in SHARDED.items()},
+    "communication hook": partial(ddp, arguments={"ddp_comm_hook": fp16_compress_hook}),
     "fused": partial(ddp, quantities=BOTH, options={"fuse_weight_grad": True}),
     "sharded, fused": partial(fsdp2, quantities=BOTH, options={"fuse_weight_grad": True}),
     "sharded on one device": partial(fsdp2, sizes=(4,), quantities=BOTH),

@@ -147,6 +147,16 @@ def test_there_is_one_collective_at_each_logged_step_and_none_elsewhere(results,
         assert rank["watched"]["collectives"] - rank["plain"]["collectives"] == len(logged)
 
 
+def test_gradients_that_a_communication_hook_changes_are_no_mean(watched):
+    text = "DDP's communication hook `fp16_compress_hook` changes the gradients; statistics=() leaves them out"
+    for rank in watched("communication hook"):
+        (said,) = rank["warnings"]
+        assert said == f"noise_scale, diversity of `per_sample_grad` are nan at steps where {text}"
+        for batch in (1, 3, 5):
+            assert rank["values"][batch]["per_sample_grad/norm_mean"] > 0
+            assert math.isnan(rank["values"][batch]["per_sample_grad/norm_of_mean"])
+
+
 def test_two_monitors_share_one_collective(results):
     ranks = results("two monitors")
     for rank in ranks:
