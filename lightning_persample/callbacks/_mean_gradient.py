@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,12 +22,15 @@ from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums
 
 __all__ = ["DEVICES_DIFFER", "UNEQUAL", "MeanGradient", "is_known", "joined_sq_norms"]
 
-_HEAD = 4  # numbers that say whether the mean is known, the factor, the samples, and the parameters that count
-_CHANGED = "gradients were changed between the backward passes of an optimizer step"
-_DIFFERENT = "the parameters without per-sample gradients differ between the backward passes of an optimizer step"
+_HEAD = 5  # numbers that say whether the mean is known, the factor, the samples, their share, the parameters that count
 UNEQUAL = "the samples of an optimizer step weigh unequally: its batches differ in size"
 DEVICES_DIFFER = "the devices have numbers of samples, or parameters with values, that differ"
-_NOT_EMPTY = "gradients from before the optimizer step were kept: call zero_grad before its first backward"
+_CHANGED = "gradients were changed between the backward passes of an optimizer step"
+_DIFFERENT = "the parameters without per-sample gradients differ between the backward passes of an optimizer step"
+_NOT_EMPTY = "there were gradients before the first backward of the optimizer step: call zero_grad, and add nothing"
+_AGAIN = "an optimizer evaluates a batch several times while gradients are accumulated"
+_SHARES = "max_samples takes different shares of its batches"
+_NOTHING = "`.grad` was empty after the backward, or the last batch of the step had no loss"
 
 
 class MeanGradient:
@@ -38,55 +41,78 @@ class MeanGradient:
         depth: how many leading parts of a parameter's module path name its group; None makes no groups.
         groups: the names of the groups.
         processes: number of processes whose gradients are averaged.
-        never: why the mean is known in no step of the fit, or "".
+        why_not: why ``.grad`` does not hold the mean over the processes, or "".
 
     Attributes:
         reason: why the mean of the step was not known when `numbers` was asked for, or "".
     """
 
     def __init__(
-        self, pl_module: LightningModule, depth: int | None, groups: Sequence[str], processes: int, never: str = ""
+        self,
+        pl_module: LightningModule,
+        depth: int | None,
+        groups: Sequence[str],
+        processes: int,
+        why_not: Callable[[], str] = str,
     ) -> None:
-        self._parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
-        self._depth, self._groups, self._processes, self._never = depth, tuple(groups), processes, never
+        self._module, self._why_not = pl_module, why_not
+        self._depth, self._groups, self._processes = depth, tuple(groups), processes
         self.start()
 
     def start(self) -> None:
         """An optimizer step begins."""
-        # What must hold, and what is wrong where it does not.
-        self._checks: list[tuple[Tensor, str]] = [(torch.tensor(False), self._never)] if self._never else []
-        self._last: Tensor | None = None
+        self._checks: list[tuple[Tensor, str]] = []  # what must hold, and what is wrong where it does not
+        self._parameters: dict[str, Tensor] = {}
+        self._last: list[tuple[Tensor, int]] = []
+        self._sizes: Tensor | None = None
         self._factor: Tensor | None = None
         self._unsupported: tuple[str, ...] | None = None
         self._samples = 0
-        self.reason = ""
+        self._share: float | None = None
+        self.reason = _NOTHING
         self._records: list[PerSampleRecord] = []
 
-    def before_backward(self, *, first: bool) -> None:
-        """Look at what ``.grad`` holds.
+    def before_backward(self, *, first: bool, again: bool) -> None:
+        """Look at what ``.grad`` holds; to be called right before the backward itself.
 
         Args:
             first: whether this is the first backward of the step.
+            again: whether there was one on the same batch in this step.
         """
         if first:
             self.start()
+            # A fit may unfreeze parameters, and make new ones.
+            self._parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+            self._refuse(self._why_not())
+            self._refuse(_why_hooked(self._parameters))
+        elif again:
+            self._refuse(_AGAIN)
         held = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if not held and first:
-            return
-        sizes = _sq_norms(held)
-        self._checks.append((sizes.sum() == 0, _NOT_EMPTY) if first else (_same(sizes, self._last), _CHANGED))
+        if first and held:
+            self._checks.append((_sq_norms(held).sum() == 0, _NOT_EMPTY))
+        if not first:
+            unchanged = len(held) == len(self._last) and all(
+                grad is before and grad._version == version
+                for grad, (before, version) in zip(held, self._last, strict=True)
+            )
+            self._refuse("" if unchanged else _CHANGED)
+            if unchanged and self._sizes is not None:  # what is done to ``.grad.data`` changes no version
+                self._checks.append(((_sq_norms(held) == self._sizes).all(), _CHANGED))
 
     def after_backward(self, record: PerSampleRecord, *, keep: bool) -> None:
-        """Take note of a backward that has run.
+        """Take note of a backward that has run; to be called before anything else can change ``.grad``.
 
         Args:
             record: its record.
             keep: whether dots or sums of squares of it will be asked for.
         """
-        self._samples += record.batch_size if record.in_loss is None else record.in_loss
+        samples = record.batch_size if record.in_loss is None else record.in_loss
+        self._samples += samples
+        share = record.num_values / max(samples, 1)
+        self._refuse(_SHARES if self._share not in (None, share) else "")
+        self._share = share
         unsupported = tuple(record.unsupported)
-        if self._unsupported not in (None, unsupported):
-            self._refuse(_DIFFERENT)
+        self._refuse(_DIFFERENT if self._unsupported not in (None, unsupported) else "")
         self._unsupported = unsupported
         factor = record.factor
         if factor is None:
@@ -95,12 +121,18 @@ class MeanGradient:
             self._factor = factor
         else:
             self._checks.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), UNEQUAL))
-        self._last = _sq_norms([p.grad for p in self._parameters.values() if p.grad is not None])
+        held = [p.grad for p in self._parameters.values() if p.grad is not None]
+        self._last, self._sizes = [(grad, grad._version) for grad in held], _sq_norms(held)
         if keep:
             self._records.append(record)
 
+    def refuse_record(self, record: PerSampleRecord) -> None:
+        """Note that another record took the place of the backward's own."""
+        self._refuse(record.why_no_factor)
+
     def _refuse(self, reason: str) -> None:
-        self._checks.append((torch.tensor(False), reason))
+        if reason:
+            self._checks.append((torch.tensor(False), reason))
 
     def _grads(self) -> dict[str, Tensor]:
         """The gradients that the samples' add up to."""
@@ -115,13 +147,15 @@ class MeanGradient:
         """What this process knows, on the host in double precision, to be joined by `joined_sq_norms`.
 
         Returns:
-            1 if the mean is known, the factor, the samples, the parameters that count as one number, and this process's
-            share of the squared norm of ``.grad`` over all parameters and over each group: (4 + 1 + groups,).
+            1 if the mean is known, the factor, the samples, the share of them that have values, the parameters that
+            count as one number, and this process's share of the squared norm of ``.grad`` over all parameters and over
+            each group: (5 + 1 + groups,).
         """
         grads = self._grads()
         factor = self._factor
         self.reason = next((text for holds, text in self._checks if not bool(holds)), "")
         if self.reason or factor is None or not grads:
+            self.reason = self.reason or _NOTHING
             return self.nothing()
         squares = _sq_norms(grads.values()) / _shares(grads.values(), self._processes)
         parts = [squares.sum()]
@@ -129,7 +163,7 @@ class MeanGradient:
             own = [n for n, name in enumerate(grads) if group_name(name, self._depth or 1) == group]
             parts.append(squares[own].sum())
         kind = zlib.crc32("\n".join(self._unsupported or ()).encode())
-        head = torch.tensor([1.0, float(factor), self._samples, kind], dtype=torch.float64)
+        head = torch.tensor([1.0, float(factor), self._samples, self._share or 1.0, kind], dtype=torch.float64)
         return torch.cat([head, torch.stack(parts).cpu().double()])
 
     def cosines(self) -> list[Tensor]:
@@ -160,7 +194,7 @@ class MeanGradient:
             squares = [record.square_sums[name] for record in self._records if name in record.square_sums]
             if squares and self._factor is not None:
                 sums = _plain(grad).double() / self._factor.to(grad.device).double()
-                wide = torch.stack([each.double() for each in squares]).sum(0)
+                wide = torch.stack([each.double() for each in squares]).sum(0) / (self._share or 1.0)
                 count = wide.new_tensor(self._samples)
                 ratios[name] = ratio_of_sums(sums, wide, count, torch.finfo(squares[0].dtype).eps).flatten()
         return torch.stack([
@@ -174,8 +208,9 @@ class MeanGradient:
 
 def is_known(numbers: Tensor) -> bool:
     """Whether the processes with these `MeanGradient.numbers` hold one mean gradient over all their samples."""
-    known, factor, _, kind = numbers[:, :_HEAD].unbind(1)
-    alike = bool((kind == kind[0]).all()) and torch.allclose(factor, factor[:1].expand_as(factor), rtol=1e-5, atol=0)
+    known, factor, _, share, kind = numbers[:, :_HEAD].unbind(1)
+    alike = bool((kind == kind[0]).all()) and bool((share == share[0]).all())
+    alike = alike and torch.allclose(factor, factor[:1].expand_as(factor), rtol=1e-5, atol=0)
     return bool(known.all()) and alike
 
 
@@ -183,12 +218,12 @@ def joined_sq_norms(numbers: Tensor) -> Tensor:
     """Squared norm of the mean gradient over the samples of all processes.
 
     Args:
-        numbers: for each process its `MeanGradient.numbers`, (processes, 4 + 1 + groups).
+        numbers: for each process its `MeanGradient.numbers`, (processes, 5 + 1 + groups).
 
     Returns:
         ||gbar||^2 over all parameters and over each group, (1 + groups,); nan where the mean is not known.
     """
-    _, factor, samples, _ = numbers[:, :_HEAD].unbind(1)
+    _, factor, samples, *_ = numbers[:, :_HEAD].unbind(1)
     if not is_known(numbers):
         return numbers.new_full((numbers.shape[1] - _HEAD,), math.nan)
     scale = numbers.shape[0] / (factor[0] * samples.sum())
@@ -237,7 +272,9 @@ def _shares(grads: Collection[Tensor], processes: int) -> Tensor:
     return torch.tensor(copies, dtype=torch.float32, device=device)
 
 
-def _same(sizes: Tensor, before: Tensor | None) -> Tensor:
-    if before is None or sizes.shape != before.shape:
-        return torch.tensor(False)
-    return (sizes == before.to(sizes.device)).all()
+def _why_hooked(parameters: Mapping[str, Tensor]) -> str:
+    """Why something else than the backward may write to ``.grad`` in the middle of it, or ""."""
+    for name, parameter in parameters.items():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"a hook on `{name}` is called when its gradient was accumulated, and may change it"
+    return ""

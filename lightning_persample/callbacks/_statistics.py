@@ -14,7 +14,7 @@ from lightning_persample.callbacks._step_norms import StepNorms, percent
 from lightning_persample.metrics import PerSampleNorm
 from lightning_persample.metrics.functional import diversity_of_sums, simple_noise_scale, terms_of_sums
 
-__all__ = ["STATISTICS", "Statistics"]
+__all__ = ["STATISTICS", "Part", "Statistics"]
 
 STATISTICS = ("noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
 _DECAY = 0.95
@@ -143,12 +143,12 @@ class Statistics:
         size = numbers[:, 2].sum() if numbers.shape[1] else torch.tensor(math.nan)
         empty = torch.full((len(self._running),), math.nan, dtype=torch.float64)
         means = joined_sq_norms(numbers) if numbers.shape[1] else empty
-        counts = torch.cat([norms.new_tensor([norms.numel()]), step.group_sums[:, 1]])
         sums = torch.cat([norms.square().sum()[None], step.group_sums[:, 2]])
         # A sample that is not finite is in the mean gradient, too, which is then not finite either.
-        of_batch = sums / counts * size  # of some of the samples alone (max_samples), an unbiased estimate
+        # (A sample whose batch has no use of a group has a gradient of zero there.)
+        of_batch = sums / norms.numel() * size  # of some of the samples alone (max_samples), an unbiased estimate
         if "cosine_to_mean" in self._chosen:
-            cosines = step.cosines[step.cosines.isfinite()]
+            cosines = step.cosines[step.cosines.isfinite()] if means[0].isfinite() else step.cosines[:0]
             values["cosine_to_mean"] = cosines.mean().item() if cosines.numel() else math.nan
             values["cosine_to_mean_min"] = cosines.min().item() if cosines.numel() else math.nan
         if self._chosen & {"noise_scale", "diversity"}:
@@ -156,12 +156,23 @@ class Statistics:
         if "noise_scale" in self._chosen:
             terms = torch.stack(terms_of_sums(of_batch, size, size, means), dim=1).tolist()
             for place, (name, (S, G2)) in enumerate(zip(self._named("noise_scale"), terms, strict=True)):
+                if norms.numel() == size:  # a variance, which only rounding makes negative
+                    S = max(S, 0.0) if math.isfinite(S) else S
                 self._running[place].update(S, G2, float(size), _DECAY)
                 self._epoch_scales[place].update(S, G2, float(size), 1.0)
-                values[name] = self._running[place].ratio()
+                values[name] = self._running[place].ratio() if math.isfinite(S) else math.nan
         if "diversity" in self._chosen:
             found = diversity_of_sums(of_batch, size, means).tolist()
             values |= dict(zip(self._named("diversity"), found, strict=True))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Names that are logged together: all, or those of one optimizer."""
+
+    prefix: str
+    groups: tuple[str, ...]
+    statistics: Statistics
 
 
 def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:

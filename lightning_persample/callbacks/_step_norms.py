@@ -19,15 +19,13 @@ _ROOM = 1024  # norms of a process that the first exchange has room for
 class CapturedBatch:
     """What is kept of one batch: norms (B,), or None if no parameter was captured, and norms (B,) by group.
 
-    `cosines` are those of its samples with the mean gradient of the step, where they are asked for, and `batch_size`
-    counts the samples that have values.
+    `batch_size` counts the samples that have values.
     """
 
     batch_size: int
     norms: Tensor | None
     groups: Mapping[str, Tensor]
     coverage: float
-    cosines: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +54,11 @@ class StepNorms:
 
     @classmethod
     def of_window(
-        cls, window: Sequence[CapturedBatch], groups: Sequence[str], gradient: Tensor | None = None
+        cls,
+        window: Sequence[CapturedBatch],
+        groups: Sequence[str],
+        gradient: Tensor | None = None,
+        cosines: Sequence[Tensor] = (),
     ) -> StepNorms:
         """Join the batches of this process, in one transfer from their device.
 
@@ -64,6 +66,7 @@ class StepNorms:
             window: the captured batches of one optimizer step.
             groups: names of the groups of parameters.
             gradient: `MeanGradient.numbers` of the step, where they are asked for.
+            cosines: those of the samples of each backward with the mean gradient, where they are asked for.
 
         Returns:
             The norms of their samples.
@@ -77,8 +80,7 @@ class StepNorms:
         step = cls(norms, sums, sum(captured.batch_size for captured in window), len(window), coverage)
         if gradient is None:
             return step
-        cosines = [found.cpu().double() for captured in window if (found := captured.cosines) is not None]
-        joined = torch.cat(cosines) if cosines else step.cosines
+        joined = torch.cat([each.cpu().double() for each in cosines]) if cosines else step.cosines
         return replace(step, gradient=gradient[None], cosines=joined)
 
 

@@ -20,9 +20,10 @@ _REASONS = {
 
 def why_no_mean_gradient(trainer: Trainer) -> str:
     """Why ``.grad`` does not hold the mean over all processes under the Trainer's strategy, or "" where it does."""
-    hook = getattr(trainer.strategy, "_ddp_comm_hook", None)
-    if hook is None or trainer.world_size == 1:
+    hooks = getattr(trainer.strategy.model, "_comm_hooks", ()) if trainer.world_size > 1 else ()
+    if not hooks:
         return ""
+    hook = hooks[0][0]
     return f"DDP's communication hook `{getattr(hook, '__name__', type(hook).__name__)}` changes the gradients"
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
@@ -250,6 +251,7 @@ class SharedCapture:
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             self.end_batch()
             return outputs
+        step.capture.before_backward, step.capture.after_backward = self._backward_starts, self._backward_ended
         try:
             step.attach(loss, outputs)
         except PerSampleError as error:
@@ -345,6 +347,17 @@ class SharedCapture:
         else:
             self._reports.report(UnsupportedError(_why_no_record(self._module, len(step.capture.records))))
         return result
+
+    def _backward_starts(self, losses: list[Tensor]) -> None:
+        for callback in self._receivers:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                callback._backward_starts(self._trainer)
+
+    def _backward_ended(self, record: PerSampleRecord | None) -> None:
+        if record is not None:
+            for callback in self._receivers:
+                with torch._C.DisableTorchFunction(), torch.no_grad():
+                    callback._backward_ended(self._trainer, record)
 
     def _complete(self, record: PerSampleRecord) -> PerSampleRecord:
         """The record, or with ``unsupported="vmap"`` that of the second engine where parameters are missing."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
 from lightning_persample.callbacks._mean_gradient import DEVICES_DIFFER, UNEQUAL, MeanGradient, is_known
 from lightning_persample.callbacks._step_norms import CapturedBatch, StepNorms
 from lightning_persample.engine import PerSampleRecord
+from lightning_persample.errors import UnsupportedError
 
 __all__ = ["Window", "captured"]
 
@@ -44,13 +44,15 @@ class Window:
     ) -> None:
         self._depth, self._groups, self._mean = depth, tuple(groups), mean
         self._keeps = bool({"cosine_to_mean", "signal_to_noise"} & set(statistics)) and mean is not None
-        self._has_said, self._unknown_steps = False, 0
+        self._has_said, self._unknown_steps, self._cosines_absent = False, 0, ""
         self._cosines, self._ratios = "cosine_to_mean" in statistics, "signal_to_noise" in statistics
         self.start()
 
     def start(self) -> None:
         """An optimizer step begins."""
         self._batches: dict[int, CapturedBatch] = {}
+        self._seen: set[int] = set()
+        self._found_cosines: list[Tensor] = []
         self._is_whole = True
         self.signal_to_noise: Tensor | None = None
         self._numbers: Tensor | None = None
@@ -62,6 +64,8 @@ class Window:
         if self._mean is None or self._has_said or step.coverage == 0:  # then there are no norms either, as was said
             return ""
         reason = "" if is_known(step.gradient) else self._mean.reason or DEVICES_DIFFER
+        if self._cosines_absent and not reason:
+            reason = self._cosines_absent
         self._unknown_steps = self._unknown_steps + 1 if reason else 0
         # The last batch of an epoch is often a smaller one, which alone is nothing to warn of.
         self._has_said = bool(reason) and (reason not in (UNEQUAL, DEVICES_DIFFER) or self._unknown_steps > 1)
@@ -70,28 +74,46 @@ class Window:
     def before_backward(self, batch_idx: int) -> None:
         """A backward of a batch that is captured begins."""
         if self._mean is not None:
-            self._mean.before_backward(first=not self._batches.keys() - {batch_idx})
+            others = bool(self._seen - {batch_idx})
+            self._mean.before_backward(first=not others, again=batch_idx in self._seen)
 
-    def add(self, batch_idx: int, record: PerSampleRecord, *, is_last: bool) -> None:
-        """Take the record of a batch; of several (a closure that runs again) the last one counts.
+    def after_backward(self, batch_idx: int, record: PerSampleRecord, *, is_last: bool) -> None:
+        """That backward has run, and nothing else since.
 
         Args:
             batch_idx: index of the batch.
             record: its record.
             is_last: whether the optimizer steps after this batch.
         """
-        self._batches[batch_idx] = captured(record, self._depth)
         mean = self._mean
+        self._seen.add(batch_idx)
         if mean is None:
             return
         mean.after_backward(record, keep=self._keeps)
-        if is_last and self._cosines:
-            for place, cosines in zip(self._batches, mean.cosines(), strict=False):
-                self._batches[place] = replace(self._batches[place], cosines=cosines)
-        if is_last and self._ratios:
+        if not is_last:
+            return
+        self._numbers = mean.numbers()
+        if mean.reason:
+            return
+        if self._cosines:
+            try:
+                self._found_cosines = mean.cosines()
+            except UnsupportedError as error:
+                self._cosines_absent = str(error)
+        if self._ratios:
             self.signal_to_noise = mean.signal_to_noise()
-        if is_last:  # read now: what follows unscales and clips the gradients
-            self._numbers = mean.numbers()
+
+    def add(self, batch_idx: int, record: PerSampleRecord) -> None:
+        """Take the record of a batch; of several (a closure that runs again) the last one counts.
+
+        Args:
+            batch_idx: index of the batch.
+            record: its record.
+        """
+        self._batches[batch_idx] = captured(record, self._depth)
+        if self._mean is not None and record.factor is None:  # that of another engine, perhaps
+            self._mean.refuse_record(record)
+            self._numbers = None
 
     def end_batch(self, batch_idx: int | None) -> None:
         """A batch has ended; None for one that has no part in the gradient."""
@@ -105,7 +127,7 @@ class Window:
         if self._mean is None:
             return StepNorms.of_window(batches, self._groups)
         numbers = self._numbers if whole and self._numbers is not None else self._mean.nothing()
-        return StepNorms.of_window(batches, self._groups, numbers)
+        return StepNorms.of_window(batches, self._groups, numbers, self._found_cosines if whole else ())
 
     def _holds(self, batch_idx: int | None) -> bool:
         return batch_idx is None or batch_idx in self._batches

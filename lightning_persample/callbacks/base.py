@@ -180,6 +180,12 @@ class PerSampleCallback(Callback):
             batch_idx: its index.
         """
 
+    def _backward_starts(self, trainer: Trainer) -> None:
+        """The backward of a captured batch is about to run, in automatic optimization."""
+
+    def _backward_ended(self, trainer: Trainer, record: PerSampleRecord) -> None:
+        """It has run, and nothing else since: gradients are as it left them."""
+
     def receives_records(self) -> bool:
         """Whether this class does anything with the records."""
         return type(self).on_per_sample_gradients is not PerSampleCallback.on_per_sample_gradients

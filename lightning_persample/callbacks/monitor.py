@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from lightning_persample.callbacks._options import (
     is_prefix,
 )
 from lightning_persample.callbacks._requirements import why_unsupported
-from lightning_persample.callbacks._statistics import STATISTICS, Statistics
+from lightning_persample.callbacks._statistics import STATISTICS, Part, Statistics
 from lightning_persample.callbacks._step_norms import NormsOfAllProcesses, StepNorms
 from lightning_persample.callbacks._strategies import why_no_mean_gradient
 from lightning_persample.callbacks._training_step import logging_step, shared_capture, window_continues
@@ -175,7 +175,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self.worst_samples = worst_samples
         self._norms = SampleNorms()
         self._loaded_norms: dict[str, Any] = {}
-        self._parts: tuple[_Part, ...] = ()
+        self._parts: tuple[Part, ...] = ()
         self._window: Window | None = None
         self._joined: NormsOfAllProcesses | None = None
         self._of_all: list[StepNorms] | None = None
@@ -239,20 +239,20 @@ class PerSampleGradientMonitor(PerSampleCallback):
             )
         chosen = self._chosen(pl_module)
         held = names_by_optimizer(pl_module, trainer.optimizers)
-        names = [name for name, parameter in pl_module.named_parameters() if parameter.requires_grad]
+        names = [name for name, _ in pl_module.named_parameters()]  # a fit may unfreeze them
         if len(held) > 1:
             groups = [self._groups_of([name for name in names if name in own]) for own in held]
             prefixes = [f"{self.prefix}/optimizer_{place}" for place in range(len(held))]
         else:
             groups, prefixes = [self._groups_of(names)], [self.prefix]
         self._parts = tuple(
-            _Part(prefix, own, Statistics(chosen, self.quantiles, own))
+            Part(prefix, own, Statistics(chosen, self.quantiles, own))
             for prefix, own in zip(prefixes, groups, strict=True)
         )
         for part in self._parts:
             part.statistics.load_state_dict(self._loaded_averages.get(part.prefix, []))
-        never = why_no_mean_gradient(trainer)
-        mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size, never) if chosen else None
+        why_not = partial(why_no_mean_gradient, trainer)
+        mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size, why_not) if chosen else None
         self._window = Window(self.per_layer, groups[0], mean, chosen)
         together = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
         captured = together and why_unsupported(trainer, pl_module) is None
@@ -278,10 +278,14 @@ class PerSampleGradientMonitor(PerSampleCallback):
         more = {"cosine_to_mean": "dot", "signal_to_noise": "square_sum"}
         return {"sq_norm", *(quantity for name, quantity in more.items() if name in chosen)}
 
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Look at the gradients that are there already, before the backward of a captured batch."""
-        if pl_module.automatic_optimization and self._window is not None and self.should_capture(trainer):
+    def _backward_starts(self, trainer: Trainer) -> None:
+        if self._window is not None:
             self._window.before_backward(trainer.fit_loop.epoch_loop.batch_idx)
+
+    def _backward_ended(self, trainer: Trainer, record: PerSampleRecord) -> None:
+        if self._window is not None:
+            last = not window_continues(trainer)
+            self._window.after_backward(trainer.fit_loop.epoch_loop.batch_idx, record, is_last=last)
 
     def on_per_sample_gradients(
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
@@ -291,7 +295,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         again = trainer.fit_loop.total_batch_idx if automatic else None
         self._norms.add(record, again, self._why_no_index(trainer))
         if automatic and self._window is not None:
-            self._window.add(batch_idx, record, is_last=not window_continues(trainer))
+            self._window.add(batch_idx, record)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -385,15 +389,6 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_window": None, "_joined": None, "_of_all": None}
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Names that are logged together: all, or those of one optimizer."""
-
-    prefix: str
-    groups: tuple[str, ...]
-    statistics: Statistics
 
 
 def _monitors(trainer: Trainer) -> list[PerSampleGradientMonitor]:

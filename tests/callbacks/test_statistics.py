@@ -221,7 +221,9 @@ def test_gradients_that_were_not_dropped(tmp_path):
         def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
             pass
 
-    with pytest.warns(PerSampleWarning, match="gradients from before the optimizer step were kept: call zero_grad"):
+    with pytest.warns(
+        PerSampleWarning, match="there were gradients before the first backward of the optimizer step: call zero_grad"
+    ):
         trainer = fit(Keeps(), [PerSampleGradientMonitor()], tmp_path)
     assert [math.isnan(row["per_sample_grad/diversity"]) for row in logged(trainer)] == [False, True, True]
 
