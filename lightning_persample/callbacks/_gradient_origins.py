@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,16 +21,16 @@ class _Held:
         parameter: the parameter.
         grad: the tensor in ``.grad``; None where there was none.
         version: how often it had been written to.
-        filled: whether it had an entry other than zero, as a tensor without axes; None where that does not matter.
+        sizes: its largest entry and two norms, (3,); None where they do not matter.
         of: the numbers of the backward passes that are in it.
         doubtful: those of them that may have been dropped.
-        replaced: another tensor than the one that backward filled was put there.
+        replaced: another tensor than the one that backward filled was put there, or other numbers were written to it.
     """
 
     parameter: nn.Parameter
     grad: weakref.ref[Tensor] | None = None
     version: int = 0
-    filled: Tensor | None = None
+    sizes: Tensor | None = None
     of: set[int] = field(default_factory=set)
     doubtful: set[int] = field(default_factory=set)
     replaced: bool = False
@@ -42,18 +43,19 @@ class _Held:
         """No backward is in it any more."""
         self.of, self.doubtful, self.replaced = set(), set(), replaced
 
-    def note(self, filled: Tensor | None = None) -> None:
+    def note(self, sizes: Tensor | None = None) -> None:
         """Remember what is there now."""
         grad = self.parameter.grad
         self.grad, self.version = (None, 0) if grad is None else (weakref.ref(grad), grad._version)
-        self.filled = _is_filled(grad) if filled is None and self.of and grad is not None else filled
+        self.sizes = _sizes(grad) if sizes is None and self.of and grad is not None else sizes
 
 
 class GradientOrigins:
     """Follows ``.grad`` through a training step; to be looked at before and after each backward, and at each step.
 
     A gradient that is None has been dropped, and so has one that was not zero and is: `zero_grad` has two forms, and
-    users have more. Whatever else is done to it in place (clipping, unscaling) leaves it one of the same samples.
+    users have more. What multiplies it (clipping, unscaling) leaves it one of the same samples. Where other numbers are
+    written to it, as those of several backward passes merged by hand, it cannot be told of which.
 
     Args:
         parameters: by name.
@@ -70,21 +72,24 @@ class GradientOrigins:
         after: list[tuple[_Held, Tensor]] = []
         for held in self._held.values():
             grad = held.parameter.grad
-            if grad is not None and held.is_same(grad) and held.of and held.filled is not None:
-                before.append(held.filled)
-                after.append((held, _is_filled(grad)))
+            if grad is not None and held.is_same(grad) and held.of and held.sizes is not None:
+                before.append(held.sizes)
+                after.append((held, _sizes(grad)))
                 continue
             if grad is None or not held.is_same(grad):
                 held.drop(replaced=grad is not None)
             held.note()
         if not after:
             return
-        flags = torch.stack([flag.to(before[0].device) for flag in (*before, *(now for _, now in after))]).tolist()
-        for (held, now), was_filled, is_filled in zip(after, flags, flags[len(before) :], strict=False):
-            if was_filled and not is_filled:
+        found = torch.stack([each.to(before[0].device) for each in (*before, *(now for _, now in after))]).tolist()
+        for (held, now), was, is_now in zip(after, found, found[len(before) :], strict=False):
+            if was[0] and not is_now[0]:
                 held.drop()
-            elif not is_filled and held.parameter.grad is not None and held.parameter.grad._version != held.version:
-                held.doubtful |= held.of  # setting zeros to zero and scaling them look the same
+            elif held.parameter.grad is not None and held.parameter.grad._version != held.version:
+                if not is_now[0]:
+                    held.doubtful |= held.of  # setting zeros to zero and scaling them look the same
+                elif not _are_multiples(was, is_now):
+                    held.drop(replaced=True)
             held.note(now)
 
     def add(self, backward: int, reached: Collection[str]) -> None:
@@ -110,11 +115,21 @@ class GradientOrigins:
         return [name for name, held in self._held.items() if name in names and held.replaced]
 
 
-def _is_filled(grad: Tensor) -> Tensor:
-    """Whether a gradient has an entry other than zero; of a sharded one what this process holds."""
+def _sizes(grad: Tensor) -> Tensor:
+    """Largest entry, Euclidean norm and sum of the absolute values of a gradient; of a sharded one, of its shard."""
     values: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
     if values.layout == torch.sparse_coo:
         values = values._values()
     if values.numel() == 0:
-        return torch.zeros((), dtype=torch.bool, device=values.device)
-    return torch.linalg.vector_norm(values.detach(), float("inf")) != 0
+        return torch.zeros(3, device=values.device)
+    flat = values.detach().flatten()
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    return torch.stack([torch.linalg.vector_norm(flat, order, dtype=wide) for order in (float("inf"), 2, 1)])
+
+
+def _are_multiples(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether one factor leads from one gradient's sizes to the other's, as far as rounding lets see."""
+    if not all(map(math.isfinite, (*before, *after))):
+        return True  # of what overflowed nothing can be said, and nothing is averaged
+    factors = [now / was if was else math.nan for was, now in zip(before, after, strict=True)]
+    return all(math.isclose(factor, factors[0], rel_tol=1e-3) for factor in factors)

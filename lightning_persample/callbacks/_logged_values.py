@@ -34,14 +34,19 @@ def log_metrics(
         logger.log_metrics(
             {**metrics, "epoch": float(trainer.current_epoch)}, step=step
         )  # as Lightning adds it to its own
+    if trainer.barebones:
+        return
+    if at_epoch_end:  # as self.log would keep it, which on several devices advises to average what is the same on all
+        trainer.callback_metrics.update({name: torch.tensor(metrics[name]) for name in samples})
+        return
     for name, count in samples.items():
         LightningModule.log(  # the module may have a `log` of its own
             pl_module,
             name,
             torch.tensor(metrics[name]),
             logger=False,
-            on_step=not at_epoch_end,
-            on_epoch=at_epoch_end,
+            on_step=True,
+            on_epoch=False,
             batch_size=count,
         )
 

@@ -44,6 +44,7 @@ class MeanGradient:
         why_not: why ``.grad`` does not hold the mean over the processes, or "".
 
     Attributes:
+        processes: as given.
         reason: why the mean of the step was not known when `numbers` was asked for, or "".
     """
 
@@ -56,7 +57,7 @@ class MeanGradient:
         why_not: Callable[[], str] = str,
     ) -> None:
         self._module, self._why_not = pl_module, why_not
-        self._depth, self._groups, self._processes = depth, tuple(groups), processes
+        self._depth, self._groups, self.processes = depth, tuple(groups), processes
         self.start()
 
     def start(self) -> None:
@@ -157,7 +158,7 @@ class MeanGradient:
         if self.reason or factor is None or not grads:
             self.reason = self.reason or _NOTHING
             return self.nothing()
-        squares = _sq_norms(grads.values()) / _shares(grads.values(), self._processes)
+        squares = _sq_norms(grads.values()) / _shares(grads.values(), self.processes)
         parts = [squares.sum()]
         for group in self._groups:
             own = [n for n, name in enumerate(grads) if group_name(name, self._depth or 1) == group]

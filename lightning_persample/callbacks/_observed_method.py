@@ -43,9 +43,11 @@ class ObservedMethod:
         self._name = name
         self._own = module.__dict__.get(name, _ABSENT)
         self._method = method
-        self._run = run
+        self._run: Callable[..., Any] | None = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is None:
+            return self._method(*args, **kwargs)
         return self._run(self._method, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -61,13 +63,21 @@ class ObservedMethod:
         self._module.__dict__[self._name] = self
 
     def restore(self) -> None:
-        """Put back exactly what was there; where somebody else has replaced the method since, leave theirs alone."""
+        """Put back exactly what was there; where somebody else has replaced the method since, leave theirs alone.
+
+        Then theirs may call this one, or put it back later: from now on it is the method, and holds nothing else.
+        """
+        self._run, self._is_live = None, _never
         if self._module.__dict__.get(self._name) is not self:
             return
         if self._own is _ABSENT:
             del self._module.__dict__[self._name]
         else:
             self._module.__dict__[self._name] = self._own
+
+
+def _never() -> bool:
+    return False
 
 
 def _as_it_is(value: Any) -> Any:

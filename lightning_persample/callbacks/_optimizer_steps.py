@@ -140,8 +140,8 @@ class ManualSteps:
         replaced = self._origins.replaced(names) if self._records else []
         if replaced:
             return (
-                f"`.grad` of {_listed(replaced)} was replaced by another tensor than the one that backward filled, so "
-                f"that it cannot be told with which samples optimizer {optimizer} stepped: change gradients in place"
+                f"`.grad` of {_listed(replaced)} was replaced after a backward pass, or written to otherwise than by a "
+                f"factor, so that it cannot be told with which samples optimizer {optimizer} stepped"
             )
         for number, record in enumerate(self._records):
             sure, doubtful = self._origins.holders(number, names)

@@ -34,8 +34,9 @@ class Column(NamedTuple):
 class RowOrder:
     """Looks for the rows' numbers, texts and first tensor entries in the first batches that are made of them.
 
-    The order is lost where all of one place are in the batch, and only in another order. Nothing is concluded from what
-    is not found: no order is proved.
+    The order is lost where all of one place are in the batch, and only in another order, or where the batch has nothing
+    but rows of that place that differ, and not each at its own. It is kept where all of a place that tells every row
+    from every other are found in order. Nothing is concluded from what is not found.
 
     Args:
         collate: the collate function.
@@ -86,11 +87,20 @@ def _is_lost(columns: list[Column], batch: Any) -> bool:
         for parts in _by_sample(value, len(columns[0].rows)):
             found = [column for column in columns if _rows(parts, column.leading) == column.rows]
             missing = [column for column in missing if column not in found]
+            if any(_tells_apart(column) for column in found):
+                return False
             if not found:
                 unexplained.append(parts)
     return any(
-        Counter(_rows(parts, column.leading)) == Counter(column.rows) for column in missing for parts in unexplained
+        Counter(_rows(parts, column.leading)) == Counter(column.rows)
+        or (_tells_apart(column) and set(_rows(parts, column.leading)) <= set(column.rows))
+        for column in missing
+        for parts in unexplained
     )
+
+
+def _tells_apart(column: Column) -> bool:
+    return len(set(column.rows)) == len(column.rows)
 
 
 def _leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

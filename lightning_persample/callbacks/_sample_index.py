@@ -171,7 +171,8 @@ def _index_of(drawn: Drawn, batch_size: int) -> Tensor | list[Any] | None:
     keys = drawn.keys
     if keys is None or len(keys) != batch_size:
         return None
-    return torch.tensor(keys, dtype=torch.int64) if all(type(key) is int for key in keys) else list(keys)
+    fit = all(type(key) is int and -(2**63) <= key < 2**63 for key in keys)
+    return torch.tensor(keys, dtype=torch.int64) if fit else list(keys)
 
 
 def _of_samples(index: Tensor | list[Any] | None, record: PerSampleRecord) -> Tensor | list[Any] | None:

@@ -393,6 +393,7 @@ def _why_no_record(pl_module: LightningModule, backward_passes: int) -> str:
             "penalty alone is of none): this step is not reported"
         )
     return (
-        f"{name} ran {backward_passes} backward passes, but per-sample gradients are those of exactly one: this step "
-        "is not reported. Call backward once, on the loss that training_step returned"
+        f"{backward_passes} backward passes ran in training_step and {name}, but per-sample gradients are those of "
+        "exactly one: this step is not reported. Call backward once, on the loss that training_step returned, and "
+        "torch.autograd.grad for the gradient of an input"
     )

@@ -45,7 +45,8 @@ class Window:
         self._depth, self._groups, self._mean = depth, tuple(groups), mean
         self._keeps = bool({"cosine_to_mean", "signal_to_noise"} & set(statistics)) and mean is not None
         self._has_said, self._unknown_steps, self._cosines_absent = False, 0, ""
-        self._cosines, self._ratios = "cosine_to_mean" in statistics, "signal_to_noise" in statistics
+        self._cosines = "cosine_to_mean" in statistics
+        self._ratios = "signal_to_noise" in statistics and mean is not None and mean.processes == 1
         self.start()
 
     def start(self) -> None:
@@ -92,7 +93,7 @@ class Window:
         mean.after_backward(record, keep=self._keeps)
         if not is_last:
             return
-        self._numbers = mean.numbers()
+        self._numbers, self.signal_to_noise, self._found_cosines = mean.numbers(), None, []
         if mean.reason:
             return
         if self._cosines:

@@ -125,7 +125,7 @@ class SampleNorms:
             return {}
         keys = list(self._places)
         return {
-            "index": torch.tensor(keys) if all(type(key) is int for key in keys) else keys,
+            "index": torch.tensor(keys) if all(type(key) is int and abs(key) < 2**63 for key in keys) else keys,
             "sums": self._sums[:count].clone(),
             "counts": self._counts[:count].clone(),
             "clock": self._clock,

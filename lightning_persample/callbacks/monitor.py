@@ -253,6 +253,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
             part.statistics.load_state_dict(self._loaded_averages.get(part.prefix, []))
         why_not = partial(why_no_mean_gradient, trainer)
         mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size, why_not) if chosen else None
+        if "signal_to_noise" in chosen and trainer.world_size > 1:
+            warn_user(f"signal_to_noise of `{self.prefix}` is nan on several devices, of which it needs all gradients")
         self._window = Window(self.per_layer, groups[0], mean, chosen)
         together = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
         captured = together and why_unsupported(trainer, pl_module) is None
@@ -292,8 +294,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
     ) -> None:
         """Keep the norms of one backward until the optimizer step is complete."""
         automatic = pl_module.automatic_optimization
-        again = trainer.fit_loop.total_batch_idx if automatic else None
-        self._norms.add(record, again, self._why_no_index(trainer))
+        self._norms.add(record, trainer.fit_loop.total_batch_idx if automatic else None, self._why_no_index(trainer))
         if automatic and self._window is not None:
             self._window.add(batch_idx, record)
 
@@ -321,8 +322,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             steps = self._own_norms(trainer, counted)
         elif self.should_capture(trainer):
             steps = self._joined_norms(trainer, counted)
-        known = {place: step for place, step in enumerate(steps) if step.batches}
-        if known:
+        if known := {place: step for place, step in enumerate(steps) if step.batches}:
             self._log_step(trainer, pl_module, known)
         self._window.start()
 
@@ -386,6 +386,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if reason:
             text = f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}"
             warn_user(f"{text}; statistics=() leaves them out")
+
+    def _end_capture(self) -> None:
+        super()._end_capture()
+        self._window = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_window": None, "_joined": None, "_of_all": None}

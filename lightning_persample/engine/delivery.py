@@ -149,8 +149,9 @@ class DeliveringDispatcher(Dispatcher):
             if function is torch.autograd.grad:
                 with self.aside():
                     gradients = function(*args, **kwargs)
+                outputs = args[0] if args else kwargs.get("outputs")
                 inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-                self.mark_gradients(list(tensors_in((inputs,))), gradients)
+                self.mark_gradients(list(tensors_in((outputs,))), list(tensors_in((inputs,))), gradients)
                 return gradients
             return self.call(function, args, kwargs, mode)
 

@@ -104,13 +104,21 @@ class Dispatcher(Collector):
         """Declare where the batch lies in a tensor of the batch."""
         self.marks[tensor] = mark
 
-    def mark_gradients(self, inputs: list[Tensor], gradients: Iterable[Tensor | None]) -> None:
-        """A gradient asked for aside lies where its input lies; that of a weight belongs to the whole batch."""
+    def mark_gradients(self, outputs: list[Tensor], inputs: list[Tensor], gradients: Iterable[Tensor | None]) -> None:
+        """A gradient asked for aside lies where its input lies; of what is no sample's it belongs to the whole batch.
+
+        Args:
+            outputs: what was differentiated.
+            inputs: with respect to what.
+            gradients: the gradients.
+        """
+        of_batch = any(isinstance(self.marks.of_operand(output), (BatchAxis, Lost)) for output in outputs)
         for tensor, gradient in zip(inputs, gradients, strict=False):
             mark = self.marks.of_operand(tensor)
-            if gradient is None or mark is None or isinstance(mark, Constant):
+            if gradient is None or (not of_batch and (mark is None or isinstance(mark, Constant))):
                 continue
-            whole = Lost("it is a gradient of the whole batch, computed in the step")
+            # A sum over the samples, so that a function of it that is not linear mixes them.
+            whole = Lost("it is a gradient of the whole batch, computed in the step", reduced=of_batch)
             self.marks.set_result(gradient, mark if isinstance(mark, BatchAxis) else whole)
 
     def start_backward(self, losses: list[Tensor], weights: Tensor | None) -> None:

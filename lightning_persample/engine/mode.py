@@ -250,8 +250,9 @@ class Capture:
             return self._dispatcher.call(function, args, kwargs, self._mode)
         with self._dispatcher.aside():
             gradients = function(*args, **kwargs)
+        outputs = args[0] if args else kwargs.get("outputs")
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-        self._dispatcher.mark_gradients(list(tensors_in((inputs,))), gradients)
+        self._dispatcher.mark_gradients(list(tensors_in((outputs,))), list(tensors_in((inputs,))), gradients)
         return gradients
 
     def _declare(self, tensor: Tensor, batch_dim: int = 0) -> Tensor:

@@ -308,3 +308,22 @@ def test_door_one_says_that_an_embedding_that_counts_in_the_batch_does_not_add_u
         call_for_per_sample_grads(module)(tokens).square().sum().backward()
     expected = loop(module, lambda m, x: m(x).square().sum(), (tokens,))["weight"]
     torch.testing.assert_close(module.weight.grad_sample, expected, rtol=1e-10, atol=1e-12)
+
+
+def invariant_risk(module: nn.Module, x: Tensor) -> Tensor:
+    scale = torch.tensor(1.0, dtype=x.dtype, requires_grad=True)
+    loss = (module(x) * scale).square().mean()
+    (grad,) = torch.autograd.grad(loss, scale, create_graph=True)
+    return loss + 10 * grad**2
+
+
+def gradient_norm_penalty(module: nn.Module, x: Tensor) -> Tensor:
+    loss = module(x).square().mean()
+    grads = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+    return loss + 0.1 * sum(grad.square().sum() for grad in grads)
+
+
+@pytest.mark.parametrize("loss", [invariant_risk, gradient_norm_penalty])
+def test_a_gradient_of_the_batch_in_the_loss_mixes_its_samples(loss: Callable[..., Tensor]) -> None:
+    record = record_of(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), loss, torch.randn(4, 5))
+    assert any("of a value computed over the whole batch is not a sum over samples" in text for text in record.mixing)
