@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ObservedStep"]
 
+NO_MEMORY = (
+    "there is not enough memory to compare the sum of the samples' gradients with .grad: it is not compared in this fit"
+)
+
 
 class ObservedStep:
     """Opens a capture on a batch; without one where the batch's size cannot be read.
@@ -61,6 +65,7 @@ class ObservedStep:
         self._check_sums = check_sums and "grad_sample" in quantities and samples is None
         self._averages = averages
         self._sum_check: SumCheck | None = None
+        self._lacks_memory = False
         try:
             self.capture = expanded_weights(
                 pl_module,
@@ -115,7 +120,11 @@ class ObservedStep:
     def start_backward(self) -> None:
         """Note what ``.grad`` holds before a backward."""
         if self._sum_check is not None:
-            self._sum_check.start_backward()
+            try:
+                self._sum_check.start_backward()
+            except torch.OutOfMemoryError:
+                self._sum_check.close()
+                self._sum_check, self._lacks_memory = None, True
 
     def why_sums_differ(self, record: PerSampleRecord) -> str | None:
         """Compare the sums with what the backward added to ``.grad``; said once, and not looked at again.
@@ -129,7 +138,11 @@ class ObservedStep:
         check, self._sum_check = self._sum_check, None
         if check is not None and self._reduction == "mean":
             check.weigh(1.0 / self.capture.counted)
-        text = None if check is None else check.finish(record)
+        text = NO_MEMORY if self._lacks_memory else None
+        try:
+            text = text if check is None else check.finish(record)
+        except torch.OutOfMemoryError:
+            text = NO_MEMORY
         if text is not None:
             self.sums_differ, self._check_sums = True, False
         return text

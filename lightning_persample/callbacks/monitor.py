@@ -97,7 +97,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             last backward; and "signal_to_noise", which forms every sample's gradient, and works on one device alone.
         max_samples: the most samples of a batch whose norms are computed; of a larger one, a random choice of so many,
             another one each time. Means, quantiles, noise scale and diversity are then estimates from a random sample
-            of the batch, without bias but for those of extremes. None is all.
+            of the batch, without bias but for extremes, if batches of a step are of one size. None is all.
         histogram: write a histogram of the finite norms ||g_i|| as ``<prefix>/norm_histogram`` at each logged step: in
             TensorBoard and W&B as their own histograms, in other loggers as a figure (PNG), which needs matplotlib.
         unsupported: "warn", "error" or "vmap", see `PerSampleCallback`.

@@ -94,7 +94,12 @@ def trained(module, callbacks, data, strategy, **settings) -> dict[str, Any]:
         "values": steps.values,
         "calls": collectives.calls,
         "collectives": collectives.total,
-        "warnings": [str(each.message) for each in caught if each.category is PerSampleWarning],
+        "warnings": [
+            str(each.message)
+            for each in caught
+            if each.category is PerSampleWarning
+            or ("per_sample" in str(each.message) and "sync_dist" in str(each.message))
+        ],
         "reference": getattr(module, "reference", None),
         "norms": [record.norms().cpu() for record in recorder.records],
         "names": [record.names for record in recorder.records],

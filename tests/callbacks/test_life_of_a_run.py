@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 
 import lightning as L
@@ -283,3 +284,37 @@ def test_a_callback_can_be_copied_and_pickled_in_the_middle_of_a_fit():
     monitor, copies = PerSampleGradientMonitor(), Copies()
     fit(Classifier(), [monitor, copies])
     assert all(each.state_key == monitor.state_key for each in copies.copied)
+
+
+class WrapsLater(L.Callback):
+    """Takes the place of training_step after ours did, and puts back what it found when ours has gone."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.found = pl_module.training_step
+        pl_module.training_step = lambda *args, **kwargs: self.found(*args, **kwargs)
+
+    def teardown(self, trainer, pl_module, stage):
+        pl_module.training_step = self.found
+
+
+def test_a_method_that_somebody_else_puts_back_holds_nothing_of_the_run():
+    module = Classifier()
+    trainer = make_trainer([PerSampleGradientMonitor(), WrapsLater()])
+    trainer.fit(module, loader())
+    batch = next(iter(loader()))
+    module.log = lambda *args, **kwargs: None
+    assert module.training_step(batch, 0).requires_grad
+    gone = weakref.ref(trainer)
+    module.trainer = None
+    del trainer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_barebones_trainer_is_not_logged_to():
+    monitor = PerSampleGradientMonitor(every_n_steps=1)
+    trainer = L.Trainer(barebones=True, max_epochs=1, callbacks=[monitor], accelerator="cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Classifier(), loader())
+    assert not [each for each in caught if "per_sample_grad" in str(each.message)]

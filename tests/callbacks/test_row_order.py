@@ -61,9 +61,15 @@ KEEP = {
     "lists": lambda rows: {"labels": [row[1] for row in rows], "inputs": [row[0] for row in rows]},
     "sums": lambda rows: torch.stack([row[0].sum(0) for row in rows]),
     "nothing": lambda rows: None,
+    "labels turned around": lambda rows: (
+        torch.tensor([row[2] for row in rows]),
+        torch.tensor([2 - row[1] for row in rows]),
+    ),
     "packed": lambda rows: pack_sequence([row[0] for row in rows], enforce_sorted=False),
 }
 CHANGE = {
+    "one row for another": lambda rows: padded([*rows[:-1], rows[0]]),
+    "a row twice": lambda rows: padded([rows[0], *rows[:-1]]),
     "sorted": lambda rows: padded(by_length(rows)),
     "sorted in place": sorted_in_place,
     "sorted, inputs alone": lambda rows: pad_sequence([row[0] for row in by_length(rows)], batch_first=True),

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lightning_persample.callbacks import PerSampleGradientMonitor
 from lightning_persample.callbacks._tagged_loader import Drawn, _Tagged
 from tests.callbacks.indexed_data import (
     COMBINED,
@@ -29,7 +30,7 @@ from tests.callbacks.indexed_data import (
     train,
     watch,
 )
-from tests.callbacks.runs import Recorder, make_trainer
+from tests.callbacks.runs import FEATURES, Recorder, make_trainer
 
 # Lightning's advice about workers that are spawned anew in each epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`:UserWarning")
@@ -297,3 +298,25 @@ def test_a_tagged_batch_in_pinned_memory_is_the_users_pinned_batch(monkeypatch):
 def test_lightning_still_refuses_what_it_refuses():
     with pytest.raises(ValueError, match="does not support the `CombinedLoader"):
         train(lambda: combined("sequential", endless=LOADERS["endless"]()), [Recorder(1)])
+
+
+class Hashed(torch.utils.data.Dataset):
+    """Rows under keys of 64 bits without a sign."""
+
+    def __init__(self) -> None:
+        self.keys = [2**63 + 11 * place for place in range(6)]
+
+    def __getitem__(self, key):
+        return torch.full((FEATURES,), float(self.keys.index(key))), 0
+
+    def __len__(self):
+        return len(self.keys)
+
+
+def test_keys_that_are_no_int64_are_a_list():
+    data = Hashed()
+    monitor, recorder = PerSampleGradientMonitor(every_n_steps=1), Recorder()
+    trainer = make_trainer([monitor, recorder])
+    trainer.fit(Follows(), DataLoader(data, batch_size=3, sampler=data.keys))
+    assert [record.sample_index for record in recorder.records] == [data.keys[:3], data.keys[3:]]
+    assert set(monitor.worst(6).index) == set(data.keys)

@@ -458,7 +458,11 @@ def assert_absent(rows, count=None):
 
 def test_a_hook_after_the_accumulation_of_a_gradient(tmp_path):
     module = Classifier()
-    module.network[0].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+
+    def halve(parameter):
+        parameter.grad.mul_(0.5)
+
+    module.network[0].weight.register_post_accumulate_grad_hook(halve)
     text = "a hook on `network.0.weight` is called when its gradient was accumulated, and may change it"
     with pytest.warns(PerSampleWarning, match=text):
         trainer = fit(module, [PerSampleGradientMonitor(statistics=ALL)], tmp_path)

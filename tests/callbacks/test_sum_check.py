@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lightning_persample.callbacks import PerSampleGradientMonitor
+from lightning_persample.callbacks import PerSampleGradientMonitor, _sum_check
 from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.errors import PerSampleWarning
 from lightning_persample.gradients import Dense
@@ -182,3 +182,13 @@ def test_a_parameter_without_gradient_after_the_backward_is_left_out(results):
 
     assert texts_of_a_fit(Takes()) == []
     assert results == [None] * 3
+
+
+def test_too_little_memory_for_the_comparison_leaves_the_run_alone(monkeypatch):
+    def without_memory(*args):
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(_sum_check, "_dense", without_memory)
+    text = "there is not enough memory to compare the sum of the samples' gradients with .grad: it is not compared"
+    with pytest.warns(PerSampleWarning, match=text):
+        fit(Classifier(), [Recorder(quantities=BOTH)])
