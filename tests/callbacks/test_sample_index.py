@@ -17,6 +17,7 @@ from lightning_persample.callbacks import PerSampleGradientMonitor
 from lightning_persample.callbacks._tagged_loader import Drawn, _Tagged
 from tests.callbacks.indexed_data import (
     COMBINED,
+    FEATURES,
     LOADERS,
     PARTS,
     ByHand,
@@ -30,7 +31,7 @@ from tests.callbacks.indexed_data import (
     train,
     watch,
 )
-from tests.callbacks.runs import FEATURES, Recorder, make_trainer
+from tests.callbacks.runs import Recorder, make_trainer
 
 # Lightning's advice about workers that are spawned anew in each epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`:UserWarning")
