@@ -20,7 +20,7 @@ from lightning_persample.engine import PerSampleRecord, group_name
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums
 
-__all__ = ["DEVICES_DIFFER", "UNEQUAL", "MeanGradient", "is_known", "joined_sq_norms"]
+__all__ = ["DEVICES_DIFFER", "NOTHING", "UNEQUAL", "MeanGradient", "is_known", "joined_sq_norms"]
 
 _HEAD = 5  # numbers that say whether the mean is known, the factor, the samples, their share, the parameters that count
 UNEQUAL = "the samples of an optimizer step weigh unequally: its batches differ in size"
@@ -30,7 +30,7 @@ _DIFFERENT = "the parameters without per-sample gradients differ between the bac
 _NOT_EMPTY = "there were gradients before the first backward of the optimizer step: call zero_grad, and add nothing"
 _AGAIN = "an optimizer evaluates a batch several times while gradients are accumulated"
 _SHARES = "max_samples takes different shares of its batches"
-_NOTHING = "`.grad` was empty after the backward, or the last batch of the step had no loss"
+NOTHING = "`.grad` was empty after the backward, or the last batch of the step had no loss"
 
 
 class MeanGradient:
@@ -70,7 +70,7 @@ class MeanGradient:
         self._unsupported: tuple[str, ...] | None = None
         self._samples = 0
         self._share: float | None = None
-        self.reason = _NOTHING
+        self.reason = NOTHING
         self._records: list[PerSampleRecord] = []
 
     def before_backward(self, *, first: bool, again: bool) -> None:
@@ -156,7 +156,7 @@ class MeanGradient:
         factor = self._factor
         self.reason = next((text for holds, text in self._checks if not bool(holds)), "")
         if self.reason or factor is None or not grads:
-            self.reason = self.reason or _NOTHING
+            self.reason = self.reason or NOTHING
             return self.nothing()
         squares = _sq_norms(grads.values()) / _shares(grads.values(), self.processes)
         parts = [squares.sum()]

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_persample.callbacks._mean_gradient import DEVICES_DIFFER, UNEQUAL, MeanGradient, is_known
+from lightning_persample.callbacks._mean_gradient import DEVICES_DIFFER, NOTHING, UNEQUAL, MeanGradient, is_known
 from lightning_persample.callbacks._step_norms import CapturedBatch, StepNorms
 from lightning_persample.engine import PerSampleRecord
 from lightning_persample.errors import UnsupportedError
 
 __all__ = ["Window", "captured"]
+
+_MAY_PASS = (UNEQUAL, DEVICES_DIFFER, NOTHING)  # reasons that the last batch of an epoch has, and that alone
 
 
 def captured(record: PerSampleRecord, depth: int | None) -> CapturedBatch:
@@ -65,11 +67,13 @@ class Window:
         if self._mean is None or self._has_said or step.coverage == 0:  # then there are no norms either, as was said
             return ""
         reason = "" if is_known(step.gradient) else self._mean.reason or DEVICES_DIFFER
+        if reason == NOTHING and len(step.gradient) > 1:
+            reason = DEVICES_DIFFER
         if self._cosines_absent and not reason:
             reason = self._cosines_absent
         self._unknown_steps = self._unknown_steps + 1 if reason else 0
         # The last batch of an epoch is often a smaller one, which alone is nothing to warn of.
-        self._has_said = bool(reason) and (reason not in (UNEQUAL, DEVICES_DIFFER) or self._unknown_steps > 1)
+        self._has_said = bool(reason) and (reason not in _MAY_PASS or self._unknown_steps > 1)
         return reason if self._has_said else ""
 
     def before_backward(self, batch_idx: int) -> None:

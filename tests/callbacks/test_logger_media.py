@@ -380,30 +380,3 @@ def test_two_ranks_write_one_histogram_of_all_samples(tmp_path):
         assert found.bucket == np.histogram(norms, [-np.inf, *found.bucket_limit])[0].tolist()
     assert sorted(path.name for path in tmp_path.rglob("*.png")) == [f"step_{step:06d}.png" for step in (1, 3, 5)]
     assert [rank["collectives"] for rank in ranks] == [3, 3]
-
-
-def test_the_worst_samples_are_a_table_in_the_loggers_that_have_tables(tmp_path):
-    monitor = PerSampleGradientMonitor(every_n_steps=1, worst_samples=3)
-    offline = wandb.Settings(silent=True, disable_git=True, console="off")
-    loggers = [
-        CSVLogger(tmp_path, "csv"),
-        TensorBoardLogger(tmp_path, "tensorboard"),
-        WandbLogger(save_dir=tmp_path, offline=True, settings=offline),
-    ]
-    fit(Classifier(), [monitor], logger=loggers)
-    wandb.finish()
-    worst = monitor.worst(3)
-    (file,) = tmp_path.rglob("worst_samples.csv")
-    with file.open(newline="") as opened:
-        written = list(csv.reader(opened))
-    assert written[0] == list(worst.columns)
-    assert [int(row[0]) for row in written[1:]] == list(worst.index)
-    (table,) = read_tensorboard(tmp_path / "tensorboard").Tensors("worst_samples/text_summary")
-    lines = table.tensor_proto.string_val[0].decode().splitlines()
-    assert lines[0] == "| index | mean | last | seen | nonfinite |"
-    assert [int(line.split("|")[1]) for line in lines[2:]] == list(worst.index)
-    rows, files = read_wandb(tmp_path)
-    (row,) = (row for row in rows if "worst_samples/path" in row)
-    found = json.loads((files / row["worst_samples/path"]).read_text())
-    assert found["columns"] == list(worst.columns)
-    assert [each[0] for each in found["data"]] == list(worst.index)

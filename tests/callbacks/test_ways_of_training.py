@@ -229,7 +229,10 @@ class TwoBackwards(Classifier):
 
 
 def test_several_backward_passes_in_one_step_are_not_guessed_at():
-    text = "TwoBackwards.backward ran 2 backward passes, but per-sample gradients are those of exactly one"
+    text = (
+        "2 backward passes ran in training_step and TwoBackwards.backward, but per-sample gradients are those of "
+        "exactly one: this step is not reported"
+    )
     recorder = Recorder()
     with pytest.warns(PerSampleWarning, match=text) as caught:
         fit(TwoBackwards(), [recorder])

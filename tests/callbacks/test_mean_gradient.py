@@ -1,0 +1,263 @@
+"""The mean gradient is what the samples' gradients add up to, or absent and said so."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_persample.callbacks import PerSampleGradientMonitor
+from lightning_persample.errors import PerSampleWarning
+from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged
+from tests.callbacks.step_statistics import ALL, WithGradients, check, windows
+
+UNKNOWN = {
+    "penalty": (
+        lambda self, x, y: F.cross_entropy(self.network(x), y) + self.network[0].weight.square().sum(),
+        "the loss has a term that belongs to no sample, made of `network.0.weight`",
+    ),
+    "weights": (
+        lambda self, x, y: F.cross_entropy(self.network(x), y, weight=torch.arange(1.0, 1 + CLASSES)),
+        "the samples weigh unequally in the loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_where_the_mean_is_not_in_grad_it_is_absent_and_said_so(name, tmp_path):
+    loss_fn, reason = UNKNOWN[name]
+
+    class Other(Classifier):
+        def training_step(self, batch, batch_idx):
+            return loss_fn(self, *batch)
+
+    weights = torch.arange(1.0, 1 + CLASSES)
+    options = {"loss_reduction": lambda outputs, batch: weights[batch[1]] / weights[batch[1]].sum()}
+    text = f"noise_scale, diversity of `per_sample_grad` are nan at steps where {reason}; statistics=() leaves them out"
+    with pytest.warns(PerSampleWarning, match=re.escape(text)) as warned:
+        trainer = fit(Other(), [PerSampleGradientMonitor(**(options if name == "weights" else {}))], tmp_path)
+    assert sum(each.category is PerSampleWarning for each in warned) == 1
+    for row in logged(trainer):
+        assert math.isnan(row["per_sample_grad/noise_scale"])
+        assert math.isnan(row["per_sample_grad/diversity"])
+        assert row["per_sample_grad/norm_mean"] > 0
+
+
+def test_gradients_that_were_not_dropped(tmp_path):
+    class Keeps(Classifier):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            pass
+
+    with pytest.warns(
+        PerSampleWarning, match="there were gradients before the first backward of the optimizer step: call zero_grad"
+    ):
+        trainer = fit(Keeps(), [PerSampleGradientMonitor()], tmp_path)
+    assert [math.isnan(row["per_sample_grad/diversity"]) for row in logged(trainer)] == [False, True, True]
+
+
+def test_gradients_that_were_changed_between_accumulated_batches(tmp_path):
+    class Changes(Classifier):
+        def on_after_backward(self):
+            self.network[0].weight.grad.mul_(0.5)
+
+    text = "gradients were changed between the backward passes of an optimizer step"
+    with pytest.warns(PerSampleWarning, match=text):
+        trainer = fit(Changes(), [PerSampleGradientMonitor()], tmp_path, accumulate_grad_batches=2)
+    assert [math.isnan(row["per_sample_grad/diversity"]) for row in logged(trainer)] == [True, False]
+
+
+def test_accumulated_batches_of_different_size(tmp_path):
+    x, y = torch.randn(12, FEATURES), torch.randint(CLASSES, (12,))
+    uneven, even = [(x[:8], y[:8]), (x[8:], y[8:])], [(x[:6], y[:6]), (x[6:], y[6:])]
+    text = "the samples of an optimizer step weigh unequally: its batches differ in size"
+    for batches, warns in ((uneven * 2 + even, True), (even + uneven, False)):  # not of the last batch of an epoch
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            data = as_loader(batches)
+            trainer = fit(Classifier(), [PerSampleGradientMonitor()], tmp_path, data, accumulate_grad_batches=2)
+        assert any(text in str(each.message) for each in caught) == warns
+        absent = [math.isnan(row["per_sample_grad/diversity"]) for row in logged(trainer)]
+        assert absent == ([True, True, False] if warns else [False, True])
+
+
+def unfrozen(module: nn.Module) -> nn.Module:
+    return module.network[0]
+
+
+def test_parameters_that_are_unfrozen_in_the_middle_of_a_fit_count(tmp_path):
+    class Unfreezes(WithGradients):
+        def __init__(self):
+            super().__init__()
+            unfrozen(self).requires_grad_(False)
+
+        def on_train_epoch_start(self):
+            unfrozen(self).requires_grad_(self.current_epoch > 0)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            used = [parameter for parameter in self.parameters() if parameter.requires_grad]
+            rows = []
+            for x, y in zip(*batch, strict=True):
+                grads = torch.autograd.grad(F.cross_entropy(self.network(x[None]), y[None]), used)
+                rows.append(torch.cat([grad.flatten() for grad in grads]).numpy())
+            self.batches.append(np.stack(rows))
+
+    module = Unfreezes().double()
+    monitor = PerSampleGradientMonitor(statistics=ALL, per_layer=2)
+    trainer = fit(module, [monitor], tmp_path, loader(40), precision="64-true", max_epochs=2)
+    check(trainer, module.batches)
+    group = [row["per_sample_grad/network.0/norm_mean"] for row in logged(trainer)]
+    assert [math.isnan(value) for value in group] == [True] * 5 + [False] * 5
+
+
+class ClipsInBackward(WithGradients):
+    def backward(self, loss):
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+def test_what_a_backward_of_the_users_does_to_gradients_comes_later(tmp_path):
+    module = ClipsInBackward().double()
+    trainer = fit(module, [PerSampleGradientMonitor(statistics=ALL)], tmp_path, loader(40), precision="64-true")
+    check(trainer, module.batches)
+
+
+ADDS = "there were gradients before the first backward of the optimizer step"
+
+
+def test_gradients_that_are_set_before_the_backward(tmp_path):
+    class Decays(Classifier):
+        def on_before_backward(self, loss):
+            for parameter in self.parameters():
+                parameter.grad = 0.1 * parameter.detach()
+
+    with pytest.warns(PerSampleWarning, match=ADDS):
+        trainer = fit(Decays(), [PerSampleGradientMonitor(statistics=ALL)], tmp_path)
+    assert_absent(logged(trainer))
+
+
+def assert_absent(rows, count=None):
+    for row in rows:
+        for name in (*ALL, "norm_of_mean", "cosine_to_mean_min"):
+            assert math.isnan(row[f"per_sample_grad/{name}"]), name
+        assert row["per_sample_grad/norm_mean"] > 0
+
+
+def test_a_hook_after_the_accumulation_of_a_gradient(tmp_path):
+    module = Classifier()
+
+    def halve(parameter):
+        parameter.grad.mul_(0.5)
+
+    module.network[0].weight.register_post_accumulate_grad_hook(halve)
+    text = "a hook on `network.0.weight` is called when its gradient was accumulated, and may change it"
+    with pytest.warns(PerSampleWarning, match=text):
+        trainer = fit(module, [PerSampleGradientMonitor(statistics=ALL)], tmp_path)
+    assert_absent(logged(trainer))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.neg_, lambda grad: grad.data.mul_(0.5)], ids=["sign", "data"])
+def test_gradients_changed_without_a_trace_in_their_norms_or_versions(change, tmp_path):
+    class Changes(Classifier):
+        def on_after_backward(self):
+            change(self.network[0].weight.grad)
+
+    with pytest.warns(PerSampleWarning, match="gradients were changed between the backward passes"):
+        trainer = fit(Changes(), [PerSampleGradientMonitor(statistics=ALL)], tmp_path, accumulate_grad_batches=3)
+    assert_absent(logged(trainer))
+
+
+def test_an_optimizer_that_evaluates_batches_again_while_accumulating(tmp_path):
+    class Searches(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    text = "an optimizer evaluates a batch several times while gradients are accumulated"
+    with pytest.warns(PerSampleWarning, match=text):
+        trainer = fit(Searches(), [PerSampleGradientMonitor(statistics=ALL)], tmp_path, accumulate_grad_batches=3)
+    assert_absent(logged(trainer))
+    module = type("SearchesWithGradients", (Searches, WithGradients), {})().double()
+    trainer = fit(module, [PerSampleGradientMonitor()], tmp_path / "one", precision="64-true")
+    assert all(row["per_sample_grad/diversity"] >= 1 / 8 for row in logged(trainer))
+
+
+def test_a_layer_that_only_some_accumulated_batches_use(tmp_path):
+    """Its gradient is zero for the samples of the others."""
+
+    class Branches(WithGradients):
+        def __init__(self):
+            super().__init__()
+            self.extra = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x, extra):
+            return self.network(x) + (self.extra(x) if extra else 0.0)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            rows = []
+            for x, y in zip(*batch, strict=True):
+                loss = F.cross_entropy(self(x[None], batch_idx % 2), y[None])
+                grads = torch.autograd.grad(loss, list(self.parameters()), allow_unused=True)
+                filled = [
+                    torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.parameters(), strict=True)
+                ]
+                rows.append(torch.cat([grad.flatten() for grad in filled]).numpy())
+            self.batches.append(np.stack(rows))
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch[0], batch_idx % 2), batch[1])
+
+    module = Branches().double()
+    monitor = PerSampleGradientMonitor(per_layer=1, statistics=ALL[:3])
+    settings = {"precision": "64-true", "accumulate_grad_batches": 2}
+    trainer = fit(module, [monitor], tmp_path, loader(32), **settings)
+    steps = windows(module.batches, 2)
+    check(trainer, steps)
+    for row, grads in zip(logged(trainer), steps, strict=True):
+        own = grads[:, -FEATURES * CLASSES - CLASSES :]
+        diversity = (own**2).sum() / (own.sum(0) ** 2).sum()
+        assert row["per_sample_grad/extra/diversity"] == pytest.approx(diversity)
+
+
+def test_equal_samples_have_no_noise(tmp_path):
+    x, y = torch.randn(1, FEATURES).expand(8, -1), torch.zeros(8, dtype=torch.int64)
+    trainer = fit(Classifier(), [PerSampleGradientMonitor()], tmp_path, as_loader([(x, y)] * 3))
+    for row in logged(trainer):
+        assert 0 <= row["per_sample_grad/noise_scale"] < 1e-5
+        assert row["per_sample_grad/diversity"] == pytest.approx(1 / 8)
+
+
+def test_a_batch_that_is_changed_before_the_step_is_complete_has_no_cosines(tmp_path):
+    class Zeroes(Classifier):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            batch[0].zero_()
+
+    text = "dot: a tensor that the gradient of `network.0.weight` is made of was changed in place since the backward"
+    with pytest.warns(PerSampleWarning, match=text):
+        trainer = fit(Zeroes(), [PerSampleGradientMonitor(statistics=ALL[2:3])], tmp_path, accumulate_grad_batches=3)
+    assert all(math.isnan(row["per_sample_grad/cosine_to_mean"]) for row in logged(trainer))
+
+
+def test_max_samples_of_a_step_in_the_signal_to_noise_ratio(tmp_path):
+    """The squares are of some samples, the mean of all: without bias as the noise scale's S, entry by entry."""
+    module = WithGradients().double()
+    monitor = PerSampleGradientMonitor(max_samples=5, statistics=ALL)
+    recorded = []
+
+    class Kept(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            recorded.append(trainer.callback_metrics["per_sample_grad/signal_to_noise"].item())
+
+    fit(module, [monitor, Kept()], tmp_path, loader(40), precision="64-true")
+    draws = torch.Generator().manual_seed(0)
+    for grads, found in zip(module.batches, recorded, strict=True):
+        chosen = grads[torch.randperm(8, generator=draws)[:5].sort().values.numpy()]
+        mean, B = grads.mean(0), len(grads)
+        variance = B / (B - 1) * ((chosen**2).mean(0) - mean**2)
+        ratios = (mean**2 / variance)[variance > 8 * np.finfo(float).eps * (chosen**2).mean(0)]
+        assert found == pytest.approx(ratios.mean(), rel=1e-6)
