@@ -1,0 +1,459 @@
+"""The rows that a fit writes, against what the module notes of each sample by itself."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_persample import OptionError, PerSampleGradientMonitor, PerSampleGradientWriter, PerSampleWarning
+from lightning_persample.influence import _parts, read_ledger, read_manifest, self_influence
+from tests.callbacks.indexed_data import ByName, Follows, Names
+from tests.callbacks.ledger_runs import GROUPS, Noted, WithDropout, data, fit
+from tests.callbacks.runs import make_trainer
+from tests.processes import run_alone, run_ranks
+
+NAMES = ("step", "epoch", "batch_idx", "rank", "row", "sample_index", "learning_rate", "norm", "loss", "is_first")
+NAMES += tuple(f"norm/{group}" for group in GROUPS)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "ledger"
+
+
+def rows(folder, names=NAMES):
+    return read_ledger(folder).select(list(names)).to_pylist()
+
+
+def assert_rows(found, notes):
+    """One row for each note, in the order of the training, and equal to 1e-10."""
+    assert len(found) == len(notes)
+    for row, note in zip(found, notes, strict=True):
+        assert row == {name: pytest.approx(note[name], rel=1e-10) for name in row}
+
+
+def assert_whole(folder):
+    """Nothing but whole files of one schema, and the manifest that tells it."""
+    names = sorted(path.name for path in folder.iterdir())
+    assert [name for name in names if not name.startswith("rows-")] == ["manifest.json"]
+    for part in _parts.parts_of(folder):
+        schema = _parts.read_part(part.path).schema
+        assert {field.name: str(field.type) for field in schema} == dict(read_manifest(folder).columns)
+
+
+@pytest.mark.parametrize("flush_every", [1, 4, 100])
+def test_a_row_for_each_sample_of_each_step(folder, flush_every):
+    writer = PerSampleGradientWriter(folder, per_layer=2, flush_every=flush_every)
+    module = fit(writer, max_epochs=2)
+    assert len(module.notes) == 44
+    assert len({note["learning_rate"] for note in module.notes}) == 6
+    assert_rows(rows(folder), module.notes)
+    table = read_ledger(folder)
+    sizes = {step: table["step"].to_pylist().count(step) for step in set(table["step"].to_pylist())}
+    assert all(row["weight"] == pytest.approx(1 / sizes[row["step"]]) for row in table.to_pylist())
+    assert set(table["coverage"].to_pylist()) == {1.0}
+    assert_whole(folder)
+    assert len(_parts.parts_of(folder)) == {1: 12, 4: 4, 100: 2}[flush_every]
+
+
+def test_the_manifest_tells_what_the_rows_are(folder):
+    module = fit(PerSampleGradientWriter(folder, per_layer=2))
+    found = json.loads((folder / "manifest.json").read_text())
+    assert found["format"] == "lightning_persample ledger"
+    assert found["format_version"] == 1
+    assert found["parameters"] == [name for name, _ in module.named_parameters()]
+    assert found["settings"]["loss_reduction"] == "mean"
+    assert found["libraries"]["torch"] == torch.__version__
+    assert found["columns"]["is_first"] == "bool"
+    assert found["columns"]["norm/network.2"] == "double"
+    assert found["processes"] == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_is_untouched(folder, accumulate):
+    settings = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    results = []
+    for callbacks in ([], [PerSampleGradientWriter(folder, flush_every=2)]):
+        module = WithDropout()
+        make_trainer(callbacks, **settings).fit(module, data(shuffle=True))
+        results.append((list(module.parameters()), torch.get_rng_state()))
+    (plain, plain_state), (written, written_state) = results
+    assert all(torch.equal(*pair) for pair in zip(plain, written, strict=True))
+    assert torch.equal(plain_state, written_state)
+    assert read_ledger(folder).num_rows == 66
+
+
+def test_accumulated_batches_have_rows_of_one_step_with_the_weight_of_their_share(folder):
+    module = fit(PerSampleGradientWriter(folder), loader=data(20), accumulate_grad_batches=2, max_epochs=2)
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
+    table = read_ledger(folder)
+    assert table["step"].to_pylist() == [step for step in (0, 0, 1, 1, 2, 3, 3, 4, 4, 5) for _ in range(4)]
+    assert table["weight"].to_pylist() == pytest.approx([1 / 8] * 40)
+
+
+def test_every_second_step_and_a_choice_of_samples(folder):
+    module = fit(PerSampleGradientWriter(folder, 2, max_samples=3), max_epochs=2)
+    found = rows(folder, NAMES[:-2])
+    places = {(row["step"], row["row"]) for row in found}
+    assert_rows(found, [note for note in module.notes if (note["step"], note["row"]) in places])
+    assert {step: sum(row["step"] == step for row in found) for step in (1, 3, 5, 7, 9, 11)} == {
+        **dict.fromkeys((1, 3, 7, 9), 3), 5: 2, 11: 2,
+    }  # fmt: skip
+
+
+def test_columns_of_a_callable(folder):
+    def columns(outputs, batch):
+        return {"twice": 2 * outputs["per_sample"]["loss"].float(), "label": batch[1]}
+
+    loader = data(shuffle=True)
+    fit(PerSampleGradientWriter(folder, columns=columns), loader=loader)
+    labels = loader.dataset.tensors[1].tolist()
+    for row in read_ledger(folder).to_pylist():
+        assert row["twice"] == pytest.approx(2 * row["loss"], rel=1e-6)
+        assert row["label"] == labels[row["sample_index"]]
+
+
+def test_a_column_may_be_missing_later(folder):
+    class Sometimes(Noted):
+        def training_step(self, batch, batch_idx):
+            found = super().training_step(batch, batch_idx)
+            if batch_idx % 2:
+                del found["per_sample"]
+            return found
+
+    fit(PerSampleGradientWriter(folder), Sometimes(), data(8, 2))
+    assert [value is None for value in read_ledger(folder)["loss"].to_pylist()] == [False, False, True, True] * 2
+
+
+class TwoRates(Noted):
+    """Each layer has a learning rate of its own, and one parameter none."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        first, _, second = self.network
+        return torch.optim.SGD([{"params": first.parameters(), "lr": 0.1}, {"params": [second.weight], "lr": 0.02}])
+
+
+def test_different_learning_rates_give_each_sample_its_own(folder):
+    module, loader = TwoRates(), data()
+    batch = next(iter(loader))
+    expected = []
+    for i in range(4):
+        loss = module.losses([part[i : i + 1] for part in batch]).sum()
+        first, bias, second, _ = (g.square().sum() for g in torch.autograd.grad(loss, list(module.parameters())))
+        expected.append(float(0.1 * (first + bias) + 0.02 * second))
+    fit(PerSampleGradientWriter(folder), module, loader, max_steps=1)
+    table = read_ledger(folder).to_pylist()
+    assert [row["learning_rate"] * row["norm"] ** 2 for row in table] == pytest.approx(expected, rel=1e-10)
+
+
+def test_the_scale_of_mixed_precision_is_in_no_weight(folder):
+    class Half(Noted):
+        def losses(self, batch):
+            return super().losses((batch[0].float(), *batch[1:])).float()
+
+        def on_train_batch_start(self, batch, batch_idx):
+            pass
+
+    module = Half()
+    module.float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    settings = {"plugins": MixedPrecision("16-mixed", "cpu", scaler), "accumulate_grad_batches": 2}
+    fit(PerSampleGradientWriter(folder), module, data(16), **settings)
+    assert read_ledger(folder)["weight"].to_pylist() == pytest.approx([1 / 8] * 16)
+
+
+class ByHand(Noted):
+    """Steps after two backward passes, on one half of the batch each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)  # the Trainer does not count its steps
+        losses = self.losses(batch)
+        optimizer.zero_grad()
+        for part in losses.split(2):
+            self.manual_backward(part.mean(), retain_graph=True)
+        optimizer.step()
+        return {"per_sample": {"loss": losses}}
+
+
+def test_manual_optimization_has_a_row_for_each_backward(folder):
+    module = fit(PerSampleGradientWriter(folder), ByHand(), data(8), max_epochs=2)
+    found = rows(folder, ("step", "backward_index", "row", "sample_index", "norm", "loss", "weight"))
+    assert [row.pop("step") for row in found] == [step for step in range(4) for _ in range(4)]
+    assert [row.pop("backward_index") for row in found] == [0, 0, 1, 1] * 4
+    assert [row.pop("weight") for row in found] == [0.5] * 16
+    assert_rows(found, module.notes)
+
+
+def test_keys_that_are_no_ints_are_strings(folder):
+    class Named(Follows):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch)
+
+    module = Named()
+    make_trainer([PerSampleGradientWriter(folder)]).fit(module, DataLoader(ByName(), 4, sampler=Names()))
+    table = read_ledger(folder)
+    assert sorted(table["sample_index"].to_pylist()) == sorted(f"row {index}" for index in range(22))
+    assert sorted(self_influence(table).index) == sorted(f"row {index}" for index in range(22))
+
+
+def test_an_index_that_is_unknown_is_null(folder):
+    loader = DataLoader([tuple(data(8, 4).dataset.tensors)], batch_size=None)
+    fit(PerSampleGradientWriter(folder), loader=loader)
+    assert read_ledger(folder)["sample_index"].null_count == 8
+
+
+class StopAfter(Callback):
+    """Fails after a batch."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches -= 1
+        if self.batches == 0:
+            raise KeyError("stopped")
+
+
+def test_a_fit_that_fails_has_its_rows(folder):
+    with pytest.raises(KeyError, match="stopped"):
+        fit(PerSampleGradientWriter(folder), module := Noted(), callbacks=[StopAfter(3)])
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("kind", [Noted, ByHand])
+@pytest.mark.parametrize(("step", "accumulate"), [(2, 1), (6, 1), (3, 2), (8, 1)])
+def test_a_resumed_fit_leaves_every_step_once(folder, tmp_path, kind, step, accumulate):
+    if kind is ByHand and accumulate > 1:
+        pytest.skip("the Trainer accumulates nothing in manual optimization")
+    settings = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    writer = PerSampleGradientWriter(folder, flush_every=5)
+    saves = SaveAfter(step * accumulate, tmp_path / "middle.ckpt")
+    with pytest.raises(KeyError):
+        fit(writer, first := kind(), data(24, shuffle=True), callbacks=[saves, StopAfter(15)], **settings)
+    kept = [note for note in first.notes if place(note) < place(first.notes[step * accumulate * 4])]
+    run = read_manifest(folder).run
+    second = fit(
+        PerSampleGradientWriter(folder, flush_every=3), kind(), data(24, shuffle=True), tmp_path / "middle.ckpt",
+        **settings,
+    )  # fmt: skip
+    assert read_manifest(folder).run == run
+    names = [name for name in NAMES[:-3] if kind is Noted or name not in ("step", "row")]
+    assert len(kept) == step * accumulate * 4
+    assert_rows(rows(folder, names), kept + second.notes)
+    assert len(kept + second.notes) == 72
+    steps = read_ledger(folder)["step"].to_pylist()
+    assert steps == sorted(steps)
+    assert set(steps) == set(range(18 // accumulate))
+    assert_whole(folder)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_batches_whose_gradients_a_checkpoint_loses_lose_their_rows(folder, tmp_path):
+    """A checkpoint between two accumulated batches: the gradient of the first is in no step of the resumed fit."""
+    settings = {"max_epochs": 1, "accumulate_grad_batches": 2, "ckpt_path": None}
+    saves = SaveAfter(3, tmp_path / "middle.ckpt")
+    fit(PerSampleGradientWriter(folder, flush_every=1), first := Noted(), data(24), callbacks=[saves], **settings)
+    settings["ckpt_path"] = tmp_path / "middle.ckpt"
+    fit(PerSampleGradientWriter(folder, flush_every=2), second := Noted(), data(24), **settings)
+    assert [note["batch_idx"] for note in second.notes[::4]] == [3, 4, 5]
+    assert_rows(rows(folder, NAMES[:-2]), first.notes[:8] + second.notes)
+    assert read_ledger(folder)["step"].to_pylist() == [0] * 8 + [1] * 4 + [2] * 8
+
+
+def place(note):
+    return note["epoch"], note["batch_idx"]
+
+
+class SaveAfter(Callback):
+    """Saves a checkpoint after a batch, behind the writer."""
+
+    def __init__(self, batches: int, path) -> None:
+        self.batches = batches
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches -= 1
+        if self.batches == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def test_two_processes_write_the_rows_of_one(tmp_path):
+    ended = run_ranks("tests.callbacks.ledger_runs", "ranks", str(tmp_path), timeout=80)
+    assert ended.codes == [0, 0], "\n".join(output[-3000:] for output in ended.outputs)
+    alone = tmp_path / "alone"
+    fit(PerSampleGradientWriter(alone, per_layer=2), loader=data(24, 6), max_epochs=2)
+    names = [name for name in NAMES if name not in ("rank", "row")] + ["weight"]
+    order = [("step", "ascending"), ("sample_index", "ascending")]
+    expected = read_ledger(alone).sort_by(order).select(names).to_pylist()
+    assert_rows(read_ledger(tmp_path / "ledger").sort_by(order).select(names).to_pylist(), expected)
+    assert_whole(tmp_path / "ledger")
+    for rank in (0, 1):
+        own = torch.load(tmp_path / f"ranks.{rank}.pt")
+        assert "holds the ledger of run" in own["refused"]
+        assert_rows([row for row in rows(tmp_path / "ledger") if row["rank"] == rank], own["notes"])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fits are killed in forks of a process that imports once")
+@pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_killed_fit_loses_no_row_before_its_last_flush_and_doubles_none(tmp_path, moments):
+    ended = run_alone("tests.callbacks.killed_runs", str(tmp_path), str(moments), "0", timeout=110)
+    assert ended.codes == [0], ended.outputs[0][-3000:]
+    assert ended.outputs[0].count("times, whole") == moments
+
+
+class FullDisk:
+    """Has no room for the files with these numbers."""
+
+    def __init__(self, monkeypatch, full) -> None:
+        self.calls, self.full, self.fsync = 0, full, os.fsync
+        monkeypatch.setattr(_parts.os, "fsync", self)
+
+    def __call__(self, number):
+        self.calls += 1
+        if self.calls in self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.fsync(number)
+
+
+def test_a_full_disk_gives_one_warning_and_the_rows_are_written_later(folder, monkeypatch):
+    FullDisk(monkeypatch, range(7, 13))
+    with pytest.warns(PerSampleWarning, match="No space left on device") as said:
+        module = fit(PerSampleGradientWriter(folder, flush_every=1), max_epochs=2)
+    assert len([each for each in said if each.category is PerSampleWarning]) == 1
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
+    assert_whole(folder)
+
+
+def test_a_disk_that_stays_full_loses_rows_and_says_how_many(folder, monkeypatch):
+    FullDisk(monkeypatch, range(9, 1000))
+    with pytest.warns(PerSampleWarning) as said:
+        module = fit(PerSampleGradientWriter(folder, flush_every=1), max_epochs=4)
+    texts = [str(each.message) for each in said if each.category is PerSampleWarning]
+    written = rows(folder, NAMES[:-2])
+    assert 0 < len(written) < len(module.notes)
+    assert_rows(written, module.notes[: len(written)])
+    assert len(texts) == 2
+    assert f"{len(module.notes) - len(written)} rows of the ledger in" in texts[1]
+    assert_whole(folder)
+
+
+def test_another_run_is_refused(folder):
+    fit(PerSampleGradientWriter(folder))
+    run = read_manifest(folder).run
+    with pytest.raises(OptionError) as refused:
+        fit(PerSampleGradientWriter(folder))
+    text = (
+        f"dirpath={str(folder)!r} holds the ledger of run {run} (1 files, steps 0 to 5), but this fit starts a new run"
+    )
+    assert text in str(refused.value)
+    assert "overwrite=True" in str(refused.value)
+    module = fit(PerSampleGradientWriter(folder, overwrite=True), max_epochs=2)
+    assert read_manifest(folder).run != run
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
+
+
+def test_a_checkpoint_of_another_run_or_of_other_settings_is_refused(folder, tmp_path):
+    other = PerSampleGradientWriter(tmp_path / "other")
+    trainer = make_trainer([other])
+    trainer.fit(Noted(), data())
+    trainer.save_checkpoint(tmp_path / "other.ckpt")
+    fit(PerSampleGradientWriter(folder))
+    with pytest.raises(OptionError) as refused:
+        fit(PerSampleGradientWriter(tmp_path / "other", per_layer=2), ckpt_path=tmp_path / "other.ckpt", max_epochs=2)
+    assert "written with per_layer=None, but now there is per_layer=2" in str(refused.value)
+    (tmp_path / "moved").symlink_to(folder)
+    runs = [read_manifest(path).run for path in (folder, tmp_path / "other")]
+    with pytest.warns(UserWarning, match="callbacks used to create"), pytest.raises(OptionError) as refused:
+        fit(PerSampleGradientWriter(tmp_path / "moved"), ckpt_path=tmp_path / "other.ckpt", max_epochs=2)
+    assert f"holds the ledger of run {runs[0]}" in str(refused.value)
+    assert f"this fit continues run {runs[1]}" in str(refused.value)
+
+
+def test_a_second_fit_of_one_trainer_goes_on(folder):
+    trainer = make_trainer([PerSampleGradientWriter(folder)])
+    trainer.fit(module := Noted(), data())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data())
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dirpath": ""}, "dirpath='' is not allowed: dirpath must be the path of a folder"),
+        ({"dirpath": 3}, "dirpath=3 is not allowed"),
+        ({"flush_every": 0}, "flush_every=0 is not allowed: flush_every must be an int >= 1"),
+        ({"per_layer": 0}, "per_layer=0 is not allowed: per_layer must be None or an int >= 1"),
+        ({"columns": 1}, "columns=1 is not allowed: columns must be None or a callable (outputs, batch) -> dict"),
+        ({"overwrite": None}, "overwrite=None is not allowed: overwrite must be True or False"),
+        ({"every_n_steps": 0}, "every_n_steps=0 is not allowed"),
+    ],
+)
+def test_options_that_are_not_allowed(options, text):
+    with pytest.raises(OptionError) as refused:
+        PerSampleGradientWriter(**{"dirpath": "ledger", **options})
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        (lambda outputs, batch: [1], "columns(outputs, batch) returned list, but it must be a dict of tensors (B,)"),
+        (lambda outputs, batch: {"x": 1.0}, "columns(outputs, batch) returned dict, but it must be a dict of tensors"),
+        (lambda outputs, batch: {"x": torch.zeros(3)}, "column 'x' has shape (3,), but a ledger needs one value for"),
+        (lambda outputs, batch: {"norm": torch.zeros(4)}, "column 'norm' of the run has the name of a column of every"),
+        (lambda outputs, batch: {"loss": torch.zeros(4)}, "a column 'loss' that training_step returned, too"),
+        (lambda outputs, batch: {"x": torch.zeros(4) * 1j}, "column 'x' has dtype torch.complex64; a ledger has real"),
+        (
+            lambda outputs, batch: {f"x{int(batch[2][0] > 3)}": torch.zeros(len(batch[0]))},
+            "column 'x1' is new in step 1: the columns of a ledger are those of its first row, step, epoch",
+        ),
+        (
+            lambda outputs, batch: {"x": torch.zeros(len(batch[0])).to(torch.int if batch[2][0] < 3 else torch.float)},
+            "column 'x' was of type int64 in the first row and is double now",
+        ),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(folder, columns, text):
+    with pytest.raises(OptionError) as refused:
+        fit(PerSampleGradientWriter(folder, columns=columns), loader=data())
+    assert text in str(refused.value)
+
+
+def test_one_capture_is_shared_with_a_monitor(folder):
+    module = fit(PerSampleGradientWriter(folder), callbacks=[PerSampleGradientMonitor()])
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
+
+
+def test_an_optimizer_that_runs_its_closure_again_has_one_row_for_each_sample(folder):
+    class Closure(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 4).double()
+
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
+
+    fit(PerSampleGradientWriter(folder), Closure(), data(8))
+    assert read_ledger(folder)["row"].to_pylist() == [0, 1, 2, 3] * 2
