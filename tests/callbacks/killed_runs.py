@@ -18,8 +18,7 @@ import torch
 
 from lightning_persample.callbacks import PerSampleGradientWriter
 from lightning_persample.influence import _parts, read_ledger
-from tests.callbacks.ledger_runs import Noted, data, fit
-from tests.callbacks.test_writer import SaveAfter
+from tests.callbacks.ledger_runs import Noted, SaveAfter, data, fit
 
 BATCHES, SIZE = 8, 3  # batches of an epoch, and samples of a batch
 EPOCHS = 3
@@ -143,6 +142,21 @@ def check(folder: Path, *, is_whole: bool) -> None:
             ), (step, found, notes[step])
 
 
+def killed_on_its_way(folder: Path, moment: int, calls: int, duration: float, generator: random.Random) -> int:
+    """How often a fit was killed before it came to its end; after the third time it is left alone."""
+    for killed in range(4):
+        last = killed == 3
+        at_call = 0 if last or (moment + killed) % 2 else generator.randint(1, calls)
+        ended = in_fork(folder, at_call, 60.0 if last or at_call else generator.uniform(0, duration))
+        check(folder, is_whole=ended)
+        if ended:
+            break
+    assert ended
+    left = [path.name for path in (folder / "ledger").iterdir() if path.name.startswith(".")]
+    assert left == [], left
+    return killed
+
+
 def main(folder: str, moments: str, seed: str) -> None:
     torch.set_num_threads(1)
     generator = random.Random(int(seed))
@@ -154,21 +168,12 @@ def main(folder: str, moments: str, seed: str) -> None:
     check(first, is_whole=True)
     calls = json.loads((first / "log").read_text().splitlines()[-1])["calls"]
     for moment in range(int(moments)):
-        own = Path(folder, str(moment))
-        own.mkdir()
-        killed = 0
-        while True:  # killed up to three times on its way
-            last = killed == 3
-            at_call = 0 if last or (moment + killed) % 2 else generator.randint(1, calls)
-            after = 60.0 if last or at_call else generator.uniform(0, duration)
-            ended = in_fork(own, at_call, after)
-            check(own, is_whole=ended)
-            if ended:
-                break
-            assert not last, "the last fit did not end"
-            killed += 1
-        left = [path.name for path in (own / "ledger").iterdir() if path.name.startswith(".")]
-        assert left == [], left
+        killed, tries = 0, 0
+        while killed == 0:  # a fit that was at its end before its moment came is no trial
+            own = Path(folder, f"{moment}.{tries}")
+            own.mkdir()
+            killed = killed_on_its_way(own, moment, calls, duration / (tries + 1), generator)
+            tries += 1
         print(f"moment {moment}: killed {killed} times, whole")
 
 

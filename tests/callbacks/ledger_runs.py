@@ -8,16 +8,21 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_persample.callbacks import PerSampleGradientWriter
+from lightning_persample.influence import read_ledger
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, make_trainer
 from tests.callbacks.strategy_models import rank
 
 GROUPS = ("network.0", "network.2")
+NAMES = ("step", "epoch", "batch_idx", "rank", "row", "sample_index", "learning_rate", "norm", "loss", "is_first")
+NAMES += tuple(f"norm/{group}" for group in GROUPS)
 
 
 class Noted(Classifier):
@@ -79,6 +84,42 @@ def fit(writer, module=None, loader=None, ckpt_path=None, callbacks=(), **settin
     trainer = make_trainer([writer, *callbacks], **settings)
     trainer.fit(module, loader or data(shuffle=True), ckpt_path=ckpt_path)
     return module
+
+
+class StopAfter(Callback):
+    """Fails after a batch."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches -= 1
+        if self.batches == 0:
+            raise KeyError("stopped")
+
+
+class SaveAfter(Callback):
+    """Saves a checkpoint after a batch, behind the writer."""
+
+    def __init__(self, batches: int, path) -> None:
+        self.batches = batches
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches -= 1
+        if self.batches == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def rows(folder, names=NAMES):
+    return read_ledger(folder).select(list(names)).to_pylist()
+
+
+def assert_rows(found, notes):
+    """One row for each note, in the order of the training, and equal to 1e-10."""
+    assert len(found) == len(notes)
+    for row, note in zip(found, notes, strict=True):
+        assert row == {name: pytest.approx(note[name], rel=1e-10) for name in row}
 
 
 def main(mode: str, folder: str) -> None:
