@@ -41,7 +41,8 @@ class PerSampleGradientWriter(PerSampleCallback):
     more than the rows since, and no file is ever there in part. A fit that goes on from a checkpoint
     (``trainer.fit(..., ckpt_path=...)``) removes the rows of the steps that the checkpoint does not have and writes
     them anew: in the end every step is there once. (A callback that saves a checkpoint in its `on_train_batch_end` and
-    stands before the writer among the callbacks saves it before the rows of that batch are complete: put it behind.)
+    stands before the writer among the callbacks saves it before the rows of that batch are complete: they are written
+    at the end of that batch. A process that is killed in between loses them.)
 
     Where a file cannot be written (the disk is full), one warning says so and the training goes on. The rows wait and
     are tried again with the next ones; beyond those of 16 files the oldest are given up, which a warning at the end of
@@ -135,6 +136,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._captured: list[CapturedRows] = []
         self._types: dict[str, str] = {}
         self._said: set[str] = set()
+        self._is_behind = False  # a checkpoint has a batch whose rows are not written
 
     @property
     def state_key(self) -> str:
@@ -156,6 +158,7 @@ class PerSampleGradientWriter(PerSampleCallback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write what a fit that goes on from this checkpoint will not see again."""
         self._flush(trainer)
+        self._is_behind = bool(self._current)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note of which run the checkpoint is; the folder may have had another name then."""
@@ -237,7 +240,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._check_types(complete[0])
         self._captured += complete
         self._last_step = max(self._last_step, complete[0].step)
-        if len(self._captured) >= self.flush_every:
+        if len(self._captured) >= self.flush_every or self._is_behind:
+            self._is_behind = False
             self._flush(trainer)
 
     def _columns_of(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
