@@ -19,6 +19,9 @@ __all__ = ["Part", "Parts", "drop_rows", "parts_of", "read_part", "remove_partia
 _NAME = re.compile(r"rows-(\d+)-(\d+)-(\d+)-(\d+)\.parquet")
 _PARTIAL = re.compile(r"\.(rows-[\d-]+\.parquet|manifest\.json)\.tmp")
 
+# Columns in which a value is that of many rows; a dictionary of the others would only take time and room.
+_REPEATED = ("step", "epoch", "batch_idx", "backward_index", "rank", "row", "learning_rate", "weight", "coverage")
+
 
 class Part(NamedTuple):
     """A file of rows: those of one process, from the first to the last of these optimizer steps."""
@@ -118,7 +121,8 @@ def drop_rows(dirpath: Path, step: int) -> None:
 
 def _encoded(table: Any) -> Any:
     sink = arrow().BufferOutputStream()
-    parquet().write_table(table, sink, compression="zstd")
+    repeated = [name for name in _REPEATED if name in table.column_names]
+    parquet().write_table(table, sink, compression="zstd", use_dictionary=repeated)
     return sink.getvalue()
 
 

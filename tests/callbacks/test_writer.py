@@ -240,6 +240,21 @@ def test_a_resumed_fit_leaves_every_step_once(folder, tmp_path, kind, step, accu
     assert_whole(folder)
 
 
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_what_a_checkpoint_has_is_on_the_disk(folder, tmp_path, is_behind):
+    class Looks(SaveAfter):
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            self.at_end = read_ledger(folder).num_rows
+
+        def on_train_batch_start(self, *args):
+            self.at_start = read_ledger(folder).num_rows
+
+    writer, looks = PerSampleGradientWriter(folder, flush_every=100), Looks(3, tmp_path / "middle.ckpt")
+    make_trainer([writer, looks] if is_behind else [looks, writer], max_steps=4).fit(Noted(), data())
+    assert (looks.at_end, looks.at_start) == (12, 12)
+
+
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_batches_whose_gradients_a_checkpoint_loses_lose_their_rows(folder, tmp_path):
     """A checkpoint between two accumulated batches: the gradient of the first is in no step of the resumed fit."""

@@ -182,7 +182,7 @@ SECOND = replace(MANIFEST, run="second", columns={})
 
 def test_a_run_goes_on_where_its_checkpoint_was(folder):
     write(folder, 0, [0, 1, 2])
-    (folder / ".manifest.json.tmp").write_text("half of a")
+    (folder / ".rows-00000-0000000003-0000000003-000001.parquet.tmp").write_bytes(b"half of a")
     found = open_ledger(folder, SECOND, {"first": 2}, overwrite=False)
     assert found == MANIFEST
     assert names(folder) == ["manifest.json", "rows-00000-0000000000-0000000001-000000.parquet"]
