@@ -163,9 +163,8 @@ class PerSampleGradientWriter(PerSampleCallback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note of which run the checkpoint is; the folder may have had another name then."""
         manual = not pl_module.automatic_optimization
-        states = [
-            state for key, state in checkpoint["callbacks"].items() if key.startswith(PerSampleGradientWriter.__name__)
-        ]
+        own = type(self).__qualname__ + "{"  # how the state keys of this class start
+        states = [state for key, state in checkpoint["callbacks"].items() if key.startswith(own)]
         self._loaded = {
             state["run"]: state["batches"] if manual else checkpoint["global_step"] for state in states if state["run"]
         }

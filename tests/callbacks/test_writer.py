@@ -332,6 +332,21 @@ def test_a_disk_that_stays_full_loses_rows_and_says_how_many(folder, monkeypatch
     assert_whole(folder)
 
 
+class OfOnesOwn(PerSampleGradientWriter):
+    """Changes nothing."""
+
+
+def test_a_subclass_goes_on_in_a_folder_that_was_moved(folder, tmp_path):
+    trainer = make_trainer([OfOnesOwn(folder)])
+    trainer.fit(first := Noted(), data())
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    folder.rename(tmp_path / "moved")
+    writer = OfOnesOwn(tmp_path / "moved")
+    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint need to be provided"):
+        second = fit(writer, loader=data(), ckpt_path=tmp_path / "end.ckpt", max_epochs=2)
+    assert_rows(rows(tmp_path / "moved", NAMES[:-2]), first.notes + second.notes)
+
+
 def test_a_second_fit_of_one_trainer_goes_on(folder):
     trainer = make_trainer([PerSampleGradientWriter(folder)])
     trainer.fit(module := Noted(), data())
