@@ -1,7 +1,12 @@
 """Per-sample gradients in a PyTorch Lightning Trainer: one callback, no change to the model."""
 
 # In a Trainer
-from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, WorstSamples
+from lightning_persample.callbacks import (
+    PerSampleCallback,
+    PerSampleGradientMonitor,
+    PerSampleGradientWriter,
+    WorstSamples,
+)
 
 # Without a Trainer
 from lightning_persample.engine import (
@@ -53,6 +58,7 @@ __all__ = [
     "PerSampleCallback",
     "PerSampleError",
     "PerSampleGradientMonitor",
+    "PerSampleGradientWriter",
     "PerSampleRecord",
     "PerSampleWarning",
     "Rule",

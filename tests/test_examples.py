@@ -47,6 +47,20 @@ def test_digits_norms_finds_the_flipped_labels(tmp_path):
     assert list(tmp_path.glob("tensorboard/version_0/events*"))
 
 
+def test_find_mislabelled_ranks_flipped_labels_first(tmp_path):
+    pytest.importorskip("pyarrow")
+    printed = run("find_mislabelled.py", tmp_path)
+    table = {
+        name: (float(auc), float(share))
+        for name, auc, share in re.findall(r"^(\S.*?) +([\d.]+) +([\d.]+)$", printed, re.M)
+    }
+    assert list(table) == ["self-influence", "mean loss", "EL2N", "GraNd", "GraNd at initialisation"]
+    assert table["self-influence"][0] >= 0.98
+    assert table["self-influence"][1] >= 0.9
+    assert 0.4 < table["GraNd at initialisation"][0] < 0.6
+    assert re.search(r"^(\d+) rows of 1797 samples", printed, re.MULTILINE)[1] == str(5 * 1797)
+
+
 def test_cli_trains_as_its_file_says(tmp_path):
     pytest.importorskip("jsonargparse")
     arguments = ["fit", "--config", str(EXAMPLES / "cli.yaml"), "--trainer.max_epochs", "2"]

@@ -45,6 +45,7 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
     assert "\n8 of the 512 samples captured\n" in printed
     assert "'per_sample_grad/optimizer_1/norm_mean'" in printed
     assert "'0.weight': (4, 32, 8)" in printed
+    assert "step  epoch  sample_index  learning_rate  weight   norm\n" in printed
 
 
 def test_a_rule_of_ones_own_takes_less_than_20_lines():

@@ -1,7 +1,8 @@
-"""Callbacks for the Trainer: the base for your own, and the monitor that logs per-sample gradient norms."""
+"""Callbacks for the Trainer: the base for your own, the monitor that logs norms, and the writer of ledgers."""
 
 from lightning_persample.callbacks._worst_samples import WorstSamples
 from lightning_persample.callbacks.base import PerSampleCallback
 from lightning_persample.callbacks.monitor import PerSampleGradientMonitor
+from lightning_persample.callbacks.writer import PerSampleGradientWriter
 
-__all__ = ["PerSampleCallback", "PerSampleGradientMonitor", "WorstSamples"]
+__all__ = ["PerSampleCallback", "PerSampleGradientMonitor", "PerSampleGradientWriter", "WorstSamples"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from lightning_persample.callbacks._statistics import STATISTICS
 from lightning_persample.callbacks._step_norms import percent
@@ -14,6 +15,7 @@ __all__ = [
     "check_option",
     "is_int",
     "is_none_or_int",
+    "is_path",
     "is_prefix",
 ]
 
@@ -42,6 +44,11 @@ def is_int(value: object, least: int) -> bool:
 def is_none_or_int(value: object, least: int) -> bool:
     """Whether the value is None or such an int."""
     return value is None or is_int(value, least)
+
+
+def is_path(value: object) -> bool:
+    """Whether the value can be the path of a folder."""
+    return isinstance(value, (str, Path)) and str(value) != ""
 
 
 def are_quantiles(quantiles: object) -> bool:

@@ -126,7 +126,7 @@ def test_every_public_callback_fits_from_a_file(kind, tmp_path):
             options[name] = str(tmp_path / REQUIRED[name])
     file = write(tmp_path / "config.yaml", [{"class_path": path_of(kind), "init_args": options}])
     cli = command("fit", "--config", str(file))
-    assert found(cli, kind).every_n_steps is None
+    assert found(cli, kind).every_n_steps == inspect.signature(kind).parameters["every_n_steps"].default
     assert cli.trainer.global_step == 3
 
 

@@ -1,0 +1,249 @@
+"""From captured batches to the rows of a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_persample.engine import PerSampleRecord
+from lightning_persample.errors import OptionError
+from lightning_persample.influence._arrow import arrow
+from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
+
+__all__ = ["CapturedRows", "columns_and_types", "kind_of", "table_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedRows:
+    """What is kept of a backward until its rows are written: m samples, on the device that had them.
+
+    Attributes:
+        step: of the rows, as `epoch`, `batch_idx`, `backward_index`, `rank` and `coverage`.
+        keys: the samples' indices, (m,), or a list of m keys; None where they are unknown.
+        samples: their places in the batch, (m,); None where they are all, 0 to m - 1.
+        batch_size: number of samples of the batch.
+        rate: the learning rate, or that of each sample, (m,).
+        factor: the weight of a sample in the step, 0-dimensional, not yet divided by `divisor`; None if unknown.
+        divisor: what the factor has to be divided by.
+        norms: (m,).
+        groups: by group (m,).
+        columns: by name the values that the run adds, (m,).
+    """
+
+    step: int
+    epoch: int
+    batch_idx: int
+    backward_index: int
+    rank: int
+    coverage: float
+    keys: Tensor | list[Any] | None
+    samples: Tensor | None
+    batch_size: int
+    rate: float | Tensor
+    factor: Tensor | None
+    divisor: float
+    norms: Tensor
+    groups: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor]
+
+    @classmethod
+    def of_record(
+        cls,
+        record: PerSampleRecord,
+        *,
+        step: int,
+        epoch: int,
+        batch_idx: int,
+        rank: int,
+        rate: float | Tensor,
+        divisor: float,
+        depth: int | None,
+    ) -> CapturedRows:
+        """What is kept of a record.
+
+        Args:
+            record: the record.
+            step: count of optimizer steps before it.
+            epoch: the epoch.
+            batch_idx: the batch.
+            rank: this process.
+            rate: the learning rate.
+            divisor: what the record's factor has to be divided by.
+            depth: how many leading parts of a parameter's module path name its group; None makes no groups.
+
+        Returns:
+            The rows, without columns that the run adds.
+        """
+        index = record.sample_index
+        is_single = isinstance(index, Tensor) or (isinstance(index, list) and not any(map(_is_of_a_loader, index)))
+        return cls(
+            step,
+            epoch,
+            batch_idx,
+            record.backward_index,
+            rank,
+            record.coverage,
+            index if is_single else None,  # type: ignore[arg-type]
+            record.samples,
+            record.batch_size,
+            rate,
+            record.factor,
+            divisor,
+            record.norms(),
+            {} if depth is None else record.group_norms(depth),
+            {},
+        )
+
+    def __len__(self) -> int:
+        return len(self.norms)
+
+    def with_columns(self, columns: Mapping[str, Tensor]) -> CapturedRows:
+        """The same with the values that the run adds.
+
+        Args:
+            columns: by name (batch_size,), or (m,) as the norms.
+
+        Returns:
+            The rows with these of their samples.
+
+        Raises:
+            OptionError: a column has another shape.
+        """
+        found = {}
+        for name, values in columns.items():
+            if values.shape == (self.batch_size,):
+                places = self.samples
+                found[name] = values if places is None else values[places.to(values.device)]
+            elif values.shape == (len(self),):
+                found[name] = values
+            else:
+                raise OptionError(
+                    f"the column {name!r} has shape {tuple(values.shape)}, but a ledger needs one value for each "
+                    f"sample of the batch, ({self.batch_size},)"
+                )
+        return replace(self, columns=found)
+
+
+def _is_of_a_loader(each: Any) -> bool:
+    return each is None or isinstance(each, (Tensor, list, dict))
+
+
+def kind_of(name: str, values: Tensor) -> str:
+    """The Arrow type of a column that the run adds.
+
+    Args:
+        name: its name.
+        values: its values in a batch.
+
+    Returns:
+        "double", "bool" or "int64".
+
+    Raises:
+        OptionError: there is none.
+    """
+    if values.is_complex():
+        raise OptionError(f"the column {name!r} has dtype {values.dtype}; a ledger has real numbers, ints and bools")
+    if values.is_floating_point():
+        return "double"
+    return "bool" if values.dtype == torch.bool else "int64"
+
+
+def columns_and_types(groups: Sequence[str], first: CapturedRows) -> dict[str, str]:
+    """All columns of a run, which its first rows decide.
+
+    Args:
+        groups: the names of the groups of parameters.
+        first: the first rows.
+
+    Returns:
+        The type of each column by name.
+
+    Raises:
+        OptionError: a column that the run adds has the name of another one.
+    """
+    known = {**BASE_COLUMNS, **{f"norm/{group}": "double" for group in groups}}
+    if isinstance(first.keys, list):
+        known["sample_index"] = "string"
+    taken = sorted(known.keys() & first.columns.keys())
+    if taken:
+        raise OptionError(f"the column {taken[0]!r} of the run has the name of a column of every ledger: rename it")
+    return {**known, **{name: kind_of(name, values) for name, values in first.columns.items()}}
+
+
+def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str]) -> Any:
+    """The rows as a ``pyarrow.Table``; values leave their device here, a column at a time.
+
+    Args:
+        captured: the rows of some backward passes, at least one.
+        types: all columns of the run and their types.
+
+    Returns:
+        The table.
+    """
+    counts = [len(rows) for rows in captured]
+    own = {
+        name: _array(np.repeat([getattr(rows, name) for rows in captured], counts), kind)
+        for name, kind in types.items()
+        if name in ("step", "epoch", "batch_idx", "backward_index", "rank", "coverage")
+    }
+    own["row"] = _array(_joined([_places(rows) for rows in captured]), "int64")
+    own["sample_index"] = _keys(captured, types["sample_index"])
+    rates = [torch.as_tensor(rows.rate, dtype=torch.float64).expand(len(rows)) for rows in captured]
+    own["learning_rate"] = _array(_joined(rates), "double")
+    own["weight"] = _optional([_weight(rows) for rows in captured], counts, "double")
+    own["norm"] = _array(_joined([rows.norms for rows in captured]).astype(np.float64), "double")
+    for name, kind in types.items():
+        if name.startswith("norm/"):
+            group = name.removeprefix("norm/")
+            own[name] = _optional([rows.groups.get(group) for rows in captured], counts, kind)
+        elif name not in own:
+            own[name] = _optional([rows.columns.get(name) for rows in captured], counts, kind)
+    return arrow().Table.from_arrays([own[name] for name in types], schema=schema_of(types))
+
+
+def _places(rows: CapturedRows) -> Tensor:
+    return torch.arange(len(rows)) if rows.samples is None else rows.samples
+
+
+def _weight(rows: CapturedRows) -> Tensor | None:
+    return None if rows.factor is None else (rows.factor.double() / rows.divisor).expand(len(rows))
+
+
+def _keys(captured: Sequence[CapturedRows], kind: str) -> Any:
+    if kind == "string":
+        listed: list[str | None] = []
+        for rows in captured:
+            keys = rows.keys.tolist() if isinstance(rows.keys, Tensor) else rows.keys
+            listed += [None] * len(rows) if keys is None else [str(key) for key in keys]
+        return arrow().array(listed, arrow().string())
+    keys = [rows.keys if isinstance(rows.keys, Tensor) else None for rows in captured]
+    return _optional(keys, [len(rows) for rows in captured], kind)
+
+
+def _optional(parts: Sequence[Tensor | None], counts: Sequence[int], kind: str) -> Any:
+    """A column in which the rows of some backward passes have no value."""
+    missing = np.repeat([part is None for part in parts], counts)
+    dtype = next((part.dtype for part in parts if part is not None), torch.float64)
+    pairs = zip(parts, counts, strict=True)
+    filled = [torch.zeros(count, dtype=dtype) if part is None else part for part, count in pairs]
+    return _array(_joined(filled), kind, missing)
+
+
+def _joined(parts: Sequence[Tensor]) -> np.ndarray[Any, Any]:
+    parts = [part.detach() for part in parts]
+    on_device = {part.device for part in parts} | {torch.device("cpu")}
+    if len(on_device) > 1:  # in one go from where most of them are
+        device = max(on_device, key=lambda each: sum(part.device == each for part in parts))
+        parts = [part.to(device) for part in parts]
+    joined: np.ndarray[Any, Any] = torch.cat(list(parts)).cpu().numpy()
+    return joined
+
+
+def _array(values: np.ndarray[Any, Any], kind: str, missing: np.ndarray[Any, Any] | None = None) -> Any:
+    dtypes: dict[str, type] = {"int64": np.int64, "double": np.float64, "bool": np.bool_}
+    return arrow().array(values.astype(dtypes[kind]), mask=missing)

@@ -1,0 +1,330 @@
+"""Rows of per-sample gradient norms on disk, one for each sample of each captured step."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning import __version__ as lightning_version
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_persample.callbacks._learning_rates import LearningRates
+from lightning_persample.callbacks._ledger_rows import CapturedRows, columns_and_types, kind_of, table_of
+from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
+from lightning_persample.callbacks.base import PerSampleCallback
+from lightning_persample.engine import PerSampleRecord, group_name
+from lightning_persample.errors import OptionError, PerSampleWarning
+from lightning_persample.influence._arrow import arrow
+from lightning_persample.influence._parts import Parts
+from lightning_persample.influence.ledger import Manifest, open_ledger, write_manifest
+
+__all__ = ["PerSampleGradientWriter"]
+
+_RESULTS = "per_sample"  # what training_step returns its columns under
+
+
+class PerSampleGradientWriter(PerSampleCallback):
+    """Writes a ledger: one row for each sample of each captured training step, as Parquet files in a folder.
+
+    A row has the step, the epoch, the batch, the process, the sample's index in the dataset, the learning rate, the
+    sample's weight in the step and the norm of its gradient, see `read_ledger` for all columns. What training_step
+    returns under "per_sample", ``{"loss": loss, "per_sample": {"loss": losses, "el2n": errors}}`` with tensors (B,), is
+    written as well. The columns of a ledger are those of its first row: later a name that is missing is null.
+
+    Rows are kept in memory and written to a file of their own each `flush_every` captured batches, at the end of an
+    epoch, of the fit and of a fit that fails, and whenever a checkpoint is saved. A process that is killed loses no
+    more than the rows since, and no file is ever there in part. A fit that goes on from a checkpoint
+    (``trainer.fit(..., ckpt_path=...)``) removes the rows of the steps that the checkpoint does not have and writes
+    them anew: in the end every step is there once. (A callback that saves a checkpoint in its `on_train_batch_end` and
+    stands before the writer among the callbacks saves it before the rows of that batch are complete: they are written
+    at the end of that batch. A process that is killed in between loses them.)
+
+    Where a file cannot be written (the disk is full), one warning says so and the training goes on. The rows wait and
+    are tried again with the next ones; beyond those of 16 files the oldest are given up, which a warning at the end of
+    the fit counts.
+
+    The folder has to be one that all processes share. In manual optimization a row is one of a backward, and `step`
+    counts batches.
+
+    Args:
+        dirpath: the folder of the ledger. One that holds the ledger of another run is refused.
+        every_n_steps: capture every n-th optimizer step; None captures the Trainer's own logging steps.
+        columns: further columns: a callable ``(outputs, batch)`` that returns a dict of tensors (B,) by name, where
+            outputs is what `training_step` returned, without graph.
+        per_layer: how many leading parts of a parameter's module path name its group, for a norm of each group in the
+            column ``norm/<group>``; None writes none.
+        flush_every: count of captured batches from one file to the next.
+        overwrite: remove the ledger of another run from the folder.
+        loss_reduction: how the training loss is made of the samples' own losses, see `PerSampleCallback`.
+        batch_dim: the axis of the batch's tensors that counts samples.
+        batch_size: number of samples B; None reads it from the batch's tensors.
+        sample_index: a callable ``(batch)`` that returns each sample's index, see `PerSampleCallback`.
+        max_samples: the most samples of a batch that have rows, see `PerSampleCallback`.
+        unsupported: "warn", "error" or "vmap", see `PerSampleCallback`.
+        engine: "expanded", "vmap" or "loop", see `PerSampleCallback`. The last two do not know the samples' weights.
+        verify: check the values on the first captured batch, see `PerSampleCallback`.
+        fuse_weight_grad: form gradients once for norms and training, see `PerSampleCallback`.
+        max_memory: bytes that the temporaries of one kernel may take, see `PerSampleCallback`.
+        autotune: measure which kernels are fastest, see `PerSampleCallback`.
+
+    Raises:
+        OptionError: an option has a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        every_n_steps: int | None = 1,
+        *,
+        columns: Callable[[Any, Any], Mapping[str, Tensor]] | None = None,
+        per_layer: int | None = None,
+        flush_every: int = 100,
+        overwrite: bool = False,
+        loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
+        batch_dim: int = 0,
+        batch_size: int | None = None,
+        sample_index: Callable[[Any], Any] | None = None,
+        max_samples: int | None = None,
+        unsupported: Literal["warn", "error", "vmap"] = "warn",
+        engine: Literal["expanded", "vmap", "loop"] = "expanded",
+        verify: bool = False,
+        fuse_weight_grad: bool = False,
+        max_memory: int | None = None,
+        autotune: bool = False,
+    ) -> None:
+        super().__init__(
+            every_n_steps,
+            loss_reduction=loss_reduction,
+            batch_dim=batch_dim,
+            batch_size=batch_size,
+            sample_index=sample_index,
+            unsupported=unsupported,
+            engine=engine,
+            verify=verify,
+            fuse_weight_grad=fuse_weight_grad,
+            max_memory=max_memory,
+            autotune=autotune,
+            max_samples=max_samples,
+        )
+        check_option("dirpath", dirpath, is_path(dirpath), "the path of a folder")
+        is_none_or_callable = columns is None or callable(columns)
+        check_option("columns", columns, is_none_or_callable, "None or a callable (outputs, batch) -> dict of tensors")
+        check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
+        check_option("flush_every", flush_every, is_int(flush_every, 1), "an int >= 1")
+        check_option("overwrite", overwrite, isinstance(overwrite, bool), "True or False")
+        self.dirpath = Path(dirpath)
+        self.columns = columns
+        self.per_layer = per_layer
+        self.flush_every = flush_every
+        self.overwrite = overwrite
+        self._manifest: Manifest | None = None
+        self._loaded: dict[str, int] = {}
+        self._groups: tuple[str, ...] = ()
+        self._batches = 0
+        self._last_step = -1
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        self._parts: Parts | None = None
+        self._rates: LearningRates | None = None
+        self._current: list[CapturedRows] = []
+        self._captured: list[CapturedRows] = []
+        self._types: dict[str, str] = {}
+        self._said: set[str] = set()
+        self._is_behind = False  # a checkpoint has a batch whose rows are not written
+
+    @property
+    def state_key(self) -> str:
+        """Names the folder alone: a fit may go on from a checkpoint with other settings."""
+        return self._generate_state_key(dirpath=str(self.dirpath))
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what an earlier fit resumed, and see that Parquet can be written."""
+        if stage == "fit":
+            arrow()
+            self._loaded = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which run this is, and the first step that it does not have."""
+        run = "" if self._manifest is None else self._manifest.run
+        # A batch whose rows are not complete yet has been trained on all the same.
+        return {"run": run, "batches": self._batches + bool(self._current)}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Write what a fit that goes on from this checkpoint will not see again."""
+        self._flush(trainer)
+        self._is_behind = bool(self._current)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Note of which run the checkpoint is; the folder may have had another name then."""
+        manual = not pl_module.automatic_optimization
+        own = type(self).__qualname__ + "{"  # how the state keys of this class start
+        states = [state for key, state in checkpoint["callbacks"].items() if key.startswith(own)]
+        self._loaded = {
+            state["run"]: state["batches"] if manual else checkpoint["global_step"] for state in states if state["run"]
+        }
+        self._batches = max((state["batches"] for state in states), default=0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the folder ready: new, or as it was at the checkpoint."""
+        self._forget_rows()
+        names = [name for name, _ in pl_module.named_parameters()]
+        depth = self.per_layer
+        self._groups = () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
+        if not self._loaded:
+            step = trainer.global_step
+            if pl_module.automatic_optimization and self._manifest is not None and step > self._last_step:
+                self._loaded = {self._manifest.run: step}  # a further fit of the same Trainer
+            else:
+                self._batches, self._last_step = 0, -1
+        manifest, refusal = self._manifest, ""
+        if trainer.is_global_zero:
+            try:
+                new = self._new_manifest(trainer, names)
+                manifest = open_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)
+            except OptionError as error:  # said to the other processes, which would wait for this one
+                refusal = str(error)
+            except OSError as error:
+                refusal = f"dirpath={str(self.dirpath)!r} cannot hold a ledger: {error}"
+        manifest, refusal = trainer.strategy.broadcast((manifest, refusal))
+        if refusal or manifest is None:
+            raise OptionError(refusal)
+        self._manifest, self._types = manifest, dict(manifest.columns)
+        self._parts = Parts(self.dirpath, trainer.global_rank)
+        self._rates = LearningRates(pl_module, trainer.optimizers)
+
+    def _new_manifest(self, trainer: Trainer, names: list[str]) -> Manifest:
+        reduction = self.loss_reduction
+        named = reduction if isinstance(reduction, str) else getattr(reduction, "__qualname__", "a callable")
+        libraries = {"torch": torch.__version__, "lightning": lightning_version, "pyarrow": arrow().__version__}
+        others = ("per_layer", "every_n_steps", "max_samples", "engine")
+        settings = {"loss_reduction": named, **{name: getattr(self, name) for name in others}}
+        return Manifest(uuid.uuid4().hex, {}, tuple(names), settings, libraries, trainer.world_size)
+
+    def on_per_sample_gradients(
+        self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the norms of a backward until the batch ends."""
+        if self._rates is None:
+            return
+        automatic = pl_module.automatic_optimization
+        rows = CapturedRows.of_record(
+            record,
+            step=trainer.global_step if automatic else self._batches,
+            epoch=trainer.current_epoch,
+            batch_idx=batch_idx,
+            rank=trainer.global_rank,
+            rate=self._rates.of_record(record),
+            divisor=_loss_scale(trainer) * trainer.world_size,
+            depth=self.per_layer,
+        )
+        # An optimizer that evaluates its closure several times has several records of one batch: the last one counts.
+        self._current = [rows] if automatic else [*self._current, rows]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Complete the rows of the batch with the columns that the run adds."""
+        self._batches += 1
+        current, self._current = self._current, []
+        if not current:
+            return
+        columns = self._columns_of(outputs, batch)
+        complete = [rows.with_columns(columns) for rows in current]
+        self._check_types(complete[0])
+        self._captured += complete
+        self._last_step = max(self._last_step, complete[0].step)
+        if len(self._captured) >= self.flush_every or self._is_behind:
+            self._is_behind = False
+            self._flush(trainer)
+
+    def _columns_of(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        returned = outputs.get(_RESULTS) if isinstance(outputs, Mapping) else None
+        found: dict[str, Any] = {}
+        for place, columns in (
+            (f"training_step returned under {_RESULTS!r}", returned),
+            ("columns(outputs, batch) returned", None if self.columns is None else self.columns(outputs, batch)),
+        ):
+            if columns is None:
+                continue
+            if not isinstance(columns, Mapping) or not all(isinstance(each, Tensor) for each in columns.values()):
+                raise OptionError(f"{place} {type(columns).__name__}, but it must be a dict of tensors (B,) by name")
+            twice = sorted(found.keys() & columns.keys())
+            if twice:
+                raise OptionError(f"{place} a column {twice[0]!r} that training_step returned, too: rename one")
+            found.update(columns)
+        return {str(name): values.detach() for name, values in found.items()}
+
+    def _check_types(self, rows: CapturedRows) -> None:
+        if not self._types:
+            self._types = columns_and_types(self._groups, rows)
+        for name, values in rows.columns.items():
+            before, now = self._types.get(name), kind_of(name, values)
+            if before is None:
+                raise OptionError(
+                    f"the column {name!r} is new in step {rows.step}: the columns of a ledger are those of its first "
+                    f"row, {', '.join(self._types)}; give it a value in every batch"
+                )
+            if before != now and (before, now) != ("double", "int64"):
+                raise OptionError(f"the column {name!r} was of type {before} in the first row and is {now} now")
+        if isinstance(rows.keys, list) and self._types["sample_index"] != "string":
+            self._warn("the sampler drew keys that are no ints after it had drawn ints: their sample_index is null")
+
+    def _flush(self, trainer: Trainer) -> None:
+        captured, self._captured = self._captured, []
+        parts, manifest = self._parts, self._manifest
+        if parts is None or manifest is None:
+            return
+        if captured:
+            parts.add(table_of(captured, self._types))
+        try:
+            if trainer.is_global_zero and self._types and not manifest.columns:
+                manifest = Manifest(**{**vars(manifest), "columns": self._types})
+                write_manifest(self.dirpath, manifest)
+                self._manifest = manifest
+            parts.write()
+        except OSError as error:
+            self._warn(
+                f"the ledger in {str(self.dirpath)!r} cannot be written: {error}. Training goes on; the rows are kept "
+                "in memory and tried again with the next ones, until those of 16 files wait"
+            )
+
+    def _warn(self, text: str) -> None:
+        start = text.partition(":")[0]
+        if start not in self._said:
+            self._said.add(start)
+            warnings.warn(text, PerSampleWarning, stacklevel=2)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what there is."""
+        self._flush(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write what there is, and say what is missing."""
+        self._finish(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write what there is; the rows of a batch that was not completed are left out."""
+        self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        self._current = []
+        self._flush(trainer)
+        parts, self._parts, self._rates = self._parts, None, None
+        if parts is not None and parts.lost + parts.waiting:
+            self._warn(f"{parts.lost + parts.waiting} rows of the ledger in {str(self.dirpath)!r} were not written")
+
+    def __getstate__(self) -> dict[str, Any]:
+        copied = {**super().__getstate__(), "_parts": None, "_rates": None}
+        return {**copied, "_current": [], "_captured": []}
+
+
+def _loss_scale(trainer: Trainer) -> float:
+    """The factor of mixed precision in the loss."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return 1.0 if scaler is None else float(scaler.get_scale())

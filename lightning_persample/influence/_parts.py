@@ -1,0 +1,170 @@
+"""The files of a ledger: each is whole or not there, whenever the process that writes it is killed.
+
+A file is written under a temporary name in the same folder, forced to the disk and then renamed, which replaces what
+has that name in one step. Files that are left under a temporary name belong to nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_persample.influence._arrow import arrow, compute, parquet
+
+__all__ = ["Part", "Parts", "drop_rows", "parts_of", "read_part", "remove_partial_files", "write_atomically"]
+
+_NAME = re.compile(r"rows-(\d+)-(\d+)-(\d+)-(\d+)\.parquet")
+_PARTIAL = re.compile(r"\.(rows-[\d-]+\.parquet|manifest\.json)\.tmp")
+
+# Columns in which a value is that of many rows; a dictionary of the others would only take time and room.
+_REPEATED = ("step", "epoch", "batch_idx", "backward_index", "rank", "row", "learning_rate", "weight", "coverage")
+
+
+class Part(NamedTuple):
+    """A file of rows: those of one process, from the first to the last of these optimizer steps."""
+
+    rank: int
+    counter: int
+    first: int
+    last: int
+    path: Path
+
+
+def parts_of(dirpath: Path) -> list[Part]:
+    """The files of rows in a folder, by rank and in the order in which each process wrote them."""
+    found = []
+    for path in dirpath.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match is not None:
+            rank, first, last, counter = map(int, match.groups())
+            found.append(Part(rank, counter, first, last, path))
+    return sorted(found)
+
+
+def _path(dirpath: Path, rank: int, first: int, last: int, counter: int) -> Path:
+    return dirpath / f"rows-{rank:05d}-{first:010d}-{last:010d}-{counter:06d}.parquet"
+
+
+def read_part(path: Path) -> Any:
+    """The rows of a file, as a ``pyarrow.Table``."""
+    with parquet().ParquetFile(path) as file:
+        return file.read()
+
+
+def write_atomically(path: Path, content: Any) -> None:
+    """Write a file so that it is there as a whole, or as it was before.
+
+    Args:
+        path: the file.
+        content: its bytes.
+
+    Raises:
+        OSError: it could not be written; nothing of it is left.
+    """
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):  # what went wrong first is said
+            partial.unlink()
+        raise
+    _force_names(path.parent)
+
+
+def _force_names(dirpath: Path) -> None:
+    """Force the names in a folder to the disk, where a system lets a folder be opened."""
+    if os.name == "posix":
+        folder = os.open(dirpath, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def remove_partial_files(dirpath: Path) -> None:
+    """Remove what a killed process left under a temporary name."""
+    for path in list(dirpath.iterdir()):
+        if _PARTIAL.fullmatch(path.name):
+            path.unlink()
+
+
+def drop_rows(dirpath: Path, step: int) -> None:
+    """Remove the rows of an optimizer step and of all later ones.
+
+    Killed at any moment, it leaves files that are whole, in which every earlier row is once.
+
+    Args:
+        dirpath: the folder.
+        step: the first step whose rows are removed.
+    """
+    for part in parts_of(dirpath):
+        if part.last < step:
+            continue
+        if part.first >= step:
+            part.path.unlink()
+            continue
+        table = read_part(part.path)
+        table = table.filter(compute().less(table["step"], step))
+        # First the rows under the old name, whose last step is then too late, which does no harm; then the name.
+        write_atomically(part.path, _encoded(table))
+        last = compute().max(table["step"]).as_py()
+        os.replace(part.path, _path(dirpath, part.rank, part.first, last, part.counter))
+    _force_names(dirpath)
+
+
+def _encoded(table: Any) -> Any:
+    sink = arrow().BufferOutputStream()
+    repeated = [name for name in _REPEATED if name in table.column_names]
+    parquet().write_table(table, sink, compression="zstd", use_dictionary=repeated)
+    return sink.getvalue()
+
+
+class Parts:
+    """Writes the files of one process, and keeps rows that could not be written for the next try.
+
+    Args:
+        dirpath: the folder.
+        rank: the process.
+        most_waiting: how many tables wait for the next try at most; the oldest of more are given up.
+    """
+
+    def __init__(self, dirpath: Path, rank: int, most_waiting: int = 16) -> None:
+        self._dirpath, self._rank, self._most_waiting = dirpath, rank, most_waiting
+        counters = [part.counter for part in parts_of(dirpath) if part.rank == rank]
+        self._counter = max(counters, default=-1) + 1
+        self._waiting: list[Any] = []
+        self.lost = 0
+
+    @property
+    def waiting(self) -> int:
+        """How many rows wait for the next try."""
+        return sum(table.num_rows for table in self._waiting)
+
+    def add(self, table: Any) -> None:
+        """Take rows that are to be written.
+
+        Args:
+            table: a ``pyarrow.Table`` with a column "step", of the schema of all others; one without rows is left out.
+        """
+        if table.num_rows:
+            self._waiting.append(table)
+            while len(self._waiting) > self._most_waiting:
+                self.lost += self._waiting.pop(0).num_rows
+
+    def write(self) -> None:
+        """Write all rows that wait to a file of their own; where that fails, they wait for the next try."""
+        if not self._waiting:
+            return
+        table = arrow().concat_tables(self._waiting).combine_chunks()
+        steps = table["step"].to_numpy()
+        path = _path(self._dirpath, self._rank, int(steps.min()), int(steps.max()), self._counter)
+        write_atomically(path, _encoded(table))
+        self._counter += 1
+        self._waiting = []

@@ -1,0 +1,258 @@
+"""A ledger: one row for each sample of each captured training step, as Parquet files in a folder.
+
+The files of a folder have one schema and are read by anything that reads Parquet (``dirpath/*.parquet``); beside them,
+``manifest.json`` says which run they are of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_persample.errors import OptionError, PerSampleError
+from lightning_persample.influence._arrow import arrow
+from lightning_persample.influence._parts import (
+    drop_rows,
+    parts_of,
+    read_part,
+    remove_partial_files,
+    write_atomically,
+)
+
+__all__ = [
+    "BASE_COLUMNS",
+    "Manifest",
+    "as_tensors",
+    "open_ledger",
+    "read_ledger",
+    "read_manifest",
+    "schema_of",
+    "write_manifest",
+]
+
+FORMAT_VERSION = 1
+_FILE = "manifest.json"
+_FORMAT = "lightning_persample ledger"
+BASE_COLUMNS = {
+    "step": "int64",
+    "epoch": "int64",
+    "batch_idx": "int64",
+    "backward_index": "int64",
+    "rank": "int64",
+    "row": "int64",
+    "sample_index": "int64",
+    "learning_rate": "double",
+    "weight": "double",
+    "norm": "double",
+    "coverage": "double",
+}
+_MEANING = ("loss_reduction", "per_layer")  # settings that a run cannot change on its way
+_ORDER = ("step", "rank", "epoch", "batch_idx", "backward_index", "row")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the rows of a ledger are.
+
+    Attributes:
+        run: names the run; a checkpoint of it has the same.
+        columns: the columns and their Arrow types ("int64", "double", "bool", "string"); empty before the first row.
+        parameters: the names of the module's parameters.
+        settings: the options of the callback that tell what the values are.
+        libraries: the versions of what wrote them.
+        processes: number of processes of the run, or of its latest part after it was resumed.
+    """
+
+    run: str
+    columns: Mapping[str, str]
+    parameters: tuple[str, ...]
+    settings: Mapping[str, Any]
+    libraries: Mapping[str, str]
+    processes: int
+
+
+def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a ledger.
+
+    Args:
+        dirpath: the ledger's folder.
+
+    Returns:
+        What its rows are.
+
+    Raises:
+        PerSampleError: there is no manifest, or one of another format.
+    """
+    path = Path(dirpath) / _FILE
+    if not path.is_file():
+        raise PerSampleError(f"{os.fspath(dirpath)!r} holds no ledger: {_FILE} is missing")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    kind = (found.get("format"), found.get("format_version")) if isinstance(found, dict) else (None, None)
+    if kind != (_FORMAT, FORMAT_VERSION):
+        raise PerSampleError(
+            f"{os.fspath(path)!r} is of format {kind[0]!r}, version {kind[1]!r}; this version of lightning_persample "
+            f"reads format {_FORMAT!r}, version {FORMAT_VERSION}"
+        )
+    values = {field.name: found[field.name] for field in fields(Manifest)}
+    return Manifest(**{**values, "parameters": tuple(values["parameters"])})
+
+
+def write_manifest(dirpath: Path, manifest: Manifest) -> None:
+    """Write the manifest of a ledger, in place of the one that is there.
+
+    Args:
+        dirpath: the ledger's folder.
+        manifest: the manifest.
+    """
+    found = {"format": _FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
+    write_atomically(dirpath / _FILE, json.dumps(found, indent=2).encode())
+
+
+def read_ledger(dirpath: str | os.PathLike[str]) -> Any:
+    """The rows of a ledger, those of all processes together.
+
+    Columns are
+
+    ================== ================================================================================================
+    ``step``           optimizer steps behind the weights that the gradient is taken at; in manual optimization, batches
+    ``epoch``          the epoch, from 0
+    ``batch_idx``      the batch in the epoch, from 0
+    ``backward_index`` the backward of the batch, from 0; others than 0 are of manual optimization
+    ``rank``           the process
+    ``row``            the sample's place in the batch
+    ``sample_index``   its index in the dataset, int64, or string where a sampler draws other keys; null if unknown
+    ``learning_rate``  eta of the optimizer step. Where groups of parameters have different ones, the sample's own
+                       ``sum_p eta_p ||g_p||^2 / ||g||^2``, so that ``learning_rate * norm^2`` is right all the same
+    ``weight``         w: the sample adds ``w * g`` to the gradient of the step, the mean over processes included; null
+                       if unknown
+    ``norm``           ``||g||``, norm of the gradient of the sample's own loss
+    ``coverage``       share of the weights with a gradient that g covers, 0 to 1
+    ``norm/<group>``   the norm over a group of parameters, with `per_layer`; null if it has no gradient
+    ================== ================================================================================================
+
+    and those that the run added. Files that a killed process left unfinished are not read.
+
+    Args:
+        dirpath: the ledger's folder.
+
+    Returns:
+        A ``pyarrow.Table``, by step, rank, batch and row; its ``to_pandas()`` gives a ``DataFrame``.
+    """
+    pyarrow = arrow()
+    manifest = read_manifest(dirpath)
+    tables = [read_part(part.path) for part in parts_of(Path(dirpath))]
+    if not tables:
+        return schema_of(manifest.columns or BASE_COLUMNS).empty_table()
+    table = pyarrow.concat_tables(tables, promote_options="default")
+    return table.sort_by([(name, "ascending") for name in _ORDER])
+
+
+def as_tensors(table: Any) -> dict[str, Tensor | list[str | None]]:
+    """The columns of a ledger as tensors.
+
+    Args:
+        table: a ``pyarrow.Table`` from `read_ledger`, or a part of one.
+
+    Returns:
+        By name (rows,), int64, float64 or bool; a column of strings is a list. Null is nan in float64.
+
+    Raises:
+        PerSampleError: a column of another type has a null.
+    """
+    found: dict[str, Tensor | list[str | None]] = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        kind = str(column.type)
+        if kind == "string":
+            found[name] = column.to_pylist()
+            continue
+        if column.null_count and kind != "double":
+            raise PerSampleError(
+                f"column {name!r} has no value in {column.null_count} of {len(column)} rows, and {kind} has nothing to "
+                f"say so: take the rows that have one, table.filter(pyarrow.compute.field({name!r}).is_valid())"
+            )
+        found[name] = torch.tensor(column.to_numpy())
+    return found
+
+
+def schema_of(columns: Mapping[str, str]) -> Any:
+    """The ``pyarrow.Schema`` of columns and their types."""
+    pyarrow = arrow()
+    types = {
+        "int64": pyarrow.int64(),
+        "double": pyarrow.float64(),
+        "bool": pyarrow.bool_(),
+        "string": pyarrow.string(),
+    }
+    return pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
+
+
+def open_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int], *, overwrite: bool) -> Manifest:
+    """Make a folder ready for the rows of a run; of several processes one alone calls this.
+
+    Args:
+        dirpath: the folder.
+        manifest: that of the run, if it is a new one.
+        continued: the runs that this one may continue, each with the first step whose rows it writes anew.
+        overwrite: whether the ledger of another run is removed.
+
+    Returns:
+        The manifest of the run that goes on.
+
+    Raises:
+        OptionError: the folder holds the ledger of another run, or what is written now does not go with it.
+    """
+    dirpath.mkdir(parents=True, exist_ok=True)
+    remove_partial_files(dirpath)
+    found = read_manifest(dirpath) if (dirpath / _FILE).exists() else None
+    parts = parts_of(dirpath)
+    if found is not None and found.run in continued:
+        _check_alike(dirpath, found, manifest)
+        drop_rows(dirpath, continued[found.run])
+        manifest = replace(manifest, run=found.run, columns=found.columns)
+    elif parts and not overwrite:
+        steps = f"{len(parts)} files, steps {min(p.first for p in parts)} to {max(p.last for p in parts)}"
+        known = "a run without manifest" if found is None else f"run {found.run}"
+        new = f"continues run {' or '.join(continued)}" if continued else "starts a new run"
+        raise OptionError(
+            f"dirpath={os.fspath(dirpath)!r} holds the ledger of {known} ({steps}), but this fit {new}: pass another "
+            "dirpath, go on from a checkpoint of that run with trainer.fit(..., ckpt_path=...), or remove its rows "
+            "with overwrite=True"
+        )
+    else:
+        (dirpath / _FILE).unlink(missing_ok=True)  # first, so that a part of a ledger is not taken for the whole
+        for part in parts:
+            part.path.unlink()
+        if len(continued) == 1:
+            manifest = replace(manifest, run=next(iter(continued)))
+    write_manifest(dirpath, manifest)
+    return manifest
+
+
+def _check_alike(dirpath: Path, found: Manifest, new: Manifest) -> None:
+    differing = [
+        (f"{name}={found.settings.get(name)!r}", f"{name}={value!r}")
+        for name, value in new.settings.items()
+        if name in _MEANING and found.settings.get(name) != value
+    ]
+    if found.parameters != new.parameters:
+        pairs = zip((*found.parameters, None), (*new.parameters, None), strict=False)
+        before, now = next((a, b) for a, b in pairs if a != b)
+        differing.append(
+            (
+                f"{len(found.parameters)} parameters with {before!r} where they differ first",
+                f"{len(new.parameters)} with {now!r}",
+            )
+        )
+    if differing:
+        before, now = differing[0]
+        raise OptionError(
+            f"dirpath={os.fspath(dirpath)!r} holds rows of this run that were written with {before}, but now there "
+            f"is {now}: go on with what there was, or pass another dirpath"
+        )

@@ -1,0 +1,215 @@
+"""Scores of training samples that need nothing but the ledger of their training."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.influence._arrow import arrow, compute
+from lightning_persample.influence.ledger import read_ledger
+
+__all__ = ["SampleScores", "el2n", "grand", "self_influence"]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleScores:
+    """One score for each sample of a dataset.
+
+    Attributes:
+        name: which score.
+        index: the samples' indices in the dataset, ascending.
+        scores: their scores, (samples,), float64.
+        counts: from how many rows of the ledger each one is, (samples,), int64.
+        convention: what a large score means.
+        unknown: number of rows without an index, which are in no score.
+    """
+
+    name: str
+    index: tuple[int | str, ...]
+    scores: Tensor
+    counts: Tensor
+    convention: str
+    unknown: int = 0
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def top(self, k: int = 10) -> list[tuple[int | str, float]]:
+        """The samples with the largest scores, largest first; a score that is nan is left out.
+
+        Args:
+            k: how many.
+
+        Returns:
+            At most k pairs of index and score.
+
+        Raises:
+            OptionError: `k` is less than 1.
+        """
+        if k < 1:
+            raise OptionError(f"k={k!r} is not allowed: k must be an int >= 1")
+        known = (~self.scores.isnan()).nonzero().flatten()
+        order = known[self.scores[known].argsort(descending=True, stable=True)][:k]
+        return [(self.index[place], float(self.scores[place])) for place in order.tolist()]
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with the columns index, score and count."""
+        pandas: Any = importlib.import_module("pandas")
+        columns = {"index": list(self.index), "score": self.scores.numpy(), "count": self.counts.numpy()}
+        return pandas.DataFrame(columns)
+
+
+def self_influence(ledger: Any, *, weighted: bool = False) -> SampleScores:
+    """Self-influence of each sample along the training: ``sum_t eta_t ||g_t(z)||^2`` over its rows t.
+
+    It is TracInCP's score of a sample with itself (equation 1 of the reference, without its batch size), every captured
+    step a checkpoint, with the learning rates that the optimizer used. The weighted form, the sum of
+    ``eta_t w_t ||g_t(z)||^2``, has each sample's weight in its step as a factor, 1/B for a mean over batches of B: by
+    so much the sample's own part in the steps of plain SGD lowered its own loss, to first order.
+
+    Every captured step counts alike. A ledger of a part of the steps, such as ``every_n_steps=10``, gives the sum over
+    these alone, so that samples with different `counts` are to be compared with care. For optimizers other than SGD it
+    is the same formula, with g itself and not the optimizer's direction.
+
+    >>> import pyarrow
+    >>> rows = {"sample_index": [3, 5, 3], "norm": [1.0, 2.0, 3.0], "learning_rate": [0.5, 0.5, 0.1]}
+    >>> self_influence(pyarrow.table(rows)).top()
+    [(5, 2.0), (3, 1.4)]
+
+    Args:
+        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger`, or a part of one.
+        weighted: whether each row has the sample's weight in the step as a factor.
+
+    Returns:
+        The scores. A row whose norm is nan makes its sample's score nan.
+
+    Reference: Pruthi et al. 2020, Estimating training data influence by tracing gradient descent, arXiv 2002.08484.
+    """
+    names = ("norm", "learning_rate", *(("weight",) if weighted else ()))
+    rows = _Rows(ledger, names, why="self_influence needs it")
+    rows.require("learning_rate", "the learning rate of their step is unknown")
+    if weighted:
+        rows.require("weight", "their weight in the loss is unknown; pass weighted=False")
+    values = rows["learning_rate"] * rows["norm"].square()
+    if weighted:
+        values = values * rows["weight"]
+    form = "sum of learning_rate * weight * norm^2" if weighted else "sum of learning_rate * norm^2"
+    text = (
+        f"{form} over the rows: never negative; the larger it is, the more a sample's own steps lowered its own loss, "
+        "as those of mislabelled and of hard samples do"
+    )
+    return rows.summed("self_influence", values, text)
+
+
+def grand(ledger: Any, steps: Collection[int] | None = None) -> SampleScores:
+    """GraNd of each sample: the mean of ``||g_t(z)||`` over its rows t.
+
+    The reference means over several trainings from other initial weights, at a fixed early step: put their tables
+    together for that. At initialisation alone it says little.
+
+    >>> import pyarrow
+    >>> rows = {"sample_index": [3, 5, 3], "norm": [1.0, 2.0, 5.0], "step": [0, 0, 1]}
+    >>> grand(pyarrow.table(rows)).top(), grand(pyarrow.table(rows), steps=[0]).top()
+    ([(3, 3.0), (5, 2.0)], [(5, 2.0), (3, 1.0)])
+
+    Args:
+        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger`, or a part of one.
+        steps: the optimizer steps whose rows count; None counts all.
+
+    Returns:
+        The scores. A row whose norm is nan makes its sample's score nan.
+
+    Reference: Paul et al. 2021, Deep learning on a data diet, definition 2.1, arXiv 2107.07075.
+    """
+    rows = _Rows(ledger, ("norm",), steps=steps, why="grand needs it")
+    text = "mean norm over the rows: never negative; the larger it is, the harder the sample"
+    return rows.averaged("grand", rows["norm"], text)
+
+
+def el2n(ledger: Any, column: str = "el2n", steps: Collection[int] | None = None) -> SampleScores:
+    """EL2N of each sample: the mean over its rows of ``||softmax(f(z)) - onehot(y)||``, which the run has to write.
+
+    >>> import pyarrow
+    >>> el2n(pyarrow.table({"sample_index": [3, 5, 3], "el2n": [1.0, 0.5, 0.5]})).top()
+    [(3, 0.75), (5, 0.5)]
+
+    Args:
+        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger`, or a part of one.
+        column: the column that has the error; any other column of numbers (a loss) is averaged in the same way.
+        steps: the optimizer steps whose rows count; None counts all.
+
+    Returns:
+        The scores. A row whose value is nan or null makes its sample's score nan.
+
+    Reference: Paul et al. 2021, Deep learning on a data diet, definition 2.2, arXiv 2107.07075.
+    """
+    remedy = (
+        "write it with {'loss': ..., 'per_sample': {" + repr(column) + ": tensor of shape (B,)}} as what "
+        "training_step returns, or with the writer's option `columns`"
+    )
+    rows = _Rows(ledger, (column,), steps=steps, why=remedy)
+    text = f"mean of {column!r} over the rows: the larger it is, the harder the sample, for errors and losses"
+    return rows.averaged(column, rows[column], text)
+
+
+class _Rows:
+    """The rows of a ledger that have an index, and which sample each is of."""
+
+    def __init__(self, ledger: Any, names: Collection[str], *, why: str, steps: Collection[int] | None = None) -> None:
+        table = read_ledger(ledger) if isinstance(ledger, (str, os.PathLike, Path)) else ledger
+        needed = ["sample_index", *names, *(() if steps is None else ("step",))]
+        for name in needed:
+            if name not in table.column_names:
+                raise OptionError(
+                    f"the ledger has no column {name!r}: {why}. Its columns are {', '.join(table.column_names)}"
+                )
+        table = table.select(list(dict.fromkeys(needed)))
+        if steps is not None:
+            table = table.filter(compute().is_in(table["step"], arrow().array(list(steps), arrow().int64())))
+        keys = table["sample_index"]
+        self.unknown = keys.null_count
+        if table.num_rows == 0:
+            raise PerSampleError("the ledger has no rows" + ("" if steps is None else " of these steps"))
+        if self.unknown == table.num_rows:
+            raise UnsupportedError(
+                "no row of the ledger has a sample_index, so that nothing can be said of single samples: pass "
+                "sample_index=<function of the batch that returns the index of each sample> to the writer if the data "
+                "carry it"
+            )
+        if self.unknown:
+            table = table.filter(keys.is_valid())
+            keys = keys.drop_null()
+        self._columns = {name: torch.tensor(table[name].cast("double").to_numpy()) for name in names}
+        coded = keys.combine_chunks().dictionary_encode()
+        found = coded.dictionary.to_pylist()
+        self._keys = sorted(found)
+        places = {key: place for place, key in enumerate(self._keys)}
+        self._places = torch.tensor([places[key] for key in found])[torch.tensor(coded.indices.to_numpy()).long()]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._columns[name]
+
+    def require(self, name: str, text: str) -> None:
+        """Refuse rows without a value in a column."""
+        missing = int(self._columns[name].isnan().sum())
+        if missing:
+            raise UnsupportedError(f"{missing} of {len(self._places)} rows of the ledger have no {name!r}: {text}")
+
+    def summed(self, name: str, values: Tensor, convention: str) -> SampleScores:
+        """The sum over each sample's rows."""
+        sums = torch.zeros(len(self._keys), dtype=torch.float64).index_add_(0, self._places, values)
+        counts = torch.bincount(self._places, minlength=len(self._keys))
+        return SampleScores(name, tuple(self._keys), sums, counts, convention, self.unknown)
+
+    def averaged(self, name: str, values: Tensor, convention: str) -> SampleScores:
+        """The mean over each sample's rows."""
+        sums = self.summed(name, values, convention)
+        return SampleScores(name, sums.index, sums.scores / sums.counts, sums.counts, convention, self.unknown)

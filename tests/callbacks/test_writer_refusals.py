@@ -1,0 +1,91 @@
+"""What a writer refuses: rows of another run, options and columns that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_persample import OptionError, PerSampleGradientWriter
+from lightning_persample.influence import read_manifest
+from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
+from tests.callbacks.runs import make_trainer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "ledger"
+
+
+def test_another_run_is_refused(folder):
+    fit(PerSampleGradientWriter(folder))
+    run = read_manifest(folder).run
+    with pytest.raises(OptionError) as refused:
+        fit(PerSampleGradientWriter(folder))
+    text = (
+        f"dirpath={str(folder)!r} holds the ledger of run {run} (1 files, steps 0 to 5), but this fit starts a new run"
+    )
+    assert text in str(refused.value)
+    assert "overwrite=True" in str(refused.value)
+    module = fit(PerSampleGradientWriter(folder, overwrite=True), max_epochs=2)
+    assert read_manifest(folder).run != run
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
+
+
+def test_a_checkpoint_of_another_run_or_of_other_settings_is_refused(folder, tmp_path):
+    other = PerSampleGradientWriter(tmp_path / "other")
+    trainer = make_trainer([other])
+    trainer.fit(Noted(), data())
+    trainer.save_checkpoint(tmp_path / "other.ckpt")
+    fit(PerSampleGradientWriter(folder))
+    with pytest.raises(OptionError) as refused:
+        fit(PerSampleGradientWriter(tmp_path / "other", per_layer=2), ckpt_path=tmp_path / "other.ckpt", max_epochs=2)
+    assert "written with per_layer=None, but now there is per_layer=2" in str(refused.value)
+    (tmp_path / "moved").symlink_to(folder)
+    runs = [read_manifest(path).run for path in (folder, tmp_path / "other")]
+    with pytest.warns(UserWarning, match="callbacks used to create"), pytest.raises(OptionError) as refused:
+        fit(PerSampleGradientWriter(tmp_path / "moved"), ckpt_path=tmp_path / "other.ckpt", max_epochs=2)
+    assert f"holds the ledger of run {runs[0]}" in str(refused.value)
+    assert f"this fit continues run {runs[1]}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dirpath": ""}, "dirpath='' is not allowed: dirpath must be the path of a folder"),
+        ({"dirpath": 3}, "dirpath=3 is not allowed"),
+        ({"flush_every": 0}, "flush_every=0 is not allowed: flush_every must be an int >= 1"),
+        ({"per_layer": 0}, "per_layer=0 is not allowed: per_layer must be None or an int >= 1"),
+        ({"columns": 1}, "columns=1 is not allowed: columns must be None or a callable (outputs, batch) -> dict"),
+        ({"overwrite": None}, "overwrite=None is not allowed: overwrite must be True or False"),
+        ({"every_n_steps": 0}, "every_n_steps=0 is not allowed"),
+    ],
+)
+def test_options_that_are_not_allowed(options, text):
+    with pytest.raises(OptionError) as refused:
+        PerSampleGradientWriter(**{"dirpath": "ledger", **options})
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        (lambda outputs, batch: [1], "columns(outputs, batch) returned list, but it must be a dict of tensors (B,)"),
+        (lambda outputs, batch: {"x": 1.0}, "columns(outputs, batch) returned dict, but it must be a dict of tensors"),
+        (lambda outputs, batch: {"x": torch.zeros(3)}, "column 'x' has shape (3,), but a ledger needs one value for"),
+        (lambda outputs, batch: {"norm": torch.zeros(4)}, "column 'norm' of the run has the name of a column of every"),
+        (lambda outputs, batch: {"loss": torch.zeros(4)}, "a column 'loss' that training_step returned, too"),
+        (lambda outputs, batch: {"x": torch.zeros(4) * 1j}, "column 'x' has dtype torch.complex64; a ledger has real"),
+        (
+            lambda outputs, batch: {f"x{int(batch[2][0] > 3)}": torch.zeros(len(batch[0]))},
+            "column 'x1' is new in step 1: the columns of a ledger are those of its first row, step, epoch",
+        ),
+        (
+            lambda outputs, batch: {"x": torch.zeros(len(batch[0])).to(torch.int if batch[2][0] < 3 else torch.float)},
+            "column 'x' was of type int64 in the first row and is double now",
+        ),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(folder, columns, text):
+    with pytest.raises(OptionError) as refused:
+        fit(PerSampleGradientWriter(folder, columns=columns), loader=data())
+    assert text in str(refused.value)

@@ -1,0 +1,234 @@
+"""The files of a ledger: whole or not there, of one schema, read together, cut at a step."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+from dataclasses import replace
+
+import pyarrow
+import pyarrow.dataset
+import pytest
+import torch
+
+from lightning_persample import OptionError, PerSampleError
+from lightning_persample.influence import Manifest, as_tensors, read_ledger, read_manifest
+from lightning_persample.influence._parts import Parts, drop_rows, parts_of, write_atomically
+from lightning_persample.influence.ledger import BASE_COLUMNS, open_ledger, schema_of, write_manifest
+
+COLUMNS = {**BASE_COLUMNS, "loss": "double"}
+MANIFEST = Manifest("first", COLUMNS, ("weight", "bias"), {"loss_reduction": "mean", "per_layer": 1}, {"torch": "2"}, 2)
+
+
+def table(steps, rank=0, **values):
+    """Two rows for each step."""
+    steps = [step for step in steps for _ in range(2)]
+    own = {name: [0] * len(steps) for name in COLUMNS} | {"step": steps, "rank": [rank] * len(steps)}
+    return pyarrow.table({**own, "row": [0, 1] * (len(steps) // 2), **values}, schema=schema_of(COLUMNS))
+
+
+def write(folder, rank, *parts):
+    parts_of_rank = Parts(folder, rank)
+    for steps in parts:
+        parts_of_rank.add(table(steps, rank))
+        parts_of_rank.write()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_manifest(tmp_path, MANIFEST)
+    return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_file_names_tell_process_steps_and_order(folder):
+    write(folder, 0, [0, 1], [2, 5])
+    write(folder, 1, [0, 1])
+    write(folder, 0, [6])
+    assert names(folder) == [
+        "manifest.json",
+        "rows-00000-0000000000-0000000001-000000.parquet",
+        "rows-00000-0000000002-0000000005-000001.parquet",
+        "rows-00000-0000000006-0000000006-000002.parquet",
+        "rows-00001-0000000000-0000000001-000000.parquet",
+    ]
+
+
+def test_all_processes_are_read_in_the_order_of_steps(folder):
+    write(folder, 1, [0, 1], [2])
+    write(folder, 0, [0], [1, 2])
+    (folder / ".rows-00000-0000000003-0000000003-000002.parquet.tmp").write_bytes(b"half of a")
+    (folder / "notes.txt").write_text("of the user")
+    found = read_ledger(folder)
+    assert found["step"].to_pylist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert found["rank"].to_pylist() == [0, 0, 1, 1] * 3
+    assert found["row"].to_pylist() == [0, 1] * 6
+    assert list(found.to_pandas().columns) == list(COLUMNS)
+
+
+def test_the_folder_is_read_as_it_is(folder):
+    write(folder, 0, [0, 1], [2])
+    write(folder, 1, [0, 1, 2])
+    files = sorted(str(path) for path in folder.glob("*.parquet"))
+    assert pyarrow.dataset.dataset(files, format="parquet").to_table().num_rows == 12
+
+
+def test_a_ledger_without_rows_has_columns(folder):
+    found = read_ledger(folder)
+    assert (found.num_rows, found.column_names) == (0, list(COLUMNS))
+    write_manifest(folder, replace(MANIFEST, columns={}))
+    assert read_ledger(folder).column_names == list(BASE_COLUMNS)
+
+
+def test_columns_as_tensors(folder):
+    known = {"loss": [0.5, None], "sample_index": [2**60 + 1, 7]}
+    found = as_tensors(table([3], **known))
+    assert found["sample_index"].tolist() == [2**60 + 1, 7]
+    assert found["sample_index"].dtype == torch.int64
+    assert found["loss"].dtype == torch.float64
+    assert torch.equal(found["loss"].isnan(), torch.tensor([False, True]))
+    assert as_tensors(pyarrow.table({"sample_index": ["a", None], "good": [True, False]}))["sample_index"] == [
+        "a",
+        None,
+    ]
+    with pytest.raises(PerSampleError) as refused:
+        as_tensors(table([3], sample_index=[1, None]))
+    assert "column 'sample_index' has no value in 1 of 2 rows, and int64 has nothing to say so" in str(refused.value)
+
+
+def test_rows_after_a_step_are_dropped(folder):
+    write(folder, 0, [0, 1], [2, 3, 4], [5, 6])
+    write(folder, 1, [0], [1, 3], [4])
+    drop_rows(folder, 3)
+    assert [(part.rank, part.first, part.last) for part in parts_of(folder)] == [
+        (0, 0, 1),
+        (0, 2, 2),
+        (1, 0, 0),
+        (1, 1, 1),
+    ]
+    assert sorted(set(read_ledger(folder)["step"].to_pylist())) == [0, 1, 2]
+    before = names(folder)
+    drop_rows(folder, 3)
+    assert names(folder) == before
+    write(folder, 0, [3])
+    assert parts_of(folder)[2].counter == 2  # behind those that were kept
+    drop_rows(folder, 0)
+    assert names(folder) == ["manifest.json"]
+
+
+def test_a_name_that_promises_too_much_does_no_harm(folder):
+    """As a process leaves it that is killed between the rewriting and the renaming."""
+    write(folder, 0, [0, 1, 2])
+    (part,) = parts_of(folder)
+    pyarrow.parquet.write_table(table([0, 1]), part.path)
+    assert read_ledger(folder).num_rows == 4
+    drop_rows(folder, 2)
+    assert [(part.first, part.last) for part in parts_of(folder)] == [(0, 1)]
+    assert read_ledger(folder).num_rows == 4
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch, call):
+    write(folder, 0, [0])
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    parts = Parts(folder, 0, most_waiting=2)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    for step in (1, 2, 3):
+        parts.add(table([step]))
+        with pytest.raises(OSError, match="No space left"):
+            parts.write()
+    with pytest.raises(OSError, match="No space left"):
+        write_manifest(folder, replace(MANIFEST, run="second"))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert (parts.waiting, parts.lost) == (4, 2)
+    monkeypatch.undo()
+    parts.write()
+    assert parts.waiting == 0
+    assert sorted(set(read_ledger(folder)["step"].to_pylist())) == [0, 2, 3]
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path):
+    write_atomically(tmp_path / "manifest.json", b"one")
+    write_atomically(tmp_path / "manifest.json", b"two")
+    assert (names(tmp_path), (tmp_path / "manifest.json").read_bytes()) == (["manifest.json"], b"two")
+
+
+def test_the_manifest_is_read_back(folder):
+    assert read_manifest(folder) == MANIFEST
+
+
+def test_what_is_no_ledger_is_refused(tmp_path):
+    with pytest.raises(PerSampleError) as refused:
+        read_ledger(tmp_path)
+    assert str(refused.value) == f"{str(tmp_path)!r} holds no ledger: manifest.json is missing"
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": "lightning_persample ledger", "format_version": 7}))
+    with pytest.raises(PerSampleError) as refused:
+        read_ledger(tmp_path)
+    assert "is of format 'lightning_persample ledger', version 7; this version of" in str(refused.value)
+    assert "reads format 'lightning_persample ledger', version 1" in str(refused.value)
+
+
+SECOND = replace(MANIFEST, run="second", columns={})
+
+
+def test_a_run_goes_on_where_its_checkpoint_was(folder):
+    write(folder, 0, [0, 1, 2])
+    (folder / ".rows-00000-0000000003-0000000003-000001.parquet.tmp").write_bytes(b"half of a")
+    found = open_ledger(folder, SECOND, {"first": 2}, overwrite=False)
+    assert found == MANIFEST
+    assert names(folder) == ["manifest.json", "rows-00000-0000000000-0000000001-000000.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("new", "text"),
+    [
+        (replace(SECOND, settings={**MANIFEST.settings, "per_layer": 2}), "per_layer=1, but now there is per_layer=2"),
+        (
+            replace(SECOND, settings={**MANIFEST.settings, "loss_reduction": "sum"}),
+            "loss_reduction='mean', but now there is loss_reduction='sum'",
+        ),
+        (
+            replace(SECOND, parameters=("weight",)),
+            "2 parameters with 'bias' where they differ first, but now there",
+        ),
+        (replace(SECOND, parameters=("weight", "bias", "x")), "2 parameters with None where they differ first"),
+    ],
+)
+def test_a_run_that_is_not_alike_is_refused_with_both_values(folder, new, text):
+    write(folder, 0, [0, 1])
+    before = names(folder)
+    with pytest.raises(OptionError) as refused:
+        open_ledger(folder, new, {"first": 1}, overwrite=False)
+    assert text in str(refused.value)
+    assert names(folder) == before
+
+
+def test_rows_of_another_run_are_kept_unless_told(folder):
+    write(folder, 0, [0, 1])
+    with pytest.raises(OptionError, match=r"holds the ledger of run first \(1 files, steps 0 to 1\), but this fit"):
+        open_ledger(folder, SECOND, {}, overwrite=False)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(OptionError, match="holds the ledger of a run without manifest"):
+        open_ledger(folder, SECOND, {"third": 4}, overwrite=False)
+    assert open_ledger(folder, SECOND, {}, overwrite=True) == SECOND
+    assert names(folder) == ["manifest.json"]
+    assert open_ledger(folder, MANIFEST, {}, overwrite=False).run == "first"  # there is nothing to lose
+
+
+def test_without_pyarrow_the_extra_is_named(folder, monkeypatch):
+    def absent(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(ModuleNotFoundError) as refused:
+        read_ledger(folder)
+    assert "pip install 'lightning-persample[influence]'" in str(refused.value)
