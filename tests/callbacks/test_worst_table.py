@@ -16,7 +16,9 @@ pytest.importorskip("tensorboard")
 wandb = pytest.importorskip("wandb")
 
 
-def test_the_worst_samples_are_a_table_in_the_loggers_that_have_tables(tmp_path):
+def test_the_worst_samples_are_a_table_in_the_loggers_that_have_tables(tmp_path, monkeypatch):
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
     monitor = PerSampleGradientMonitor(every_n_steps=1, worst_samples=3)
     offline = wandb.Settings(silent=True, disable_git=True, console="off")
     loggers = [
