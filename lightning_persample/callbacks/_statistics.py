@@ -59,11 +59,10 @@ class Statistics:
 
     def start_epoch(self) -> None:
         """Forget the steps of the last epoch."""
-        self._epoch_norms = PerSampleNorm(quantiles=self._quantiles, sync_on_compute=False)
+        self._epoch_norms: PerSampleNorm | None = None  # made when it is needed: epochs can be short
         self._epoch_scales = [_NoiseScale() for _ in self._running]
         self._epoch_sums: dict[str, list[float]] = {}
         self._epoch_groups: dict[str, list[float]] = {}
-        self._steps = 0
 
     def of_step(self, step: StepNorms, signal_to_noise: Tensor | None = None) -> dict[str, float]:
         """What is logged of a step, by name without prefix.
@@ -75,9 +74,10 @@ class Statistics:
         Returns:
             The values; nan where something is not known.
         """
-        self._steps += 1
         finite = step.norms.isfinite()
         norms = step.norms[finite]
+        if self._epoch_norms is None:
+            self._epoch_norms = PerSampleNorm(quantiles=self._quantiles, sync_on_compute=False)
         self._epoch_norms.update(step.norms)
         values = _describe(norms, self._quantiles)
         values["coverage"] = step.coverage
@@ -102,7 +102,7 @@ class Statistics:
         Returns:
             The values, with names that end in "_epoch"; none without a logged step.
         """
-        if not self._steps:
+        if self._epoch_norms is None:
             return {}
         found = {name: float(value) for name, value in self._epoch_norms.compute().items()}
         count = found.pop("count")

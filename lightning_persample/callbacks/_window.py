@@ -62,6 +62,11 @@ class Window:
         if self._mean is not None:
             self._mean.start()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch of the step has a record."""
+        return not self._batches
+
     def why_unknown(self, step: StepNorms) -> str:
         """Why the mean gradient of a logged step is not known, once in a fit, or "" where there is nothing to say."""
         if self._mean is None or self._has_said or step.coverage == 0:  # then there are no norms either, as was said

@@ -134,6 +134,7 @@ class PerSampleCallback(Callback):
         self.max_samples = max_samples
         self._shared: SharedCapture | None = None
         self._indices: BatchIndices | None = None
+        self._key: str | None = None
 
     def needs(self, trainer: Trainer) -> set[str]:
         """The quantities this callback reads from the record of the current step.
@@ -193,6 +194,8 @@ class PerSampleCallback(Callback):
     @property
     def state_key(self) -> str:
         """Names the class and its settings, so that several callbacks of one class live in one Trainer."""
+        if self._key is not None:
+            return self._key
         return self._generate_state_key(
             **{name: _name_of(value) if callable(value) else value for name, value in self._settings().items()}
         )
@@ -214,6 +217,7 @@ class PerSampleCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the shared capture, if this is the first per-sample callback of the Trainer."""
+        self._key = self.state_key  # which Lightning asks for at every hook
         callbacks = _per_sample_callbacks(trainer)
         is_open = self._shared is not None and self._shared.belongs_to(trainer, pl_module)
         if self not in callbacks[:1] or is_open:
@@ -243,6 +247,7 @@ class PerSampleCallback(Callback):
 
     def _end_capture(self) -> None:
         self._close()
+        self._key = None
         indices, self._indices = self._indices, None
         if indices is not None:
             indices.uninstall()
@@ -258,7 +263,7 @@ class PerSampleCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A running capture belongs to this process and this module: a copy of the callback starts its own.
-        return {**self.__dict__, "_shared": None, "_indices": None}
+        return {**self.__dict__, "_shared": None, "_indices": None, "_key": None}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

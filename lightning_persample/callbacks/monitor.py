@@ -319,7 +319,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
             return
         steps: list[StepNorms] = []
         if self._joined is None:
-            steps = self._own_norms(trainer, counted)
+            has_some = not (pl_module.automatic_optimization and self._window.is_empty)
+            steps = self._own_norms(trainer, counted) if has_some else []
         elif self.should_capture(trainer):
             steps = self._joined_norms(trainer, counted)
         if known := {place: step for place, step in enumerate(steps) if step.batches}:

@@ -159,6 +159,9 @@ def table(models: list[str], pairs: int, device: torch.device) -> dict[str, Any]
 
 
 # A whole run ----------------------------------------------------------------------------------------------------------
+EPOCH = 50  # batches
+
+
 def fit_seconds(build: Callable[[], Built], steps: int, device: torch.device, monitored: bool) -> float:
     import lightning as L
     from lightning.pytorch.loggers import CSVLogger
@@ -181,7 +184,7 @@ def fit_seconds(build: Callable[[], Built], steps: int, device: torch.device, mo
     torch.manual_seed(0)
     module, x = build()
     data = TensorDataset(x, torch.randint(0, 10, (len(x),)))
-    loader = DataLoader(data, batch_size=len(x))
+    loader = DataLoader(data, batch_size=len(x), sampler=[*range(len(x))] * EPOCH)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             max_steps=steps,
