@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -9,8 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,3 +81,17 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
             process.kill()
         process.wait()
         return None
+
+
+def saved_by_ranks(ended: Ended, folder: Path, ranks: int = 2) -> Callable[[str], list[Any]]:
+    """What each rank saved of a run as ``<name>.<rank>.pt``, by the run's name; fails where it is not there."""
+
+    @functools.cache
+    def saved(name: str) -> list[Any]:
+        files = [folder / f"{name}.{rank}.pt" for rank in range(ranks)]
+        if not all(file.exists() for file in files):
+            said = "\n".join(output[-3000:] for output in ended.outputs)
+            pytest.fail(f"{name!r} or a run before it did not end; exit codes {ended.codes}\n{said}")
+        return [torch.load(file, weights_only=False) for file in files]
+
+    return saved

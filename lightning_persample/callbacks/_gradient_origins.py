@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from lightning_persample.callbacks._gradient_entries import entries
+
 __all__ = ["GradientOrigins"]
 
 
@@ -117,12 +119,9 @@ class GradientOrigins:
 
 def _sizes(grad: Tensor) -> Tensor:
     """Largest entry, Euclidean norm and sum of the absolute values of a gradient; of a sharded one, of its shard."""
-    values: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    if values.layout == torch.sparse_coo:
-        values = values._values()
-    if values.numel() == 0:
-        return torch.zeros(3, device=values.device)
-    flat = values.detach().flatten()
+    flat = entries(grad).flatten()
+    if flat.numel() == 0:
+        return torch.zeros(3, device=flat.device)
     wide = torch.promote_types(flat.dtype, torch.float32)
     return torch.stack([torch.linalg.vector_norm(flat, order, dtype=wide) for order in (float("inf"), 2, 1)])
 

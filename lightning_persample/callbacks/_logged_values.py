@@ -30,10 +30,9 @@ def log_metrics(
         step: the step in the loggers.
         at_epoch_end: whether this is said at the end of an epoch.
     """
+    # With the epoch, as Lightning adds it to the values of its own.
     for logger in trainer.loggers:
-        logger.log_metrics(
-            {**metrics, "epoch": float(trainer.current_epoch)}, step=step
-        )  # as Lightning adds it to its own
+        logger.log_metrics({**metrics, "epoch": float(trainer.current_epoch)}, step=step)
     if trainer.barebones:
         return
     if at_epoch_end:  # as self.log would keep it, which on several devices advises to average what is the same on all

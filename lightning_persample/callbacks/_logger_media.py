@@ -23,7 +23,6 @@ import importlib
 import importlib.util
 import io
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,12 +32,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightning_persample.callbacks._histogram_figure import draw_histogram
-from lightning_persample.errors import PerSampleWarning
+from lightning_persample.engine import warn_user
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["log_figure", "log_histogram", "log_table"]
+__all__ = ["log_figure", "log_histogram", "log_table", "save_table"]
 
 _Kind = Literal["tensorboard", "wandb", "mlflow", "dummy", "csv", "other"]
 _KINDS: dict[str, _Kind] = {
@@ -132,6 +131,17 @@ def log_table(
             _write_file(logger, kind, _path(name, step, "csv"), _comma_separated(columns, rows).encode())
 
 
+def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Write a table as a file of comma-separated values.
+
+    Args:
+        path: the file; its folder is made.
+        columns: what stands above the columns.
+        rows: the cells of each row: text, numbers or None.
+    """
+    _save(path, _comma_separated(columns, rows).encode())
+
+
 def _kind_of(logger: Logger) -> _Kind:
     # By name, because `lightning` and `pytorch_lightning` have a class each.
     for each in type(logger).__mro__:
@@ -175,10 +185,13 @@ def _write_file(logger: Logger, kind: _Kind, path: str, content: bytes) -> None:
     if kind == "csv":
         _experiment(logger)  # it warns of a directory that is not empty when it starts: before this file is in it
         path = f"{_path_part(logger._prefix)}-{path}" if logger._prefix else path  # type: ignore[attr-defined]
-    whole = f"{_directory(logger)}/{path}"
-    files = get_filesystem(whole)  # it may be in a bucket
-    files.makedirs(whole.rpartition("/")[0], exist_ok=True)
-    with files.open(whole, "wb") as file:
+    _save(f"{_directory(logger)}/{path}", content)
+
+
+def _save(path: str, content: bytes) -> None:
+    files = get_filesystem(path)  # it may be in a bucket
+    files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    with files.open(path, "wb") as file:
         file.write(content)
 
 
@@ -206,7 +219,7 @@ def _can_draw(loggers: Sequence[Logger]) -> bool:
 def _say_once(text: str) -> None:
     if text not in _SAID:
         _SAID.add(text)
-        warnings.warn(text, PerSampleWarning, stacklevel=2)
+        warn_user(text)
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

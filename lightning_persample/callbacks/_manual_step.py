@@ -16,7 +16,7 @@ from lightning_persample.engine import PerSampleRecord
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients.precision import without_autocast
 
-__all__ = ["NOT_VERIFIED", "NO_BACKWARD", "NO_FALLBACK", "OUTSIDE_STEP", "ManualStep", "why_not_manual"]
+__all__ = ["NOT_VERIFIED", "NO_BACKWARD", "NO_FALLBACK", "OUTSIDE_STEP", "ManualStep", "unseen", "why_not_manual"]
 
 NO_BACKWARD = (
     "an optimizer stepped in training_step, but no backward pass that can be seen reached a trainable parameter in it: "
@@ -110,15 +110,15 @@ class ManualStep:
         """The Trainer's hook before a step: gradients are unscaled, and a scaled step may yet be skipped."""
         for place, each in enumerate(self._optimizers):
             if each is optimizer:
-                with _unseen(self._device):
+                with unseen(self._device):
                     self.steps.at_step(place)
 
     def _stepping(self, place: int, *args: Any) -> None:
-        with _unseen(self._device):
+        with unseen(self._device):
             self.steps.before_step(place)
 
     def _stepped(self, place: int, *args: Any) -> None:
-        with _unseen(self._device):
+        with unseen(self._device):
             self.steps.after_step(place)
 
     def _before(self, roots: list[Tensor]) -> None:
@@ -126,7 +126,7 @@ class ManualStep:
         if loss is None and len(roots) == 1:
             (loss,) = roots
         self._weights_are_wrong = False
-        with _unseen(self._device):
+        with unseen(self._device):
             self.steps.before_backward()
         if loss is not None and loss.requires_grad:
             try:
@@ -138,7 +138,7 @@ class ManualStep:
 
     def _after(self, record: PerSampleRecord | None) -> None:
         # Forward and backward are in one autocast region here; a callback's own arithmetic belongs to neither.
-        with _unseen(self._device):
+        with unseen(self._device):
             self.steps.after_backward(record, is_valid=not self._weights_are_wrong)
         if self._weights_are_wrong or record is None:
             return
@@ -150,7 +150,14 @@ class ManualStep:
 
 
 @contextmanager
-def _unseen(device: str) -> Iterator[None]:
-    """What is computed here is in no graph, and the capture does not see it."""
+def unseen(device: str) -> Iterator[None]:
+    """What is computed in this context is in no graph, and the capture does not see it.
+
+    Args:
+        device: the type of the device whose autocast is switched off.
+
+    Yields:
+        Nothing.
+    """
     with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(device):
         yield

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_persample.callbacks._gradient_entries import entries, is_distributed, local
 from lightning_persample.engine import PerSampleRecord, group_name
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums
@@ -100,12 +101,13 @@ class MeanGradient:
             if unchanged and self._sizes is not None:  # what is done to ``.grad.data`` changes no version
                 self._checks.append(((_sq_norms(held) == self._sizes).all(), _CHANGED))
 
-    def after_backward(self, record: PerSampleRecord, *, keep: bool) -> None:
+    def after_backward(self, record: PerSampleRecord, *, keep: bool, is_last: bool) -> None:
         """Take note of a backward that has run; to be called before anything else can change ``.grad``.
 
         Args:
             record: its record.
             keep: whether dots or sums of squares of it will be asked for.
+            is_last: whether the optimizer steps after this batch.
         """
         samples = record.batch_size if record.in_loss is None else record.in_loss
         self._samples += samples
@@ -123,13 +125,14 @@ class MeanGradient:
         else:
             self._checks.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), UNEQUAL))
         held = [p.grad for p in self._parameters.values() if p.grad is not None]
-        self._last, self._sizes = [(grad, grad._version) for grad in held], _sq_norms(held)
+        self._last = [(grad, grad._version) for grad in held]
+        self._sizes = None if is_last else _sq_norms(held)
         if keep:
             self._records.append(record)
 
     def refuse_record(self, record: PerSampleRecord) -> None:
         """Note that another record took the place of the backward's own."""
-        self._refuse(record.why_no_factor)
+        self.reason = record.why_no_factor
 
     def _refuse(self, reason: str) -> None:
         if reason:
@@ -139,6 +142,15 @@ class MeanGradient:
         """The gradients that the samples' add up to."""
         left_out = frozenset(self._unsupported or ())
         return {name: p.grad for name, p in self._parameters.items() if p.grad is not None and name not in left_out}
+
+    def _members(self, names: Iterable[str]) -> list[list[int]]:
+        """The places of the parameters of each group."""
+        found: dict[str, list[int]] = {group: [] for group in self._groups}
+        for place, name in enumerate(names if found else ()):
+            group = group_name(name, self._depth or 1)
+            if group in found:  # a layer that was made in the middle of the fit is in none
+                found[group].append(place)
+        return list(found.values())
 
     def nothing(self) -> Tensor:
         """What `numbers` gives where nothing is known."""
@@ -159,10 +171,7 @@ class MeanGradient:
             self.reason = self.reason or NOTHING
             return self.nothing()
         squares = _sq_norms(grads.values()) / _shares(grads.values(), self.processes)
-        parts = [squares.sum()]
-        for group in self._groups:
-            own = [n for n, name in enumerate(grads) if group_name(name, self._depth or 1) == group]
-            parts.append(squares[own].sum())
+        parts = [squares.sum(), *(squares[own].sum() for own in self._members(grads))]
         kind = zlib.crc32("\n".join(self._unsupported or ()).encode())
         head = torch.tensor([1.0, float(factor), self._samples, self._share or 1.0, kind], dtype=torch.float64)
         return torch.cat([head, torch.stack(parts).cpu().double()])
@@ -173,11 +182,11 @@ class MeanGradient:
         Returns:
             For each backward of the step (samples,). A gradient that is spread over devices has no part in them.
         """
-        grads = {name: grad for name, grad in self._grads().items() if not _is_distributed(grad)}
+        grads = {name: grad for name, grad in self._grads().items() if not is_distributed(grad)}
         total = _sq_norms(grads.values()).sum()
         found = []
         for record in self._records:
-            vectors = {name: _plain(grads[name]) for name in record.names if name in grads}
+            vectors = {name: local(grads[name]).to_dense() for name in record.names if name in grads}
             if not vectors or self._factor is None:
                 continue
             sign = self._factor.sign().to(total.device)
@@ -194,17 +203,13 @@ class MeanGradient:
         for name, grad in self._grads().items():
             squares = [record.square_sums[name] for record in self._records if name in record.square_sums]
             if squares and self._factor is not None:
-                sums = _plain(grad).double() / self._factor.to(grad.device).double()
+                sums = local(grad).to_dense().double() / self._factor.to(grad.device).double()
                 wide = torch.stack([each.double() for each in squares]).sum(0) / (self._share or 1.0)
                 count = wide.new_tensor(self._samples)
                 ratios[name] = ratio_of_sums(sums, wide, count, torch.finfo(squares[0].dtype).eps).flatten()
-        return torch.stack([
-            _finite_mean(ratios.values()),
-            *(
-                _finite_mean(r for name, r in ratios.items() if group_name(name, self._depth or 1) == group)
-                for group in self._groups
-            ),
-        ])  # fmt: skip
+        every = list(ratios.values())
+        groups = (_finite_mean(every[place] for place in own) for own in self._members(ratios))
+        return torch.stack([_finite_mean(every), *groups])
 
 
 def is_known(numbers: Tensor) -> bool:
@@ -240,7 +245,7 @@ def _finite_mean(parts: Iterable[Tensor]) -> Tensor:
 
 def _sq_norms(grads: Collection[Tensor]) -> Tensor:
     """Squared norm of each, in double precision on one device: (len,)."""
-    flat = [_plain(grad) for grad in grads]
+    flat = [entries(grad) for grad in grads]
     if not flat:
         return torch.zeros(0, dtype=torch.float64)
     device, wide = flat[0].device, wide_dtype(flat[0]).to_real()
@@ -248,23 +253,11 @@ def _sq_norms(grads: Collection[Tensor]) -> Tensor:
     return torch.stack([norm.to(device, wide) for norm in norms]).square()
 
 
-def _plain(grad: Tensor) -> Tensor:
-    """The entries that this process holds, as a dense tensor of those that are not zero or as they are."""
-    grad = grad.detach()
-    if _is_distributed(grad):
-        grad = grad.to_local()  # type: ignore[attr-defined]
-    return grad.coalesce().to_dense() if grad.is_sparse else grad
-
-
-def _is_distributed(grad: Tensor) -> bool:
-    return hasattr(grad, "placements")
-
-
 def _shares(grads: Collection[Tensor], processes: int) -> Tensor:
     """In how many processes each gradient is held alike: (len,)."""
     copies = []
     for grad in grads:
-        if _is_distributed(grad):
+        if is_distributed(grad):
             mesh, placements = grad.device_mesh, grad.placements  # type: ignore[attr-defined]
             copies.append(math.prod(mesh.size(n) for n, each in enumerate(placements) if each.is_replicate()))
         else:

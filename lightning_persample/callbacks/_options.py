@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning_persample.callbacks._statistics import STATISTICS
 from lightning_persample.callbacks._step_norms import percent
+from lightning_persample.engine.options import is_int
 from lightning_persample.errors import OptionError
 
 __all__ = [
@@ -34,11 +35,6 @@ def check_option(name: str, value: object, allowed: bool, expected: str) -> None
     """
     if not allowed:
         raise OptionError(f"{name}={value!r} is not allowed: {name} must be {expected}")
-
-
-def is_int(value: object, least: int) -> bool:
-    """Whether the value is an int (a bool is none) that is not less than `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_none_or_int(value: object, least: int) -> bool:

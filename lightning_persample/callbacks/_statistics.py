@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -121,6 +122,7 @@ class Statistics:
                     values[each] = sum(terms) / len(terms) if terms else math.nan
         return {f"{name}_epoch": value for name, value in values.items()}
 
+    @cached_property
     def names(self) -> list[str]:
         """The names that `of_step` gives."""
         shadow = Statistics(self._chosen, self._quantiles, self._groups)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
@@ -28,6 +27,7 @@ from lightning_persample.callbacks._manual_step import (
     NOT_VERIFIED,
     OUTSIDE_STEP,
     ManualStep,
+    unseen,
     why_not_manual,
 )
 from lightning_persample.callbacks._observed_method import ObservedMethod
@@ -349,14 +349,14 @@ class SharedCapture:
         return result
 
     def _backward_starts(self, losses: list[Tensor]) -> None:
-        for callback in self._receivers:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+        with unseen(self._module.device.type):
+            for callback in self._receivers:
                 callback._backward_starts(self._trainer)
 
     def _backward_ended(self, record: PerSampleRecord | None) -> None:
         if record is not None:
-            for callback in self._receivers:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
+            with unseen(self._module.device.type):
+                for callback in self._receivers:
                     callback._backward_ended(self._trainer, record)
 
     def _complete(self, record: PerSampleRecord) -> PerSampleRecord:

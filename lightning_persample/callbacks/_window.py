@@ -99,7 +99,7 @@ class Window:
         self._seen.add(batch_idx)
         if mean is None:
             return
-        mean.after_backward(record, keep=self._keeps)
+        mean.after_backward(record, keep=self._keeps, is_last=is_last)
         if not is_last:
             return
         self._numbers, self.signal_to_noise, self._found_cosines = mean.numbers(), None, []

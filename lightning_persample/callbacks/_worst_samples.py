@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import math
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +13,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_persample.callbacks._logger_media import log_table
-from lightning_persample.engine import PerSampleRecord
-from lightning_persample.errors import PerSampleWarning, UnsupportedError
+from lightning_persample.callbacks._logger_media import log_table, save_table
+from lightning_persample.engine import PerSampleRecord, warn_user
+from lightning_persample.errors import UnsupportedError
 
-__all__ = ["SampleNorms", "WorstSamples", "write_table", "write_worst_samples"]
+__all__ = ["SampleNorms", "WorstSamples", "write_worst_samples"]
 
 _TOGETHER = 64  # captured batches whose norms leave the device in one go
 _COLUMNS = ("index", "mean", "last", "seen", "nonfinite")
@@ -253,31 +250,16 @@ def write_worst_samples(trainer: Trainer, norms: SampleNorms, k: int) -> None:
     try:
         worst = norms.worst(k)
     except UnsupportedError as error:
-        warnings.warn(f"worst_samples.csv is not written: {error}", PerSampleWarning, stacklevel=2)
+        warn_user(f"worst_samples.csv is not written: {error}")
         return
     if folder is not None and trainer.is_global_zero:
         others = [
             (index, None, None, None, count) for index, count in worst.nonfinite.items() if index not in worst.index
         ]
         rows = [*worst.rows(), *others[:k]]
-        write_table(Path(folder) / "worst_samples.csv", worst.columns, rows)
+        save_table(f"{folder}/worst_samples.csv", worst.columns, rows)
         loggers = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
         log_table(loggers, "worst_samples", worst.columns, rows, trainer.global_step)
-
-
-def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a table as a file of comma-separated values.
-
-    Args:
-        path: the file; its folder is made.
-        columns: the names of the columns.
-        rows: the rows.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows(rows)
 
 
 def _is_of_one_loader(index: Any) -> bool:

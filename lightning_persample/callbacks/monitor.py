@@ -363,7 +363,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         for place, part in enumerate(self._parts):
             step = steps.get(place)
             if step is None:  # this optimizer rests
-                values = dict.fromkeys(part.statistics.names(), math.nan)
+                values = dict.fromkeys(part.statistics.names, math.nan)
             else:
                 ratios = None if self._window is None else self._window.signal_to_noise
                 values = part.statistics.of_step(step, ratios)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +16,8 @@ from lightning_persample.callbacks._learning_rates import LearningRates
 from lightning_persample.callbacks._ledger_rows import CapturedRows, columns_and_types, kind_of, table_of
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
 from lightning_persample.callbacks.base import PerSampleCallback
-from lightning_persample.engine import PerSampleRecord, group_name
-from lightning_persample.errors import OptionError, PerSampleWarning
+from lightning_persample.engine import PerSampleRecord, group_name, warn_user
+from lightning_persample.errors import OptionError
 from lightning_persample.influence._arrow import arrow
 from lightning_persample.influence._parts import Parts
 from lightning_persample.influence.ledger import Manifest, open_ledger, write_manifest
@@ -298,7 +297,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         start = text.partition(":")[0]
         if start not in self._said:
             self._said.add(start)
-            warnings.warn(text, PerSampleWarning, stacklevel=2)
+            warn_user(text)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what there is."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.observed import version_of
-from lightning_persample.engine.own_scale import OwnScale
+from lightning_persample.engine.own_scale import OwnScale, summed
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients import SampleGradient
 
@@ -64,7 +64,5 @@ class Dots:
             terms.append(structure.dot(vector.detach()))
         if not terms:
             raise OptionError("dot: there is no vector; give one for at least one parameter")
-        device = terms[0].device
-        dtype = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).bits)
-        total = torch.stack([term.to(device, dtype) for term in terms]).sum(0)
+        total = summed(terms)
         return total if self._own is None else self._own.own([total])[0]

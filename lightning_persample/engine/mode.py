@@ -353,7 +353,7 @@ class Capture:
                 "the weight of each sample in the loss as loss_reduction"
             )
         notes = dispatcher.notes
-        mixing = notes.reached("mixing")
+        mixing, not_additive = notes.reached("mixing"), notes.reached("not_additive")
         weighting = [text for text in notes.reached("weighting") if text not in mixing]
         asked = {
             field: {name: found[name] for name in reached}
@@ -363,7 +363,7 @@ class Capture:
             )
             if quantity in self._quantities
         }
-        reason = why_no_factor(dispatcher.notes, dispatcher.penalized, own)
+        reason = why_no_factor(dispatcher.penalized, not_additive, weighting, own)
         dots = None
         if "dot" in self._quantities:
             dots = Dots({name: values.structures[name] for name in reached}, own)
@@ -376,7 +376,7 @@ class Capture:
             unused=coverage.unused,
             mixing=mixing,
             weighting=() if isinstance(weights, Tensor) else tuple(weighting),
-            not_additive=notes.reached("not_additive"),
+            not_additive=not_additive,
             backward_index=len(self.records),
             samples=samples,
             in_loss=self.batch_size if part is None else len(part.samples),

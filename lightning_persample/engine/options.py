@@ -9,9 +9,14 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError
 
-__all__ = ["QUANTITIES", "check_kernel_options", "check_options", "check_samples"]
+__all__ = ["QUANTITIES", "check_kernel_options", "check_options", "check_samples", "is_int"]
 
 QUANTITIES = ("sq_norm", "grad_sample", "dot", "square_sum")
+
+
+def is_int(value: object, least: int) -> bool:
+    """Whether the value is an int (a bool is none) that is not less than `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_kernel_options(max_memory: object, autotune: object, fuse_weight_grad: object) -> None:
@@ -25,8 +30,7 @@ def check_kernel_options(max_memory: object, autotune: object, fuse_weight_grad:
     Raises:
         OptionError: one of them is something else.
     """
-    whole = isinstance(max_memory, int) and not isinstance(max_memory, bool) and max_memory >= 1
-    if max_memory is not None and not whole:
+    if max_memory is not None and not is_int(max_memory, 1):
         raise OptionError(f"max_memory is {max_memory!r}; allowed is None or an integer of at least 1, in bytes")
     for name, value in (("autotune", autotune), ("fuse_weight_grad", fuse_weight_grad)):
         if not isinstance(value, bool):
@@ -70,17 +74,13 @@ def check_options(
     Raises:
         OptionError: one of them is something else.
     """
-
-    def whole(value: object, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
     if not isinstance(loss_reduction, Tensor) and loss_reduction not in ("mean", "sum"):
         raise OptionError(
             f"loss_reduction is {loss_reduction!r}; allowed are 'mean', 'sum' or a tensor of weights (B,)"
         )
-    if not whole(batch_dim, 0):
+    if not is_int(batch_dim, 0):
         raise OptionError(f"batch_dim is {batch_dim!r}; allowed is an integer of at least 0")
-    if batch_size is not None and not whole(batch_size, 1):
+    if batch_size is not None and not is_int(batch_size, 1):
         raise OptionError(f"batch_size is {batch_size!r}; allowed is None or an integer of at least 1")
     unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
     if isinstance(quantities, str) or unknown:

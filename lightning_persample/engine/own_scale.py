@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["OwnScale", "Weighting", "in_dtype_of"]
+__all__ = ["OwnScale", "Weighting", "in_dtype_of", "summed"]
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Tensor
 
@@ -99,3 +99,10 @@ def nan_but(samples: Sequence[int], values: Tensor) -> Tensor:
     of_others = torch.ones(len(values), dtype=torch.bool)
     of_others[list(samples)] = False
     return values.masked_fill(of_others.to(values.device).view(-1, *(1,) * (values.dim() - 1)), float("nan"))
+
+
+def summed(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of terms (B,) that parameters of several devices and dtypes have: on the first device, in the widest."""
+    device = terms[0].device
+    dtype = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).bits)
+    return torch.stack([term.to(device, dtype) for term in terms]).sum(0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.dots import Dots
+from lightning_persample.engine.own_scale import summed
 from lightning_persample.errors import OptionError
 
 __all__ = ["PerSampleRecord", "SampleIndex"]
@@ -208,6 +209,4 @@ def group_name(parameter: str, depth: int) -> str:
 def _root_of_sum(sq_norms: list[Tensor], batch_size: int) -> Tensor:
     if not sq_norms:
         return torch.full((batch_size,), float("nan"))
-    device = sq_norms[0].device
-    dtype = max((term.dtype for term in sq_norms), key=lambda dtype: torch.finfo(dtype).bits)
-    return torch.stack([term.to(device, dtype) for term in sq_norms]).sum(0).sqrt()
+    return summed(sq_norms).sqrt()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
-from lightning_persample.engine.notes import Notes
 from lightning_persample.engine.own_scale import OwnScale, in_dtype_of
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.weight import Weight
@@ -108,12 +107,15 @@ def samples_with_values(followed: Tensor | None, in_loss: Sequence[int] | None) 
     return followed.cpu()[places], places
 
 
-def why_no_factor(notes: Notes, penalized: Collection[str], own: OwnScale) -> str:
+def why_no_factor(
+    penalized: Collection[str], not_additive: Sequence[str], weighting: Sequence[str], own: OwnScale
+) -> str:
     """Why ``.grad`` did not get one number times the sum of the samples' own gradients, or "" where it did.
 
     Args:
-        notes: what there is to say of the backward.
         penalized: the parameters whose gradient has a term that belongs to no sample.
+        not_additive: the record's.
+        weighting: the record's, were no weights of the samples given.
         own: how the samples weigh.
 
     Returns:
@@ -122,12 +124,11 @@ def why_no_factor(notes: Notes, penalized: Collection[str], own: OwnScale) -> st
     if penalized:
         names = ", ".join(f"`{name}`" for name in sorted(penalized)[:3])
         return f"the loss has a term that belongs to no sample, made of {names}"
-    if notes.reached("not_additive"):
-        return notes.reached("not_additive")[0]
+    if not_additive:
+        return not_additive[0]
     if isinstance(own.weighting, Tensor):
         return "" if own.is_equal() else "the samples weigh unequally in the loss"
-    mixing = notes.reached("mixing")
-    return next((text for text in notes.reached("weighting") if text not in mixing), "")
+    return weighting[0] if weighting else ""
 
 
 def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | None) -> Tensor:

@@ -127,8 +127,9 @@ class Sum(SampleGradient):
         """Shape of the parameter."""
         return self.terms[0].shape
 
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for term in self.terms for tensor in term._tensors()]
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all terms."""
+        return [tensor for term in self.terms for tensor in term.tensors()]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Sum:
         return Sum(tuple(term._map(function) for term in self.terms))
@@ -164,7 +165,7 @@ class Sum(SampleGradient):
         return 2 * self._dense_bytes() <= memory_budget(self.device)
 
     def _sq_norm_by_adding(self) -> Tensor:
-        result = norms.zeros(self._tensors()[0], self.dtype)
+        result = norms.zeros(self.tensors()[0], self.dtype)
         for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
             result[part] = norms.dense_sq_norm(self.samples(part.start, part.stop)._dense())
         return result
@@ -239,7 +240,7 @@ def _merge(terms: Sequence[SampleGradient]) -> SampleGradient:
         for term in terms[1:]:
             grad = grad + term._dense()
         return Dense(grad)
-    tensors = [torch.cat(same, 1) for same in zip(*(term._tensors() for term in terms), strict=True)]
+    tensors = [torch.cat(same, 1) for same in zip(*(term.tensors() for term in terms), strict=True)]
     if isinstance(first, Outer):
         return Outer(*tensors)
     if isinstance(first, Indexed):

@@ -46,17 +46,17 @@ class SampleGradient(ABC):
     @property
     def batch_size(self) -> int:
         """Number of samples, B."""
-        return self._tensors()[0].shape[0]
+        return self.tensors()[0].shape[0]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the gradient is added up: float32 at least."""
-        return precision.accumulation_dtype(*(x for x in self._tensors() if x.is_floating_point() or x.is_complex()))
+        return precision.accumulation_dtype(*(x for x in self.tensors() if x.is_floating_point() or x.is_complex()))
 
     @property
     def device(self) -> torch.device:
         """Where the tensors live."""
-        return self._tensors()[0].device
+        return self.tensors()[0].device
 
     def dense(self) -> Tensor:
         """The gradient of each sample.
@@ -100,7 +100,7 @@ class SampleGradient(ABC):
                 known = one._inner(two)
                 if known is not None:
                     return known
-            result = norms.zeros(self._tensors()[0], torch.promote_types(self.dtype, other.dtype))
+            result = norms.zeros(self.tensors()[0], torch.promote_types(self.dtype, other.dtype))
             for part in chunks(self.batch_size, 3 * self._dense_bytes(), self.device):
                 ours, theirs = (x.samples(part.start, part.stop)._dense() for x in (self, other))
                 result[part] = norms.dense_inner(ours, theirs)
@@ -134,7 +134,7 @@ class SampleGradient(ABC):
 
     def tensors(self) -> list[Tensor]:
         """The tensors that the structure holds."""
-        return self._tensors()
+        return [x for x in vars(self).values() if isinstance(x, Tensor)]
 
     def samples(self: AnyGradient, start: int, stop: int) -> AnyGradient:
         """The same structure for samples start to stop - 1 alone; its tensors are views."""
@@ -152,7 +152,7 @@ class SampleGradient(ABC):
         return self._sq_norm()
 
     def _dot(self, vector: Tensor) -> Tensor:
-        result = norms.zeros(self._tensors()[0], torch.promote_types(self.dtype, vector.dtype))
+        result = norms.zeros(self.tensors()[0], torch.promote_types(self.dtype, vector.dtype))
         for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
             result[part] = dots.dense_dot(self.samples(part.start, part.stop)._dense(), vector)
         return result
@@ -167,9 +167,6 @@ class SampleGradient(ABC):
         """Inner product with a kind for which this structure knows a cheap way, else None."""
         return None
 
-    def _tensors(self) -> list[Tensor]:
-        return [x for x in vars(self).values() if isinstance(x, Tensor)]
-
     def _map(self: AnyGradient, function: Callable[[Tensor], Tensor]) -> AnyGradient:
         """The same structure with `function` applied to each of its tensors."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -181,11 +178,11 @@ class SampleGradient(ABC):
 
     def _numbers(self) -> int:
         """How many numbers the structure holds for one sample."""
-        return sum(prod(tensor.shape[1:]) for tensor in self._tensors())
+        return sum(prod(tensor.shape[1:]) for tensor in self.tensors())
 
     def _held_bytes(self) -> int:
         """Bytes that the use holds in any case: the structure's tensors, the parameter and its ``.grad``."""
-        held = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
+        held = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
         return held + 2 * self._dense_bytes()
 
     def _dense_bytes(self) -> int:

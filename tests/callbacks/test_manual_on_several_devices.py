@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from tests.callbacks.manual_runs import STEPS
 from tests.callbacks.test_optimizer_steps import norms
 from tests.callbacks.ways import BATCH
-from tests.processes import run_ranks
+from tests.processes import run_ranks, saved_by_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
 
@@ -24,15 +23,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("manual")
     ended = run_ranks("tests.callbacks.manual_runs", str(folder), *NAMES, timeout=60)
 
-    @functools.cache
-    def both_ranks(name):
-        files = [folder / f"{name}.{rank}.pt" for rank in (0, 1)]
-        if not all(file.exists() for file in files):
-            said = "\n".join(output[-3000:] for output in ended.outputs)
-            pytest.fail(f"{name!r} or a run before it did not end; exit codes {ended.codes}\n{said}")
-        return [torch.load(file, weights_only=False) for file in files]
-
-    return both_ranks
+    return saved_by_ranks(ended, folder)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,6 +17,7 @@ from lightning_persample.callbacks import PerSampleGradientMonitor
 from lightning_persample.errors import PerSampleWarning
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged
 from tests.callbacks.step_statistics import ALL, WithGradients, check, windows
+from tests.callbacks.unseen_models import Hidden
 
 UNKNOWN = {
     "penalty": (
@@ -261,3 +262,14 @@ def test_max_samples_of_a_step_in_the_signal_to_noise_ratio(tmp_path):
         variance = B / (B - 1) * ((chosen**2).mean(0) - mean**2)
         ratios = (mean**2 / variance)[variance > 8 * np.finfo(float).eps * (chosen**2).mean(0)]
         assert found == pytest.approx(ratios.mean(), rel=1e-6)
+
+
+def test_values_of_a_second_engine_have_no_mean_gradient(tmp_path):
+    """The reason is that of the values that are logged, not one of several devices."""
+    monitor = PerSampleGradientMonitor(unsupported="vmap")
+    with pytest.warns(PerSampleWarning) as caught:
+        trainer = fit(Classifier(Hidden()), [monitor], tmp_path)
+    texts = [str(each.message) for each in caught if "statistics=()" in str(each.message)]
+    assert len(texts) == 1
+    assert "the samples run in a pass of their own" in texts[0]
+    assert all(math.isnan(row["per_sample_grad/diversity"]) for row in logged(trainer))

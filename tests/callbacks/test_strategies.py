@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 
@@ -13,7 +12,7 @@ from lightning_persample.callbacks import PerSampleGradientMonitor
 from tests.callbacks.runs import Recorder, as_loader, fit
 from tests.callbacks.strategy_models import STEPS, Referenced, joined, network
 from tests.callbacks.strategy_runs import RUNS, SHARDED, WAYS
-from tests.processes import run_alone, run_ranks
+from tests.processes import run_alone, run_ranks, saved_by_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
 
@@ -29,15 +28,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("strategies")
     ended = run_ranks(MODULE, str(folder), *TOGETHER, timeout=100)
 
-    @functools.cache
-    def both_ranks(name: str) -> list[dict]:
-        files = [folder / f"{name}.{rank}.pt" for rank in (0, 1)]
-        if not all(file.exists() for file in files):
-            said = "\n".join(output[-3000:] for output in ended.outputs)
-            pytest.fail(f"{name!r} or a run before it did not end; exit codes {ended.codes}\n{said}")
-        return [torch.load(file, weights_only=False) for file in files]
-
-    return both_ranks
+    return saved_by_ranks(ended, folder)
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ def test_nan_and_infinity_show(shape: tuple[int, ...], name: str, number: float)
     gradient, _ = CASES[shape][name](torch.float32)
     clean = gradient.sq_norm()
     spoiled = gradient._map(torch.clone)
-    for tensor in spoiled._tensors():
+    for tensor in spoiled.tensors():
         if tensor.is_floating_point():
             tensor[1] = number
     got = spoiled.sq_norm()
