@@ -68,7 +68,7 @@ class ShardedParameters:
         if parts:  # what is computed from weights is needed after their memory was freed
             dispatcher.keep = _copied
         self._handles = [part.register_forward_pre_hook(self._unsharded) for part in parts]  # behind fully_shard's own
-        self._shards = {name: p for name, p in module.named_parameters() if parts and p.requires_grad}
+        self._shards = {name: p for name, p in module.named_parameters() if p.requires_grad} if parts else {}
         self._before_backward: dict[str, object] = {}
         for name in sharded_elsewhere(module):
             dispatcher.refused.setdefault(name, _DISTRIBUTED)
