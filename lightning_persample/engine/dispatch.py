@@ -211,7 +211,7 @@ class Dispatcher(Collector):
             fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
         known = kind.by_layout and fused is None
         layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if known else None
-        plan = recall(layout, op) if layout is not None else None
+        plan = recall(layout, op, args, kwargs) if layout is not None else None
         if plan is not None:
             return self._as_planned(plan, function, args, kwargs, tensors, marks)
         if any(is_lazy(tensor) for tensor in tensors):
