@@ -48,8 +48,8 @@ class StoreWriter:
 
     In float16 each row is divided by a power of two of its own, so that its largest entry M lies in [2**14, 2**15):
     however small a gradient is, no entry x of it is off by more than the larger of ``2**-11 |x|`` and ``2**-39 |M|``
-    (so entries up to ``2**-39 |M|`` may become 0). This holds for rows with ``M >= 2**-1007``. Stored in float32, an
-    entry is off by half of its last place, and up to ``2**-150`` it becomes 0.
+    (so entries up to ``2**-39 |M|`` may become 0). Stored in float32, an entry is off by half of its last place, and up
+    to ``2**-150`` it becomes 0.
 
     A row with an entry that is not finite, or that the stored type cannot hold, is stored as nan as a whole, and
     marked.

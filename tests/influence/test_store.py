@@ -95,11 +95,11 @@ def test_parameters_of_a_store(store):
 @pytest.mark.parametrize("rows", [1, 3, 5, 32, 100])
 def test_blocks_of_any_size_are_the_same_rows(store, rows):
     values = whole(store)
-    assert torch.equal(whole(store, max_memory=rows * K * 8), values)
-    sizes = [len(block) for _, block in store.blocks(max_memory=rows * K * 8 + 7)]
+    assert torch.equal(whole(store, max_memory=rows * K * 12), values)
+    sizes = [len(block) for _, block in store.blocks(max_memory=rows * K * 12 + 7)]
     assert sizes == [rows] * (32 // rows) + [32 % rows] * (32 % rows > 0)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(whole(store.select(order), max_memory=rows * K * 8), values[order])
+    assert torch.equal(whole(store.select(order), max_memory=rows * K * 12), values[order])
 
 
 def test_which_samples_are_there(store):
@@ -158,7 +158,7 @@ def test_what_a_store_does_not_have_is_named(store):
         (lambda: store.at(2), r"has no checkpoint 2; it has \(0, 1\)"),
         (lambda: store.select([32]), r"a mask of shape \(32,\), or positions from 0 to 31"),
         (lambda: store.select([True]), r"rows are bool of shape \(1,\)"),
-        (lambda: list(store.blocks(max_memory=100)), "does not hold one row of 20 numbers; it takes 160 bytes"),
+        (lambda: list(store.blocks(max_memory=100)), "does not hold one row of 20 numbers; it takes 240 bytes"),
         (lambda: list(store.blocks(dtype=torch.float16)), "allowed is None, torch.float32 or torch.float64"),
     ):
         with pytest.raises(OptionError, match=text):
