@@ -97,7 +97,7 @@ class StoreWriter:
         Args:
             values: (m, K), of a floating type, on any device.
             rows: what the rows are: tensors or arrays (m,), or one number for all of them, under "sample_index" (-1 if
-                not given: unknown), "checkpoint" (0), "step" (-1), "learning_rate" and "weight" (nan) and the
+                None or not given: unknown), "checkpoint" (0), "step" (-1), "learning_rate" and "weight" (nan) and the
                 manifest's columns (nan).
 
         Raises:
@@ -137,7 +137,9 @@ class StoreWriter:
             raise OptionError(f"rows have a column {unknown[0]!r}; this store has {', '.join(known)}")
         records = np.empty(count, self._dtype)
         for name in known:
-            given = rows.get(name, _DEFAULTS.get(name, np.nan))
+            given = rows.get(name)
+            if given is None:
+                given = _DEFAULTS.get(name, np.nan)
             column = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
             if column.shape not in ((), (count,)):
                 raise OptionError(f"rows: {name!r} is of shape {column.shape}, but there are {count} rows")

@@ -36,7 +36,15 @@ def store(folder):
     """Two processes, two checkpoints: samples 0 to 9 and 10 to 15 at each."""
     for checkpoint in (1, 0):
         write(folder, gradients(10, checkpoint), 0, sample_index=torch.arange(10), checkpoint=checkpoint, step=5)
-        write(folder, gradients(6, 7 + checkpoint), 1, sample_index=range(10, 16), checkpoint=checkpoint, loss=2.0)
+        write(
+            folder,
+            gradients(6, 7 + checkpoint),
+            1,
+            sample_index=range(10, 16),
+            checkpoint=checkpoint,
+            loss=2.0,
+            weight=None,
+        )
     return GradientStore(folder)
 
 
@@ -107,6 +115,8 @@ def test_which_samples_are_there(store):
     assert torch.equal(store.visited, expected)
     assert torch.equal(store.at(0).select([2, 4]).visited, (torch.arange(30) == 2) | (torch.arange(30) == 4))
     assert store.has(1, [15, 16, 0]).tolist() == [True, False, True]
+    with pytest.raises(PerSampleError, match=r"does not know the size of its dataset: ask for samples, has\("):
+        GradientStore(made(store.dirpath, replace(MANIFEST, samples=None))).visited  # noqa: B018
     assert store.has(2, torch.tensor([15])).tolist() == [False]
 
 

@@ -160,6 +160,15 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path):
     assert names(folder) == ["manifest.json"]
 
 
+def test_a_run_that_does_not_know_its_columns_yet_keeps_them(tmp_path):
+    folder = made(tmp_path / "one")
+    write(folder, gradients(4), step=0, loss=1.0)
+    new = replace(SECOND, columns=())
+    assert open_store(folder, new, {"first": 1}) == MANIFEST
+    with pytest.raises(OptionError, match=r"columns=\('loss',\), but now there is columns=\(\)"):
+        open_store(folder, new)
+
+
 def test_rows_are_dropped_wherever_they_are(tmp_path):
     folder = made(tmp_path / "one")
     steps = torch.tensor([5, 0, 7, 1, 2, 9, 3, 8, 9, 9, 9, 9])
