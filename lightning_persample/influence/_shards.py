@@ -202,22 +202,27 @@ def to_storage(values: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.flo
     if values.dtype not in (torch.float32, torch.float64):
         values = values.float()
     if dtype == "float16":
-        stored, scale = _to_float16(values)
+        largest = _largest(values)
+        stored, scale = _to_float16(values, largest)
     else:
         stored = values.to(DTYPES[dtype], copy=True)
-        scale = np.ones(len(values))
-    is_finite = torch.isfinite(stored).all(dim=1)
-    if not bool(is_finite.all()):
-        stored[~is_finite] = torch.nan
-        scale[(~is_finite).cpu().numpy()] = np.nan
+        largest, scale = _largest(stored), np.ones(len(values))
+    bad = ~np.isfinite(largest)
+    if bad.any():
+        stored[torch.from_numpy(bad).to(stored.device)] = torch.nan
+        scale[bad] = np.nan
     return stored.cpu().numpy(), scale
 
 
-def _to_float16(values: Tensor) -> tuple[Tensor, NDArray[np.float64]]:
-    largest = values.abs().amax(dim=1).double().cpu().numpy()
-    scaled = np.isfinite(largest) & (largest > 0)
-    exponent = np.where(scaled, np.maximum(np.frexp(largest)[1], _LEAST_EXPONENT), _TOP_EXPONENT) - _TOP_EXPONENT
-    # In two steps, as one factor alone may be out of range; both are powers of two, and nothing is rounded.
+def _largest(values: Tensor) -> NDArray[np.float64]:
+    """The largest entry of each row; inf or nan where one of them is."""
+    return values.abs().amax(dim=1).double().cpu().numpy()
+
+
+def _to_float16(values: Tensor, largest: NDArray[np.float64]) -> tuple[Tensor, NDArray[np.float64]]:
+    is_scaled = np.isfinite(largest) & (largest > 0)
+    exponent = np.where(is_scaled, np.maximum(np.frexp(largest)[1], _LEAST_EXPONENT), _TOP_EXPONENT) - _TOP_EXPONENT
+    # In two steps, as one factor alone may be out of range; of powers of two, they round nothing that float16 keeps.
     for part in (-exponent // 2, -exponent - (-exponent // 2)):
         values = values * torch.from_numpy(np.ldexp(1.0, part)).to(values)[:, None]
     if values.dtype == torch.float64:  # torch rounds float64 twice on the way

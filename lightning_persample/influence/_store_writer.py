@@ -143,7 +143,7 @@ class StoreWriter:
             column = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
             if column.shape not in ((), (count,)):
                 raise OptionError(f"rows: {name!r} is of shape {column.shape}, but there are {count} rows")
-            if self._dtype[name].kind == "i" and column.dtype.kind not in "iu":
+            if column.size and self._dtype[name].kind == "i" and column.dtype.kind not in "iu":
                 raise OptionError(f"rows: {name!r} is of type {column.dtype}, but must be of integers")
             records[name] = column
         samples = self._manifest.samples

@@ -157,6 +157,7 @@ def test_rows_that_do_not_fit_are_refused(folder):
     ):
         with pytest.raises(OptionError, match=text):
             writer.add(values, rows)
+    writer.add(gradients(0), {"sample_index": []})  # none at all is allowed
     writer.flush()
     assert names(folder) == ["manifest.json"]
 
