@@ -15,7 +15,8 @@ import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import Manifest, as_tensors, read_ledger, read_manifest
-from lightning_persample.influence._parts import Parts, drop_rows, parts_of, write_atomically
+from lightning_persample.influence._files import write_atomically
+from lightning_persample.influence._parts import Parts, drop_rows, parts_of
 from lightning_persample.influence.ledger import BASE_COLUMNS, open_ledger, schema_of, write_manifest
 
 COLUMNS = {**BASE_COLUMNS, "loss": "double"}
@@ -154,6 +155,25 @@ def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch, call):
     parts.write()
     assert parts.waiting == 0
     assert sorted(set(read_ledger(folder)["step"].to_pylist())) == [0, 2, 3]
+
+
+def test_a_name_that_cannot_be_forced_to_the_disk_doubles_no_row(folder, monkeypatch):
+    calls, fsync = [], os.fsync
+
+    def fails_second(number):  # the first one is of the file
+        calls.append(number)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", fails_second)
+    parts = Parts(folder, 0)
+    parts.add(table([1]))
+    with pytest.raises(OSError, match="Input/output error"):
+        parts.write()
+    parts.add(table([2]))
+    parts.write()
+    assert read_ledger(folder)["step"].to_pylist() == [1, 1, 2, 2]
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path):
