@@ -220,9 +220,8 @@ class SampleNorms:
             self._sums[:, 0].index_add_(0, kept, norms[finite])
             self._counts[:, 0].index_add_(0, kept, torch.ones_like(kept))
             self._counts[:, 1].index_add_(0, places[~finite], torch.ones_like(places[~finite]))
-            # A sample may be in a batch more than once: its last row counts.
-            for place, norm in dict(zip(kept.tolist(), norms[finite].tolist(), strict=True)).items():
-                self._sums[place, 1] = norm
+            # A sample may be in a batch more than once: its last row counts, as it does in NumPy.
+            self._sums.numpy()[kept.numpy(), 1] = norms[finite].numpy()
             self._counts[kept, 2] = self._clock
 
     def _places_of(self, keys: Iterable[Any]) -> Tensor:
