@@ -39,9 +39,7 @@ EPOCH = 50  # batches
 
 def small(batch_size: int = 32, width: int = 64) -> Built:
     """20-64-64-10: a step is little but what Python does in it."""
-    module = nn.Sequential(
-        *(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
-    )
+    module = nn.Sequential(*(nn.Linear(20, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)))
     return module, torch.randn(batch_size, 20)
 
 
