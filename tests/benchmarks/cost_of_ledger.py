@@ -140,10 +140,8 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     threads = f"{torch.get_num_threads()} threads"
     machine = f"{platform.machine()}, {threads}, torch {torch.__version__}, float32, {options.pairs} pairs"
-    print(
-        f"{machine}, {options.steps} steps\n\n| model | monitor alone | with writer | wall | process | process, fastest |"
-    )
-    print("|---|---|---|---|---|---|")
+    print(f"{machine}, {options.steps} steps\n")
+    print("| model | monitor alone | with writer | wall | process | process, fastest |\n|---|---|---|---|---|---|")
     results = {}
     for model in options.models:
         title, build = TIMED[model]
