@@ -52,6 +52,7 @@ def test_digits_norms_finds_the_flipped_labels(tmp_path):
     assert list(tmp_path.glob("tensorboard/version_0/events*"))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("data", "seeds", "least_auc"), [("digits", 2, 0.98), ("mnist", 1, 0.96)])
 def test_find_mislabelled_ranks_flipped_labels_first(data, seeds, least_auc, tmp_path):
     pytest.importorskip("pyarrow")
