@@ -4,13 +4,17 @@
     python -m tests.benchmarks.cost_of_norms --fit              a whole Trainer.fit with the monitor beside one without
     python -m tests.benchmarks.cost_of_norms --scaling          as batch, tokens, width and channels grow
     python -m tests.benchmarks.cost_of_norms --memory           peak of what torch allocates, with large tables, too
-    options: [--models mlp cnn resnet18 gpt] [--pairs 15] [--device cuda] [--json FILE]
+    options: [--models mlp cnn resnet18 gpt] [--pairs 15] [--row 0.05] [--device cuda] [--json FILE]
 
-Every ratio is that of a pair: a plain step, then one with norms. Plain and all engines take turns, so that what else
-the machine does falls on all. Shown are the median and the middle half of the ratios. Peak memory is that of a process
-of its own (on an accelerator: of the allocator), less what the process holds before the first step. On a CPU this has
-what malloc keeps between the tensors and the code that is loaded, and differs from run to run; --memory counts the
-tensors alone. Where a peer is not installed its cell is "-"; "How fast" in the README says how to install them.
+Every ratio is that of a pair: plain steps, then steps with norms. Plain and all engines take turns, so that what else
+the machine does falls on all. A turn is of one step, or of as many in a row as take 0.05 s: as in a training that
+captures every step. With --row 0 it is of one step, whose code the other engines have driven out of the caches in
+between: as in a training that captures a step now and then. Shown are the median and the middle half of the ratios.
+
+Peak memory is that of a process of its own (on an accelerator: of the allocator), less what the process holds before
+the first step. On a CPU this has what malloc keeps between the tensors and the code that is loaded, and differs from
+run to run; --memory counts the tensors alone. Where a peer is not installed its cell is "-"; "How fast" in the README
+says how to install them.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import platform
 import statistics
 import subprocess
@@ -50,9 +55,10 @@ def prepared(build: Callable[[], Built], engine: str, device: torch.device) -> S
     return ENGINES[engine](module.to(device), x.to(device), y.to(device))
 
 
-def seconds(step: Step, device: torch.device) -> float:
+def seconds(step: Step, device: torch.device, times: int = 1) -> float:
     start = time.perf_counter()
-    step()
+    for _ in range(times):
+        step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
@@ -64,8 +70,10 @@ def middle(ratios: list[float]) -> dict[str, float]:
 
 
 # Time and memory ------------------------------------------------------------------------------------------------------
-def times(build: Callable[[], Built], engines: list[str], pairs: int, device: torch.device) -> dict[str, Any]:
-    """For each engine the ratios to the plain step before it, or why it fails."""
+def times(
+    build: Callable[[], Built], engines: list[str], pairs: int, device: torch.device, row: float
+) -> dict[str, Any]:
+    """For each engine the ratios to the plain steps before, or why it fails; a turn is of `row` seconds at least."""
     plain, found, steps = prepared(build, "plain", device), {}, {}
     for engine in engines:
         try:
@@ -76,12 +84,17 @@ def times(build: Callable[[], Built], engines: list[str], pairs: int, device: to
             steps.pop(engine, None)
             found[engine] = {"fails": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
     plain()
+
+    def in_row(step: Step) -> int:
+        return max(1, math.ceil(row / min(seconds(step, device) for _ in range(2))))
+
+    plain_times, times_of = in_row(plain), {engine: in_row(step) for engine, step in steps.items()}
     ratios: dict[str, list[float]] = {engine: [] for engine in steps}
     alone = []
     for _ in range(pairs):
         for engine, step in steps.items():
-            alone.append(seconds(plain, device))
-            ratios[engine].append(seconds(step, device) / alone[-1])
+            alone.append(seconds(plain, device, plain_times) / plain_times)
+            ratios[engine].append(seconds(step, device, times_of[engine]) / times_of[engine] / alone[-1])
     return {"plain": {"ms": 1e3 * statistics.median(alone)}} | found | {e: middle(r) for e, r in ratios.items()}
 
 
@@ -127,7 +140,7 @@ def memory(models: list[str], device: torch.device) -> dict[str, Any]:
     return results
 
 
-def table(models: list[str], pairs: int, device: torch.device) -> dict[str, Any]:
+def table(models: list[str], pairs: int, device: torch.device, row: float) -> dict[str, Any]:
     engines = [engine for engine in ENGINES if engine != "plain"]
     print(f"| model | plain step | {' | '.join(engines)} |")
     print(f"|---|---|{'---|' * len(engines)}")
@@ -135,7 +148,7 @@ def table(models: list[str], pairs: int, device: torch.device) -> dict[str, Any]
     for model in models:
         title, build = MODELS[model]
         here = [engine for engine in engines if available(engine)]
-        result = results[model] = times(build, here, pairs, device)
+        result = results[model] = times(build, here, pairs, device, row)
         for engine in ["plain", *[e for e in here if "fails" not in result[e]]]:
             result[engine]["peak"] = peak_in_another_process(model, engine, device)
         base = result["plain"]["peak"]
@@ -237,13 +250,13 @@ def operations(step: Step) -> int:
     return int(counter.get_total_flops())
 
 
-def scaling(pairs: int, device: torch.device) -> dict[str, Any]:
+def scaling(pairs: int, device: torch.device, row: float) -> dict[str, Any]:
     print("| grows | size | plain step | with norms | operations of products, plain | with norms |")
     print("|---|---|---|---|---|---|")
     results: dict[str, Any] = {}
     for what, sizes in GROWTH.items():
         for size, build in sizes:
-            found = times(build, [OURS], pairs, device)
+            found = times(build, [OURS], pairs, device, row)
             counts = [operations(prepared(build, engine, device)) for engine in ("plain", OURS)]
             one = {"ms": found["plain"]["ms"], **found[OURS], "operations": counts}
             results.setdefault(what, {})[size] = one
@@ -259,6 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--row", type=float, default=0.05, help="seconds of plain steps in a row, one step at least")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--scaling", action="store_true")
@@ -279,9 +293,9 @@ def main() -> None:
     elif options.memory:
         results = memory(options.models, device)
     elif options.scaling:
-        results = scaling(options.pairs, device)
+        results = scaling(options.pairs, device, options.row)
     else:
-        results = table(options.models, options.pairs, device)
+        results = table(options.models, options.pairs, device, options.row)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2))
 
