@@ -136,7 +136,7 @@ def test_on_a_quadratic_tracin_is_the_first_order_change_of_every_step(tmp_path)
 
 
 def test_rows_of_one_sample_in_one_step_add_up(tmp_path):
-    rows = {"sample_index": [3, 3], "step": 2, "learning_rate": [0.5, 0.25], "weight": 0.5}
+    rows = {"sample_index": [3, 3], "step": 2, "learning_rate": 0.5, "weight": [0.5, 0.25]}
     train = store_of(tmp_path / "train", [(torch.tensor([[1.0, 2.0], [4.0, 0.0]]).double(), rows)], checkpoints=())
     test = store_of(tmp_path / "test", [(torch.tensor([[1.0, 1.0]]).double(), {"sample_index": [0], "step": 2})])
     found = tracin(train, test)
@@ -150,12 +150,8 @@ def test_learning_rates_that_differ_from_row_to_row_are_refused(tmp_path):
     rows = {"sample_index": [0, 1], "step": 2, "learning_rate": [0.18, 0.5], "weight": 0.5}
     shapes = {"one": (1,), "other": (1,)}
     train = store_of(tmp_path / "train", [(values, rows)], checkpoints=(), shapes=shapes)
-    test = store_of(
-        tmp_path / "test",
-        [(torch.ones(1, 2).double(), {"sample_index": [0], "step": 2})],
-        checkpoints=(),
-        shapes=shapes,
-    )
+    at = {"sample_index": [0], "step": 2}
+    test = store_of(tmp_path / "test", [(torch.ones(1, 2).double(), at)], checkpoints=(), shapes=shapes)
     with pytest.raises(
         UnsupportedError, match=r"step 2 have learning rates from 0\.18 to 0\.5, as where groups of param"
     ):
