@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["OwnScale", "Weighting", "in_dtype_of", "summed"]
+__all__ = ["OwnScale", "Weighting", "in_dtype_of", "in_gradient_dtype", "summed"]
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Tensor
 
@@ -61,10 +61,18 @@ class OwnScale:
             alike.setdefault((values.device, values.dtype), []).append(place)
         found = list(sq_norms)
         for places in alike.values():
-            own = self.own([sq_norms[place] for place in places], power=2)
-            for place, values in zip(places, own, strict=True):
+            own = self._own_rows(torch.stack([sq_norms[place] for place in places]))
+            for place, values in zip(places, own.unbind(), strict=True):
                 found[place] = values
         return found
+
+    def _own_rows(self, rows: Tensor) -> Tensor:
+        """`own` of squared norms (parameters, B) in one go."""
+        if isinstance(self.weighting, Tensor):
+            rows = rows / self.weighting.detach().to(rows.device, rows.dtype).square()
+        elif self.weighting == "mean":
+            rows = rows * float(self.batch_size) ** 2
+        return rows if self.scale is None else rows / self.scale.to(rows.device, rows.dtype).square()
 
     def is_equal(self) -> bool:
         """Whether all samples weigh alike."""
@@ -86,9 +94,14 @@ class OwnScale:
 
 def in_dtype_of(parameter: Tensor, values: Tensor) -> Tensor:
     """Gradients or norms in the precision of the parameter, which its ``.grad`` has, and float32 at least."""
-    if values.dtype is parameter.dtype is torch.float32:
+    return in_gradient_dtype(parameter.dtype, values)
+
+
+def in_gradient_dtype(parameter: torch.dtype, values: Tensor) -> Tensor:
+    """`in_dtype_of` a parameter of this dtype."""
+    if values.dtype is parameter is torch.float32:
         return values
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    dtype = torch.promote_types(parameter, torch.float32)
     if values.is_complex() and not dtype.is_complex:  # the gradient of a real parameter is real
         values = values.real
     return values.to(dtype if values.is_complex() else dtype.to_real())
@@ -103,6 +116,8 @@ def nan_but(samples: Sequence[int], values: Tensor) -> Tensor:
 
 def summed(terms: Sequence[Tensor]) -> Tensor:
     """The sum of terms (B,) that parameters of several devices and dtypes have: on the first device, in the widest."""
-    device = terms[0].device
-    dtype = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).bits)
-    return torch.stack([term.to(device, dtype) for term in terms]).sum(0)
+    device, dtype = terms[0].device, terms[0].dtype
+    if any(term.dtype is not dtype or term.device != device for term in terms):
+        dtype = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).bits)
+        terms = [term.to(device, dtype) for term in terms]
+    return torch.stack(list(terms)).sum(0)
