@@ -36,12 +36,14 @@ class Alignment:
         test_index: indices of the test samples, ascending.
         pairs: the rows of training and test samples, for each of the weights.
         unknown: number of rows without an index, which are in no pair.
+        names: what names each of the weights: a checkpoint or a step.
     """
 
     train_index: tuple[int, ...]
     test_index: tuple[int, ...]
     pairs: tuple[tuple[Rows, Rows], ...]
     unknown: int
+    names: tuple[Any, ...]
 
     def zeros(self) -> Tensor:
         """A matrix of zeros, (train, test), float64."""
@@ -85,7 +87,7 @@ def align(train: GradientStore, test: GradientStore, *, why_one: str | None = No
     train_index, train_rows = _placed(train_parts, "train")
     test_index, test_rows = _placed(test_parts, "test")
     pairs = tuple((train_rows[key], test_rows[key]) for key in train_keys)
-    return Alignment(train_index, test_index, pairs, train_unknown + test_unknown)
+    return Alignment(train_index, test_index, pairs, train_unknown + test_unknown, tuple(train_keys))
 
 
 def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
@@ -115,7 +117,7 @@ def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
     test_index, test_rows = _placed({step: test_parts[step] for step in train_parts}, "test")
     train_index, train_rows = _placed(train_parts, "train", repeats=True)
     pairs = tuple((train_rows[step], test_rows[step]) for step in train_parts)
-    return Alignment(train_index, test_index, pairs, train_unknown + test_unknown)
+    return Alignment(train_index, test_index, pairs, train_unknown + test_unknown, tuple(train_parts))
 
 
 def described_steps(store: GradientStore) -> tuple[int | None, ...]:

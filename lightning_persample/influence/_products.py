@@ -62,7 +62,7 @@ def add_products(
 
 
 def float64_blocks(store: GradientStore, max_memory: int | None, share: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of rows in float64, so small that a copy of one, and two things of that size, may be held beside it.
+    """Blocks of rows in float64, each in a third of the memory: with the block before it, or with a copy of itself.
 
     Args:
         store: the rows.
@@ -77,12 +77,12 @@ def float64_blocks(store: GradientStore, max_memory: int | None, share: int) -> 
     """
     size = None
     if max_memory is not None:
-        row = store.num_columns * (numpy.dtype(store.manifest.dtype).itemsize + 8)  # as it is stored and as it is given
-        size = max_memory // (6 * share)
+        row = store.num_columns * (numpy.dtype(store.manifest.dtype).itemsize + 16)  # as stored, and two in float64
+        size = max_memory // (3 * share)
         if size < row:
             raise OptionError(
                 f"max_memory={max_memory!r} is too little for rows of {store.num_columns} columns: "
-                f"{6 * share * row} bytes are needed"
+                f"{3 * share * row} bytes are needed"
             )
     yield from store.blocks(size, torch.float64)
 

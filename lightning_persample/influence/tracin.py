@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_persample.errors import UnsupportedError
+from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.influence._alignment import Rows, align, align_steps, learning_rates_of
 from lightning_persample.influence._products import add_products
 from lightning_persample.influence.pairs import PairScores
@@ -57,7 +57,13 @@ def tracin_cp(
     return aligned.scored("tracin_cp", scores, text)
 
 
-def tracin(train: GradientStore, test: GradientStore, *, max_memory: int | None = None) -> PairScores:
+def tracin(
+    train: GradientStore,
+    test: GradientStore,
+    learning_rates: Mapping[int, float] | None = None,
+    *,
+    max_memory: int | None = None,
+) -> PairScores:
     """TracIn along a training: ``sum_t eta_t w_t g_t(z) . g_t(z')`` over the rows t of sample z.
 
     Equation 1 of the reference, with the weight w that the sample had in the step, 1/B for a mean over batches of B.
@@ -66,29 +72,56 @@ def tracin(train: GradientStore, test: GradientStore, *, max_memory: int | None 
     order, if every step was written. For other optimizers it is the same formula, with g and not the direction of the
     optimizer. Samples that more steps were written of have larger scores: write every step, or compare with care.
 
+    Where groups of parameters have different learning rates, the rate of a row is a mean that is right for its own norm
+    alone, and differs from row to row, which is refused. Add up the groups then, with the rates of each:
+    ``tracin(train.parameters(names), test.parameters(names), {step: rate, ...})``.
+
     Cost: ``2 m K`` operations for each row and m test samples.
 
     Args:
         train: gradients that were written during training, any number of rows of K columns for each sample.
         test: gradients of the test samples, (m, K) at each step that `train` has rows of.
+        learning_rates: eta of each step; None takes what the rows say.
         max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
 
     Returns:
         The scores, (n, m).
+
+    Raises:
+        OptionError: `learning_rates` has none of a step.
 
     Reference: Pruthi et al. 2020, Estimating training data influence by tracing gradient descent, equation 1,
     arXiv 2002.08484.
     """
     aligned = align_steps(train, test)
     scores = aligned.zeros()
-    for train_rows, test_rows in aligned.pairs:
-        factors = _column(train_rows, "learning_rate") * _column(train_rows, "weight")
+    for step, (train_rows, test_rows) in zip(aligned.names, aligned.pairs, strict=True):
+        rate = _rate(train_rows, step) if learning_rates is None else learning_rates.get(step)
+        if rate is None:
+            raise OptionError(
+                f"learning_rates has none of step {step}: pass one for each of the {len(aligned.names)} steps that the "
+                "train store has rows of"
+            )
+        factors = rate * _column(train_rows, "weight")
         add_products(scores, train_rows, test_rows, max_memory=max_memory, factors=factors)
     text = (
         "sum over the sample's rows of learning_rate * weight * g . g': positive where its own part in the steps of "
         "SGD lowered the test sample's loss"
     )
     return aligned.scored("tracin", scores, text)
+
+
+def _rate(rows: Rows, step: int) -> float:
+    """The one learning rate of a step."""
+    rates = _column(rows, "learning_rate")
+    least, most = float(rates.min()), float(rates.max())
+    if most - least > 1e-9 * abs(most):
+        raise UnsupportedError(
+            f"the rows of step {step} have learning rates from {least:.6g} to {most:.6g}, as where groups of "
+            "parameters have different ones: add up tracin(train.parameters(names), test.parameters(names), "
+            "learning_rates={step: rate, ...}) over the groups"
+        )
+    return most
 
 
 def _column(rows: Rows, name: str) -> Tensor:

@@ -128,7 +128,7 @@ def test_what_is_held_at_a_time_is_within_the_memory(tmp_path, name, dtype):
 
 
 def test_products_of_blocks_of_many_rows_are_within_the_memory(tmp_path):
-    """Two columns: blocks have 104 rows, whose products are larger than the blocks are."""
+    """Two columns: blocks have 138 rows, whose products are larger than the blocks are."""
     values = torch.randn(300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
     store = simple(tmp_path / "store", values, rows_per_shard=300)
     live = LiveBytes()
@@ -144,7 +144,7 @@ def test_too_little_memory_is_refused_with_what_is_needed(stores, name):
     with pytest.raises(OptionError, match=r"max_memory=300 is too little for rows of \d+ columns") as refused:
         scored(name, stores["float64"], max_memory=300)
     needed = int(re.search(r": (\d+) bytes are needed$", str(refused.value))[1])
-    assert needed == (12 * 12 * 16 if name == "logra" else 6 * 20 * 16)
+    assert needed == (6 * 12 * 24 if name == "logra" else 3 * 20 * 24)
     torch.testing.assert_close(
         scored(name, stores["float64"], max_memory=needed).scores, scored(name, stores["float64"]).scores
     )

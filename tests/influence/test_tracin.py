@@ -136,12 +136,35 @@ def test_on_a_quadratic_tracin_is_the_first_order_change_of_every_step(tmp_path)
 
 
 def test_rows_of_one_sample_in_one_step_add_up(tmp_path):
-    rows = {"sample_index": [3, 3], "step": 2, "learning_rate": [0.5, 0.25], "weight": 0.5}
+    rows = {"sample_index": [3, 3], "step": 2, "learning_rate": 0.5, "weight": [0.5, 0.25]}
     train = store_of(tmp_path / "train", [(torch.tensor([[1.0, 2.0], [4.0, 0.0]]).double(), rows)], checkpoints=())
     test = store_of(tmp_path / "test", [(torch.tensor([[1.0, 1.0]]).double(), {"sample_index": [0], "step": 2})])
     found = tracin(train, test)
     assert found.scores.tolist() == [[0.25 * 3 + 0.125 * 4]]
     assert found.train_index == (3,)
+
+
+def test_learning_rates_that_differ_from_row_to_row_are_refused(tmp_path):
+    """As the writer's are of groups of parameters: 0.5 and 0.1 for the two entries, weighted by their squares."""
+    values = torch.tensor([[1.0, 2.0], [4.0, 0.0]], dtype=torch.float64)
+    rows = {"sample_index": [0, 1], "step": 2, "learning_rate": [0.18, 0.5], "weight": 0.5}
+    shapes = {"one": (1,), "other": (1,)}
+    train = store_of(tmp_path / "train", [(values, rows)], checkpoints=(), shapes=shapes)
+    at = {"sample_index": [0], "step": 2}
+    test = store_of(tmp_path / "test", [(torch.ones(1, 2).double(), at)], checkpoints=(), shapes=shapes)
+    with pytest.raises(
+        UnsupportedError, match=r"step 2 have learning rates from 0\.18 to 0\.5, as where groups of param"
+    ):
+        tracin(train, test)
+    found = sum(
+        tracin(train.parameters([name]), test.parameters([name]), {2: rate}).scores
+        for name, rate in (("one", 0.5), ("other", 0.1))
+    )
+    torch.testing.assert_close(found, torch.tensor([[0.25 * 1 + 0.05 * 2], [0.25 * 4]], dtype=torch.float64))
+    with pytest.raises(
+        OptionError, match="learning_rates has none of step 2: pass one for each of the 1 steps that the"
+    ):
+        tracin(train, test, {3: 0.5})
 
 
 def test_the_step_of_a_checkpoint_stands_for_that_of_its_rows(tmp_path):
