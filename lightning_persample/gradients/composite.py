@@ -10,8 +10,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import norms, precision
+from lightning_persample.gradients import norms, precision, projected
 from lightning_persample.gradients.cost import chunks, memory_budget
+from lightning_persample.gradients.projection import Factors
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
 
 __all__ = ["Block", "Sum", "add_up"]
@@ -75,6 +76,10 @@ class Block(SampleGradient):
         result = torch.zeros(self.batch_size, *self.shape, dtype=self.dtype, device=self.device)
         self._own_axis_first(result)[self._own_rows()] = self._own_axis_first(self.grad.to(self.dtype), 1)[:, 0]
         return result
+
+    def _project(self, factors: Factors) -> Tensor:
+        layout = self.outer_size, self.total, self.inner_size
+        return projected.block_projected(self.grad, self.dim, layout, self.position, factors)
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         if isinstance(other, Sum):
@@ -159,6 +164,12 @@ class Sum(SampleGradient):
 
     def _dot(self, vector: Tensor) -> Tensor:
         return torch.stack([term._dot(vector) for term in self.terms]).sum(0)
+
+    def _project(self, factors: Factors) -> Tensor:
+        result = self.terms[0]._project(factors)
+        for term in self.terms[1:]:
+            result += term._project(factors)
+        return result
 
     def _fits_dense(self) -> bool:
         """Is one sample's gradient within the memory budget?"""

@@ -16,7 +16,7 @@ from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.norms import by_chunks
 from lightning_persample.gradients.precision import accumulation_dtype
 
-__all__ = ["dense_dot", "indexed_dot", "outer_dot", "patches_dot"]
+__all__ = ["convolved", "dense_dot", "indexed_dot", "outer_dot", "patches_dot"]
 
 _CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -65,6 +65,30 @@ def indexed_dot(index: Tensor, right: Tensor, vector: Tensor) -> Tensor:
     return by_chunks(right, dtype, bytes_each, dots)
 
 
+def convolved(inputs: Tensor, kernel: Tensor, geometry: PatchGeometry, out_size: tuple[int, ...]) -> Tensor:
+    """The convolution of inputs by a kernel, at the positions of the output.
+
+    Args:
+        inputs: (n, C, *in).
+        kernel: (O, C/groups, *kernel), O any number for each group.
+        geometry: where the patches lie.
+        out_size: number of output positions along each spatial axis.
+
+    Returns:
+        (n, O, *out_size).
+    """
+    padding = tuple(before for before, _ in geometry.padding)
+    if any(before != after for before, after in geometry.padding):
+        inputs = F.pad(inputs, [number for pair in reversed(geometry.padding) for number in pair])
+        padding = (0,) * len(padding)
+    out = _CONVOLUTIONS[len(out_size)](
+        inputs, kernel, None, geometry.stride, padding, geometry.dilation, geometry.groups
+    )  # may hold more positions than the output has
+    for axis, size in enumerate(out_size, start=2):
+        out = out if out.shape[axis] == size else out.narrow(axis, 0, size)
+    return out
+
+
 def patches_dot(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, vector: Tensor) -> Tensor:
     """Of sum_kt grad_out[b, k, :, t] (x) patch[b, k, t] with vector (O, C/groups, *kernel): (B,).
 
@@ -81,21 +105,13 @@ def patches_dot(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, vecto
     """
     dtype = accumulation_dtype(grad_out, inputs, vector)
     kernel = vector.to(dtype).conj().resolve_conj()
-    pad = [number for pair in reversed(geometry.padding) for number in pair]
-    out_size = grad_out.shape[3:]
-    convolve = _CONVOLUTIONS[len(out_size)]
     bytes_each = 2 * (grad_out[:1].numel() + inputs[:1].numel()) * dtype.itemsize if grad_out.shape[0] else 0
 
     def dots(part: slice) -> Tensor:
         grads = grad_out[part].to(dtype)
         if not (grads.numel() and inputs.numel()):
             return grads.new_zeros(grads.shape[0], dtype=dtype.to_real())
-        rows = F.pad(inputs[part].to(dtype).flatten(0, 1), pad)
-        out = convolve(
-            rows, kernel, stride=geometry.stride, dilation=geometry.dilation, groups=geometry.groups
-        )  # may hold more positions than the output has
-        for axis, size in enumerate(out_size, start=2):
-            out = out.narrow(axis, 0, size)
+        out = convolved(inputs[part].to(dtype).flatten(0, 1), kernel, geometry, tuple(grads.shape[3:]))
         return _sum(out.unflatten(0, grads.shape[:2]) * grads)
 
     return by_chunks(inputs, dtype, bytes_each, dots)

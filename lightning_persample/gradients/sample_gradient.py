@@ -21,6 +21,8 @@ from torch import Tensor
 from lightning_persample.gradients import dots, norms, precision
 from lightning_persample.gradients.cost import chunks
 from lightning_persample.gradients.options import held_by_use
+from lightning_persample.gradients.projected import dense_projected
+from lightning_persample.gradients.projection import Factors, Projection
 
 __all__ = ["SampleGradient"]
 
@@ -123,6 +125,20 @@ class SampleGradient(ABC):
         with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
             return self._dot(vector)
 
+    def project(self, projection: Projection, name: str) -> Tensor:
+        """Each sample's gradient, projected to few numbers, ``left G right^T`` of its matrix G, row after row.
+
+        Args:
+            projection: says to how many numbers, and at random by which matrices.
+            name: of the parameter, which has matrices of its own.
+
+        Returns:
+            (B, projection.size_of(shape)), float32 at least, in new memory.
+        """
+        factors = projection.factors(name, self.shape, self.dtype, self.device)
+        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
+            return self._project(factors)
+
     def square_sum(self) -> Tensor:
         """The sum over the samples of the squares of the gradient's entries, sum_b |g[b]|^2 entry by entry.
 
@@ -155,6 +171,12 @@ class SampleGradient(ABC):
         result = norms.zeros(self.tensors()[0], torch.promote_types(self.dtype, vector.dtype))
         for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
             result[part] = dots.dense_dot(self.samples(part.start, part.stop)._dense(), vector)
+        return result
+
+    def _project(self, factors: Factors) -> Tensor:
+        result = torch.zeros(self.batch_size, factors.size, dtype=factors.dtype, device=self.device)
+        for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
+            result[part] = dense_projected(self.samples(part.start, part.stop)._dense(), factors)
         return result
 
     def _square_sum(self) -> Tensor:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import dots, norms, precision
+from lightning_persample.gradients import dots, norms, precision, projected
 from lightning_persample.gradients.autotune import fastest
 from lightning_persample.gradients.cost import MatrixKernel, memory_budget, outer_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.options import current_options
 from lightning_persample.gradients.patches import patches_dense, patches_sq_norm, patches_terms_sq_norm
+from lightning_persample.gradients.projection import Factors
 from lightning_persample.gradients.sample_gradient import SampleGradient
 
 __all__ = ["Dense", "Indexed", "Outer", "Patches", "SampleGradient"]
@@ -56,6 +57,9 @@ class Dense(SampleGradient):
 
     def _dot(self, vector: Tensor) -> Tensor:
         return dots.dense_dot(self.grad, vector)
+
+    def _project(self, factors: Factors) -> Tensor:
+        return projected.dense_projected(self.grad, factors)
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         if isinstance(other, Dense):
@@ -130,6 +134,9 @@ class Outer(SampleGradient):
     def _dot(self, vector: Tensor) -> Tensor:
         return dots.outer_dot(self.left, self.right, vector)
 
+    def _project(self, factors: Factors) -> Tensor:
+        return projected.outer_projected(self.left, self.right, factors)
+
     def _square_sum(self) -> Tensor:
         if self.left.shape[1] != 1 or self.dtype.is_complex:
             return super()._square_sum()
@@ -187,6 +194,9 @@ class Indexed(SampleGradient):
 
     def _dot(self, vector: Tensor) -> Tensor:
         return dots.indexed_dot(self.index, self.right, vector)
+
+    def _project(self, factors: Factors) -> Tensor:
+        return projected.indexed_projected(self.index, self.right, self.num_rows, factors)
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         if isinstance(other, Indexed):
@@ -247,3 +257,6 @@ class Patches(SampleGradient):
 
     def _dot(self, vector: Tensor) -> Tensor:
         return dots.patches_dot(self.grad_out, self.input, self.geometry, vector)
+
+    def _project(self, factors: Factors) -> Tensor:
+        return projected.patches_projected(self.grad_out, self.input, self.geometry, factors)

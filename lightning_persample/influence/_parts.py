@@ -1,23 +1,18 @@
-"""The files of a ledger: each is whole or not there, whenever the process that writes it is killed.
-
-A file is written under a temporary name in the same folder, forced to the disk and then renamed, which replaces what
-has that name in one step. Files that are left under a temporary name belong to nobody.
-"""
+"""The files of a ledger: each is whole or not there, whenever the process that writes it is killed."""
 
 from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_persample.influence._arrow import arrow, compute, parquet
+from lightning_persample.influence._files import force_names, write_atomically
 
-__all__ = ["Part", "Parts", "drop_rows", "parts_of", "read_part", "remove_partial_files", "write_atomically"]
+__all__ = ["Part", "Parts", "drop_rows", "parts_of", "read_part"]
 
 _NAME = re.compile(r"rows-(\d+)-(\d+)-(\d+)-(\d+)\.parquet")
-_PARTIAL = re.compile(r"\.(rows-[\d-]+\.parquet|manifest\.json)\.tmp")
 
 # Columns in which a value is that of many rows; a dictionary of the others would only take time and room.
 _REPEATED = ("step", "epoch", "batch_idx", "backward_index", "rank", "row", "learning_rate", "weight", "coverage")
@@ -54,47 +49,6 @@ def read_part(path: Path) -> Any:
         return file.read()
 
 
-def write_atomically(path: Path, content: Any) -> None:
-    """Write a file so that it is there as a whole, or as it was before.
-
-    Args:
-        path: the file.
-        content: its bytes.
-
-    Raises:
-        OSError: it could not be written; nothing of it is left.
-    """
-    partial = path.with_name(f".{path.name}.tmp")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError:
-        with suppress(OSError):  # what went wrong first is said
-            partial.unlink()
-        raise
-    _force_names(path.parent)
-
-
-def _force_names(dirpath: Path) -> None:
-    """Force the names in a folder to the disk, where a system lets a folder be opened."""
-    if os.name == "posix":
-        folder = os.open(dirpath, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def remove_partial_files(dirpath: Path) -> None:
-    """Remove what a killed process left under a temporary name."""
-    for path in list(dirpath.iterdir()):
-        if _PARTIAL.fullmatch(path.name):
-            path.unlink()
-
-
 def drop_rows(dirpath: Path, step: int) -> None:
     """Remove the rows of an optimizer step and of all later ones.
 
@@ -116,7 +70,7 @@ def drop_rows(dirpath: Path, step: int) -> None:
         write_atomically(part.path, _encoded(table))
         last = compute().max(table["step"]).as_py()
         os.replace(part.path, _path(dirpath, part.rank, part.first, last, part.counter))
-    _force_names(dirpath)
+    force_names(dirpath)
 
 
 def _encoded(table: Any) -> Any:

@@ -6,7 +6,6 @@ The files of a folder have one schema and are read by anything that reads Parque
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,13 +17,8 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.influence._arrow import arrow
-from lightning_persample.influence._parts import (
-    drop_rows,
-    parts_of,
-    read_part,
-    remove_partial_files,
-    write_atomically,
-)
+from lightning_persample.influence._files import MANIFEST, read_json, remove_partial_files, write_json
+from lightning_persample.influence._parts import drop_rows, parts_of, read_part
 
 __all__ = [
     "BASE_COLUMNS",
@@ -38,8 +32,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
-_FILE = "manifest.json"
-_FORMAT = "lightning_persample ledger"
+_KIND = "ledger"
 BASE_COLUMNS = {
     "step": "int64",
     "epoch": "int64",
@@ -79,27 +72,15 @@ class Manifest:
 
 
 def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a ledger.
+    """The manifest of a ledger; a folder without one, or with one of another format, is refused.
 
     Args:
         dirpath: the ledger's folder.
 
     Returns:
         What its rows are.
-
-    Raises:
-        PerSampleError: there is no manifest, or one of another format.
     """
-    path = Path(dirpath) / _FILE
-    if not path.is_file():
-        raise PerSampleError(f"{os.fspath(dirpath)!r} holds no ledger: {_FILE} is missing")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    kind = (found.get("format"), found.get("format_version")) if isinstance(found, dict) else (None, None)
-    if kind != (_FORMAT, FORMAT_VERSION):
-        raise PerSampleError(
-            f"{os.fspath(path)!r} is of format {kind[0]!r}, version {kind[1]!r}; this version of lightning_persample "
-            f"reads format {_FORMAT!r}, version {FORMAT_VERSION}"
-        )
+    found = read_json(Path(dirpath), _KIND, FORMAT_VERSION)
     values = {field.name: found[field.name] for field in fields(Manifest)}
     return Manifest(**{**values, "parameters": tuple(values["parameters"])})
 
@@ -111,8 +92,7 @@ def write_manifest(dirpath: Path, manifest: Manifest) -> None:
         dirpath: the ledger's folder.
         manifest: the manifest.
     """
-    found = {"format": _FORMAT, "format_version": FORMAT_VERSION, **asdict(manifest)}
-    write_atomically(dirpath / _FILE, json.dumps(found, indent=2).encode())
+    write_json(dirpath, _KIND, FORMAT_VERSION, asdict(manifest))
 
 
 def read_ledger(dirpath: str | os.PathLike[str]) -> Any:
@@ -210,7 +190,7 @@ def open_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int],
     """
     dirpath.mkdir(parents=True, exist_ok=True)
     remove_partial_files(dirpath)
-    found = read_manifest(dirpath) if (dirpath / _FILE).exists() else None
+    found = read_manifest(dirpath) if (dirpath / MANIFEST).exists() else None
     parts = parts_of(dirpath)
     if found is not None and found.run in continued:
         _check_alike(dirpath, found, manifest)
@@ -226,7 +206,7 @@ def open_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int],
             "with overwrite=True"
         )
     else:
-        (dirpath / _FILE).unlink(missing_ok=True)  # first, so that a part of a ledger is not taken for the whole
+        (dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a part of a ledger is not taken for the whole
         for part in parts:
             part.path.unlink()
         if len(continued) == 1:

@@ -15,7 +15,8 @@ import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import Manifest, as_tensors, read_ledger, read_manifest
-from lightning_persample.influence._parts import Parts, drop_rows, parts_of, write_atomically
+from lightning_persample.influence._files import write_atomically
+from lightning_persample.influence._parts import Parts, drop_rows, parts_of
 from lightning_persample.influence.ledger import BASE_COLUMNS, open_ledger, schema_of, write_manifest
 
 COLUMNS = {**BASE_COLUMNS, "loss": "double"}

@@ -1,0 +1,279 @@
+"""The files of a store of gradients: for each shard the values of some rows, and what the rows are.
+
+``shard-<rank>-<counter>.npy`` holds values (rows, K), ``shard-<rank>-<counter>.rows.npy`` a structured array with a
+record for each row. The values are written first: a shard counts from the moment its rows are there. A row names its
+place among the values, so that rows are taken out again by writing the small file alone, in one step.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_persample.errors import PerSampleError
+from lightning_persample.influence._files import force_names, write_atomically
+
+__all__ = [
+    "BASE_FIELDS",
+    "DTYPES",
+    "Shard",
+    "drop_rows",
+    "next_counter",
+    "read_records",
+    "read_values",
+    "record_dtype",
+    "remove_uncounted",
+    "shards_of",
+    "to_storage",
+    "write_shard",
+]
+
+_NAME = re.compile(r"shard-(\d+)-(\d+)(\.rows)?\.npy")
+DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+BASE_FIELDS = {
+    "sample_index": "<i8",
+    "checkpoint": "<i8",
+    "step": "<i8",
+    "learning_rate": "<f8",
+    "weight": "<f8",
+    "scale": "<f8",
+}
+_POSITION = "position"  # where the values of a row are in its shard
+_TOP_EXPONENT = 15  # of the largest entry of a float16 row: in [2**14, 2**15)
+_LEAST_EXPONENT = -1007  # so that the scale is a normal float64
+
+
+class Shard(NamedTuple):
+    """The two files of a shard, by the process that wrote them and their order."""
+
+    rank: int
+    counter: int
+    values: Path
+    rows: Path
+
+    @classmethod
+    def at(cls, dirpath: Path, rank: int, counter: int) -> Shard:
+        """The shard of a process with this number."""
+        name = f"shard-{rank:05d}-{counter:06d}"
+        return cls(rank, counter, dirpath / f"{name}.npy", dirpath / f"{name}.rows.npy")
+
+
+def _found(dirpath: Path) -> dict[tuple[int, int], set[bool]]:
+    found: dict[tuple[int, int], set[bool]] = {}
+    for path in dirpath.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match is not None:
+            found.setdefault((int(match[1]), int(match[2])), set()).add(match[3] is not None)
+    return found
+
+
+def shards_of(dirpath: Path) -> list[Shard]:
+    """The shards of a folder of which both files are there, by process and in the order of writing."""
+    return [Shard.at(dirpath, *key) for key, files in sorted(_found(dirpath).items()) if len(files) == 2]
+
+
+def next_counter(dirpath: Path, rank: int) -> int:
+    """The number of the next shard of a process: none that any file has."""
+    return 1 + max((counter for found, counter in _found(dirpath) if found == rank), default=-1)
+
+
+def remove_uncounted(dirpath: Path) -> None:
+    """Remove the files of shards of which one file only is there."""
+    for key, files in _found(dirpath).items():
+        if len(files) == 1:
+            shard = Shard.at(dirpath, *key)
+            (shard.rows if True in files else shard.values).unlink()
+
+
+def record_dtype(columns: Sequence[str]) -> np.dtype[Any]:
+    """The type of the record of a row: what every store has, then the columns of the user.
+
+    Args:
+        columns: the names of the user's columns.
+
+    Returns:
+        A structured type.
+    """
+    return np.dtype([*BASE_FIELDS.items(), *((name, "<f8") for name in columns)])
+
+
+def write_shard(shard: Shard, values: Sequence[NDArray[Any]], records: NDArray[Any]) -> None:
+    """Write a shard, in place of the one that is there.
+
+    Args:
+        shard: its files.
+        values: arrays (m, K) of one type that follow one another.
+        records: (sum of m,), of the type that `record_dtype` gives.
+
+    Raises:
+        OSError: it could not be written; what was there is there.
+    """
+    rows = np.empty(len(records), np.dtype([(_POSITION, "<i8"), *records.dtype.descr]))
+    rows[_POSITION] = np.arange(len(records))
+    for name in records.dtype.names or ():
+        rows[name] = records[name]
+    shape = (len(records), values[0].shape[1])
+    write_atomically(shard.values, _header(values[0].dtype, shape), *map(np.ascontiguousarray, values))
+    try:
+        _write_rows(shard, rows)
+    except OSError:
+        if not shard.rows.exists():  # values alone do not count
+            with suppress(OSError):
+                shard.values.unlink()
+        raise
+
+
+def _write_rows(shard: Shard, rows: NDArray[Any]) -> None:
+    write_atomically(shard.rows, _header(rows.dtype, rows.shape), rows.tobytes())
+
+
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """How a .npy file starts, in the format that has no limit of its size."""
+    written = io.BytesIO()
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_2_0(written, description)
+    return written.getvalue()
+
+
+def read_records(shard: Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """What the rows of a shard are.
+
+    Args:
+        shard: the shard.
+        dtype: the type that `record_dtype` gives.
+
+    Returns:
+        The records (rows,), nan in a column that the shard does not have; and the places (rows,) of their values.
+    """
+    found = np.load(shard.rows)
+    records = np.empty(len(found), dtype)
+    for name in dtype.names or ():
+        records[name] = found[name] if name in (found.dtype.names or ()) else np.nan
+    return records, found[_POSITION]
+
+
+def drop_rows(dirpath: Path, step: int) -> None:
+    """Remove the rows of an optimizer step and of all later ones.
+
+    Killed at any moment, it leaves shards that are whole, in which every earlier row is once. The values of a shard
+    that keeps some of its rows stay on the disk as they are.
+
+    Args:
+        dirpath: the folder.
+        step: the first step whose rows are removed.
+    """
+    for shard in shards_of(dirpath):
+        rows = np.load(shard.rows)
+        kept = rows[rows["step"] < step]
+        if len(kept) == len(rows):
+            continue
+        if len(kept):
+            _write_rows(shard, kept)
+        else:
+            shard.rows.unlink()  # first: from here on the shard does not count
+            force_names(dirpath)
+            shard.values.unlink()
+    force_names(dirpath)
+
+
+def to_storage(values: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Rows as they are stored, and their scales: a row is ``scale * stored``.
+
+    In float16 the scale of a row is the power of two that brings its largest entry into [2**14, 2**15). A row with an
+    entry that is not finite, or not in the stored type, is nan as a whole, and so is its scale.
+
+    Args:
+        values: (m, K), of a floating type, on any device.
+        dtype: "float16", "float32" or "float64".
+
+    Returns:
+        stored (m, K) and scale (m,).
+    """
+    values = values.detach()
+    if values.dtype not in (torch.float32, torch.float64):
+        values = values.float()
+    if dtype == "float16":
+        stored, scale = _to_float16(values)
+    else:
+        stored = values.to(DTYPES[dtype], copy=True)
+        scale = np.ones(len(values))
+    is_finite = torch.isfinite(stored).all(dim=1)
+    if not bool(is_finite.all()):
+        stored[~is_finite] = torch.nan
+        scale[(~is_finite).cpu().numpy()] = np.nan
+    return stored.cpu().numpy(), scale
+
+
+def _to_float16(values: Tensor) -> tuple[Tensor, NDArray[np.float64]]:
+    largest = values.abs().amax(dim=1).double().cpu().numpy()
+    scaled = np.isfinite(largest) & (largest > 0)
+    exponent = np.where(scaled, np.maximum(np.frexp(largest)[1], _LEAST_EXPONENT), _TOP_EXPONENT) - _TOP_EXPONENT
+    # In two steps, as one factor alone may be out of range; both are powers of two, and nothing is rounded.
+    for part in (-exponent // 2, -exponent - (-exponent // 2)):
+        values = values * torch.from_numpy(np.ldexp(1.0, part)).to(values)[:, None]
+    if values.dtype == torch.float64:  # torch rounds float64 twice on the way
+        stored = torch.from_numpy(values.cpu().numpy().astype(np.float16))
+    else:
+        stored = values.half()
+    return stored, np.ldexp(1.0, exponent)
+
+
+def read_values(
+    paths: Sequence[str],
+    shard: NDArray[np.int64],
+    position: NDArray[np.int64],
+    scale: NDArray[np.float64],
+    ranges: Sequence[tuple[int, int]],
+    dtype: str,
+) -> NDArray[Any]:
+    """The values of rows, read through memory maps: of each shard no more than the pages that hold them.
+
+    Args:
+        paths: the files with values.
+        shard: (m,), which of them a row is in.
+        position: (m,), where in it.
+        scale: (m,), what float16 values are multiplied by.
+        ranges: the columns, from start to stop, one after the other.
+        dtype: "float32" or "float64", of the result.
+
+    Returns:
+        (m, sum of the ranges' lengths).
+
+    Raises:
+        PerSampleError: a file has fewer values than its rows say.
+    """
+    out = np.empty((len(shard), sum(stop - start for start, stop in ranges)), dtype)
+    borders = np.flatnonzero(np.diff(shard)) + 1
+    for rows in np.split(np.arange(len(shard)), borders) if len(shard) else ():
+        first, last = int(rows[0]), int(rows[-1])
+        path = paths[int(shard[first])]
+        places = position[first : last + 1]
+        try:
+            values = np.load(path, mmap_mode="r")
+        except ValueError as error:
+            raise PerSampleError(f"{os.fspath(path)!r} is not whole: {error}") from error
+        if values.ndim != 2 or values.shape[0] <= places.max() or values.shape[1] < max(stop for _, stop in ranges):
+            raise PerSampleError(
+                f"{os.fspath(path)!r} holds values {values.shape}, but its rows name row {int(places.max())} and "
+                f"column {max(stop for _, stop in ranges) - 1}"
+            )
+        is_run = bool((np.diff(places) == 1).all())
+        chosen: Any = slice(int(places[0]), int(places[-1]) + 1) if is_run else places
+        at = 0
+        for start, stop in ranges:
+            out[first : last + 1, at : at + stop - start] = values[chosen, start:stop]
+            at += stop - start
+        if values.dtype == np.float16:  # in float64, which holds every scale, and rounded once
+            own = out[first : last + 1]
+            np.multiply(own, scale[first : last + 1, None], out=own, casting="same_kind")
+    return out

@@ -1,0 +1,51 @@
+"""Small stores of gradients, and what they are read as by numpy alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lightning_persample.influence.store import StoreManifest, StoreWriter, columns_for, write_store_manifest
+
+SIZES = {"weight": ((4, 3), 12), "bias": ((4,), 4), "scale": ((2, 2), 4)}
+PARAMETERS = columns_for(SIZES)
+CHECKPOINTS = ({"step": 5, "learning_rate": 0.1, "path": "a.ckpt"}, {"step": 9, "learning_rate": 0.01, "path": None})
+MANIFEST = StoreManifest("first", PARAMETERS, samples=30, checkpoints=CHECKPOINTS, columns=("loss",))
+K = 20
+
+
+def gradients(count: int, seed: int = 0, dtype: torch.dtype = torch.float32, columns: int = K) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, columns, generator=generator, dtype=dtype)
+
+
+def write(folder: Path, values: torch.Tensor, rank: int = 0, manifest: StoreManifest = MANIFEST, **rows) -> None:
+    """One flush of rows, in shards of four."""
+    writer = StoreWriter(folder, manifest, rank, rows_per_shard=4)
+    writer.add(values, rows)
+    writer.flush()
+
+
+def made(folder: Path, manifest: StoreManifest = MANIFEST) -> Path:
+    folder.mkdir(exist_ok=True)
+    write_store_manifest(folder, manifest)
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def by_numpy(folder: Path) -> list[dict]:
+    """Every row that counts, from the files alone: its fields, and its values in float64."""
+    json.loads((folder / "manifest.json").read_text())
+    found = []
+    for path in sorted(folder.glob("shard-*.rows.npy")):
+        values = np.load(path.with_name(path.name.replace(".rows", "")))
+        for record in np.load(path):
+            own = dict(zip(record.dtype.names, record.item(), strict=True))
+            found.append({**own, "values": values[own["position"]].astype(np.float64) * own["scale"]})
+    return found
