@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 from lightning_persample import OptionError, Projection, UnsupportedError, collect_gradients
 from tests.callbacks.collect_runs import COUNT, Net, Rows, joined, loader, loop, projected, stored
 from tests.callbacks.runs import make_trainer
+from tests.callbacks.unseen_models import Unseen
 
 FULL = {"projection": None, "dtype": "float64"}
 
@@ -192,20 +193,18 @@ def test_a_loss_that_is_no_mean_is_refused(tmp_path):
         collect_gradients(Net(), loader(), tmp_path / "store", loss=loss, **FULL)
 
 
-class Penalized(Net):
-    def training_step(self, batch, batch_idx):
-        drawn = torch.randn(len(batch[0]), 7, dtype=torch.float64)
-        hidden = self.first(batch[0])
-        return F.cross_entropy(self.last(hidden) + self.norm(drawn) @ self.last.weight.detach().T, batch[1])
+class WithUnseen(Net):
+    def forward(self, inputs):
+        return self.last(torch.tanh(Unseen.apply(inputs, self.first.weight) + self.first.bias))
 
 
 def test_unsupported_parameters_are_named_and_can_be_left_out(tmp_path):
-    module, data = Penalized(), loader()
-    with pytest.raises(UnsupportedError, match=r"`norm\.weight`(?s:.)*parameters=\[\.\.\.\]"):
+    module, data = WithUnseen(), loader()
+    with pytest.raises(UnsupportedError, match=r"`first\.weight`(?s:.)*parameters=\[\.\.\.\]"):
         collect_gradients(module, data, tmp_path / "store", **FULL)
-    names = ["first.weight", "first.bias", "last.weight", "last.bias"]
-    store = collect_gradients(module, data, tmp_path / "other", parameters=names, **FULL)
-    assert store.visited.all()
+    names = ["first.bias", "last.weight", "last.bias"]
+    store = collect_gradients(module, data, tmp_path / "store", parameters=names, overwrite=True, **FULL)
+    assert_equal(stored(store), joined(loop(module, data.dataset, names)))
 
 
 @pytest.mark.parametrize(
