@@ -37,8 +37,8 @@ from lightning_persample.errors import (
     VerificationError,
 )
 
-# Structured per-sample gradients, and rules for further ops: what a rule gets, gives and is
-from lightning_persample.gradients import Dense, Indexed, Outer, Patches, PatchGeometry, SampleGradient
+# Projections of gradients to few numbers; structured per-sample gradients, and rules for further ops
+from lightning_persample.gradients import Dense, Indexed, Outer, Patches, PatchGeometry, Projection, SampleGradient
 from lightning_persample.rules import Call, Rule, register_rule, supported_ops
 
 __version__ = "0.1.0"
@@ -61,6 +61,7 @@ __all__ = [
     "PerSampleGradientWriter",
     "PerSampleRecord",
     "PerSampleWarning",
+    "Projection",
     "Rule",
     "RuleCheck",
     "RuleRegistrationError",

@@ -14,9 +14,9 @@ from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.engine import FAILURES, PerSampleRecord
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.engine.batch_statistics import batch_statistics_explained
-from lightning_persample.engine.dots import Dots
 from lightning_persample.engine.failure import in_smaller_chunks
 from lightning_persample.engine.functional import vmap_per_sample_grads
+from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
 from lightning_persample.engine.options import QUANTITIES
 from lightning_persample.engine.samples import (
     Weighting,
@@ -221,7 +221,7 @@ class _Collected:
         self._sq_norms.setdefault(name, zeros)[chosen] = own.flatten(1).square().sum(1)
         if "square_sum" in self._quantities:
             self._square_sums[name] = own.square().sum(0) + self._square_sums.get(name, 0.0)
-        if self._quantities & {"grad_sample", "dot"}:
+        if self._quantities & {"grad_sample", *OF_KEPT}:
             if name not in self._grad_samples:
                 self._grad_samples[name] = rows.new_zeros(number, *rows.shape[1:])
             self._grad_samples[name][chosen] = own.to(rows.dtype)
@@ -234,8 +234,11 @@ class _Collected:
             asked["grad_samples"] = {name: self._grad_samples[name] for name in used}
         if "square_sum" in self._quantities:
             asked["square_sums"] = {name: self._square_sums[name] for name in used}
-        if "dot" in self._quantities:
-            asked["_dots"] = Dots({name: Dense(self._grad_samples[name]) for name in used}, None)
+        if self._quantities & OF_KEPT:
+            rows = {name: self._grad_samples[name] for name in used}
+            dtypes = {name: grads.dtype for name, grads in rows.items()}
+            structures = {name: Dense(grads) for name, grads in rows.items()}
+            asked["_kept"] = KeptGradients(structures, dtypes, None, self._quantities)
         return PerSampleRecord(
             batch_size=self._batch_size,
             sq_norms={name: self._sq_norms[name] for name in used},

@@ -143,7 +143,7 @@ class PerSampleCallback(Callback):
             trainer: the Trainer, at the entry of `training_step`.
 
         Returns:
-            Any of "sq_norm", "grad_sample", "dot" and "square_sum"; by default {"sq_norm"}.
+            Any of "sq_norm", "grad_sample", "dot", "square_sum" and "projection"; by default {"sq_norm"}.
         """
         return {"sq_norm"}
 

@@ -15,7 +15,6 @@ from lightning_persample.engine.coverage import classify, warn_user, warning_tex
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
-from lightning_persample.engine.dots import Dots
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
@@ -69,7 +68,8 @@ def expanded_weights(
         batch_dim: the axis that holds the samples in the batch's tensors.
         batch_size: number of samples B; by default the size on which all tensors of the batch agree.
         quantities: what the record holds: "sq_norm", "grad_sample" for the gradients themselves, "square_sum" for the
-            sums over the samples of their squared entries, and "dot" to ask it for dots with vectors.
+            sums over the samples of their squared entries, "dot" to ask it for dots with vectors, and "projection" for
+            random projections.
         unsupported: what to do about parameters whose per-sample gradient cannot be told: "warn", raise an "error" at
             the end of the backward, or "ignore" (the record names them in any case).
         fuse_weight_grad: where the samples' gradients are formed for their norms anyway, take their sum as ``.grad``
@@ -364,9 +364,6 @@ class Capture:
             if quantity in self._quantities
         }
         reason = why_no_factor(dispatcher.penalized, not_additive, weighting, own)
-        dots = None
-        if "dot" in self._quantities:
-            dots = Dots({name: values.structures[name] for name in reached}, own)
         return PerSampleRecord(
             batch_size=self.batch_size,
             sq_norms={name: values.sq_norms[name] for name in reached},
@@ -382,7 +379,7 @@ class Capture:
             in_loss=self.batch_size if part is None else len(part.samples),
             factor=None if reason else own.factor(),
             why_no_factor=reason,
-            _dots=dots,
+            _kept=values.kept(reached, own, self._quantities),
         )
 
 

@@ -11,7 +11,7 @@ from lightning_persample.errors import OptionError
 
 __all__ = ["QUANTITIES", "check_kernel_options", "check_options", "check_samples", "is_int"]
 
-QUANTITIES = ("sq_norm", "grad_sample", "dot", "square_sum")
+QUANTITIES = ("sq_norm", "grad_sample", "dot", "square_sum", "projection")
 
 
 def is_int(value: object, least: int) -> bool:

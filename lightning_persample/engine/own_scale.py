@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["OwnScale", "Weighting", "in_dtype_of", "summed"]
+__all__ = ["OwnScale", "Weighting", "in_dtype_of", "in_gradient_dtype", "summed"]
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Tensor
 
@@ -86,9 +86,14 @@ class OwnScale:
 
 def in_dtype_of(parameter: Tensor, values: Tensor) -> Tensor:
     """Gradients or norms in the precision of the parameter, which its ``.grad`` has, and float32 at least."""
-    if values.dtype is parameter.dtype is torch.float32:
+    return in_gradient_dtype(parameter.dtype, values)
+
+
+def in_gradient_dtype(parameter: torch.dtype, values: Tensor) -> Tensor:
+    """`in_dtype_of` a parameter of this dtype."""
+    if values.dtype is parameter is torch.float32:
         return values
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    dtype = torch.promote_types(parameter, torch.float32)
     if values.is_complex() and not dtype.is_complex:  # the gradient of a real parameter is real
         values = values.real
     return values.to(dtype if values.is_complex() else dtype.to_real())

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_persample.engine.dots import Dots
+from lightning_persample.engine.kept_gradients import KeptGradients
 from lightning_persample.engine.own_scale import summed
 from lightning_persample.errors import OptionError
+from lightning_persample.gradients import Projection
 
 __all__ = ["PerSampleRecord", "SampleIndex"]
 
@@ -115,7 +116,7 @@ class PerSampleRecord:
     in_loss: int | None = None
     factor: Tensor | None = None
     why_no_factor: str = ""
-    _dots: Dots | None = field(default=None, repr=False)
+    _kept: KeptGradients | None = field(default=None, repr=False)
     sample_index: SampleIndex = None
 
     def __repr__(self) -> str:
@@ -154,18 +155,40 @@ class PerSampleRecord:
         Returns:
             One number per sample, (B,), in units of gradient times vector.
 
-        Raises:
-            OptionError: dots were not asked for, or a vector does not fit a parameter in `names`.
-
-        A tensor that the gradients are made of and that was changed in place since the backward gives an
-        `UnsupportedError`.
+        It is an `OptionError` where dots were not asked for or a vector does not fit a parameter in `names`, and an
+        `UnsupportedError` where a tensor that the gradients are made of was changed in place since the backward.
         """
-        if self._dots is None:
+        return self._kept_for("dots", "dot").with_vectors(vectors)
+
+    def project(self, projection: Projection) -> dict[str, Tensor]:
+        """Each sample's gradient, projected at random to few numbers that keep dots between gradients in the mean.
+
+        >>> from lightning_persample import Projection
+        >>> module, x, y = nn.Linear(300, 200), torch.randn(4, 300), torch.randn(4, 200)
+        >>> with expanded_weights(module, (x, y), quantities=("projection",)) as capture:
+        ...     nn.functional.mse_loss(module(x), y).backward()
+        >>> {name: tuple(rows.shape) for name, rows in capture.record.project(Projection(dim=256)).items()}
+        {'weight': (4, 256), 'bias': (4, 200)}
+
+        Args:
+            projection: says to how many numbers, and by which matrices; use one object for all records, for it keeps
+                the matrices that it has drawn.
+
+        Returns:
+            By parameter in `names` (B, k) with ``k = projection.size_of(parameter.shape)``, of the gradient of the
+            sample's own loss.
+        It is an `OptionError` where projections were not asked for, and an `UnsupportedError` where a tensor that the
+        gradients are made of was changed in place since the backward.
+        """
+        return self._kept_for("projections", "projection").project(projection)
+
+    def _kept_for(self, what: str, quantity: str) -> KeptGradients:
+        if self._kept is None or not self._kept.gives(quantity):
             raise OptionError(
-                "dots were not asked for; pass quantities=('sq_norm', 'dot') to expanded_weights, or let `needs` of "
-                "the callback return {'dot'}"
+                f"{what} were not asked for; pass quantities=('sq_norm', '{quantity}') to expanded_weights, or let "
+                f"`needs` of the callback return {{'{quantity}'}}"
             )
-        return self._dots.with_vectors(vectors)
+        return self._kept
 
     def nonfinite(self) -> Tensor:
         """The samples whose norm is inf or nan (a loss that overflowed, bad data), by their place in the batch.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
+from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
 from lightning_persample.engine.own_scale import OwnScale, in_dtype_of
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.weight import Weight
@@ -28,6 +29,13 @@ class Values:
     grad_samples: dict[str, Tensor] = field(default_factory=dict)
     square_sums: dict[str, Tensor] = field(default_factory=dict)
     structures: dict[str, SampleGradient] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+    def kept(self, names: Sequence[str], own: OwnScale, quantities: Collection[str]) -> KeptGradients | None:
+        """The gradients of these parameters for what is computed of them later; None where nothing was asked for."""
+        if not OF_KEPT.intersection(quantities):
+            return None
+        return KeptGradients({name: self.structures[name] for name in names}, self.dtypes, own, quantities)
 
 
 def has_value(weight: Weight) -> bool:
@@ -78,8 +86,8 @@ def read_values(
                 if "square_sum" in quantities:
                     squares = in_smaller_chunks(partial(_square_sum_of, total, own))
                     values.square_sums[name] = in_dtype_of(weight.tensor, squares)
-                if "dot" in quantities:
-                    values.structures[name] = total
+                if OF_KEPT.intersection(quantities):
+                    values.structures[name], values.dtypes[name] = total, weight.tensor.dtype
             except FAILURES as error:
                 dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
         own_sq_norms = own.own_sq_norms(list(values.sq_norms.values()))

@@ -244,7 +244,8 @@ def test_a_quantity_that_a_second_engine_does_not_give_raises():
     with pytest.raises(OptionError) as error:
         fit(Classifier(), [Recorder(quantities=("hessian",), engine="loop")])
     assert str(error.value) == (
-        "engine='loop' does not give the quantities ['hessian']; it gives 'sq_norm', 'grad_sample', 'dot', 'square_sum'"
+        "engine='loop' does not give the quantities ['hessian']; it gives 'sq_norm', 'grad_sample', 'dot', "
+        "'square_sum', 'projection'"
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients import Dense, Indexed, Outer, Projection, SampleGradient, Sum, add_up, cost
-from tests.gradients.structures import CASES, GEOMETRIES, Convolution, assert_close, block, indexed, outer
+from tests.gradients.structures import CASES, GEOMETRIES, SAME, Convolution, assert_close, block, indexed, outer
 from tests.gradients.test_memory import LargestTensor
 
 # What is kept in full, on one side, on both; with more and with less than the sizes of the cases.
@@ -83,10 +83,10 @@ ODD: dict[str, Callable[[torch.dtype], Any]] = {
     "block in the middle": lambda dtype: block(dtype, 2, (3, 8, 5), 1, 2),
     "block of many axes": lambda dtype: block(dtype, 3, (20, 3, 6, 5), 2, 2),
     "block of rows": lambda dtype: block(dtype, 3, (60, 3, 7), 0, 2),
-    "convolution of few channels": Convolution((9, 9), (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), channels=(1, 40)).build,
-    "convolution of many channels": Convolution((3,), (3,), (1,), ((1, 1),), (1,), channels=(38, 40)).build,
-    "groups of few positions": Convolution((3,), (3,), (1,), ((1, 1),), (1,), groups=2, channels=(38, 40)).build,
-    "depthwise, many positions": Convolution((200,), (3,), (1,), ((1, 1),), (1,), groups=40, channels=(40, 40)).build,
+    "convolution of few channels": Convolution((9, 9), (3, 3), (1, 1), (SAME, SAME), (1, 1), channels=(1, 40)).build,
+    "convolution of many channels": Convolution((3,), (3,), (1,), (SAME,), (1,), channels=(38, 40)).build,
+    "groups of few positions": Convolution((3,), (3,), (1,), (SAME,), (1,), groups=2, channels=(38, 40)).build,
+    "depthwise, many positions": Convolution((200,), (3,), (1,), (SAME,), (1,), groups=40, channels=(40, 40)).build,
 }  # fmt: skip
 
 
