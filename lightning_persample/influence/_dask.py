@@ -21,7 +21,7 @@ def dask_array() -> Any:
         return importlib.import_module("dask.array")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the array is one of dask, which is not installed: pip install 'lightning-persample[influence]'",
+            "the array is one of dask, which is not installed: pip install 'lightning-persample[dask]'",
             name="dask",
         ) from error
 
