@@ -1,20 +1,36 @@
 """Data influence: the ledger of a training run, stores of per-sample gradients, and scores of the samples."""
 
 from lightning_persample.influence.ledger import Manifest, as_tensors, read_ledger, read_manifest
+from lightning_persample.influence.less import adam_direction, less
+from lightning_persample.influence.logra import logra
+from lightning_persample.influence.pairs import PairScores
 from lightning_persample.influence.scores import SampleScores, el2n, grand, self_influence
+from lightning_persample.influence.similarity import grad_cos, grad_dot
 from lightning_persample.influence.store import GradientStore, StoreManifest, StoreWriter, check_comparable
+from lightning_persample.influence.tracin import tracin, tracin_cp
+from lightning_persample.influence.trak import correct_class_margin, trak
 
 __all__ = [
     "GradientStore",
     "Manifest",
+    "PairScores",
     "SampleScores",
     "StoreManifest",
     "StoreWriter",
+    "adam_direction",
     "as_tensors",
     "check_comparable",
+    "correct_class_margin",
     "el2n",
+    "grad_cos",
+    "grad_dot",
     "grand",
+    "less",
+    "logra",
     "read_ledger",
     "read_manifest",
     "self_influence",
+    "tracin",
+    "tracin_cp",
+    "trak",
 ]

@@ -1,0 +1,261 @@
+"""Which rows of a training and a test store belong together: the same weights, and whose sample each row is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.influence.pairs import PairScores
+from lightning_persample.influence.store import GradientStore, check_comparable
+
+__all__ = ["Alignment", "Rows", "align", "align_steps", "described_steps", "learning_rates_of"]
+
+_SHOWN = 5  # of what a message lists
+
+
+class Rows(NamedTuple):
+    """Rows of a store at the same weights, and the place of each one's sample in the scores, (rows,) int64."""
+
+    store: GradientStore
+    places: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Alignment:
+    """The rows of two stores, by the weights that their gradients are taken at.
+
+    Attributes:
+        train_index: indices of the training samples, ascending.
+        test_index: indices of the test samples, ascending.
+        pairs: the rows of training and test samples, for each of the weights.
+        unknown: number of rows without an index, which are in no pair.
+    """
+
+    train_index: tuple[int, ...]
+    test_index: tuple[int, ...]
+    pairs: tuple[tuple[Rows, Rows], ...]
+    unknown: int
+
+    def zeros(self) -> Tensor:
+        """A matrix of zeros, (train, test), float64."""
+        return torch.zeros(len(self.train_index), len(self.test_index), dtype=torch.float64)
+
+    def scored(self, name: str, scores: Tensor, convention: str) -> PairScores:
+        """Scores of these samples, with the counts of rows that are in none or are not finite."""
+        nonfinite = sum(int(torch.as_tensor(rows.store.nonfinite).sum()) for pair in self.pairs for rows in pair)
+        return PairScores(name, self.train_index, self.test_index, scores, convention, self.unknown, nonfinite)
+
+
+def align(train: GradientStore, test: GradientStore, *, why_one: str | None = None) -> Alignment:
+    """The rows of two stores by checkpoint, each sample once in each.
+
+    Args:
+        train: gradients of the training samples.
+        test: gradients of the test samples, at the same checkpoints.
+        why_one: what to do instead, for a score of one checkpoint; None allows any number of them.
+
+    Returns:
+        The rows, in the order of the training store's checkpoints.
+
+    Raises:
+        PerSampleError: the stores do not go together, or a sample has several rows at a checkpoint, or none.
+        OptionError: there are several checkpoints, which this score cannot have.
+    """
+    check_comparable(train, test)
+    train, train_unknown = _known(train, "train")
+    test, test_unknown = _known(test, "test")
+    train_keys, test_keys = _checkpoint_keys(train, test)
+    if sorted(train_keys, key=repr) != sorted(test_keys, key=repr):
+        raise PerSampleError(
+            f"the train store has the checkpoints {_listed(train_keys)}, the test store {_listed(test_keys)}: "
+            "gradients at other weights cannot be compared; take store.at(checkpoint) of one that both have, or "
+            "collect the rest"
+        )
+    if why_one is not None and len(train_keys) > 1:
+        raise OptionError(f"the stores have {len(train_keys)} checkpoints, {_listed(train_keys)}: {why_one}")
+    train_parts = {key: train.at(number) for key, number in train_keys.items()}
+    test_parts = {key: test.at(number) for key, number in test_keys.items()}
+    train_index, train_rows = _placed(train_parts, "train")
+    test_index, test_rows = _placed(test_parts, "test")
+    pairs = tuple((train_rows[key], test_rows[key]) for key in train_keys)
+    return Alignment(train_index, test_index, pairs, train_unknown + test_unknown)
+
+
+def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
+    """The rows of a store that was written during training with those of test samples, by optimizer step.
+
+    Args:
+        train: gradients of the training samples, any number of rows of a sample at any step.
+        test: gradients of the test samples, each once at each step that the training store has.
+
+    Returns:
+        The rows, by step.
+
+    Raises:
+        PerSampleError: the stores do not go together, or a test sample has several rows at a step, or none.
+    """
+    check_comparable(train, test)
+    train, train_unknown = _known(train, "train")
+    test, test_unknown = _known(test, "test")
+    train_parts, test_parts = _by_step(train, "train"), _by_step(test, "test")
+    missing = sorted(set(train_parts) - set(test_parts))
+    if missing:
+        raise PerSampleError(
+            f"the train store has rows of {len(train_parts)} steps, {_listed(sorted(train_parts))}, and the test store "
+            f"has none of {len(missing)} of these, {_listed(missing)}: collect the test gradients at the checkpoints "
+            "of these steps, or leave the rows out with train.select(...)"
+        )
+    test_index, test_rows = _placed({step: test_parts[step] for step in train_parts}, "test")
+    train_index, train_rows = _placed(train_parts, "train", repeats=True)
+    pairs = tuple((train_rows[step], test_rows[step]) for step in train_parts)
+    return Alignment(train_index, test_index, pairs, train_unknown + test_unknown)
+
+
+def described_steps(store: GradientStore) -> tuple[int | None, ...]:
+    """The optimizer step of each checkpoint that has rows, None where it is unknown."""
+    return tuple(_described(store, number).get("step") for number in store.checkpoints)
+
+
+def learning_rates_of(
+    train: GradientStore, test: GradientStore, given: Sequence[float] | None, name: str
+) -> list[float]:
+    """The learning rate of each checkpoint that the training store has rows of.
+
+    Args:
+        train: gradients of the training samples.
+        test: gradients of the test samples.
+        given: the rates that the user passed, in the order of the training store's checkpoints; None reads them from
+            the manifests.
+        name: the function that needs them.
+
+    Returns:
+        The rates.
+
+    Raises:
+        OptionError: another number of rates than of checkpoints, or a rate that no manifest knows or both know
+            differently.
+    """
+    steps = described_steps(train)
+    if given is not None:
+        if len(given) != len(steps):
+            raise OptionError(
+                f"learning_rates has {len(given)} numbers, but the train store has {len(steps)} checkpoints, steps "
+                f"{_listed(steps)}: pass one rate for each, in this order"
+            )
+        return [float(rate) for rate in given]
+    train_keys, test_keys = _checkpoint_keys(train, test)
+    rates = []
+    for key, number in train_keys.items():
+        found = {
+            side: rate
+            for side, store, place in (("train", train, number), ("test", test, test_keys.get(key)))
+            if place is not None and (rate := _described(store, place).get("learning_rate")) is not None
+        }
+        if not found:
+            raise OptionError(
+                f"the learning rate of checkpoint {key} is in neither manifest: pass {name}(..., "
+                f"learning_rates=[...]), one for each of the {len(steps)} checkpoints"
+            )
+        if len(set(found.values())) > 1:
+            raise OptionError(
+                f"the learning rate of checkpoint {key} is {found['train']} in the train store and {found['test']} in "
+                f"the test store: pass {name}(..., learning_rates=[...])"
+            )
+        rates.append(float(next(iter(found.values()))))
+    return rates
+
+
+def _known(store: GradientStore, side: str) -> tuple[GradientStore, int]:
+    """The rows that have an index, and how many have none."""
+    if len(store) == 0:
+        raise PerSampleError(f"the {side} store has no rows")
+    known = store.rows["sample_index"] >= 0
+    unknown = int((~known).sum())
+    if unknown == len(store):
+        raise UnsupportedError(
+            f"no row of the {side} store has a sample_index, so that nothing can be said of single samples: collect "
+            "the gradients with sample_index=<function of the batch that returns the index of each sample>"
+        )
+    return (store.select(known), unknown) if unknown else (store, 0)
+
+
+def _described(store: GradientStore, number: int) -> Mapping[str, Any]:
+    """What the manifest says of a checkpoint; nothing of one that it does not list."""
+    listed = store.manifest.checkpoints
+    return listed[number] if 0 <= number < len(listed) else {}
+
+
+def _checkpoint_keys(train: GradientStore, test: GradientStore) -> tuple[dict[str, int], dict[str, int]]:
+    """What names each checkpoint in both stores: its step, and its path where several have one step."""
+    repeated = any(count > 1 for store in (train, test) for count in Counter(described_steps(store)).values())
+    found: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    for store, keys in zip((train, test), found, strict=True):
+        for number in store.checkpoints:
+            described = _described(store, number)
+            step = described.get("step")
+            key = "an unknown step" if step is None else f"step {step}"
+            if repeated or step is None:
+                key = f"{key} ({described.get('path') or 'no path'})"
+            if key in keys:
+                raise PerSampleError(
+                    f"a store has two checkpoints {key}, which nothing tells apart: take store.at(checkpoint) of one"
+                )
+            keys[key] = number
+    return found
+
+
+def _by_step(store: GradientStore, side: str) -> dict[int, GradientStore]:
+    """The rows of each optimizer step: their own, or that of their checkpoint where they do not say."""
+    steps = store.rows["step"].copy()
+    for number in store.checkpoints:
+        step = _described(store, number).get("step")
+        if step is not None:
+            steps[(store.rows["checkpoint"] == number) & (steps < 0)] = step
+    if (steps < 0).any():
+        raise UnsupportedError(
+            f"the step of {int((steps < 0).sum())} of {len(steps)} rows of the {side} store is unknown, which tracin "
+            "goes by: collect them from checkpoints that tell their step, or use tracin_cp"
+        )
+    order = numpy.argsort(steps, kind="stable")
+    found, starts = numpy.unique(steps[order], return_index=True)
+    return {int(step): store.select(part) for step, part in zip(found, numpy.split(order, starts[1:]), strict=True)}
+
+
+def _placed(
+    parts: Mapping[Any, GradientStore], side: str, *, repeats: bool = False
+) -> tuple[tuple[int, ...], dict[Any, Rows]]:
+    """The samples of all parts, ascending, and in each part the place of each row's sample among them."""
+    columns = {key: store.rows["sample_index"] for key, store in parts.items()}
+    index = numpy.unique(numpy.concatenate(list(columns.values())))
+    rows = {}
+    for key, samples in columns.items():
+        places = numpy.searchsorted(index, samples)
+        if not repeats:
+            counts = numpy.bincount(places, minlength=len(index))
+            name = key if isinstance(key, str) else f"step {key}"
+            if counts.max() > 1:
+                raise PerSampleError(
+                    f"sample {index[counts.argmax()]} has {counts.max()} rows at {name} of the {side} store, and one "
+                    "is wanted: take one of them with store.select(...); tracin adds up the rows of a store that was "
+                    "written during training"
+                )
+            if counts.min() == 0:
+                raise PerSampleError(
+                    f"{int((counts == 0).sum())} of the {side} store's {len(index)} samples have no row at {name}, the "
+                    f"first of them sample {index[counts.argmin()]}: collect the rest, or take the samples that every "
+                    "checkpoint has with store.select(...)"
+                )
+        rows[key] = Rows(parts[key], torch.from_numpy(places.astype(numpy.int64)))
+    return tuple(index.tolist()), rows
+
+
+def _listed(values: Any) -> str:
+    shown = [str(value) for value in values]
+    return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")

@@ -1,0 +1,126 @@
+"""TRAK: the influence on the margin of a classifier, from a linear model of its projected gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_persample.errors import OptionError
+from lightning_persample.influence._alignment import align
+from lightning_persample.influence._inverse import cholesky_factor, second_moments
+from lightning_persample.influence._products import add_products
+from lightning_persample.influence.pairs import PairScores
+from lightning_persample.influence.store import GradientStore
+
+__all__ = ["correct_class_margin", "trak"]
+
+
+def correct_class_margin(logits: Tensor, targets: Tensor) -> Tensor:
+    """The margin ``f = log(p / (1 - p))`` of the right class, whose gradients `trak` is made of.
+
+    It is ``logit_y - logsumexp(the other logits)``, which is finite where p rounds to 1. The column that `trak` needs
+    beside it, 1 - p, is ``torch.sigmoid(-f)``.
+
+    >>> correct_class_margin(torch.tensor([[0.0, 0.0], [100.0, 0.0]]), torch.tensor([0, 1]))
+    tensor([   0., -100.])
+
+    Args:
+        logits: (..., C), for 2 classes or more.
+        targets: indices of the right classes, (...).
+
+    Returns:
+        The margins, (...); differentiable.
+
+    Raises:
+        OptionError: there are fewer than two classes.
+
+    Reference: Park et al. 2023, TRAK: attributing model behavior at scale, section 3.1, arXiv 2303.14186.
+    """
+    classes = logits.shape[-1]
+    if classes < 2:
+        raise OptionError(
+            f"logits of shape {tuple(logits.shape)} have {classes} class, and a margin is between two or more: for one "
+            "logit of a binary classifier, the margin is the logit itself, with the sign of the label"
+        )
+    right = torch.arange(classes, device=logits.device) == targets.unsqueeze(-1)
+    others = logits.masked_fill(right, -torch.inf).logsumexp(-1)
+    return logits.masked_fill(~right, 0).sum(-1) - others
+
+
+def trak(
+    train: GradientStore,
+    test: GradientStore,
+    damping: float = 0.0,
+    *,
+    one_minus_p: str = "one_minus_p",
+    max_memory: int | None = None,
+) -> PairScores:
+    """TRAK: ``phi(z')^T (Phi^T Phi + damping I)^-1 phi(z) (1 - p(z))``, averaged over models as the reference does.
+
+    Both stores hold gradients phi of the margin of the right class (`correct_class_margin`), not of the loss, and those
+    of one model at each checkpoint; Phi has the training samples' as its rows. Over several checkpoints, the mean of
+    ``1 - p(z)`` multiplies the mean of the rest, as in the reference, whose soft thresholding is left out.
+
+    Training on z raises its margin by ``eta (1 - p(z)) phi(z)`` to first order, so that a positive score raises the
+    margin of z' and lowers its loss. A training row that is not finite is left out of ``Phi^T Phi``.
+
+    Cost, for each checkpoint: ``2 n K^2 + K^3 / 3 + 2 m K^2 + 2 n m K`` operations for n training and m test samples.
+
+    Args:
+        train: margin gradients of the training samples, (n, K) at each checkpoint.
+        test: margin gradients of the test samples, (m, K), at the same checkpoints.
+        damping: what is added to the diagonal of ``Phi^T Phi``, 0 or more.
+        one_minus_p: the column of the training store that has 1 - p, in [0, 1].
+        max_memory: bytes for what is held at a time besides the scores and two matrices (K, K); None sets no limit.
+
+    Returns:
+        The scores, (n, m).
+
+    Raises:
+        OptionError: `damping` is negative, or the training store has no such column.
+
+    Reference: Park et al. 2023, TRAK: attributing model behavior at scale, section 3,
+    arXiv 2303.14186.
+    """
+    if not damping >= 0:
+        raise OptionError(f"damping={damping!r} is not allowed: damping must be a number >= 0")
+    if one_minus_p not in train.manifest.columns:
+        raise OptionError(
+            f"the train store has no column {one_minus_p!r}, the 1 - p of each sample that trak needs: collect it "
+            f"beside the gradients as torch.sigmoid(-correct_class_margin(logits, targets)). Its columns are "
+            f"{', '.join(train.manifest.columns) or 'none'}"
+        )
+    aligned = align(train, test)
+    kernel = aligned.zeros()
+    mistaken = torch.zeros(len(kernel), dtype=torch.float64)
+    for train_rows, test_rows in aligned.pairs:
+        mistaken[train_rows.places] += _probabilities(train_rows.store, one_minus_p)
+        size = train_rows.store.num_columns
+        (gram,), count = second_moments(train_rows.store, [slice(0, size)], max_memory=max_memory)
+        factor = cholesky_factor(gram, damping, f"Phi^T Phi of {count} samples and {size} columns")
+        add_products(
+            kernel,
+            train_rows,
+            test_rows,
+            max_memory=max_memory,
+            of_test=lambda values, factor=factor: torch.cholesky_solve(values.T, factor).T,
+        )
+    models = len(aligned.pairs)
+    text = (
+        "(1 - p) phi^T (Phi^T Phi)^-1 phi': positive where training on the sample raises the test sample's margin, and "
+        "so lowers its loss"
+    )
+    return aligned.scored("trak", (mistaken / models)[:, None] * (kernel / models), text)
+
+
+def _probabilities(store: GradientStore, name: str) -> Tensor:
+    """A column of probabilities, (rows,), float64."""
+    values = torch.tensor(store.rows[name], dtype=torch.float64)
+    wrong = ~((values >= 0) & (values <= 1)) & ~store.nonfinite
+    if wrong.any():
+        place = int(wrong.nonzero()[0])
+        raise OptionError(
+            f"{int(wrong.sum())} of {len(values)} rows of the train store have no probability in column {name!r}, as "
+            f"sample {store.rows['sample_index'][place]} has {float(values[place])}: trak needs 1 - p, in [0, 1]"
+        )
+    return values

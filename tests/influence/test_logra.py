@@ -1,0 +1,116 @@
+"""LoGra against explicit matrices, parameter by parameter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lightning_persample import OptionError, PerSampleError
+from lightning_persample.influence import grad_dot, logra
+from tests.influence.loops import data, net, sample_grads, sgd_step, shapes_of, simple
+
+
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nets")
+    module = net()
+    grads, test_grads = (sample_grads(module, *data(n, seed)) for n, seed in ((9, 1), (4, 2)))
+    stores = [
+        simple(folder / name, values.tolist(), shapes=shapes_of(module))
+        for name, values in (("train", grads), ("test", test_grads))
+    ]
+    return *stores, grads, test_grads
+
+
+def dense(grads, test_grads, sizes, damping=None):
+    """Each parameter's own matrix, inverted."""
+    total = torch.zeros(len(grads), len(test_grads), dtype=torch.float64)
+    for own, test_own in zip(grads.split(sizes, 1), test_grads.split(sizes, 1), strict=True):
+        hessian = sum(torch.outer(row, row) for row in own) / len(own)
+        added = 0.1 * torch.linalg.eigvalsh(hessian).mean() if damping is None else damping
+        total += own @ torch.linalg.inv(hessian + added * torch.eye(len(hessian), dtype=torch.float64)) @ test_own.T
+    return total
+
+
+@pytest.mark.parametrize("damping", [None, 0.5])
+def test_the_dense_formula(nets, damping):
+    train, test, grads, test_grads = nets
+    found = logra(train, test, damping)
+    torch.testing.assert_close(found.scores, dense(grads, test_grads, [12, 4, 8, 2], damping), rtol=1e-10, atol=1e-10)
+    assert found.convention.startswith("g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where")
+
+
+def test_groups_of_parameters_in_little_memory_give_the_same(nets):
+    train, test, grads, test_grads = nets
+    found = logra(train, test, max_memory=6000)
+    torch.testing.assert_close(found.scores, dense(grads, test_grads, [12, 4, 8, 2]), rtol=1e-10, atol=1e-10)
+
+
+def test_numbers_by_hand(tmp_path):
+    shapes = {"a": (1,), "b": (2,)}
+    train = simple(tmp_path / "train", [[2.0, 1.0, 0.0], [0.0, 0.0, 3.0]], shapes=shapes)
+    test = simple(tmp_path / "test", [[1.0, 2.0, 4.0]], shapes=shapes)
+    # H of a is 4 / 2, of b diag(1, 9) / 2
+    found = logra(train, test, 1.0)
+    expected = [[2 * 1 / 3 + 1 * 2 / 1.5], [3 * 4 / 5.5]]
+    torch.testing.assert_close(found.scores, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+    found = logra(train, test)  # mean eigenvalues 2 and 2.5
+    expected = [[2 * 1 / 2.2 + 1 * 2 / 0.75], [3 * 4 / 4.75]]
+    torch.testing.assert_close(found.scores, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_a_parameter_whose_training_gradients_are_zero_adds_nothing(tmp_path):
+    shapes = {"a": (1,), "b": (1,)}
+    train = simple(tmp_path / "train", [[2.0, 0.0], [1.0, 0.0]], shapes=shapes)
+    test = simple(tmp_path / "test", [[1.0, 5.0], [math.nan, 0.0]], shapes=shapes)
+    scores = logra(train, test, 0.5).scores
+    assert scores[:, 0].tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert scores[:, 1].isnan().all()
+    assert logra(train.parameters(["b"]), test.parameters(["b"])).scores[:, 1].isnan().all()
+
+
+def test_with_much_damping_it_is_along_grad_dot(nets):
+    train, test, *_ = nets
+    found = logra(train, test, 1e9).scores * 1e9
+    torch.testing.assert_close(found, grad_dot(train, test).scores, rtol=1e-6, atol=1e-6)
+
+
+def test_a_positive_score_is_a_sample_whose_newton_step_lowers_the_loss(nets):
+    train, test, grads, _ = nets
+    scores = logra(train, test, 0.2).scores
+    test_inputs, test_targets = data(4, 2)
+    signs = torch.empty_like(scores)
+    for i in range(len(grads)):
+        step = []
+        for own, row in zip(grads.split([12, 4, 8, 2], 1), grads[i].split([12, 4, 8, 2]), strict=True):
+            hessian = own.T @ own / len(own) + 0.2 * torch.eye(own.shape[1], dtype=torch.float64)
+            step.append(torch.linalg.solve(hessian, row))
+        before, after = net(), net()
+        sgd_step(after, torch.cat(step), 1e-7)
+        with torch.no_grad():
+            losses = [F.cross_entropy(each(test_inputs), test_targets, reduction="none") for each in (before, after)]
+        signs[i] = (losses[0] - losses[1]).sign()
+    assert torch.equal(scores.sign(), signs)
+
+
+def test_a_row_that_is_not_finite_is_left_out_of_the_others_scores(tmp_path):
+    train = simple(tmp_path / "train", [[2.0, 0.0], [math.inf, 0.0], [0.0, 2.0]])
+    found = logra(train, simple(tmp_path / "test", [[1.0, 4.0]]), 1.0)
+    assert found.scores[[0, 2], 0].tolist() == pytest.approx([2 / 3, 8 / 3])
+    assert found.scores[1].isnan().all()
+    assert found.nonfinite == 1
+
+
+@pytest.mark.parametrize("damping", [0.0, -1.0, math.nan])
+def test_damping_is_above_zero(nets, damping):
+    with pytest.raises(OptionError, match=f"damping={damping} is not allowed: damping must be a number > 0, or None"):
+        logra(nets[0], nets[1], damping)
+
+
+def test_a_damping_that_is_nothing_beside_the_matrix_is_refused(nets):
+    text = r"H of '0\.weight', of 9 samples and 12 columns, has no inverse with damping=1e-30: pass a larger one, for exa"
+    with pytest.raises(PerSampleError, match=text):
+        logra(nets[0], nets[1], 1e-30)
