@@ -1,4 +1,7 @@
-"""Callbacks for the Trainer: the base for your own, the monitor that logs norms, the writer of ledgers, and gradients of a dataset."""
+"""Callbacks for the Trainer: the base for your own, the monitor that logs norms, and the writer of ledgers.
+
+`collect_gradients` uses a Trainer, too: it stores the gradients of a whole dataset.
+"""
 
 from lightning_persample.callbacks._worst_samples import WorstSamples
 from lightning_persample.callbacks.base import PerSampleCallback

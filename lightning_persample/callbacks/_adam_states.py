@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor, nn
 
-from lightning_persample.errors import OptionError, UnsupportedError
+from lightning_persample.errors import UnsupportedError
 from lightning_persample.influence.less import adam_direction
 
 __all__ = ["AdamState", "adam_states"]
@@ -103,8 +102,8 @@ def adam_states(
         shown = ", ".join(f"`{name}`" for name in missing[:_NAMED])
         more = f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
         raise UnsupportedError(
-            f"direction='adam': the optimizer of the checkpoint has no state of {shown}{more}, which it has not stepped "
-            "yet, or which it does not have: leave them out with parameters=[...]"
+            f"direction='adam': the optimizer of the checkpoint has no state of {shown}{more}, which it has not "
+            "stepped yet, or does not have: leave them out with parameters=[...]"
         )
     return found
 
@@ -112,14 +111,16 @@ def adam_states(
 def _orders(states: Sequence[Mapping[str, Any]], module: nn.Module, trainer: Trainer) -> list[list[list[str]]]:
     """By optimizer and group the names of the parameters, in the order of the state."""
     if all("param_names" in group for state in states for group in state["param_groups"]):
-        own = _names_of_module([list(group["param_names"]) for state in states for group in state["param_groups"]], module)
+        told = [list(group["param_names"]) for state in states for group in state["param_groups"]]
+        own = _names_of_module(told, module)
         counts = [len(state["param_groups"]) for state in states]
         starts = [sum(counts[:place]) for place in range(len(counts))]
         return [own[start : start + count] for start, count in zip(starts, counts, strict=True)]
     places = {id(parameter): name for name, parameter in module.named_parameters()}
     optimizers = [each for each in trainer.optimizers if _is_of(each, places)]
     if not optimizers and isinstance(module, LightningModule):
-        optimizers = _configure_optimizers(module.configure_optimizers())[0]
+        configured: Any = module.configure_optimizers()
+        optimizers = _configure_optimizers(configured)[0]
     sizes = [[len(group["params"]) for group in state["param_groups"]] for state in states]
     now = [[len(group["params"]) for group in each.param_groups] for each in optimizers]
     if sizes != now:
@@ -171,8 +172,8 @@ def _state_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], par
     decay = float(group.get("weight_decay", 0.0))
     if decay and "decoupled_weight_decay" not in group:
         raise UnsupportedError(
-            f"direction='adam': the checkpoint does not say whether weight_decay={decay} of `{name}` is that of Adam or "
-            "of AdamW (torch < 2.7): take one of a newer torch"
+            f"direction='adam': the checkpoint does not say whether weight_decay={decay} of `{name}` is that of "
+            "Adam or of AdamW (torch < 2.7): take one of a newer torch"
         )
     largest = state.get("max_exp_avg_sq") if group.get("amsgrad") else None
     return AdamState(

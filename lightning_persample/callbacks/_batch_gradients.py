@@ -140,13 +140,14 @@ class BatchGradients:
                 f"{warning_texts(record)[0]}\nLeave them out with parameters=[...], the names of all others, or change "
                 "what is said of them"
             )
-        wrong = [text for text in warning_texts(record) if text.partition("\n")[2]]
-        if record.mixing or record.weighting:
-            raise UnsupportedError(f"{wrong[0]}\nSuch values are not collected: pass a loss=(module, batch) that keeps "
-                                   "the samples apart, or the loss_reduction that says what they weigh")
+        rest = [text for text in warning_texts(record) if not text.startswith("Per-sample gradients are missing")]
+        if record.mixing:
+            raise UnsupportedError(f"{rest[0]}\nThis is not collected: pass loss=..., or a module, without such calls")
+        if record.weighting:
+            raise UnsupportedError(rest[0])
         if record.not_additive and not self._has_warned:
             self._has_warned = True
-            warn_user(wrong[-1])
+            warn_user(rest[0])
 
     def _directions(self, record: PerSampleRecord, adam: Mapping[str, AdamState]) -> Tensor:
         parameters = dict(self._module.named_parameters())
@@ -165,9 +166,10 @@ class BatchGradients:
         found = {}
         for name, column in self._options.columns.items():
             with torch.no_grad():
-                values = column(outputs, batch)
+                values: Any = column(outputs, batch)
             if not isinstance(values, Tensor) or tuple(values.shape) != (size,) or values.is_complex():
-                got = f"a tensor of sizes {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+                is_tensor = isinstance(values, Tensor)
+                got = f"a tensor of sizes {tuple(values.shape)}" if is_tensor else type(values).__name__
                 raise OptionError(f"columns[{name!r}] returned {got}; allowed is one real number per sample, ({size},)")
             found[name] = values.detach().to("cpu", torch.float64)[samples]
         return found
@@ -175,7 +177,7 @@ class BatchGradients:
 
 @contextmanager
 def _recurrent_layers_can_go_backward(module: nn.Module) -> Iterator[None]:
-    """cuDNN runs no backward of a recurrent layer in evaluation: without dropout, training is the same."""
+    """A recurrent layer of cuDNN has no backward in evaluation: without dropout, training is the same."""
     layers = [
         each
         for each in module.modules()

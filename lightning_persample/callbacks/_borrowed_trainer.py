@@ -50,9 +50,8 @@ def borrowed(trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
         OptionError: the Trainer is running.
     """
     if trainer.state.status == TrainerStatus.RUNNING:
-        raise OptionError(
-            f"trainer is in the middle of its {trainer.state.fn}: pass another one, or None for one of its own"
-        )
+        function = getattr(trainer.state.fn, "value", "run")
+        raise OptionError(f"trainer is in the middle of its {function}: pass another one, or None for one of its own")
     changed = [trainer, trainer.state, trainer.strategy, trainer._data_connector, trainer._logger_connector]
     changed += [trainer._checkpoint_connector, *_loops(trainer)]
     changed += [loop._data_source for loop in _loops(trainer) if hasattr(loop, "_data_source")]
@@ -86,10 +85,12 @@ def _loops(trainer: Trainer) -> list[Any]:
 @contextmanager
 def _silent() -> Iterator[None]:
     """Lightning says nothing of the devices that it finds; its warnings stay."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(max(level, logging.WARNING))
+    loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(max(logger.getEffectiveLevel(), logging.WARNING))
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

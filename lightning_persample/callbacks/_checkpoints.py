@@ -50,7 +50,7 @@ class Checkpoints:
         if isinstance(source, Mapping):
             return source
         options = {} if self._weights_only is None else {"weights_only": self._weights_only}
-        found: Mapping[str, Any] = trainer.strategy.load_checkpoint(source, **options)
+        found: Mapping[str, Any] = trainer.strategy.load_checkpoint(os.fspath(source), **options)
         return found
 
     def load(self, checkpoint: Mapping[str, Any] | None, module: nn.Module) -> None:
@@ -85,7 +85,7 @@ class Checkpoints:
             checkpoint = self.read(trainer, place)
             weights = module.state_dict() if checkpoint is None else _weights(checkpoint)
             if not any(isinstance(value, Tensor) for value in weights.values()):
-                raise OptionError(f"checkpoints[{place}] holds no weights: pass the path of a checkpoint or a state dict")
+                raise OptionError(f"checkpoints[{place}] holds no weights: pass the path of one, or a state dict")
             source = None if self._sources is None else self._sources[place]
             found.append({
                 "step": None if checkpoint is None else checkpoint.get("global_step"),

@@ -18,8 +18,6 @@ from lightning_persample.callbacks._batch_gradients import BatchGradients, Gradi
 from lightning_persample.callbacks._checkpoints import Checkpoints
 from lightning_persample.callbacks._sample_index import checked_index
 from lightning_persample.callbacks._samples_once import Fetched, SamplesOnce
-from lightning_persample.callbacks._strategies import why_strategy_is_unsupported
-from lightning_persample.engine import is_sharded
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.influence.store import GradientStore, StoreManifest, StoreWriter, open_store
@@ -75,18 +73,9 @@ class Collecting(LightningModule):
         """Open the store, and give the batches that it lacks: Lightning asks when all processes are there.
 
         Returns:
-            The batches of this process.
-
-        Raises:
-            OptionError: the folder holds another store.
-            UnsupportedError: nothing can be collected in this way.
+            The batches of this process. A folder that holds another store gives an `OptionError`.
         """
         trainer = self.trainer
-        reason = why_strategy_is_unsupported(trainer, self)
-        if is_sharded(self.module):
-            reason = f"{type(self.module).__name__} is sharded (fully_shard)"
-        if reason is not None:
-            raise UnsupportedError(f"{reason}: collect gradients on one device, or with strategy='ddp'")
         self._samples.check_processes(trainer.world_size)
         self._manifest = self._opened(trainer)
         rows = GradientStore(self._dirpath).rows

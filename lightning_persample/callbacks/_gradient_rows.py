@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 from lightning_persample.callbacks._gradient_values import layout_of, values_of
 from lightning_persample.engine import PerSampleRecord
-from lightning_persample.errors import OptionError, PerSampleError
+from lightning_persample.errors import OptionError
 from lightning_persample.gradients.projection import Projection
+from lightning_persample.influence._files import MANIFEST
+from lightning_persample.influence._store_manifest import difference
 from lightning_persample.influence.store import (
     ParameterColumns,
     StoreManifest,
     StoreWriter,
-    difference,
     open_store,
     read_store_manifest,
     write_store_manifest,
@@ -67,14 +69,11 @@ class GradientRows:
             The manifest of a store that goes on. One of another run, or of another projection, gives an `OptionError`.
         """
         self._dirpath.mkdir(parents=True, exist_ok=True)
-        try:
-            found = read_store_manifest(self._dirpath)
-        except PerSampleError:
-            if (self._dirpath / "manifest.json").exists():
-                raise
+        if not (self._dirpath / MANIFEST).exists():
             for path in self._dirpath.glob("shard-*.npy"):  # of a run that was killed before it said what they are
                 path.unlink()
             return None
+        found = read_store_manifest(self._dirpath)
         alike = replace(found, projection=self._projection.settings(), dtype=self._dtype)
         opened = open_store(self._dirpath, alike, continued, overwrite=overwrite)
         return opened if found.run in continued else None
@@ -132,22 +131,20 @@ class GradientRows:
         differing = None if self._found is None else difference(self._found, manifest)
         if differing is not None:
             raise OptionError(
-                f"dirpath={str(self._dirpath)!r} holds gradients of this run that were written with {differing[0]}, but "
-                f"now there is {differing[1]}: go on with what there was, or pass another dirpath"
+                f"dirpath={str(self._dirpath)!r} holds gradients of this run that were written with {differing[0]}, "
+                f"but now there is {differing[1]}: go on with what there was, or pass another dirpath"
             )
         self._writer = StoreWriter(self._dirpath, manifest, self._rank)
         if self._rank == 0:
-            self._try(lambda: write_store_manifest(self._dirpath, manifest))
+            self._try(partial(write_store_manifest, self._dirpath, manifest))
 
     def end_batch(self) -> None:
         """Take what was captured of the batch as rows."""
         current, self._current = self._current, []
-        for found in current:
-            self._try(lambda found=found: self._add(found))
-
-    def _add(self, found: _Captured) -> None:
-        if self._writer is not None:
-            self._writer.add(found.values, found.rows)
+        writer = self._writer
+        if writer is not None:
+            for found in current:
+                self._try(partial(writer.add, found.values, found.rows))
 
     def flush(self) -> None:
         """Write the rows that wait."""
@@ -167,6 +164,6 @@ class GradientRows:
             write()
         except OSError as error:
             self._warn(
-                f"the gradients in {str(self._dirpath)!r} cannot be written: {error}. Training goes on; the rows are kept "
-                "in memory and tried again with the next ones"
+                f"the gradients in {str(self._dirpath)!r} cannot be written: {error}. Training goes on; the rows "
+                "are kept in memory and tried again with the next ones"
             )

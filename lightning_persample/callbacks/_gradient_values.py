@@ -34,9 +34,7 @@ def quantity_for(projection: Projection | None) -> str:
     return "grad_sample" if projection is None else "projection"
 
 
-def values_of(
-    record: PerSampleRecord, layout: Sequence[ParameterColumns], projection: Projection | None
-) -> Tensor:
+def values_of(record: PerSampleRecord, layout: Sequence[ParameterColumns], projection: Projection | None) -> Tensor:
     """The gradients of a record's samples.
 
     Args:

@@ -65,7 +65,8 @@ class BatchIndices:
             each sample raises an `OptionError`.
         """
         if self._of_batch is not None:
-            return replace(record, sample_index=_of_samples(checked_index(self._of_batch(batch), record.batch_size), record))
+            index = checked_index(self._of_batch(batch), record.batch_size)
+            return replace(record, sample_index=_of_samples(index, record))
         if not self._is_asked:
             return record
         drawn = self._of_current_batch() or [Drawn(None, self._why_not_followed)]

@@ -1,4 +1,4 @@
-"""Every sample of a dataset once, in order, in the batches that its DataLoader would make, with the samples' indices."""
+"""Every sample of a dataset once, in order, in batches as its DataLoader makes them, with the samples' indices."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SamplesOnce:
             why = "the dataset gives whole batches (batch_size=None)"
         if not why and not isinstance(_batch_size(loader), int):
             why = f"{type(getattr(loader, 'batch_sampler', None)).__name__} has no batch_size"
-        self._is_made_anew = not why
+        self._is_made_anew, self._why = not why, why
         if why and not has_index:
             raise UnsupportedError(f"the samples cannot be told apart, because {why}; {_REMEDY}")
         self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_anew else None  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ class SamplesOnce:
         """
         if processes > 1 and not self._is_made_anew:
             raise UnsupportedError(
-                f"{type(self._loader).__name__} cannot be split among {processes} processes: pass a DataLoader of a "
+                f"the samples cannot be split among {processes} processes, because {self._why}: pass a DataLoader of a "
                 "dataset with a length, or run in one process"
             )
 
@@ -98,9 +98,7 @@ class SamplesOnce:
             for number, (batch, keys) in enumerate(self._keyed(done, rank, processes)):
                 yield Fetched(place, number, batch, keys)
 
-    def _keyed(
-        self, done: np.ndarray[Any, Any], rank: int, processes: int
-    ) -> Iterator[tuple[Any, list[int] | None]]:
+    def _keyed(self, done: np.ndarray[Any, Any], rank: int, processes: int) -> Iterator[tuple[Any, list[int] | None]]:
         if not self._is_made_anew:
             for batch in self._loader:
                 yield batch, None
@@ -116,7 +114,7 @@ class SamplesOnce:
         sampler = getattr(self._loader, "sampler", None)
         if isinstance(sampler, SubsetRandomSampler):
             return np.asarray(list(sampler.indices), np.int64)
-        return np.arange(self.size)
+        return np.arange(self.size or 0)
 
 
 def _batch_size(loader: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_persample.callbacks._batch_gradients import GradientOptions
@@ -22,8 +23,9 @@ from lightning_persample.callbacks._collecting import Collecting, WritesInAnyCas
 from lightning_persample.callbacks._gradient_values import layout_of
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
 from lightning_persample.callbacks._samples_once import SamplesOnce
+from lightning_persample.engine import is_sharded
 from lightning_persample.engine.untouched import untouched
-from lightning_persample.errors import OptionError
+from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.store import GradientStore, StoreManifest
 
@@ -64,8 +66,8 @@ def collect_gradients(
     Afterwards the module (weights, buffers, mode, ``.grad``, ``requires_grad``, every attribute), the Trainer and the
     random numbers are as before, also after an error, for which the memory of one more copy of the module is taken.
 
-    A call that was interrupted is repeated: it goes on where the store ends. A store of other gradients in the folder is
-    refused. Samples whose gradient is not finite have rows of nan and are marked in ``store.nonfinite``.
+    A call that was interrupted is repeated: it goes on where the store ends. A folder that holds a store of other
+    gradients is refused. Samples whose gradient is not finite have rows of nan and are marked in ``store.nonfinite``.
 
     Args:
         module: whose gradients they are.
@@ -76,8 +78,8 @@ def collect_gradients(
             state dicts (of the module, or a Trainer's whole checkpoint). None takes the module as it is.
         loss: a callable ``(module, batch)`` that returns the loss, or a dict with "loss" and whatever `columns` need.
             None takes ``module.training_step(batch, batch_idx)``.
-        columns: further columns: by name a callable ``(outputs, batch)`` that returns one number per sample, (B,), where
-            outputs is what the loss was taken from.
+        columns: further columns: by name a callable ``(outputs, batch)`` that returns one number per sample, (B,),
+            where outputs is what the loss was taken from.
         projection: what is kept of a gradient; None keeps it in full.
         dtype: of the stored numbers. In "float16" each row has a scale of its own.
         direction: "adam" stores in place of a gradient g what Adam would step along if g were the gradient of the next
@@ -103,8 +105,7 @@ def collect_gradients(
 
     Raises:
         OptionError: an option has a value that is not allowed, or the folder holds another store.
-
-    A parameter or a sample whose gradient is not known exactly gives an `UnsupportedError` that says why.
+        UnsupportedError: a gradient is not known exactly, or the module is sharded; the text says why.
     """
     check_option("dirpath", dirpath, is_path(os.fspath(dirpath)), "the path of a folder")
     _check_options(
@@ -118,7 +119,7 @@ def collect_gradients(
     )
     module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
     if loss is None and not isinstance(module, LightningModule):
-        raise OptionError("loss=None takes module.training_step: pass a LightningModule, or loss=(module, batch) -> loss")
+        raise OptionError("loss=None takes module.training_step: pass a LightningModule, or loss=...")
     if loss is None and not module.automatic_optimization:
         raise OptionError("loss=None takes module.training_step, which steps the optimizers itself: pass loss=...")
     chosen = _chosen(module, parameters)
@@ -139,6 +140,9 @@ def collect_gradients(
         samples=None if sample_index is not None else samples.size,
     )
     trainer = quiet_trainer() if trainer is None else trainer
+    if is_sharded(module) or not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        held = f"{type(module).__name__} is sharded" if is_sharded(module) else type(trainer.strategy).__name__
+        raise UnsupportedError(f"{held}: gradients are collected on one device, or under strategy='ddp'")
     with borrowed(trainer, [WritesInAnyCase()]), untouched(module), _requiring_gradients(module, chosen):
         collecting = Collecting(
             module,
@@ -178,7 +182,7 @@ def _check_options(
 
 def _chosen(module: nn.Module, names: Sequence[str] | None) -> list[str]:
     """The parameters that are stored, in the order of the module."""
-    known = {name: parameter for name, parameter in module.named_parameters()}
+    known = dict(module.named_parameters())
     if names is None:
         found = [name for name, parameter in known.items() if parameter.requires_grad]
         if not found:

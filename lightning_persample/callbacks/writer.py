@@ -221,8 +221,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             raise OptionError(refusal)
         self._manifest, self._types = manifest, dict(manifest.columns)
         if self._gradients is not None:
-            names = ("run", "libraries", "processes")
-            told = {name: getattr(manifest, name) for name in names}
+            told = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
             self._gradients.start(found, {**told, "settings": {"loss_reduction": manifest.settings["loss_reduction"]}})
         self._parts = Parts(self.dirpath, trainer.global_rank)
         self._rates = LearningRates(pl_module, trainer.optimizers)

@@ -1,6 +1,6 @@
 """Modules whose gradients are collected, and what one-sample autograd gives for each of their samples.
 
-``python -m tests.callbacks.collect_runs ranks FOLDER`` collects in several processes.
+``python -m tests.callbacks.collect_runs FOLDER`` collects in several processes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_persample import collect_gradients
+from lightning_persample import UnsupportedError, collect_gradients
 from tests.callbacks.runs import make_trainer
 
 FEATURES, CLASSES, COUNT = 5, 3, 22
@@ -113,17 +113,30 @@ def projected(grads: dict[str, torch.Tensor], projection) -> torch.Tensor:
     return torch.cat(parts, 1)
 
 
-def main(mode: str, folder: str) -> None:
-    """Collect in this process and the others; with "again" on top of what a single process left."""
+class Stream(IterableDataset):
+    """Rows that tell their own index."""
+
+    def __iter__(self):
+        rows = Rows()
+        yield from ((rows.inputs[k], rows.labels[k], 100 + k) for k in range(10))
+
+
+def main(folder: str) -> None:
+    """Collect together with other processes: a new store, on top of what one process left, and what is refused."""
     torch.set_num_threads(1)
     trainer = make_trainer(devices=2, strategy="ddp", default_root_dir=folder)
-    module, data = Net(), loader(shuffle=True)
     weights = [Net(seed).state_dict() for seed in (3, 4)]
-    store = collect_gradients(
-        module, data, Path(folder) / mode, checkpoints=weights, projection=None, dtype="float64", trainer=trainer
-    )
-    found = {"asked": data.dataset.asked, "rows": len(store), "values": [stored(store, place) for place in (0, 1)]}
-    torch.save(found, Path(folder, f"{mode}.{trainer.global_rank}.pt"))
+    options = {"checkpoints": weights, "projection": None, "dtype": "float64", "trainer": trainer}
+    for mode in ("new", "again"):
+        data = loader(shuffle=True)
+        store = collect_gradients(Net(), data, Path(folder) / mode, **options)
+        torch.save({"asked": data.dataset.asked, "rows": len(store)}, Path(folder, f"{mode}.{trainer.global_rank}.pt"))
+    text = ""
+    try:
+        collect_gradients(Net(), DataLoader(Stream(), 4), folder, sample_index=lambda batch: batch[2], **options)
+    except UnsupportedError as error:
+        text = str(error)
+    torch.save(text, Path(folder, f"refused.{trainer.global_rank}.pt"))
 
 
 if __name__ == "__main__":

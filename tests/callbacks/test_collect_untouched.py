@@ -68,13 +68,13 @@ def prepare(module):
 
 
 def raising(module, batch):
-    loss = F.cross_entropy(module(batch[0]), batch[1])
-    module.norm.running_mean += 1
-    module.first.weight.data *= 2
-    module.extra = nn.Linear(1, 1)
     if 9 in batch[0][:, 0]:
+        module.norm.running_mean += 1
+        module.first.weight.data *= 2
+        module.extra = nn.Linear(1, 1)
+        module.seen.append(5)
         raise KeyError("this batch")
-    return loss
+    return F.cross_entropy(module(batch[0]), batch[1])
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["own trainer", "trainer of a fit"])
@@ -153,14 +153,15 @@ def test_nothing_is_logged_and_the_module_can_ask_for_its_logger(tmp_path):
 
 
 def test_a_trainer_in_the_middle_of_a_fit_is_refused_and_another_one_is_not(tmp_path):
-    class Collects(Callback):
-        stores = []
+    stores = []
 
+    class Collects(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == 2:
+                folder = tmp_path / str(trainer.current_epoch)
                 with pytest.raises(OptionError, match="trainer is in the middle of its fit: pass another one"):
-                    collect_gradients(pl_module, loader(), tmp_path / "store", trainer=trainer)
-                self.stores.append(collect_gradients(pl_module, loader(), tmp_path / "store", projection=None))
+                    collect_gradients(pl_module, loader(), folder, trainer=trainer)
+                stores.append(collect_gradients(pl_module, loader(), folder, projection=None))
                 assert pl_module.trainer is trainer
 
     results = []
@@ -169,5 +170,5 @@ def test_a_trainer_in_the_middle_of_a_fit_is_refused_and_another_one_is_not(tmp_
         torch.manual_seed(11)
         make_trainer(callbacks, max_epochs=2).fit(module, loader(shuffle=True))
         results.append(list(module.state_dict().values()))
-    assert [store.visited.all() for store in Collects.stores] == [True, True]
+    assert [store.visited.all() for store in stores] == [True, True]
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
