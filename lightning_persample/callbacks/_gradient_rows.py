@@ -54,6 +54,7 @@ class GradientRows:
         self._rank, self._warn = rank, warn
         self._found: StoreManifest | None = None
         self._told: dict[str, Any] = {}
+        self._shapes: dict[str, torch.Size] = {}
         self._writer: StoreWriter | None = None
         self._layout: tuple[ParameterColumns, ...] = ()
         self._current: list[_Captured] = []
@@ -78,19 +79,20 @@ class GradientRows:
         opened = open_store(self._dirpath, alike, continued, overwrite=overwrite)
         return opened if found.run in continued else None
 
-    def start(self, found: StoreManifest | None, told: Mapping[str, Any]) -> None:
+    def start(self, found: StoreManifest | None, told: Mapping[str, Any], module: nn.Module) -> None:
         """Note what goes on and what is told of it; the manifest is written as soon as the parameters are known.
 
         Args:
             found: the manifest of the store that goes on, if one does.
             told: the run, its settings, libraries and processes.
+            module: the module that is trained, whose trainable parameters have columns.
         """
         self._found, self._told = found, dict(told)
+        self._shapes = {name: each.shape for name, each in module.named_parameters() if each.requires_grad}
 
     def capture(
         self,
         record: PerSampleRecord,
-        module: nn.Module,
         *,
         step: int,
         rate: float | Tensor,
@@ -101,14 +103,19 @@ class GradientRows:
 
         Args:
             record: of the backward.
-            module: the module that is trained.
             step: count of optimizer steps before it.
             rate: the learning rate, or that of each sample.
             divisor: what the record's factor has to be divided by to be a sample's weight.
             replaces: whether it takes the place of another backward of the batch.
         """
         if self._writer is None:
-            self._open(record, module)
+            self._open(record)
+        others = [name for name in record.names if name not in self._shapes]
+        if others:
+            self._warn(
+                f"gradients of {', '.join(f'`{name}`' for name in others[:8])} are not stored: they became trainable "
+                "after the fit had started"
+            )
         index = record.sample_index
         rows: dict[str, Any] = {"step": step, "learning_rate": torch.as_tensor(rate, dtype=torch.float64)}
         if isinstance(index, Tensor):
@@ -118,10 +125,9 @@ class GradientRows:
         found = _Captured(values_of(record, self._layout, self._projection), rows)
         self._current = [found] if replaces else [*self._current, found]
 
-    def _open(self, record: PerSampleRecord, module: nn.Module) -> None:
-        """The first record tells which parameters have values; those that are frozen have none."""
-        names = {*record.names, *record.unused}
-        shapes = {name: parameter.shape for name, parameter in module.named_parameters() if name in names}
+    def _open(self, record: PerSampleRecord) -> None:
+        """The first record tells which parameters have no values."""
+        shapes = {name: shape for name, shape in self._shapes.items() if name not in record.unsupported}
         if not shapes:
             raise OptionError("projection: no parameter has per-sample gradients, so that there is nothing to store")
         self._layout = layout_of(shapes, self._projection)

@@ -51,7 +51,8 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     With `projection` the samples' gradients themselves are kept, too, in the folder "gradients" of the ledger's: a
     `GradientStore` with the rows of the ledger that have the same step and sample_index, written and resumed with them.
-    Its parameters are those that have per-sample gradients at the first captured step.
+    Its columns are those of the parameters that are trainable when the fit starts, but for those that the first captured
+    step has no per-sample gradients of.
 
     The folder has to be one that all processes share. In manual optimization a row is one of a backward, and `step`
     counts batches.
@@ -222,7 +223,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._manifest, self._types = manifest, dict(manifest.columns)
         if self._gradients is not None:
             told = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
-            self._gradients.start(found, {**told, "settings": {"loss_reduction": manifest.settings["loss_reduction"]}})
+            told["settings"] = {"loss_reduction": manifest.settings["loss_reduction"]}
+            self._gradients.start(found, told, pl_module)
         self._parts = Parts(self.dirpath, trainer.global_rank)
         self._rates = LearningRates(pl_module, trainer.optimizers)
 
@@ -257,7 +259,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         # An optimizer that evaluates its closure several times has several records of one batch: the last one counts.
         self._current = [rows] if automatic else [*self._current, rows]
         if self._gradients is not None:
-            self._gradients.capture(record, pl_module, step=step, rate=rate, divisor=divisor, replaces=automatic)
+            self._gradients.capture(record, step=step, rate=rate, divisor=divisor, replaces=automatic)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
