@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_persample.gradients.cost import chunks, patch_costs
@@ -100,13 +99,13 @@ def indexed_projected(index: Tensor, right: Tensor, num_rows: int, factors: Fact
     """
     T, d, a, b, dtype = index.shape[1], right.shape[2], factors.rows, factors.columns, factors.dtype
     numbers = T * (a + b) + _copied(right, dtype)
-    columns = None if factors.left is None else factors.left.mT.contiguous()
 
     def project(part: slice) -> Tensor:
         other = factors.on_columns(right[part].to(dtype))
-        if columns is None:
+        if factors.left is None:
             return indexed_dense(index[part], other, num_rows)
-        return torch.bmm(F.embedding(index[part], columns).mT, other)
+        chosen = factors.left.index_select(1, index[part].flatten()).view(a, -1, T)
+        return torch.bmm(chosen.transpose(0, 1), other)
 
     if T * d == 0:
         return torch.zeros(index.shape[0], a * b, dtype=dtype, device=right.device)

@@ -143,8 +143,10 @@ class Projection:
             gradient is ``left @ gradient.reshape(p, d) @ right.T``, row after row.
         """
         (p, d), found = _as_matrix(shape), self.factors(name, shape, torch.float64, torch.device("cpu"))
-        left = torch.eye(p, dtype=torch.float64) if found.left is None else found.left.clone()
-        right = torch.eye(d, dtype=torch.float64) if found.right is None else found.right.clone()
+        left, right = (
+            torch.eye(size, dtype=torch.float64, device="cpu") if matrix is None else matrix.clone()
+            for size, matrix in ((p, found.left), (d, found.right))
+        )
         return left, right
 
     def factors(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Factors:
@@ -177,17 +179,22 @@ class Projection:
     def _matrix(self, key: _Key) -> Tensor:
         found = self._kept.get(key)
         if found is None:
-            name, side, rows, columns, dtype, device = key
-            digest = hashlib.blake2b(f"{self.seed}/{side}/{rows}x{columns}/{name}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            if self.kind == "normal":
-                drawn = torch.randn(rows, columns, generator=generator, dtype=torch.float32)
-            else:
-                drawn = torch.randint(0, 2, (rows, columns), generator=generator, dtype=torch.float32) * 2 - 1
-            found = drawn.to(device, dtype) * rows**-0.5
+            found = self._drawn(*key)
             if found.nbytes + sum(matrix.nbytes for matrix in self._kept.values()) <= _MOST_KEPT:
                 self._kept[key] = found
         return found
+
+    @torch.inference_mode(False)  # a matrix that is kept may be used outside of inference mode later
+    @torch.no_grad()
+    def _drawn(self, name: str, side: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        digest = hashlib.blake2b(f"{self.seed}/{side}/{rows}x{columns}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+        size = (rows, columns)
+        if self.kind == "normal":
+            drawn = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu")
+        else:
+            drawn = torch.randint(0, 2, size, generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
+        return drawn.to(device, dtype) * rows**-0.5
 
 
 def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import hashlib
 import math
@@ -155,8 +156,7 @@ def test_nothing_of_the_parameters_size_is_formed_for_a_sample() -> None:
         projection.factors("w", gradient.shape, torch.float32, torch.device("cpu"))
         with LargestTensor() as largest:
             gradient.project(projection, "w")
-        matrix = 16 * max(gradient.shape) * 4  # written once more, transposed
-        assert largest.bytes <= matrix
+        assert largest.bytes <= 4 * max(4 * 256, 4 * 6 * 16)  # what is projected, and its sides
 
 
 # What a projection keeps in the mean ----------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_dots_of_projected_gradients_are_in_the_mean_those_of_the_gradients(name
     pair[1] += pair[0]  # so that the true dot is of the size of the squared norms
     gradient, flat = Dense(pair), pair.reshape(2, -1)
     found = []
-    for seed in range(4000):
+    for seed in range(2000):
         projected = gradient.project(Projection(dim, kind, seed), "weight")
         found.append([projected[0] @ projected[1], projected[0] @ projected[0]])
     values = torch.tensor(found, dtype=torch.float64)
@@ -222,19 +222,20 @@ def digest(projection: Projection, names: list[str]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["normal", "rademacher"])
-def test_equal_seeds_agree_whatever_the_order_and_the_process(kind: Any) -> None:
-    names = ["a.weight", "b.weight", "c"]
-    here = digest(Projection(kind=kind, seed=5), names)
-    torch.manual_seed(123)
-    assert digest(Projection(kind=kind, seed=5), names[::-1]) == here
-    assert len(set(here.values())) == len(here)
+def test_equal_seeds_agree_whatever_the_order_and_the_process() -> None:
+    names, found = ["a.weight", "b.weight", "c"], {}
+    for kind in ("normal", "rademacher"):
+        found[kind] = digest(Projection(kind=kind, seed=5), names)  # type: ignore[arg-type]
+        torch.manual_seed(123)
+        assert digest(Projection(kind=kind, seed=5), names[::-1]) == found[kind]  # type: ignore[arg-type]
+        assert len(set(found[kind].values())) == len(found[kind])
     code = (
         "from tests.gradients.test_projection import Projection, digest\n"
-        f"print(digest(Projection(kind={kind!r}, seed=5), {names[1:]}))"
+        f"print([digest(Projection(kind=kind, seed=5), {names[1:]}) for kind in {list(found)}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert eval(done.stdout) == {key: value for key, value in here.items() if not key.startswith("a")}
+    for here, there in zip(found.values(), ast.literal_eval(done.stdout), strict=True):
+        assert there == {key: value for key, value in here.items() if not key.startswith("a")}
 
 
 def test_the_numbers_are_those_of_this_version() -> None:
@@ -265,6 +266,18 @@ def test_the_global_generator_is_not_touched() -> None:
     for kind in ("normal", "rademacher"):
         Dense(torch.ones(2, 60, 70)).project(Projection(kind=kind), "weight")  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_devices_and_modes_around_the_call_do_not_matter() -> None:
+    expected = Projection().matrices("weight", (60, 70))
+    projection = Projection()
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = projection.matrices("weight", (60, 70))
+        assert projection.matrices("bias", (4,))[1].device.type == "cpu"
+    assert all(torch.equal(one, two) for one, two in zip(inside, expected, strict=True))
+    grad = torch.randn(2, 60, 70, dtype=torch.float64, requires_grad=True)
+    Dense(grad).project(projection, "weight").sum().backward()
+    assert grad.grad is not None
 
 
 def test_copies_are_equal_and_leave_the_drawn_matrices_behind() -> None:
