@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,6 +120,11 @@ class Parts:
         table = arrow().concat_tables(self._waiting).combine_chunks()
         steps = table["step"].to_numpy()
         path = _path(self._dirpath, self._rank, int(steps.min()), int(steps.max()), self._counter)
-        write_atomically(path, _encoded(table))
+        try:
+            write_atomically(path, _encoded(table))
+        except OSError:
+            with suppress(OSError):  # a file whose name alone is not sure would have its rows twice
+                path.unlink(missing_ok=True)
+            raise
         self._counter += 1
         self._waiting = []

@@ -8,7 +8,6 @@ place among the values, so that rows are taken out again by writing the small fi
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -50,7 +49,7 @@ BASE_FIELDS = {
 }
 _POSITION = "position"  # where the values of a row are in its shard
 _TOP_EXPONENT = 15  # of the largest entry of a float16 row: in [2**14, 2**15)
-_LEAST_EXPONENT = -1007  # so that the scale is a normal float64
+_LEAST_EXPONENT = -1059  # the scale is a float64 then, and no entry that is not 0 is less than 1 of it
 
 
 class Shard(NamedTuple):
@@ -165,14 +164,14 @@ def read_records(shard: Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDAr
 def drop_rows(dirpath: Path, step: int) -> None:
     """Remove the rows of an optimizer step and of all later ones.
 
-    Killed at any moment, it leaves shards that are whole, in which every earlier row is once. The values of a shard
-    that keeps some of its rows stay on the disk as they are.
+    Killed at any moment, it leaves shards that are whole, in which every earlier row is once; the latest are removed
+    first, so that none is missing in between. The values of a shard that keeps some of its rows stay on the disk.
 
     Args:
         dirpath: the folder.
         step: the first step whose rows are removed.
     """
-    for shard in shards_of(dirpath):
+    for shard in reversed(shards_of(dirpath)):
         rows = np.load(shard.rows)
         kept = rows[rows["step"] < step]
         if len(kept) == len(rows):
@@ -203,22 +202,27 @@ def to_storage(values: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.flo
     if values.dtype not in (torch.float32, torch.float64):
         values = values.float()
     if dtype == "float16":
-        stored, scale = _to_float16(values)
+        largest = _largest(values)
+        stored, scale = _to_float16(values, largest)
     else:
         stored = values.to(DTYPES[dtype], copy=True)
-        scale = np.ones(len(values))
-    is_finite = torch.isfinite(stored).all(dim=1)
-    if not bool(is_finite.all()):
-        stored[~is_finite] = torch.nan
-        scale[(~is_finite).cpu().numpy()] = np.nan
+        largest, scale = _largest(stored), np.ones(len(values))
+    bad = ~np.isfinite(largest)
+    if bad.any():
+        stored[torch.from_numpy(bad).to(stored.device)] = torch.nan
+        scale[bad] = np.nan
     return stored.cpu().numpy(), scale
 
 
-def _to_float16(values: Tensor) -> tuple[Tensor, NDArray[np.float64]]:
-    largest = values.abs().amax(dim=1).double().cpu().numpy()
-    scaled = np.isfinite(largest) & (largest > 0)
-    exponent = np.where(scaled, np.maximum(np.frexp(largest)[1], _LEAST_EXPONENT), _TOP_EXPONENT) - _TOP_EXPONENT
-    # In two steps, as one factor alone may be out of range; both are powers of two, and nothing is rounded.
+def _largest(values: Tensor) -> NDArray[np.float64]:
+    """The largest entry of each row; inf or nan where one of them is."""
+    return values.abs().amax(dim=1).double().cpu().numpy()
+
+
+def _to_float16(values: Tensor, largest: NDArray[np.float64]) -> tuple[Tensor, NDArray[np.float64]]:
+    is_scaled = np.isfinite(largest) & (largest > 0)
+    exponent = np.where(is_scaled, np.maximum(np.frexp(largest)[1], _LEAST_EXPONENT), _TOP_EXPONENT) - _TOP_EXPONENT
+    # In two steps, as one factor alone may be out of range; of powers of two, they round nothing that float16 keeps.
     for part in (-exponent // 2, -exponent - (-exponent // 2)):
         values = values * torch.from_numpy(np.ldexp(1.0, part)).to(values)[:, None]
     if values.dtype == torch.float64:  # torch rounds float64 twice on the way
@@ -238,6 +242,8 @@ def read_values(
 ) -> NDArray[Any]:
     """The values of rows, read through memory maps: of each shard no more than the pages that hold them.
 
+    A file with fewer values than its rows say is refused.
+
     Args:
         paths: the files with values.
         shard: (m,), which of them a row is in.
@@ -248,32 +254,36 @@ def read_values(
 
     Returns:
         (m, sum of the ranges' lengths).
-
-    Raises:
-        PerSampleError: a file has fewer values than its rows say.
     """
     out = np.empty((len(shard), sum(stop - start for start, stop in ranges)), dtype)
-    borders = np.flatnonzero(np.diff(shard)) + 1
-    for rows in np.split(np.arange(len(shard)), borders) if len(shard) else ():
-        first, last = int(rows[0]), int(rows[-1])
-        path = paths[int(shard[first])]
-        places = position[first : last + 1]
-        try:
-            values = np.load(path, mmap_mode="r")
-        except ValueError as error:
-            raise PerSampleError(f"{os.fspath(path)!r} is not whole: {error}") from error
-        if values.ndim != 2 or values.shape[0] <= places.max() or values.shape[1] < max(stop for _, stop in ranges):
-            raise PerSampleError(
-                f"{os.fspath(path)!r} holds values {values.shape}, but its rows name row {int(places.max())} and "
-                f"column {max(stop for _, stop in ranges) - 1}"
-            )
-        is_run = bool((np.diff(places) == 1).all())
-        chosen: Any = slice(int(places[0]), int(places[-1]) + 1) if is_run else places
+    order = np.argsort(shard, kind="stable")
+    is_scaled = False
+    for rows in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1) if len(shard) else ():
+        values = _mapped(paths[int(shard[rows[0]])], int(position[rows].max()), max(stop for _, stop in ranges))
+        taken, given = _as_slice(position[rows]), _as_slice(rows)
         at = 0
         for start, stop in ranges:
-            out[first : last + 1, at : at + stop - start] = values[chosen, start:stop]
+            out[given, at : at + stop - start] = values[taken, start:stop]
             at += stop - start
-        if values.dtype == np.float16:  # in float64, which holds every scale, and rounded once
-            own = out[first : last + 1]
-            np.multiply(own, scale[first : last + 1, None], out=own, casting="same_kind")
+        is_scaled |= values.dtype == np.float16
+    if is_scaled:  # in float64, which holds every scale, and rounded once
+        np.multiply(out, scale[:, None], out=out, casting="same_kind")
     return out
+
+
+def _mapped(path: str, last: int, columns: int) -> NDArray[Any]:
+    try:
+        values = np.load(path, mmap_mode="r")
+    except ValueError as error:
+        raise PerSampleError(f"{path!r} is not whole: {error}") from error
+    if values.ndim != 2 or values.shape[0] <= last or values.shape[1] < columns:
+        raise PerSampleError(
+            f"{path!r} holds values of shape {values.shape}, but rows up to {last} and {columns} columns are expected"
+        )
+    return values
+
+
+def _as_slice(places: NDArray[np.int64]) -> Any:
+    """Places that follow one another as a slice, which copies nothing."""
+    follow = bool((np.diff(places) == 1).all())
+    return slice(int(places[0]), int(places[-1]) + 1) if follow else places

@@ -156,7 +156,8 @@ def open_store(
     """Make a folder ready for rows; of several processes one alone calls this, before the others write.
 
     A store that goes on keeps its name of the run. Its checkpoints may be more, or fewer, than those of `manifest`, but
-    those that both have must be the same: the longer list counts.
+    those that both have must be the same: the longer list counts. One of `continued` keeps its columns where `manifest`
+    names none, as a run may not know them before its first row.
 
     Args:
         dirpath: the folder.
@@ -176,6 +177,8 @@ def open_store(
     found = read_store_manifest(dirpath) if (dirpath / MANIFEST).exists() else None
     shards = shards_of(dirpath)
     goes_on = found is not None and (continued is None or found.run in continued)
+    if found is not None and goes_on and continued is not None and not manifest.columns:
+        manifest = replace(manifest, columns=found.columns)
     differing = difference(found, manifest) if found is not None and goes_on else None
     if found is not None and goes_on and differing is None:
         remove_uncounted(dirpath)

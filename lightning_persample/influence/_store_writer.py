@@ -48,8 +48,8 @@ class StoreWriter:
 
     In float16 each row is divided by a power of two of its own, so that its largest entry M lies in [2**14, 2**15):
     however small a gradient is, no entry x of it is off by more than the larger of ``2**-11 |x|`` and ``2**-39 |M|``
-    (so entries up to ``2**-39 |M|`` may become 0). This holds for rows with ``M >= 2**-1007``. Stored in float32, an
-    entry is off by half of its last place, and up to ``2**-150`` it becomes 0.
+    (so entries up to ``2**-39 |M|`` may become 0). Stored in float32, an entry is off by half of its last place, and up
+    to ``2**-150`` it becomes 0.
 
     A row with an entry that is not finite, or that the stored type cannot hold, is stored as nan as a whole, and
     marked.
@@ -97,7 +97,7 @@ class StoreWriter:
         Args:
             values: (m, K), of a floating type, on any device.
             rows: what the rows are: tensors or arrays (m,), or one number for all of them, under "sample_index" (-1 if
-                not given: unknown), "checkpoint" (0), "step" (-1), "learning_rate" and "weight" (nan) and the
+                None or not given: unknown), "checkpoint" (0), "step" (-1), "learning_rate" and "weight" (nan) and the
                 manifest's columns (nan).
 
         Raises:
@@ -137,11 +137,13 @@ class StoreWriter:
             raise OptionError(f"rows have a column {unknown[0]!r}; this store has {', '.join(known)}")
         records = np.empty(count, self._dtype)
         for name in known:
-            given = rows.get(name, _DEFAULTS.get(name, np.nan))
+            given = rows.get(name)
+            if given is None:
+                given = _DEFAULTS.get(name, np.nan)
             column = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
             if column.shape not in ((), (count,)):
                 raise OptionError(f"rows: {name!r} is of shape {column.shape}, but there are {count} rows")
-            if self._dtype[name].kind == "i" and column.dtype.kind not in "iu":
+            if column.size and self._dtype[name].kind == "i" and column.dtype.kind not in "iu":
                 raise OptionError(f"rows: {name!r} is of type {column.dtype}, but must be of integers")
             records[name] = column
         samples = self._manifest.samples

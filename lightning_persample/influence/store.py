@@ -227,15 +227,6 @@ class GradientStore:
                 yield first + low - at, first + high - at
             at += last - first
 
-    def _rows_in(self, max_memory: int, itemsize: int) -> int:
-        """How many rows are read at once: as they are stored and as they are given."""
-        each = self.num_columns * (np.dtype(self.manifest.dtype).itemsize + itemsize)
-        if max_memory < each:
-            raise OptionError(
-                f"max_memory={max_memory!r} does not hold one row of {self.num_columns} numbers; it takes {each} bytes"
-            )
-        return max_memory // each
-
     def _result_type(self, dtype: torch.dtype | None) -> str:
         if dtype is None:
             return "float64" if self.manifest.dtype == "float64" else "float32"
@@ -246,16 +237,30 @@ class GradientStore:
     def _read(self, start: int, stop: int, dtype: str) -> tuple[Any, ...]:
         """The arguments of `read_values` for these rows."""
         own = slice(start, stop)
-        return self._paths, self._shard[own], self._position[own], self.rows["scale"][own], self._ranges, dtype
+        used, shard = np.unique(self._shard[own], return_inverse=True)
+        paths = tuple(self._paths[i] for i in used)
+        return paths, shard, self._position[own], self.rows["scale"][own], self._ranges, dtype
+
+    def _cut(self, max_memory: int | None, dtype: str, held: int) -> list[tuple[int, int]]:
+        """Rows from start to stop that are read at once: as they are stored, and as they are given `held` times."""
+        each = self.num_columns * (np.dtype(self.manifest.dtype).itemsize + held * np.dtype(dtype).itemsize)
+        limit = max(_BLOCK_BYTES, each) if max_memory is None else max_memory
+        if limit < each:
+            raise OptionError(
+                f"max_memory={max_memory!r} does not hold one row of {self.num_columns} numbers; it takes {each} bytes"
+            )
+        size = limit // each
+        return [(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
     def blocks(
         self, max_memory: int | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The values, some rows at a time, read through memory maps.
+        """The values, some rows at a time, read through memory maps: a store may be larger than the memory.
 
         Args:
-            max_memory: bytes that a block takes while it is read, those of the mapped pages aside, which the system
-                takes back when it needs them. None takes 64 MiB, or what one row needs.
+            max_memory: bytes that a block takes while it is read, with those of the block before it, which a loop still
+                holds then. Mapped pages are aside: the system takes them back when it needs them. None takes 64 MiB, or
+                what one row needs.
             dtype: torch.float32 or torch.float64; None is float64 for a store of that type, else float32. In float32 an
                 entry of a float16 store below 2**-150 is 0.
 
@@ -264,11 +269,7 @@ class GradientStore:
             not finite are nan.
         """
         name = self._result_type(dtype)
-        itemsize = np.dtype(name).itemsize
-        least = self.num_columns * (np.dtype(self.manifest.dtype).itemsize + itemsize)
-        size = self._rows_in(max(_BLOCK_BYTES, least) if max_memory is None else max_memory, itemsize)
-        for start in range(0, len(self), size):
-            stop = min(start + size, len(self))
+        for start, stop in self._cut(max_memory, name, held=2):
             yield torch.arange(start, stop), torch.from_numpy(read_values(*self._read(start, stop, name)))
 
     def to_dask(self, max_memory: int | None = None) -> Any:
@@ -282,13 +283,9 @@ class GradientStore:
         """
         array = dask_array()
         name = self._result_type(None)
-        itemsize = np.dtype(name).itemsize
-        least = self.num_columns * (np.dtype(self.manifest.dtype).itemsize + itemsize)
-        size = self._rows_in(max(_BLOCK_BYTES, least) if max_memory is None else max_memory, itemsize)
         read = delayed()(read_values, pure=False)
         chunks = []
-        for start in range(0, len(self), size):
-            stop = min(start + size, len(self))
+        for start, stop in self._cut(max_memory, name, held=1):
             values = read(*self._read(start, stop, name))
             chunks.append(array.from_delayed(values, (stop - start, self.num_columns), name))
         return array.concatenate(chunks) if chunks else array.zeros((0, self.num_columns), dtype=name)

@@ -157,6 +157,25 @@ def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch, call):
     assert sorted(set(read_ledger(folder)["step"].to_pylist())) == [0, 2, 3]
 
 
+def test_a_name_that_cannot_be_forced_to_the_disk_doubles_no_row(folder, monkeypatch):
+    calls, fsync = [], os.fsync
+
+    def fails_second(number):  # the first one is of the file
+        calls.append(number)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", fails_second)
+    parts = Parts(folder, 0)
+    parts.add(table([1]))
+    with pytest.raises(OSError, match="Input/output error"):
+        parts.write()
+    parts.add(table([2]))
+    parts.write()
+    assert read_ledger(folder)["step"].to_pylist() == [1, 1, 2, 2]
+
+
 def test_a_file_is_replaced_in_one_step(tmp_path):
     write_atomically(tmp_path / "manifest.json", b"one")
     write_atomically(tmp_path / "manifest.json", b"two")

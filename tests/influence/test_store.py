@@ -36,7 +36,15 @@ def store(folder):
     """Two processes, two checkpoints: samples 0 to 9 and 10 to 15 at each."""
     for checkpoint in (1, 0):
         write(folder, gradients(10, checkpoint), 0, sample_index=torch.arange(10), checkpoint=checkpoint, step=5)
-        write(folder, gradients(6, 7 + checkpoint), 1, sample_index=range(10, 16), checkpoint=checkpoint, loss=2.0)
+        write(
+            folder,
+            gradients(6, 7 + checkpoint),
+            1,
+            sample_index=range(10, 16),
+            checkpoint=checkpoint,
+            loss=2.0,
+            weight=None,
+        )
     return GradientStore(folder)
 
 
@@ -95,11 +103,11 @@ def test_parameters_of_a_store(store):
 @pytest.mark.parametrize("rows", [1, 3, 5, 32, 100])
 def test_blocks_of_any_size_are_the_same_rows(store, rows):
     values = whole(store)
-    assert torch.equal(whole(store, max_memory=rows * K * 8), values)
-    sizes = [len(block) for _, block in store.blocks(max_memory=rows * K * 8 + 7)]
+    assert torch.equal(whole(store, max_memory=rows * K * 12), values)
+    sizes = [len(block) for _, block in store.blocks(max_memory=rows * K * 12 + 7)]
     assert sizes == [rows] * (32 // rows) + [32 % rows] * (32 % rows > 0)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(whole(store.select(order), max_memory=rows * K * 8), values[order])
+    assert torch.equal(whole(store.select(order), max_memory=rows * K * 12), values[order])
 
 
 def test_which_samples_are_there(store):
@@ -107,6 +115,8 @@ def test_which_samples_are_there(store):
     assert torch.equal(store.visited, expected)
     assert torch.equal(store.at(0).select([2, 4]).visited, (torch.arange(30) == 2) | (torch.arange(30) == 4))
     assert store.has(1, [15, 16, 0]).tolist() == [True, False, True]
+    with pytest.raises(PerSampleError, match=r"does not know the size of its dataset: ask for samples, has\("):
+        GradientStore(made(store.dirpath, replace(MANIFEST, samples=None))).visited  # noqa: B018
     assert store.has(2, torch.tensor([15])).tolist() == [False]
 
 
@@ -147,6 +157,7 @@ def test_rows_that_do_not_fit_are_refused(folder):
     ):
         with pytest.raises(OptionError, match=text):
             writer.add(values, rows)
+    writer.add(gradients(0), {"sample_index": []})  # none at all is allowed
     writer.flush()
     assert names(folder) == ["manifest.json"]
 
@@ -158,7 +169,7 @@ def test_what_a_store_does_not_have_is_named(store):
         (lambda: store.at(2), r"has no checkpoint 2; it has \(0, 1\)"),
         (lambda: store.select([32]), r"a mask of shape \(32,\), or positions from 0 to 31"),
         (lambda: store.select([True]), r"rows are bool of shape \(1,\)"),
-        (lambda: list(store.blocks(max_memory=100)), "does not hold one row of 20 numbers; it takes 160 bytes"),
+        (lambda: list(store.blocks(max_memory=100)), "does not hold one row of 20 numbers; it takes 240 bytes"),
         (lambda: list(store.blocks(dtype=torch.float16)), "allowed is None, torch.float32 or torch.float64"),
     ):
         with pytest.raises(OptionError, match=text):

@@ -1,0 +1,135 @@
+"""Stores whose writer is killed, or whose disk is full: what was written is there, as it was."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_persample import OptionError, PerSampleError
+from lightning_persample.influence import GradientStore, StoreWriter
+from tests.influence.stores import MANIFEST, K, gradients, made, write
+from tests.processes import run_alone
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return made(tmp_path / "gradients")
+
+
+class FullDisk:
+    """The n-th call of a function fails, for each n in `full`."""
+
+    def __init__(self, monkeypatch, name, full) -> None:
+        self.calls, self.full, self.function = 0, full, getattr(os, name)
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, *args):
+        self.calls += 1
+        if self.calls in self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.function(*args)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="forks")
+@pytest.mark.parametrize("moments", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_a_killed_writer_leaves_whole_shards_and_goes_on(tmp_path, moments):
+    seed = int.from_bytes(os.urandom(4), "little")
+    ended = run_alone("tests.influence.killed_stores", str(tmp_path), str(moments), str(seed), timeout=500)
+    assert ended.codes == [0], f"seed {seed}\n{ended.outputs[0]}"
+    assert ended.outputs[0].count("whole") == moments
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("first", range(1, 5))
+def test_a_full_disk_loses_nothing_that_was_written(folder, monkeypatch, call, first):
+    write(folder, gradients(8))
+    there = {path.name: path.read_bytes() for path in folder.iterdir()}
+    FullDisk(monkeypatch, call, range(first, first + 3))
+    writer = StoreWriter(folder, MANIFEST, rows_per_shard=4)
+    values = gradients(24, 1)
+    failed = []
+    for start in range(0, 24, 2):
+        try:
+            writer.add(values[start : start + 2], {"step": start})
+        except OSError as error:
+            failed.append(str(error))
+        assert {name: (folder / name).read_bytes() for name in there} == there
+        assert writer.waiting >= 2 * (start // 2 + 1) - (len(GradientStore(folder)) - 8)
+        read = torch.cat([block for _, block in GradientStore(folder).blocks()])
+        assert torch.equal(read, torch.cat([gradients(8), values])[: len(read)])
+    assert failed == ["[Errno 28] No space left on device"] * 3
+    assert (writer.waiting, writer.lost) == (0, 0)
+    (_, read), *_ = GradientStore(folder).blocks()
+    assert torch.equal(read, torch.cat([gradients(8), values]))
+    assert GradientStore(folder).rows["step"][8:].tolist() == [start for start in range(0, 24, 2) for _ in range(2)]
+
+
+def test_rows_that_waited_too_long_are_counted(folder, monkeypatch):
+    FullDisk(monkeypatch, "fsync", range(1, 8))
+    writer = StoreWriter(folder, MANIFEST, rows_per_shard=4, most_waiting=2)
+    for start in range(0, 20, 4):
+        with pytest.raises(OSError, match="No space left"):
+            writer.add(gradients(4, start), {"step": start})
+    assert (writer.waiting, writer.lost) == (8, 12)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            writer.flush()
+    writer.flush()
+    assert (writer.waiting, writer.lost) == (0, 12)
+    assert GradientStore(folder).rows["step"].tolist() == [12] * 4 + [16] * 4
+
+
+def test_more_rows_at_once_than_may_wait_are_all_written(folder):
+    writer = StoreWriter(folder, MANIFEST, rows_per_shard=2, most_waiting=1)
+    writer.add(gradients(9), {})
+    assert (writer.waiting, writer.lost) == (1, 0)
+    assert torch.equal(next(GradientStore(folder).blocks())[1], gradients(8 + 1)[:8])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the system")
+def test_limits_of_the_system(tmp_path):
+    ended = run_alone("tests.influence.limited_stores", str(tmp_path))
+    assert ended.codes == [0], ended.outputs[0]
+    said = json.loads(ended.outputs[0].splitlines()[-1])
+    assert said["refused"] == f"[Errno {errno.EFBIG}] File too large"
+    assert (said["waiting"], said["rows"], said["whole"], said["later"]) == (999, 200, True, 1199)
+    files = [f"shard-00000-00000{i}{kind}.npy" for i in (0, 1) for kind in ("", ".rows")]
+    assert said["files"] == ["manifest.json", *files]
+    assert said["limit"] < said["store"]
+    blocks = ("blocks", "in another order", "of two parameters")
+    assert {name: said[name] for name in blocks} == dict.fromkeys(blocks, "right")
+    assert {name: said[name] for name in ("all at once", "one block")} == dict.fromkeys(
+        ("all at once", "one block"), "MemoryError"
+    )
+
+
+def test_a_shard_counts_when_both_files_are_there(folder):
+    write(folder, gradients(8))
+    (folder / "shard-00000-000001.rows.npy").unlink()
+    assert torch.equal(next(GradientStore(folder).blocks())[1], gradients(8)[:4])
+    (folder / "shard-00000-000002.rows.npy").write_bytes((folder / "shard-00000-000000.rows.npy").read_bytes())
+    assert len(GradientStore(folder)) == 4
+
+
+def test_a_shard_that_something_else_broke_is_named(folder):
+    write(folder, gradients(4))
+    path = folder / "shard-00000-000000.npy"
+    content = path.read_bytes()
+    path.write_bytes(content[:-8])
+    with pytest.raises(PerSampleError, match=r"shard-00000-000000\.npy' is not whole: "):
+        list(GradientStore(folder).blocks())
+    np.save(path, np.zeros((3, K), np.float32))
+    with pytest.raises(PerSampleError, match=r"holds values of shape \(3, 20\), but rows up to 3 and 20 columns are"):
+        list(GradientStore(folder).blocks())
+
+
+@pytest.mark.parametrize("option", ["rows_per_shard", "most_waiting"])
+def test_options_of_the_writer_are_checked(folder, option):
+    with pytest.raises(OptionError, match=f"{option}=0; allowed is an int >= 1"):
+        StoreWriter(folder, MANIFEST, **{option: 0})
