@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_persample import UnsupportedError, collect_gradients
+from lightning_persample import PerSampleGradientWriter, Projection, UnsupportedError, collect_gradients
 from tests.callbacks.runs import make_trainer
 
 FEATURES, CLASSES, COUNT = 5, 3, 22
@@ -137,6 +137,10 @@ def main(folder: str) -> None:
     except UnsupportedError as error:
         text = str(error)
     torch.save(text, Path(folder, f"refused.{trainer.global_rank}.pt"))
+    writer = PerSampleGradientWriter(Path(folder) / "ledger", projection=Projection(10**6), dtype="float64")
+    fitted = make_trainer([writer], devices=2, strategy="ddp", default_root_dir=folder)
+    fitted.fit(Net().eval(), DataLoader(Rows(20), 5))
+    torch.save(None, Path(folder, f"fit.{trainer.global_rank}.pt"))
 
 
 if __name__ == "__main__":

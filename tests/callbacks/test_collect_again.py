@@ -164,6 +164,19 @@ def test_what_cannot_be_split_is_refused_by_both(ranks):
     assert [text.startswith(expected) for text in texts] == [True, True]
 
 
+def test_two_processes_keep_the_gradients_of_a_fit(ranks):
+    folder, saved = ranks
+    saved("fit")
+    store = GradientStore(folder / "ledger" / "gradients")
+    assert store.rows["weight"].tolist() == [0.1] * 20
+    assert sorted(store.rows["sample_index"].tolist()) == list(range(20))
+    first = store.select(store.rows["step"] == 0)
+    assert sorted(store.rows["step"].tolist()) == [0] * 10 + [1] * 10
+    index = torch.as_tensor(first.rows["sample_index"])
+    values = torch.cat([block for _, block in first.blocks()])
+    assert_equal(values, joined(loop(Net(), Rows(20)))[index])
+
+
 def test_a_strategy_that_shards_is_refused(tmp_path):
     trainer = make_trainer(strategy=ModelParallelStrategy(), devices=1)
     with pytest.raises(UnsupportedError, match="ModelParallelStrategy: gradients are collected on one device, or und"):
