@@ -51,8 +51,8 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     With `projection` the samples' gradients themselves are kept, too, in the folder "gradients" of the ledger's: a
     `GradientStore` with the rows of the ledger that have the same step and sample_index, written and resumed with them.
-    Its columns are those of the parameters that are trainable when the fit starts, but for those that the first captured
-    step has no per-sample gradients of.
+    Its columns are those of the parameters that are trainable when the fit starts, without those that the first
+    captured step has no per-sample gradients of.
 
     The folder has to be one that all processes share. In manual optimization a row is one of a backward, and `step`
     counts batches.

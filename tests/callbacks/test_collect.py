@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -231,3 +232,75 @@ def test_what_has_no_training_step(tmp_path):
     module.automatic_optimization = False
     with pytest.raises(OptionError, match="steps the optimizers itself"):
         collect_gradients(module, loader(), tmp_path / "store")
+
+
+class InFloat32(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0].float(), batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"precision": "bf16-mixed"}, 2e-2),
+        ({"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))}, 2e-3),
+        ({"precision": "64-true"}, 1e-7),
+    ],
+    ids=["bf16", "fp16", "64"],
+)
+def test_the_precision_of_the_trainer(settings, error, tmp_path):
+    module, data = InFloat32() if "64-true" not in settings.values() else Net().float(), loader()
+    store = collect_gradients(module, data, tmp_path / "store", trainer=make_trainer(**settings), **FULL)
+    expected = joined(loop(Net(), data.dataset))
+    assert (stored(store) - expected).abs().max() < error * expected.abs().max()
+    assert module.first.weight.dtype == torch.float32
+
+
+class Recurrent(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(5, 4, 2, dropout=0.5, batch_first=True, dtype=torch.float64)
+        self.head = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, inputs):
+        return self.head(self.layer(inputs[:, None].expand(-1, 3, -1))[0][:, -1])
+
+
+def test_a_compiled_module_and_recurrent_layers(tmp_path):
+    torch.manual_seed(0)
+    module, data = Recurrent(), loader()
+    names = [name for name, _ in module.named_parameters() if name.startswith(("layer", "head"))]
+    expected = joined(loop(module, data.dataset, names))
+    compiled = torch.compile(module, backend="eager")
+    store = collect_gradients(compiled, data, tmp_path / "store", parameters=names, **FULL)
+    assert_equal(stored(store), expected)
+    module.compile(backend="eager")
+    store = collect_gradients(module, data, tmp_path / "other", parameters=names, **FULL)
+    assert_equal(stored(store), expected)
+
+
+class Prepares(Net):
+    """Gets its batches ready in hooks, where the loader gives dicts."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch["inputs"], batch["labels"]
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return [2 * batch[0], batch[1]]
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] / 2, batch[1]
+
+
+def as_dict(rows):
+    return {"inputs": torch.stack([row[0] for row in rows]), "labels": torch.stack([row[1] for row in rows])}
+
+
+def test_hooks_that_move_a_batch(tmp_path):
+    module, data = Prepares(), loader(collate_fn=as_dict)
+    store = collect_gradients(module, data, tmp_path / "store", **FULL)
+    assert_equal(stored(store), joined(loop(module, data.dataset)))
