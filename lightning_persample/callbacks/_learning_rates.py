@@ -44,6 +44,9 @@ class LearningRates:
             for number, optimizer in enumerate(self._optimizers)
             for place, group in enumerate(optimizer.param_groups)
         }
+        all_rates = set(by_place.values())
+        if len(all_rates) == 1 and self._groups.keys() >= record.sq_norms.keys():
+            return all_rates.pop()
         rates = {name: by_place.get(self._groups.get(name, (-1, -1)), 0.0) for name in record.names}
         different = set(rates.values())
         if len(different) <= 1:

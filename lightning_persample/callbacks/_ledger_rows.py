@@ -100,7 +100,7 @@ class CapturedRows:
         )
 
     def __len__(self) -> int:
-        return len(self.norms)
+        return self.norms.shape[0]
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> CapturedRows:
         """The same with the values that the run adds.
@@ -114,6 +114,8 @@ class CapturedRows:
         Raises:
             OptionError: a column has another shape.
         """
+        if not columns:
+            return self
         found = {}
         for name, values in columns.items():
             if values.shape == (self.batch_size,):
@@ -191,11 +193,10 @@ def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str]) -> Any:
         for name, kind in types.items()
         if name in ("step", "epoch", "batch_idx", "backward_index", "rank", "coverage")
     }
-    own["row"] = _array(_joined([_places(rows) for rows in captured]), "int64")
+    own["row"] = _array(_places(captured, counts), "int64")
     own["sample_index"] = _keys(captured, types["sample_index"])
-    rates = [torch.as_tensor(rows.rate, dtype=torch.float64).expand(len(rows)) for rows in captured]
-    own["learning_rate"] = _array(_joined(rates), "double")
-    own["weight"] = _optional([_weight(rows) for rows in captured], counts, "double")
+    own["learning_rate"] = _array(_rates(captured, counts), "double")
+    own["weight"] = _weights(captured, counts)
     own["norm"] = _array(_joined([rows.norms for rows in captured]).astype(np.float64), "double")
     for name, kind in types.items():
         if name.startswith("norm/"):
@@ -206,12 +207,28 @@ def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str]) -> Any:
     return arrow().Table.from_arrays([own[name] for name in types], schema=schema_of(types))
 
 
-def _places(rows: CapturedRows) -> Tensor:
-    return torch.arange(len(rows)) if rows.samples is None else rows.samples
+def _places(captured: Sequence[CapturedRows], counts: Sequence[int]) -> np.ndarray[Any, Any]:
+    if all(rows.samples is None for rows in captured):
+        return np.concatenate([np.arange(count) for count in counts])
+    pairs = zip(captured, counts, strict=True)
+    return _joined([torch.arange(count) if rows.samples is None else rows.samples for rows, count in pairs])
 
 
-def _weight(rows: CapturedRows) -> Tensor | None:
-    return None if rows.factor is None else (rows.factor.double() / rows.divisor).expand(len(rows))
+def _rates(captured: Sequence[CapturedRows], counts: Sequence[int]) -> np.ndarray[Any, Any]:
+    if not any(isinstance(rows.rate, Tensor) for rows in captured):
+        return np.repeat([rows.rate for rows in captured], counts)
+    pairs = zip(captured, counts, strict=True)
+    return _joined([torch.as_tensor(rows.rate, dtype=torch.float64).expand(count) for rows, count in pairs])
+
+
+def _weights(captured: Sequence[CapturedRows], counts: Sequence[int]) -> Any:
+    missing = np.array([rows.factor is None for rows in captured])
+    factors = [rows.factor.double().reshape(1) for rows in captured if rows.factor is not None]
+    weights = np.zeros(len(captured))
+    if factors:
+        weights[~missing] = _joined(factors)
+    weights /= [rows.divisor for rows in captured]
+    return _array(np.repeat(weights, counts), "double", np.repeat(missing, counts))
 
 
 def _keys(captured: Sequence[CapturedRows], kind: str) -> Any:

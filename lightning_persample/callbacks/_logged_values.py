@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 
 __all__ = ["log_metrics", "show_means"]
 
 
-def log_metrics(
-    trainer: Trainer,
-    pl_module: LightningModule,
-    metrics: Mapping[str, float],
-    samples: Mapping[str, int],
-    *,
-    step: int,
-    at_epoch_end: bool = False,
-) -> None:
+def log_metrics(trainer: Trainer, metrics: Mapping[str, float], new: Iterable[str], *, step: int) -> None:
     """Write values at one step to every logger, and some of them to `callback_metrics`.
 
     Args:
         trainer: the Trainer.
-        pl_module: its module.
         metrics: the values, by name.
-        samples: for those that are new, the number of samples they are of; the others keep what they were there.
+        new: the names of those that are new; the others keep what they were in `callback_metrics`.
         step: the step in the loggers.
-        at_epoch_end: whether this is said at the end of an epoch.
     """
     # With the epoch, as Lightning adds it to the values of its own.
     for logger in trainer.loggers:
         logger.log_metrics({**metrics, "epoch": float(trainer.current_epoch)}, step=step)
-    if trainer.barebones:
-        return
-    if at_epoch_end:  # as self.log would keep it, which on several devices advises to average what is the same on all
-        trainer.callback_metrics.update({name: torch.tensor(metrics[name]) for name in samples})
-        return
-    for name, count in samples.items():
-        LightningModule.log(  # the module may have a `log` of its own
-            pl_module,
-            name,
-            torch.tensor(metrics[name]),
-            logger=False,
-            on_step=True,
-            on_epoch=False,
-            batch_size=count,
-        )
+    if not trainer.barebones:
+        # Not by self.log, which goes through everything that was ever logged for each of the names.
+        trainer.callback_metrics.update({name: torch.tensor(metrics[name]) for name in new})
 
 
 def show_means(trainer: Trainer, name: str, means: Sequence[float | None]) -> None:

@@ -170,11 +170,14 @@ class MeanGradient:
         if self.reason or factor is None or not grads:
             self.reason = self.reason or NOTHING
             return self.nothing()
-        squares = _sq_norms(grads.values()) / _shares(grads.values(), self.processes)
+        shares = _shares(grads.values(), self.processes)
+        squares = _sq_norms(grads.values()).cpu()  # first: groups are then summed without further transfers
+        if any(share != 1 for share in shares):
+            squares = squares / torch.tensor(shares, dtype=torch.float32)
         parts = [squares.sum(), *(squares[own].sum() for own in self._members(grads))]
         kind = zlib.crc32("\n".join(self._unsupported or ()).encode())
         head = torch.tensor([1.0, float(factor), self._samples, self._share or 1.0, kind], dtype=torch.float64)
-        return torch.cat([head, torch.stack(parts).cpu().double()])
+        return torch.cat([head, torch.stack(parts).double()])
 
     def cosines(self) -> list[Tensor]:
         """Cosines of the samples with the mean gradient, g_i . gbar / (||g_i|| ||gbar||).
@@ -214,10 +217,11 @@ class MeanGradient:
 
 def is_known(numbers: Tensor) -> bool:
     """Whether the processes with these `MeanGradient.numbers` hold one mean gradient over all their samples."""
-    known, factor, _, share, kind = numbers[:, :_HEAD].unbind(1)
-    alike = bool((kind == kind[0]).all()) and bool((share == share[0]).all())
-    alike = alike and torch.allclose(factor, factor[:1].expand_as(factor), rtol=1e-5, atol=0)
-    return bool(known.all()) and alike
+    heads = numbers[:, :_HEAD].tolist()
+    _, first, _, *alike = heads[0]
+    return all(
+        known and parts == alike and math.isclose(factor, first, rel_tol=1e-5) for known, factor, _, *parts in heads
+    )
 
 
 def joined_sq_norms(numbers: Tensor) -> Tensor:
@@ -229,9 +233,9 @@ def joined_sq_norms(numbers: Tensor) -> Tensor:
     Returns:
         ||gbar||^2 over all parameters and over each group, (1 + groups,); nan where the mean is not known.
     """
-    _, factor, samples, *_ = numbers[:, :_HEAD].unbind(1)
     if not is_known(numbers):
         return numbers.new_full((numbers.shape[1] - _HEAD,), math.nan)
+    _, factor, samples, *_ = numbers[:, :_HEAD].unbind(1)
     scale = numbers.shape[0] / (factor[0] * samples.sum())
     joined: Tensor = numbers[:, _HEAD:].sum(0) * scale.square()
     return joined
@@ -250,11 +254,13 @@ def _sq_norms(grads: Collection[Tensor]) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     device, wide = flat[0].device, wide_dtype(flat[0]).to_real()
     norms = [torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in flat]
-    return torch.stack([norm.to(device, wide) for norm in norms]).square()
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(device, wide) for norm in norms]
+    return torch.stack(norms).to(wide).square()
 
 
-def _shares(grads: Collection[Tensor], processes: int) -> Tensor:
-    """In how many processes each gradient is held alike: (len,)."""
+def _shares(grads: Iterable[Tensor], processes: int) -> list[int]:
+    """In how many processes each gradient is held alike."""
     copies = []
     for grad in grads:
         if is_distributed(grad):
@@ -262,8 +268,7 @@ def _shares(grads: Collection[Tensor], processes: int) -> Tensor:
             copies.append(math.prod(mesh.size(n) for n, each in enumerate(placements) if each.is_replicate()))
         else:
             copies.append(processes)
-    device = next(iter(grads)).device
-    return torch.tensor(copies, dtype=torch.float32, device=device)
+    return copies
 
 
 def _why_hooked(parameters: Mapping[str, Tensor]) -> str:

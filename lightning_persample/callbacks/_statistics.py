@@ -13,12 +13,18 @@ from torch import Tensor
 from lightning_persample.callbacks._mean_gradient import joined_sq_norms
 from lightning_persample.callbacks._step_norms import StepNorms, percent
 from lightning_persample.metrics import PerSampleNorm
-from lightning_persample.metrics.functional import diversity_of_sums, simple_noise_scale, terms_of_sums
+from lightning_persample.metrics.functional import (
+    diversity_of_sums,
+    quantiles_of_sorted,
+    simple_noise_scale,
+    terms_of_sums,
+)
 
 __all__ = ["STATISTICS", "Part", "Statistics"]
 
 STATISTICS = ("noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
 _DECAY = 0.95
+_TOGETHER = 64  # steps whose norms are taken in for the epoch in one go
 
 
 @dataclass
@@ -37,11 +43,10 @@ class _NoiseScale:
             self.S, self.G2 = decay * self.S + samples * S, decay * self.G2 + samples * G2
             self.samples = decay * self.samples + samples
 
-    def ratio(self) -> float:
-        if not self.samples:
-            return math.nan
-        S, G2 = torch.tensor([self.S, self.G2], dtype=torch.float64)
-        return float(simple_noise_scale(S, G2))
+
+def _ratios(scales: Sequence[_NoiseScale]) -> list[float]:
+    S, G2 = torch.tensor([[each.S for each in scales], [each.G2 for each in scales]], dtype=torch.float64)
+    return simple_noise_scale(S, G2).tolist()
 
 
 class Statistics:
@@ -61,6 +66,7 @@ class Statistics:
     def start_epoch(self) -> None:
         """Forget the steps of the last epoch."""
         self._epoch_norms: PerSampleNorm | None = None  # made when it is needed: epochs can be short
+        self._waiting: list[Tensor] = []
         self._epoch_scales = [_NoiseScale() for _ in self._running]
         self._epoch_sums: dict[str, list[float]] = {}
         self._epoch_groups: dict[str, list[float]] = {}
@@ -77,9 +83,9 @@ class Statistics:
         """
         finite = step.norms.isfinite()
         norms = step.norms[finite]
-        if self._epoch_norms is None:
-            self._epoch_norms = PerSampleNorm(quantiles=self._quantiles, sync_on_compute=False)
-        self._epoch_norms.update(step.norms)
+        self._waiting.append(step.norms)
+        if len(self._waiting) >= _TOGETHER:
+            self._settle()
         values = _describe(norms, self._quantiles)
         values["coverage"] = step.coverage
         values["nonfinite"] = float((~finite).sum())
@@ -97,12 +103,21 @@ class Statistics:
                 self._epoch_sums.setdefault(name, []).append(value)
         return values
 
+    def _settle(self) -> None:
+        """Take in the norms that wait, for the values of the epoch."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            if self._epoch_norms is None:
+                self._epoch_norms = PerSampleNorm(quantiles=self._quantiles, sync_on_compute=False)
+            self._epoch_norms.update(torch.cat(waiting))
+
     def of_epoch(self) -> dict[str, float]:
         """What is logged at the end of an epoch, of all samples of its logged steps, by name without prefix.
 
         Returns:
             The values, with names that end in "_epoch"; none without a logged step.
         """
+        self._settle()
         if self._epoch_norms is None:
             return {}
         found = {name: float(value) for name, value in self._epoch_norms.compute().items()}
@@ -113,8 +128,7 @@ class Statistics:
         for group, (total, number) in self._epoch_groups.items():
             values[f"{group}/norm_mean"] = total / number if number else math.nan
         if "noise_scale" in self._chosen:
-            ratios = [scale.ratio() for scale in self._epoch_scales]
-            values |= dict(zip(self._named("noise_scale"), ratios, strict=True))
+            values |= dict(zip(self._named("noise_scale"), _ratios(self._epoch_scales), strict=True))
         for name in ("diversity", "cosine_to_mean", "signal_to_noise"):
             if name in self._chosen:
                 for each in self._named(name) if name != "cosine_to_mean" else [name]:
@@ -156,13 +170,14 @@ class Statistics:
         if self._chosen & {"noise_scale", "diversity"}:
             values["norm_of_mean"] = means[0].sqrt().item()
         if "noise_scale" in self._chosen:
-            terms = torch.stack(terms_of_sums(of_batch, size, size, means), dim=1).tolist()
-            for place, (name, (S, G2)) in enumerate(zip(self._named("noise_scale"), terms, strict=True)):
-                if norms.numel() == size:  # a variance, which only rounding makes negative
+            terms, count = torch.stack(terms_of_sums(of_batch, size, size, means), dim=1).tolist(), float(size)
+            for place, (S, G2) in enumerate(terms):
+                if norms.numel() == count:  # a variance, which only rounding makes negative
                     S = max(S, 0.0) if math.isfinite(S) else S
-                self._running[place].update(S, G2, float(size), _DECAY)
-                self._epoch_scales[place].update(S, G2, float(size), 1.0)
-                values[name] = self._running[place].ratio() if math.isfinite(S) else math.nan
+                self._running[place].update(S, G2, count, _DECAY)
+                self._epoch_scales[place].update(S, G2, count, 1.0)
+            ratios = zip(self._named("noise_scale"), terms, _ratios(self._running), strict=True)
+            values |= {name: ratio if math.isfinite(S) else math.nan for name, (S, _), ratio in ratios}
         if "diversity" in self._chosen:
             found = diversity_of_sums(of_batch, size, means).tolist()
             values |= dict(zip(self._named("diversity"), found, strict=True))
@@ -182,5 +197,6 @@ def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:
     if norms.numel() == 0:
         return dict.fromkeys(names, math.nan)
     std = norms.std() if norms.numel() > 1 else torch.tensor(math.nan)
-    parts = [norms.mean(), std, norms.min(), norms.max(), *torch.quantile(norms, norms.new_tensor(quantiles))]
+    ordered = norms.sort().values
+    parts = [norms.mean(), std, ordered[0], ordered[-1], *quantiles_of_sorted(ordered, quantiles)]
     return {name: part.item() for name, part in zip(names, parts, strict=True)}

@@ -73,9 +73,11 @@ class StepNorms:
         """
         rows = _to_host(window, groups)
         norms, by_group = rows[0], rows[1:]
-        counted = norms.isfinite() & ~by_group.isnan()
-        finite = by_group.where(counted, 0.0)
-        sums = torch.stack([finite.sum(1), counted.sum(1).double(), finite.square().sum(1)], dim=1)
+        sums = norms.new_empty(0, 3)
+        if groups:
+            counted = norms.isfinite() & ~by_group.isnan()
+            finite = by_group.where(counted, 0.0)
+            sums = torch.stack([finite.sum(1), counted.sum(1).double(), finite.square().sum(1)], dim=1)
         coverage = min((captured.coverage for captured in window), default=math.inf)
         step = cls(norms, sums, sum(captured.batch_size for captured in window), len(window), coverage)
         if gradient is None:

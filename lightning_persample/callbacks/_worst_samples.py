@@ -216,14 +216,15 @@ class SampleNorms:
             self._clock += 1
             places = self._places_of(index.tolist() if isinstance(index, Tensor) else index)
             finite = norms.isfinite()
-            kept = places[finite]
-            self._sums[:, 0].index_add_(0, kept, norms[finite])
-            self._counts[:, 0].index_add_(0, kept, torch.ones_like(kept))
-            self._counts[:, 1].index_add_(0, places[~finite], torch.ones_like(places[~finite]))
-            # A sample may be in a batch more than once: its last row counts.
-            for place, norm in dict(zip(kept.tolist(), norms[finite].tolist(), strict=True)).items():
-                self._sums[place, 1] = norm
-            self._counts[kept, 2] = self._clock
+            if not finite.all():
+                others = places[~finite]
+                self._counts[:, 1].index_add_(0, others, torch.ones_like(others))
+                places, norms = places[finite], norms[finite]
+            self._sums[:, 0].index_add_(0, places, norms)
+            self._counts[:, 0].index_add_(0, places, torch.ones_like(places))
+            # A sample may be in a batch more than once: its last row counts, as it does in NumPy.
+            self._sums.numpy()[places.numpy(), 1] = norms.numpy()
+            self._counts[places, 2] = self._clock
 
     def _places_of(self, keys: Iterable[Any]) -> Tensor:
         places = [self._places.setdefault(key, len(self._places)) for key in keys]

@@ -324,15 +324,14 @@ class PerSampleGradientMonitor(PerSampleCallback):
         elif self.should_capture(trainer):
             steps = self._joined_norms(trainer, counted)
         if known := {place: step for place, step in enumerate(steps) if step.batches}:
-            self._log_step(trainer, pl_module, known)
+            self._log_step(trainer, known)
         self._window.start()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the statistics of all logged steps of the epoch."""
         found = {f"{part.prefix}/{n}": value for part in self._parts for n, value in part.statistics.of_epoch().items()}
         if found:
-            step = logging_step(trainer) - 1
-            log_metrics(trainer, pl_module, found, dict.fromkeys(found, 1), step=step, at_epoch_end=True)
+            log_metrics(trainer, found, found, step=logging_step(trainer) - 1)
 
     def _own_norms(self, trainer: Trainer, last: int | None) -> list[StepNorms]:
         """Those of this process for each part; none, unless all of the step was captured, its last batch included."""
@@ -357,9 +356,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
         found, self._of_all = self._of_all, None
         return found or []
 
-    def _log_step(self, trainer: Trainer, pl_module: LightningModule, steps: Mapping[int, StepNorms]) -> None:
+    def _log_step(self, trainer: Trainer, steps: Mapping[int, StepNorms]) -> None:
         metrics: dict[str, float] = {}
-        samples: dict[str, int] = {}
+        new: list[str] = []
         for place, part in enumerate(self._parts):
             step = steps.get(place)
             if step is None:  # this optimizer rests
@@ -372,9 +371,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
             named = {f"{part.prefix}/{name}": value for name, value in values.items()}
             metrics |= named
             if step is not None:
-                samples |= dict.fromkeys(named, step.samples)
+                new += named
         self._norms.settle()
-        log_metrics(trainer, pl_module, metrics, samples, step=logging_step(trainer))
+        log_metrics(trainer, metrics, new, step=logging_step(trainer))
         if self.histogram:
             for place, step in steps.items():
                 name = f"{self._parts[place].prefix}/norm_histogram"

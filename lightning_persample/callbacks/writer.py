@@ -155,10 +155,9 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._said: set[str] = set()
         self._is_behind = False  # a checkpoint has a batch whose rows are not written
 
-    @property
-    def state_key(self) -> str:
-        """Names the folder alone: a fit may go on from a checkpoint with other settings."""
-        return self._generate_state_key(dirpath=str(self.dirpath))
+    def _settings(self) -> dict[str, Any]:
+        # The folder alone names the state: a fit may go on from a checkpoint with other settings.
+        return {"dirpath": str(self.dirpath)}
 
     def needs(self, trainer: Trainer) -> set[str]:
         """Norms, and projections of gradients where they are kept."""
@@ -177,9 +176,11 @@ class PerSampleGradientWriter(PerSampleCallback):
         return {"run": run, "batches": self._batches + bool(self._current)}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write what a fit that goes on from this checkpoint will not see again."""
+        """Write, on all processes before one saves it, what a fit that goes on from here will not see again."""
         self._flush(trainer)
         self._is_behind = bool(self._current)
+        if not trainer.interrupted:  # a process that fails alone would wait for the others for ever
+            trainer.strategy.barrier("PerSampleGradientWriter.on_save_checkpoint")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note of which run the checkpoint is; the folder may have had another name then."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -81,6 +81,10 @@ class Collector:
         for (weight, _), sq_norm in zip(alone, squares, strict=True):
             weight.sq_norm = sq_norm
         return sums
+
+    def wants_no_more(self, weights: Sequence[Weight]) -> bool:
+        """Whether nothing but the squared norm of all samples is asked of a call that is the one use of its weights."""
+        return self.samples is None and not self.refused and all(map(self._is_all_there_is, weights))
 
     def _is_all_there_is(self, weight: Weight) -> bool:
         """Whether the one use of a weight contributes now, and nobody asked for more than the squared norm."""

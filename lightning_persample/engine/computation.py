@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from lightning_persample.engine.use import Use
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["Computation", "Placement", "by_rule", "computation", "placement_of", "wrong_answer"]
+__all__ = [
+    "Computation",
+    "Contributions",
+    "Placement",
+    "by_rule",
+    "changed_text",
+    "computation",
+    "placement_of",
+    "wrong_answer",
+]
 
 Contributions: TypeAlias = "list[tuple[Weight, SampleGradient]]"
 Computation: TypeAlias = Callable[[Sequence[Tensor | None]], Contributions]
@@ -340,8 +349,12 @@ class _Unchanged:
         """
         for tensor, version in self._versions:
             if tensor._version != version:
-                raise UnsupportedError(
-                    f"{self._text}: a tensor of sizes {tuple(tensor.shape)} that the per-sample gradient needs was "
-                    "changed in "
-                    "place between forward and backward; write the result to a new tensor instead"
-                )
+                raise UnsupportedError(changed_text(self._text, tensor))
+
+
+def changed_text(description: Description, tensor: Tensor) -> str:
+    """What is said of a tensor that was written to after a call had read it."""
+    return (
+        f"{description}: a tensor of sizes {tuple(tensor.shape)} that the per-sample gradient needs was changed in "
+        "place between forward and backward; write the result to a new tensor instead"
+    )

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 __all__ = ["decomposed", "decomposed_backward", "is_composite"]
@@ -19,6 +20,7 @@ __all__ = ["decomposed", "decomposed_backward", "is_composite"]
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _ENGINE = "_engine_run_backward"  # what torch.autograd.backward calls after it has checked its arguments
 _MODULES = ("torch.nn.functional", "torch.functional")
+_visible: ContextVar[AbstractContextManager[Any]] = ContextVar("where a backward is seen", default=nullcontext())  # noqa: B039
 
 
 def _no(*_: object) -> bool:
@@ -51,18 +53,33 @@ def decomposed_backward(function: Callable[..., Any], visible: AbstractContextMa
         The copy.
     """
     assert isinstance(function, types.FunctionType)
-    engine = function.__globals__.get(_ENGINE) if _ENGINE in function.__code__.co_names else None
-    if engine is None:
-        return _entering(visible, decomposed(function))
-    return _answering_no(function, **{_ENGINE: _entering(visible, engine)})
+    copy, runs_engine = _backward_in_the_open(function)
 
-
-def _entering(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with context:
-            return function(*args, **kwargs)
+        before = _visible.set(visible)
+        try:
+            if runs_engine:  # which alone is to be seen
+                return copy(*args, **kwargs)
+            with visible:
+                return copy(*args, **kwargs)
+        finally:
+            _visible.reset(before)
 
     return run
+
+
+@functools.cache
+def _backward_in_the_open(function: types.FunctionType) -> tuple[types.FunctionType, bool]:
+    """The copy, in which the engine runs within the context in `_visible`, and whether it calls the engine itself."""
+    engine = function.__globals__.get(_ENGINE) if _ENGINE in function.__code__.co_names else None
+    if engine is None:
+        return decomposed(function), False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _visible.get():
+            return engine(*args, **kwargs)
+
+    return _answering_no(function, **{_ENGINE: run}), True
 
 
 def _answering_no(function: types.FunctionType, **replaced: Any) -> types.FunctionType:

@@ -32,13 +32,13 @@ from lightning_persample.engine.layout import Plan, layout_of, recall, remember
 from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
 from lightning_persample.engine.notes import Notes
 from lightning_persample.engine.observed import ObservedCall, Operand, describe, operands_of, tensors_in, version_of
+from lightning_persample.engine.rows import LINEAR, linear_of_rows
 from lightning_persample.engine.use import Use, attach, attach_as_planned, note_term, refuse_where_used
 from lightning_persample.engine.watched_nodes import WatchedNodes
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher", "Part"]
-
 
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
@@ -180,6 +180,8 @@ class Dispatcher(Collector):
         Returns:
             What the function returns, unchanged.
         """
+        if function is LINEAR and not (kwargs or self.fuse) and (rows := linear_of_rows(self, args)) is not None:
+            return rows
         kind = kind_of(function)
         op = kind.op
         if op is None:
@@ -209,7 +211,7 @@ class Dispatcher(Collector):
             fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
         known = kind.by_layout and fused is None
         layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if known else None
-        plan = recall(layout, op) if layout is not None else None
+        plan = recall(layout, op, args, kwargs) if layout is not None else None
         if plan is not None:
             return self._as_planned(plan, function, args, kwargs, tensors, marks)
         if any(is_lazy(tensor) for tensor in tensors):

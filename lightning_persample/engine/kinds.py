@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_persample.engine.decompose import is_composite
-from lightning_persample.engine.following import BY_LAYOUT, POINTWISE
+from lightning_persample.engine.following import BY_LAYOUT, LOSSES, POINTWISE
 from lightning_persample.engine.observed import ObservedCall
 from lightning_persample.rules import canonical_op
 
@@ -81,7 +81,8 @@ def kind_of(function: Callable[..., Any]) -> Kind:
     if kind is None:
         op = op_of(function)
         inplace, composite = is_inplace(function), is_composite(function)
-        by_layout = op in BY_LAYOUT and not inplace and not composite and op not in SHAPE_OF_SECOND
+        known = (op in BY_LAYOUT and op not in SHAPE_OF_SECOND) or op in LOSSES
+        by_layout = known and not inplace and not composite
         kind = Kind(op, inplace, op in POINTWISE, composite, by_layout)
         if op is None or isinstance(op, str):
             _KINDS[function] = kind

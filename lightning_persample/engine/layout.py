@@ -15,7 +15,9 @@ holds all that these may read:
 - shapes of the outputs and whether they require a gradient follow from these.
 
 Values in tensors are read by followers that are not declared `by_layout`, by those for an `Owner`, and where a tensor
-stands for an index; none of these get a key. The op's rule may be replaced between two calls, so `recall` compares it.
+stands for an index; none of these get a key. A loss without weights reads in its values only whether a target is
+ignored, and `recall` looks again; what it says of the loss names the user's line, so that this has to be the same. The
+op's rule may be replaced between two calls, so `recall` compares it.
 Everything else (strides, devices, memory, versions, views) is read from the tensors of each call when it is needed, and
 no plan holds a tensor.
 """
@@ -31,9 +33,9 @@ from torch import Tensor, nn
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.computation import Placement, placement_of
-from lightning_persample.engine.following import Followed, is_plain
+from lightning_persample.engine.following import LOSSES, Followed, every_target_counts, is_plain
 from lightning_persample.engine.marks import Mark
-from lightning_persample.engine.observed import ObservedCall
+from lightning_persample.engine.observed import ObservedCall, user_place
 from lightning_persample.engine.use import Use
 from lightning_persample.engine.weight import Weight
 from lightning_persample.rules import Rule, rule_of
@@ -54,11 +56,13 @@ class Plan:
         rule: the op's rule when the plan was made.
         outputs: where the batch lies in each output.
         placement: where the rule finds weights and batch; None for a call without weights.
+        place: the line of the user's on which a loss stands; None for any other call.
     """
 
     rule: Rule | None
-    outputs: tuple[BatchAxis, ...]
+    outputs: tuple[BatchAxis | Lost, ...]
     placement: Placement | None
+    place: tuple[str, int] | None = None
 
 
 _PLANS: dict[Hashable, Plan] = {}
@@ -135,10 +139,24 @@ def _is_no_index(tensor: Tensor, mark: Mark | None) -> bool:
     return tensor.numel() > 1 and (type(mark) is BatchAxis or tensor.dtype is torch.bool or tensor.is_complex())
 
 
-def recall(layout: Hashable, op: object) -> Plan | None:
-    """What was decided of a call with this layout, or None."""
+def recall(layout: Hashable, op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
+    """What was decided of a call with this layout.
+
+    Args:
+        layout: the key.
+        op: canonical op.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Returns:
+        The plan; None where there is none, or where it does not hold now.
+    """
     plan = _PLANS.get(layout)
-    return plan if plan is not None and plan.rule is rule_of(op) else None
+    if plan is None or plan.rule is not rule_of(op):
+        return None
+    if op in LOSSES and not (plan.place == user_place() and every_target_counts(op, args, kwargs)):
+        return None
+    return plan
 
 
 def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
@@ -149,12 +167,17 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         followed: where the batch lies in its outputs.
         use: the call as a use of weights; None where it has none.
     """
-    said = (followed.mixing, followed.weighting, followed.entries) != (None, None, None)
-    axes = tuple(axis for axis in followed.outputs if isinstance(axis, BatchAxis))
-    rule = rule_of(call.op)
-    if call.layout is None or call.written or said or len(axes) != len(call.outputs):
+    rule, is_loss = rule_of(call.op), call.op in LOSSES
+    if call.layout is None or call.written or followed.mixing is not None or followed.weighting is not None:
         return
-    if any(axis.owner is not None or axis.mixing is not None for axis in axes):
+    if is_loss and (use is not None or len(call.operands) != 2):  # (a third one holds weights)
+        return
+    if followed.entries is not None and not is_loss:
+        return
+    axes = tuple(axis for axis in followed.outputs if isinstance(axis, (BatchAxis, Lost) if is_loss else BatchAxis))
+    if len(axes) != len(call.outputs):
+        return
+    if any(axis.owner is not None or axis.mixing is not None for axis in axes if isinstance(axis, BatchAxis)):
         return
     if rule is not None and rule.mixes_samples is not None:  # which may look at values
         return
@@ -165,4 +188,4 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
     placement = None if use is None or rule is None else placement_of(use, rule)
     if len(_PLANS) >= _MOST:
         _PLANS.clear()
-    _PLANS[call.layout] = Plan(rule, axes, placement)
+    _PLANS[call.layout] = Plan(rule, axes, placement, user_place() if is_loss else None)

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from lightning_persample.engine.use import on_gradient
+from lightning_persample.engine.reporting import on_gradient
 
 __all__ = ["Kind", "Notes"]
 

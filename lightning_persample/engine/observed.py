@@ -17,7 +17,17 @@ from torch import Tensor
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.fused import FusedCall
 
-__all__ = ["Description", "ObservedCall", "Operand", "describe", "operands_of", "tensors_in", "user_line", "version_of"]
+__all__ = [
+    "Description",
+    "ObservedCall",
+    "Operand",
+    "describe",
+    "operands_of",
+    "tensors_in",
+    "user_line",
+    "user_place",
+    "version_of",
+]
 
 _OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
 
@@ -116,7 +126,7 @@ class Description:
 
 def describe(name: str, tensors: Iterable[Tensor], parameters: Iterable[str] = ()) -> Description:
     """The description of a call of these tensors; to be asked for while the call's line runs."""
-    return Description(name, tuple(tensor.shape for tensor in tensors), _user_place(), tuple(parameters))
+    return Description(name, tuple(tensor.shape for tensor in tensors), user_place(), tuple(parameters))
 
 
 def version_of(tensor: Tensor) -> int:
@@ -149,7 +159,7 @@ def operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor
 
 def user_line() -> str:
     """Where in the user's code the present torch call stands: ``" at model.py:12"``, or nothing if it is unknown."""
-    return _line(_user_place())
+    return _line(user_place())
 
 
 def _line(place: tuple[str, int] | None) -> str:
@@ -161,7 +171,7 @@ def _is_own(filename: str) -> bool:
     return filename.startswith(_OWN_FOLDERS)
 
 
-def _user_place() -> tuple[str, int] | None:
+def user_place() -> tuple[str, int] | None:
     """File and line of the innermost frame that is neither torch's nor this package's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_own(frame.f_code.co_filename):

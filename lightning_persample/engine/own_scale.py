@@ -61,10 +61,18 @@ class OwnScale:
             alike.setdefault((values.device, values.dtype), []).append(place)
         found = list(sq_norms)
         for places in alike.values():
-            own = self.own([sq_norms[place] for place in places], power=2)
-            for place, values in zip(places, own, strict=True):
+            own = self._own_rows(torch.stack([sq_norms[place] for place in places]))
+            for place, values in zip(places, own.unbind(), strict=True):
                 found[place] = values
         return found
+
+    def _own_rows(self, rows: Tensor) -> Tensor:
+        """`own` of squared norms (parameters, B) in one go."""
+        if isinstance(self.weighting, Tensor):
+            rows = rows / self.weighting.detach().to(rows.device, rows.dtype).square()
+        elif self.weighting == "mean":
+            rows = rows * float(self.batch_size) ** 2
+        return rows if self.scale is None else rows / self.scale.to(rows.device, rows.dtype).square()
 
     def is_equal(self) -> bool:
         """Whether all samples weigh alike."""
@@ -108,6 +116,8 @@ def nan_but(samples: Sequence[int], values: Tensor) -> Tensor:
 
 def summed(terms: Sequence[Tensor]) -> Tensor:
     """The sum of terms (B,) that parameters of several devices and dtypes have: on the first device, in the widest."""
-    device = terms[0].device
-    dtype = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).bits)
-    return torch.stack([term.to(device, dtype) for term in terms]).sum(0)
+    device, dtype = terms[0].device, terms[0].dtype
+    if any(term.dtype is not dtype or term.device != device for term in terms):
+        dtype = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).bits)
+        terms = [term.to(device, dtype) for term in terms]
+    return torch.stack(list(terms)).sum(0)

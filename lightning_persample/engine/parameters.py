@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.dispatch import Dispatcher
@@ -37,8 +37,7 @@ class WatchedParameters:
     def watch(self) -> None:
         """Watch every trainable parameter not watched yet; lazy ones can be watched once they have a shape."""
         for name, parameter in self._parameters.items():
-            known = name in self._handles or isinstance(parameter, UninitializedParameter)
-            if known or not parameter.requires_grad:
+            if name in self._handles or not parameter.requires_grad or is_lazy(parameter):
                 continue
             if parameter._backward_hooks:
                 self._hooked.add(name)
@@ -57,7 +56,7 @@ class WatchedParameters:
         return {
             name: parameter.numel()
             for name, parameter in self._parameters.items()
-            if parameter.requires_grad and not isinstance(parameter, UninitializedParameter)
+            if parameter.requires_grad and not is_lazy(parameter)
         }
 
     def weight(self, name: str) -> Weight:

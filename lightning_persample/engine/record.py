@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -143,6 +143,10 @@ class PerSampleRecord:
             One norm per sample, shape (B,), of the gradient of the sample's own loss; nan where no parameter has
             values.
         """
+        return self._norms.clone()  # what one reader does to its own is nothing to the others
+
+    @cached_property
+    def _norms(self) -> Tensor:
         return _root_of_sum(list(self.sq_norms.values()), self.num_values)
 
     def dot(self, vectors: Mapping[str, Tensor]) -> Tensor:

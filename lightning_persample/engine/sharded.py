@@ -63,12 +63,12 @@ class ShardedParameters:
         self._module = module
         self._dispatcher = dispatcher
         self._adopt = adopt
-        self._foreign: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._foreign: WeakTensorKeyDictionary | None = None
         parts = _sharded_modules(module).values()
         if parts:  # what is computed from weights is needed after their memory was freed
             dispatcher.keep = _copied
         self._handles = [part.register_forward_pre_hook(self._unsharded) for part in parts]  # behind fully_shard's own
-        self._shards = {name: p for name, p in module.named_parameters() if parts and p.requires_grad}
+        self._shards = {name: p for name, p in module.named_parameters() if p.requires_grad} if parts else {}
         self._before_backward: dict[str, object] = {}
         for name in sharded_elsewhere(module):
             dispatcher.refused.setdefault(name, _DISTRIBUTED)
@@ -80,6 +80,8 @@ class ShardedParameters:
         for tensor in operands_of(args, kwargs):
             if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or self._is_weight(tensor):
                 continue
+            if self._foreign is None:
+                self._foreign = WeakTensorKeyDictionary()
             if not self._foreign.get(tensor):
                 self._adopt_all()
                 self._foreign[tensor] = not self._is_weight(tensor)

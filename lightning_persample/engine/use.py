@@ -1,36 +1,25 @@
-"""One use of weights together with the batch: the hook that turns the output's gradient into contributions."""
+"""One use of weights together with the batch, and who reports what it contributes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
-from lightning_persample.engine.computation import Computation, Placement, by_rule, computation
-from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
+from lightning_persample.engine.computation import Placement, by_rule, computation
 from lightning_persample.engine.following import Followed
-from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.observed import Description, ObservedCall
-from lightning_persample.errors import UnsupportedError
-from lightning_persample.gradients import kernel_options
-from lightning_persample.gradients.precision import without_autocast
+from lightning_persample.engine.reporting import Report, on_gradient
 from lightning_persample.rules import Rule
 
 if TYPE_CHECKING:
     from lightning_persample.engine.dispatch import Dispatcher
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["Use", "attach", "attach_as_planned", "note_term", "on_gradient", "refuse_where_used", "report_to"]
+__all__ = ["Use", "attach", "attach_as_planned", "note_term", "refuse_where_used"]
 
-
-_FREED = (
-    "a second backward goes through it, but the first one was to free the graph; pass retain_graph=True to the first"
-)
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
 
 
@@ -157,11 +146,17 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
         return
     outputs = [output for output, _ in use.outputs]
     keeps_values = use.rule is None or bool(use.rule.reads)
+    report = Report(dispatcher, outputs, weights, computation(use), use.description, keeps_values)
     fused = use.call.fused
-    names: dict[Weight, str] = {}
-    if fused is not None:
-        names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
-    report_to(dispatcher, outputs, weights, computation(use), use.description, keeps_values, fused, names)
+    if fused is None:
+        report.attach(outputs)
+        return
+    names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
+
+    def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
+        return {names[weight]: total for weight, total in report.contribute((grad,), wanted and bool(names))}
+
+    fused.sums = sums_by_name
 
 
 def attach_as_planned(
@@ -193,89 +188,8 @@ def attach_as_planned(
         raise LookupError(f"the arguments of {description} have no names")
     owners = {name: weights[id(given[name])] for name in placement.owners}
     compute = by_rule(placement, given, owners, description, outputs[0])
-    report_to(dispatcher, outputs, list(dict.fromkeys(owners.values())), compute, description, bool(rule.reads))
-
-
-def report_to(
-    dispatcher: Dispatcher,
-    outputs: Sequence[Tensor],
-    weights: list[Weight],
-    compute: Computation,
-    description: Description,
-    keeps_values: bool,
-    fused: FusedCall | None = None,
-    names: Mapping[Weight, str] | None = None,
-) -> None:
-    """Let backward report what each sample contributes as soon as the gradients of a call's outputs are there.
-
-    Args:
-        dispatcher: receives contributions, or the reason why there are none.
-        outputs: the outputs that can get a gradient.
-        weights: the weights among the call's operands.
-        compute: gives the contributions.
-        description: the call in messages.
-        keeps_values: whether `compute` holds what autograd holds, too, and lets go with it.
-        fused: the call, where its own backward asks for what there is to report.
-        names: the arguments that its weights are.
-    """
-    held, readers = [compute], [_gradient_reader(output) for output in outputs]
-    kind = outputs[0].device.type
-
-    def contribute(grads: Sequence[Tensor | None], wants_sums: bool = False) -> list[tuple[Weight, Tensor]]:
-        """Note what the samples contribute; gives the sums over them that were formed on the way."""
-        sums: list[tuple[Weight, Tensor]] = []
-        if not dispatcher.accepting:
-            return sums
-        if _is_refused(weights, dispatcher):
-            if dispatcher.frees:
-                held.clear()
-            return sums
-        options = kernel_options(dispatcher.kernel_options)  # entered here: on CUDA this is another thread
-        with torch._C.DisableTorchFunction(), _without_gradient(), without_autocast(kind), options:
-            try:
-                read = [None if grad is None else reader(grad) for grad, reader in zip(grads, readers, strict=True)]
-                if not held:
-                    raise UnsupportedError(f"{description}: {_FREED}")
-                contributions = in_smaller_chunks(lambda: held[0](read))
-                sums = dispatcher.collect(contributions, wants_sums)
-                if dispatcher.frees and keeps_values:
-                    held.clear()  # autograd lets its saved tensors go now, too
-            except torch.OutOfMemoryError as error:
-                held.clear()
-                _give_up(dispatcher, reason_of(error, description))
-            except FAILURES as error:
-                dispatcher.refuse(weights, reason_of(error, description))
-        return sums
-
-    def hook(grads: Sequence[Tensor | None]) -> None:
-        contribute(grads)
-
-    if fused is not None and names is not None:
-
-        def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
-            return {names[weight]: total for weight, total in contribute((grad,), wanted and bool(names))}
-
-        fused.sums = sums_by_name
-    elif len(outputs) == 1:
-        on_gradient(outputs[0], lambda grad: hook((grad,)))
-    else:
-        register_multi_grad_hook([_hooked(output) for output in outputs], hook)
-
-
-def _without_gradient() -> AbstractContextManager[object]:
-    """Nothing is recorded inside; a backward records nothing anyway, unless it is to create a graph."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-
-
-def _is_refused(weights: list[Weight], dispatcher: Dispatcher) -> bool:
-    return bool(dispatcher.refused) and all(weight.names <= dispatcher.refused.keys() for weight in weights)
-
-
-def _give_up(dispatcher: Dispatcher, reason: str) -> None:
-    """Let go of everything that this backward has gathered: the training needs the memory."""
-    for weight in dispatcher.weights:
-        weight.forget()
-    dispatcher.refuse(dispatcher.weights, reason)
+    weights_once = list(dict.fromkeys(owners.values()))
+    Report(dispatcher, outputs, weights_once, compute, description, bool(rule.reads)).attach(outputs)
 
 
 def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, dispatcher: Dispatcher) -> None:
@@ -313,48 +227,3 @@ def note_term(outputs: Iterable[Tensor], names: frozenset[str], dispatcher: Disp
     for output in outputs:
         if output.requires_grad:
             on_gradient(output, hook)
-
-
-def on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call the hook with the output's gradient, after all hooks of the user's that may change it."""
-    hooked = _hooked(output)
-    node, place = hooked.grad_fn, hooked.output_nr
-    if node is None:
-        hooked.register_hook(hook)
-        return
-
-    def before_node(grads: Sequence[Tensor | None]) -> None:
-        grad = grads[place]
-        if grad is not None:
-            hook(grad)
-
-    node.register_prehook(before_node)
-
-
-def _hooked(output: Tensor) -> Tensor:
-    """The tensor whose hook reports the output's gradient."""
-    # An op whose output is a view (linear on three axes, einsum) may be followed by an in-place op, which gives the
-    # view a new history and leaves a hook on it silent; the tensor behind the view keeps its gradient.
-    base = output._base if output._is_view() else None
-    return output if base is None or not base.requires_grad else base
-
-
-def _gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
-    """How to read the output's gradient from the gradient that the hook receives."""
-    base = _hooked(output)
-    if base is output:
-        return _detached
-    base_size, base_stride = tuple(base.shape), base.stride()
-    size, stride, offset = tuple(output.shape), output.stride(), output.storage_offset() - base.storage_offset()
-
-    def read(grad: Tensor) -> Tensor:
-        grad = _detached(grad)
-        if grad.stride() != base_stride:
-            grad = torch.empty_strided(base_size, base_stride, dtype=grad.dtype, device=grad.device).copy_(grad)
-        return grad.as_strided(size, stride, grad.storage_offset() + offset)
-
-    return read
-
-
-def _detached(grad: Tensor) -> Tensor:
-    return grad.detach() if grad.requires_grad else grad

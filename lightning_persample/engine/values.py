@@ -68,6 +68,9 @@ def read_values(
     with torch.no_grad():
         for name in names:
             weight = watched.weight(name)
+            if weight.sq_norm is not None and places is None and not weight.contributions:
+                values.sq_norms[name] = weight.sq_norm  # all that was asked for, of a parameter without hooks
+                continue
             try:
                 total = add_up(weight.contributions) if weight.contributions else None
                 reason = watched.changed_by_hook(name, total)

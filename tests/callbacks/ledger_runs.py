@@ -1,17 +1,20 @@
 """Fits that write a ledger, and what their modules note of every sample by themselves.
 
-``python -m tests.callbacks.ledger_runs ranks FOLDER`` is a fit of several processes.
+``python -m tests.callbacks.ledger_runs ranks FOLDER`` is a fit of several processes, and with ``saves`` one in which a
+process that writes its rows slowly saves a checkpoint together with the others.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -122,8 +125,34 @@ def assert_rows(found, notes):
         assert row == {name: pytest.approx(note[name], rel=1e-10) for name in row}
 
 
+class SlowOnOne(PerSampleGradientWriter):
+    """Comes to write the rows of process 1 late."""
+
+    def _flush(self, trainer):
+        if trainer.global_rank == 1 and self._captured:
+            time.sleep(1)
+        super()._flush(trainer)
+
+
+class LooksWhenSaving(TorchCheckpointIO):
+    """Notes which rows are on the disk when the checkpoint is written."""
+
+    def __init__(self, ledger: Path) -> None:
+        self.ledger = ledger
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        torch.save(rows(self.ledger, ("step", "rank", "row")), Path(path).parent / "at_checkpoint.pt")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
 def main(mode: str, folder: str) -> None:
     torch.set_num_threads(1)
+    if mode == "saves":
+        ledger = Path(folder) / "ledger"
+        loader = data(24, 3, sampler=DistributedSampler(range(24), 2, rank(), shuffle=False))
+        settings = {"devices": 2, "strategy": "ddp", "default_root_dir": folder, "plugins": LooksWhenSaving(ledger)}
+        fit(SlowOnOne(ledger), loader=loader, callbacks=[SaveAfter(3, Path(folder) / "middle.ckpt")], **settings)
+        return
     writer = PerSampleGradientWriter(Path(folder) / "ledger", flush_every=2, per_layer=2)
     loader = data(24, 3, sampler=DistributedSampler(range(24), 2, rank(), shuffle=False))
     module = fit(writer, loader=loader, devices=2, strategy="ddp", max_epochs=2, default_root_dir=folder)

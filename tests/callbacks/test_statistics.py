@@ -13,10 +13,29 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
+from lightning_persample.callbacks._statistics import Statistics
+from lightning_persample.callbacks._step_norms import CapturedBatch, StepNorms
 from tests.callbacks import known_noise_scale
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged, make_trainer
 from tests.callbacks.step_statistics import ALL, DECAY, WithGradients, check, expected, terms, windows
 from tests.processes import run_ranks
+
+
+@pytest.mark.parametrize("quantiles", [(0.5, 0.95), ()])
+def test_an_epoch_of_many_steps_has_the_norms_of_all(quantiles):
+    statistics, norms = Statistics((), quantiles, ()), np.random.default_rng(0).lognormal(size=(150, 7))
+    norms[[3, 100], [0, 6]] = math.inf, math.nan
+    for row in torch.from_numpy(norms):
+        captured = CapturedBatch(7, row, {}, 1.0)
+        values, kept = statistics.of_step(StepNorms.of_window([captured], ())), row[row.isfinite()].numpy()
+        found = [values[f"norm_p{100 * q:.0f}"] for q in quantiles]
+        assert found == pytest.approx(np.quantile(kept, quantiles).tolist())
+    found, kept = statistics.of_epoch(), norms[np.isfinite(norms)]
+    wanted = {"mean": kept.mean(), "std": kept.std(ddof=1), "min": kept.min(), "max": kept.max()}
+    wanted |= {f"p{100 * q:.0f}": np.quantile(kept, q) for q in quantiles}
+    assert found == pytest.approx({f"norm_{n}_epoch": v for n, v in wanted.items()} | {"nonfinite_epoch": 2.0})
+    statistics.start_epoch()
+    assert statistics.of_epoch() == {}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_persample import PerSampleGradientMonitor, WorstSamples
+from lightning_persample import PerSampleGradientMonitor, PerSampleRecord, WorstSamples
+from lightning_persample.callbacks._worst_samples import SampleNorms
 from lightning_persample.errors import OptionError, PerSampleWarning, UnsupportedError
 from tests.callbacks.indexed_data import (
     LOADERS,
@@ -124,6 +125,15 @@ def test_of_several_records_of_a_batch_the_last_counts():
     module, _, _ = train(LOADERS["plain"], [monitor], kind=WithLBFGS, max_epochs=1)
     assert set(monitor.worst(100).seen) == {1}
     assert set(monitor.worst(100).index) == set(module.norms)
+
+
+def test_of_a_sample_that_is_in_a_batch_twice_the_last_row_counts():
+    norms = SampleNorms()
+    for place, values in enumerate(([3.0, 1.0, 2.0], [1.0, math.inf, 4.0])):
+        squares = torch.tensor(values).square()
+        index = torch.tensor([7, 7, 2])
+        norms.add(PerSampleRecord(3, {"weight": squares}, 1.0, sample_index=index), place, "")
+    assert norms.worst(2).rows() == [(2, 3.0, 4.0, 2, 0), (7, pytest.approx(5 / 3), 1.0, 4, 1)]
 
 
 def test_in_manual_optimization_every_backward_counts():

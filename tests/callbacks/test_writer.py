@@ -288,6 +288,14 @@ def test_two_processes_write_the_rows_of_one(tmp_path):
         assert_rows([row for row in rows(tmp_path / "ledger") if row["rank"] == rank], own["notes"])
 
 
+def test_a_checkpoint_is_saved_after_the_rows_of_all_processes(tmp_path):
+    """Killed right after, a process that had not written its rows yet would miss them after a resume for good."""
+    ended = run_ranks("tests.callbacks.ledger_runs", "saves", str(tmp_path), timeout=80)
+    assert ended.codes == [0, 0], "\n".join(output[-3000:] for output in ended.outputs)
+    found = [tuple(row.values()) for row in torch.load(tmp_path / "at_checkpoint.pt")]
+    assert found == [(step, process, row) for step in range(3) for process in (0, 1) for row in range(3)]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fits are killed in forks of a process that imports once")
 @pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_killed_fit_loses_no_row_before_its_last_flush_and_doubles_none(tmp_path, moments):

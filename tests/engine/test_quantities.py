@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_persample.engine import expanded_weights
+from lightning_persample.engine import PerSampleRecord, expanded_weights
 from lightning_persample.errors import OptionError, UnsupportedError
 from tests.engine import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.engine.model_cases import CASES
@@ -209,3 +209,9 @@ def test_samples_need_gradients_that_are_not_fused() -> None:
     text = "samples and fuse_weight_grad=True do not go together: the weight's gradient needs all"
     with pytest.raises(OptionError, match=text):
         expanded_weights(nn.Linear(3, 2), (X, Y), samples=torch.tensor([0]), fuse_weight_grad=True)
+
+
+def test_what_a_reader_does_to_its_norms_is_not_seen_by_the_next():
+    record = PerSampleRecord(2, {"weight": torch.tensor([9.0, 16.0]), "bias": torch.tensor([16.0, 0.0])}, 1.0)
+    record.norms().zero_()
+    assert record.norms().tolist() == [5.0, 4.0]

@@ -14,15 +14,17 @@ from lightning_persample.engine.following import (  # (registers the families)
     reductions,
     shapes,
 )
+from lightning_persample.engine.following.added_up import LOSSES
 from lightning_persample.engine.following.after_reduction import after_reduction
 from lightning_persample.engine.following.base import BY_LAYOUT, FOLLOWERS, Followed, is_plain, lost
+from lightning_persample.engine.following.losses import every_target_counts
 from lightning_persample.engine.following.pointwise import FACTORIES, POINTWISE, common_axis
 from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
 __all__ = [
-    "BY_LAYOUT", "FACTORIES", "POINTWISE", "Followed", "common_axis", "follow", "indexing", "is_plain", "layers",
-    "losses", "recurrence", "reductions", "shapes",
+    "BY_LAYOUT", "FACTORIES", "LOSSES", "POINTWISE", "Followed", "common_axis", "every_target_counts", "follow",
+    "indexing", "is_plain", "layers", "losses", "recurrence", "reductions", "shapes",
 ]  # fmt: skip
 
 

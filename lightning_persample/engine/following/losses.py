@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from lightning_persample.engine.following.added_up import LOSSES, MEAN, added_up
 from lightning_persample.engine.following.base import Entries, Followed, broadcast, follower, keep, lost, meet
 from lightning_persample.engine.observed import ObservedCall, user_line
 
-__all__: list[str] = []
+__all__ = ["every_target_counts"]
 
 _CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 _ROW_LOSSES = frozenset({"multi_margin_loss", "cosine_embedding_loss", "multilabel_margin_loss", "triplet_margin_loss"})
@@ -35,6 +37,24 @@ def _follow_loss(call: ObservedCall) -> Followed:
     weighting = _unequal_weights(call) if any(output.requires_grad for output in call.outputs) else None
     weighting = weighting or added.weighting
     return Followed(added.outputs, added.aligned, added.mixing, weighting, lambda: _entries(call, place))
+
+
+def every_target_counts(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether no target of a loss is ignored, which is all that its values say where it has no weights.
+
+    Args:
+        op: canonical op of the loss.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Returns:
+        False where targets are classes and one of them is ignored.
+    """
+    target = args[1] if len(args) > 1 else kwargs["target"]
+    if op not in _CLASS_LOSSES or target.is_floating_point():
+        return True
+    ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
+    return bool((target != ignored).all())
 
 
 def _added_up(call: ObservedCall, by_entry: Followed, place: BatchAxis) -> Followed:
@@ -139,7 +159,7 @@ def _unequal_weights(call: ObservedCall) -> str | None:
     if call.op not in _CLASS_LOSSES or reduction_of(call) != MEAN or not isinstance(axis, BatchAxis):
         return None
     plain = _class_weights(call) is None and axis.owner is None
-    if plain and bool((target != call.argument(4, "ignore_index", default=-100)).all()):
+    if plain and every_target_counts(call.op, call.args, call.kwargs):
         return None
     shares = _shares(call)
     if shares is None:

@@ -1,0 +1,172 @@
+"""The hook by which a backward reports what each sample contributes to the weights of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+
+from lightning_persample.engine.computation import Computation, Contributions
+from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
+from lightning_persample.engine.observed import Description
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import kernel_options
+from lightning_persample.gradients.precision import without_autocast
+
+if TYPE_CHECKING:
+    from lightning_persample.engine.dispatch import Dispatcher
+    from lightning_persample.engine.weight import Weight
+
+__all__ = ["Report", "on_gradient"]
+
+_FREED = (
+    "a second backward goes through it, but the first one was to free the graph; pass retain_graph=True to the first"
+)
+
+
+class Report:
+    """Lets backward report what each sample contributes as soon as the gradients of a call's outputs are there.
+
+    Args:
+        dispatcher: receives contributions, or the reason why there are none.
+        outputs: the outputs that can get a gradient.
+        weights: the weights among the call's operands.
+        compute: gives the contributions.
+        description: the call in messages.
+        keeps_values: whether `compute` holds what autograd holds, too, and lets go with it.
+    """
+
+    __slots__ = ("_compute", "_dispatcher", "_keeps_values", "_kind", "_readers", "_text", "_weights")
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        outputs: Sequence[Tensor],
+        weights: list[Weight],
+        compute: Computation,
+        description: Description,
+        keeps_values: bool,
+    ) -> None:
+        self._dispatcher, self._weights, self._text = dispatcher, weights, description
+        self._compute: Computation | None = compute
+        self._keeps_values = keeps_values
+        self._readers = [_gradient_reader(output) for output in outputs]
+        self._kind = outputs[0].device.type
+
+    def attach(self, outputs: Sequence[Tensor]) -> None:
+        """Wait for the gradients of the outputs.
+
+        Args:
+            outputs: the outputs that can get a gradient.
+        """
+        if len(outputs) == 1:
+            on_gradient(outputs[0], lambda grad: self.hook((grad,)))
+        else:
+            register_multi_grad_hook([_hooked(output) for output in outputs], self.hook)
+
+    def _freed(self, grads: Sequence[Tensor | None]) -> Contributions:
+        raise UnsupportedError(f"{self._text}: {_FREED}")
+
+    def hook(self, grads: Sequence[Tensor | None]) -> None:
+        """Note what the samples contribute."""
+        self.contribute(grads)
+
+    def contribute(self, grads: Sequence[Tensor | None], wants_sums: bool = False) -> list[tuple[Weight, Tensor]]:
+        """Note what the samples contribute.
+
+        Args:
+            grads: the gradients of the outputs.
+            wants_sums: give the sums over the samples, too, where they need not be computed apart.
+
+        Returns:
+            Those sums that were formed on the way, by weight.
+        """
+        sums: list[tuple[Weight, Tensor]] = []
+        dispatcher, text = self._dispatcher, self._text
+        if not dispatcher.accepting:
+            return sums
+        if _is_refused(self._weights, dispatcher):
+            if dispatcher.frees:
+                self._compute = None
+            return sums
+        options = kernel_options(dispatcher.kernel_options)  # entered here: on CUDA this is another thread
+        with torch._C.DisableTorchFunction(), _without_gradient(), without_autocast(self._kind), options:
+            try:
+                pairs = zip(grads, self._readers, strict=True)
+                read = [None if grad is None else reader(grad) for grad, reader in pairs]
+                contributions = in_smaller_chunks(partial(self._compute or self._freed, read))
+                sums = dispatcher.collect(contributions, wants_sums)
+                if dispatcher.frees and self._keeps_values:
+                    self._compute = None  # autograd lets its saved tensors go now, too
+            except torch.OutOfMemoryError as error:
+                self._compute = None
+                _give_up(dispatcher, reason_of(error, text))
+            except FAILURES as error:
+                dispatcher.refuse(self._weights, reason_of(error, text))
+        return sums
+
+
+def _without_gradient() -> AbstractContextManager[object]:
+    """Nothing is recorded inside; a backward records nothing anyway, unless it is to create a graph."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+def _is_refused(weights: list[Weight], dispatcher: Dispatcher) -> bool:
+    return bool(dispatcher.refused) and all(weight.names <= dispatcher.refused.keys() for weight in weights)
+
+
+def _give_up(dispatcher: Dispatcher, reason: str) -> None:
+    """Let go of everything that this backward has gathered: the training needs the memory."""
+    for weight in dispatcher.weights:
+        weight.forget()
+    dispatcher.refuse(dispatcher.weights, reason)
+
+
+def on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call the hook with the output's gradient, after all hooks of the user's that may change it."""
+    hooked = _hooked(output)
+    node, place = hooked.grad_fn, hooked.output_nr
+    if node is None:
+        hooked.register_hook(hook)
+        return
+
+    def before_node(grads: Sequence[Tensor | None]) -> None:
+        grad = grads[place]
+        if grad is not None:
+            hook(grad)
+
+    node.register_prehook(before_node)
+
+
+def _hooked(output: Tensor) -> Tensor:
+    """The tensor whose hook reports the output's gradient."""
+    # An op whose output is a view (linear on three axes, einsum) may be followed by an in-place op, which gives the
+    # view a new history and leaves a hook on it silent; the tensor behind the view keeps its gradient.
+    base = output._base if output._is_view() else None
+    return output if base is None or not base.requires_grad else base
+
+
+def _gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
+    """How to read the output's gradient from the gradient that the hook receives."""
+    base = _hooked(output)
+    if base is output:
+        return _detached
+    base_size, base_stride = tuple(base.shape), base.stride()
+    size, stride, offset = tuple(output.shape), output.stride(), output.storage_offset() - base.storage_offset()
+
+    def read(grad: Tensor) -> Tensor:
+        grad = _detached(grad)
+        if grad.stride() != base_stride:
+            grad = torch.empty_strided(base_size, base_stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return grad.as_strided(size, stride, grad.storage_offset() + offset)
+
+    return read
+
+
+def _detached(grad: Tensor) -> Tensor:
+    return grad.detach() if grad.requires_grad else grad

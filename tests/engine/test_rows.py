@@ -1,0 +1,163 @@
+"""A linear map of one row per sample: its short way gives what the general one gives, and steps aside in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_persample.engine import expanded_weights, reporting
+from lightning_persample.rules import register_rule, registry
+from tests.engine.reference import assert_exact
+
+B, D, P = 5, 4, 3
+
+
+class Linear(nn.Linear):
+    """A module whose forward is one call."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Tensor], bias: bool = True, dtype: torch.dtype = torch.float64):
+        super().__init__(D, P, bias=bias, dtype=dtype)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x)
+
+
+def plain(m: Any, x: Tensor) -> Tensor:
+    return F.linear(x, m.weight, m.bias)
+
+
+def squares(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).square().sum(-1).mean()
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the gradients that went the general way."""
+    found: list[int] = []
+    contribute = reporting.Report.contribute
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(1)
+        return contribute(self, *args, **kwargs)
+
+    monkeypatch.setattr(reporting.Report, "contribute", counted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_ordinary_call_goes_the_short_way(general, bias, dtype):
+    module, x = Linear(plain, bias, dtype), torch.randn(B, D, dtype=dtype)
+    with expanded_weights(module, x) as seen:
+        squares(module, x).backward()
+    assert not general
+    for place, one in enumerate(x):
+        module.zero_grad()
+        squares(module, one[None]).backward()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(seen.record.sq_norms[name][place], parameter.grad.square().sum())
+
+
+ASIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "positions": lambda m, x: F.linear(x[:, None].expand(-1, 2, -1), m.weight, m.bias).sum(1),
+    "called-twice": lambda m, x: plain(m, x) + plain(m, 2 * x),
+    "weight-used-elsewhere": lambda m, x: plain(m, x) + x @ m.weight.t(),
+    "weight-derived": lambda m, x: F.linear(x, 2 * m.weight, m.bias),
+    "bias-derived": lambda m, x: F.linear(x, m.weight, m.bias.exp()),
+    "samples-last": lambda m, x: F.linear(x.t().contiguous().t(), m.weight, m.bias),
+    "two-rows-each": lambda m, x: F.linear(x.repeat_interleave(2, 0), m.weight, m.bias).view(-1, 2, P).sum(1),
+    "turned-round": lambda m, x: plain(m, x[torch.arange(len(x)).flip(0)])[torch.arange(len(x)).flip(0)],
+    "by-keyword": lambda m, x: F.linear(input=x, weight=m.weight, bias=m.bias),
+    "wide": lambda m, x: F.linear(x.repeat(1, 1500), m.weight.repeat(1, 1500), m.bias),
+}
+
+
+@pytest.mark.parametrize("call", ASIDE.values(), ids=ASIDE)
+@pytest.mark.parametrize("frozen", ["", "weight", "bias"])
+def test_other_calls_are_exact_too(call, frozen):
+    module, x = Linear(call), torch.randn(B, D, dtype=torch.float64)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name != frozen)
+    assert_exact(module, squares, (x,))
+
+
+@pytest.mark.parametrize("options", [{"quantities": ("sq_norm", "grad_sample")}, {"samples": torch.tensor([3, 1])}])
+def test_where_more_is_asked_for_the_general_way_answers(general, options):
+    module, x = Linear(plain), torch.randn(B, D, dtype=torch.float64)
+    with expanded_weights(module, x, **options) as seen:
+        squares(module, x).backward()
+    assert len(general) == 1
+    places = options.get("samples", torch.arange(B))
+    for place, norm in zip(places, seen.record.sq_norms["weight"], strict=True):
+        module.zero_grad()
+        squares(module, x[place][None]).backward()
+        torch.testing.assert_close(norm, module.weight.grad.square().sum())
+
+
+def test_an_input_that_is_written_to_fails_as_it_does_without():
+    module, x = Linear(plain), torch.randn(B, D, dtype=torch.float64)
+    with expanded_weights(module, x, unsupported="error") as seen:
+        loss = squares(module, x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    assert not seen.records
+
+
+def test_a_second_backward_through_a_freed_call_is_named():
+    module, x = Linear(plain), torch.randn(B, D, dtype=torch.float64)
+    with expanded_weights(module, x, unsupported="ignore") as seen:
+        out = module(x)
+        out.sum(-1).mean().backward(retain_graph=True)
+        out.square().sum(-1).mean().backward()
+    assert [set(record.sq_norms) for record in seen.records] == [{"weight", "bias"}] * 2
+    torch.testing.assert_close(seen.records[0].sq_norms["bias"], torch.full((B,), float(P), dtype=torch.float64))
+
+
+def test_a_rule_of_the_users_is_asked(general):
+    rule = registry.rule_of("linear")
+
+    @register_rule(F.linear, arguments=rule.arguments, batched=("input",), weights=("weight", "bias"), overwrite=True)
+    def other(call: Any, grad_output: Tensor) -> Any:
+        return rule.function(call, 2 * grad_output)
+
+    try:
+        module, x = Linear(plain), torch.ones(B, D, dtype=torch.float64)
+        with expanded_weights(module, x) as seen:
+            module(x).sum(-1).mean().backward()
+        assert len(general) == 1
+        torch.testing.assert_close(seen.record.sq_norms["bias"], torch.full((B,), 4.0 * P, dtype=torch.float64))
+    finally:
+        registry._RULES["linear"] = rule
+
+
+def test_a_loss_is_looked_at_again_when_a_target_is_ignored():
+    module, x = nn.Linear(D, P), torch.randn(B, D)
+    targets = torch.tensor([0, 1, 2, 0, 1])
+
+    def weighting(y: Tensor) -> tuple[str, ...]:
+        with expanded_weights(module, (x, y), unsupported="ignore") as seen:
+            F.cross_entropy(module(x), y).backward()
+        return seen.record.weighting
+
+    found = [weighting(y) for y in (targets, targets, targets.masked_fill(targets == 1, -100), targets)]
+    assert [len(each) for each in found] == [0, 0, 1, 0]
+
+
+def test_what_is_said_of_a_loss_names_its_own_line():
+    module, x, y = nn.Linear(D, P), torch.randn(B, D), torch.zeros(B, dtype=torch.int64)
+    marks = []
+    for step in (
+        lambda: F.cross_entropy(module(x), y),
+        lambda: F.cross_entropy(module(x), y),
+    ):
+        with expanded_weights(module, (x, y)) as seen:
+            marks.append(seen._dispatcher.marks.get(step()).reason)
+    lines = [int(reason.rsplit(":", 1)[1].strip(" )")) for reason in marks]
+    assert lines[1] == lines[0] + 1
