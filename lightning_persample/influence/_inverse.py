@@ -22,7 +22,7 @@ def second_moments(
     Args:
         store: the rows, (n, K).
         columns: ranges of k columns.
-        max_memory: bytes for blocks of rows; None sets no limit.
+        max_memory: bytes for blocks of rows; None reads blocks of 64 MiB.
         share: how many others, and this one, share these bytes.
 
     Returns:

@@ -99,7 +99,7 @@ def less(
         test: gradients of the test samples, (m, K), at the same checkpoints.
         learning_rates: eta of each checkpoint, in the order of ``train_directions.checkpoints``; None takes what the
             stores' manifests say.
-        max_memory: bytes for what is held at a time besides the scores; None sets no limit.
+        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
 
     Returns:
         The scores, (n, m). Those of a direction or gradient of zeros are nan.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from math import inf
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from lightning_persample.influence.pairs import PairScores
 from lightning_persample.influence.store import GradientStore
 
 __all__ = ["logra"]
+
+_MATRIX_BYTES = 1 << 30
 
 _ONE = "take logra(train.at(checkpoint), test.at(checkpoint)) of one, as a rule the last"
 
@@ -42,8 +43,9 @@ def logra(
         test: gradients of the test samples there, (m, K).
         damping: what is added to the diagonal of every H_b, above 0; None adds a tenth of the mean of its eigenvalues,
             to each its own.
-        max_memory: bytes for what is held at a time besides the scores; None sets no limit. The less, the more often
-            the stores are read. H_b of the largest parameter is held in any case, twice.
+        max_memory: bytes for what is held at a time besides the scores; the less, the more often the stores are read.
+            H_b of the largest parameter is held in any case, twice. None reads blocks of 64 MiB and holds matrices of
+            1 GiB.
 
     Returns:
         The scores, (n, m).
@@ -73,14 +75,14 @@ def logra(
 
 
 def _groups(store: GradientStore, max_memory: int | None) -> list[list[str]]:
-    """The parameters, in groups whose matrices fit in half of the memory; a larger one is a group of its own."""
+    """The parameters, in groups whose matrices fit in half of `max_memory`; a larger one is a group of its own."""
     groups: list[list[str]] = []
-    room = 0.0
+    room = 0
     for parameter in store.manifest.parameters:
         needed = 16 * (parameter.stop - parameter.start) ** 2  # H and its factor
         if needed > room:
             groups.append([])
-            room = inf if max_memory is None else max_memory / 2
+            room = _MATRIX_BYTES if max_memory is None else max_memory // 2
         groups[-1].append(parameter.name)
         room -= needed
     return groups

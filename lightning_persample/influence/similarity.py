@@ -22,7 +22,7 @@ def grad_dot(train: GradientStore, test: GradientStore, *, max_memory: int | Non
     Args:
         train: gradients of the training samples at one checkpoint, (n, K).
         test: gradients of the test samples there, (m, K).
-        max_memory: bytes for what is held at a time besides the scores; None sets no limit.
+        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
 
     Returns:
         The scores, (n, m).
@@ -47,7 +47,7 @@ def grad_cos(train: GradientStore, test: GradientStore, *, max_memory: int | Non
     Args:
         train: gradients of the training samples at one checkpoint, (n, K).
         test: gradients of the test samples there, (m, K).
-        max_memory: bytes for what is held at a time besides the scores; None sets no limit.
+        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
 
     Returns:
         The scores, (n, m).

@@ -36,7 +36,7 @@ def tracin_cp(
         test: gradients of the test samples, (m, K), at the same checkpoints.
         learning_rates: eta of each checkpoint, in the order of ``train.checkpoints``; None takes what the stores'
             manifests say.
-        max_memory: bytes for what is held at a time besides the scores; None sets no limit.
+        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
 
     Returns:
         The scores, (n, m).
@@ -71,7 +71,7 @@ def tracin(train: GradientStore, test: GradientStore, *, max_memory: int | None 
     Args:
         train: gradients that were written during training, any number of rows of K columns for each sample.
         test: gradients of the test samples, (m, K) at each step that `train` has rows of.
-        max_memory: bytes for what is held at a time besides the scores; None sets no limit.
+        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
 
     Returns:
         The scores, (n, m).

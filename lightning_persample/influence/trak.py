@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -71,7 +73,8 @@ def trak(
         test: margin gradients of the test samples, (m, K), at the same checkpoints.
         damping: what is added to the diagonal of ``Phi^T Phi``, 0 or more.
         one_minus_p: the column of the training store that has 1 - p, in [0, 1].
-        max_memory: bytes for what is held at a time besides the scores and two matrices (K, K); None sets no limit.
+        max_memory: bytes for what is held at a time besides the scores and two matrices (K, K); None reads blocks of
+            64 MiB.
 
     Returns:
         The scores, (n, m).
@@ -103,7 +106,7 @@ def trak(
             train_rows,
             test_rows,
             max_memory=max_memory,
-            of_test=lambda values, factor=factor: torch.cholesky_solve(values.T, factor).T,
+            of_test=partial(_solved, factor=factor),
         )
     models = len(aligned.pairs)
     text = (
@@ -111,6 +114,11 @@ def trak(
         "so lowers its loss"
     )
     return aligned.scored("trak", (mistaken / models)[:, None] * (kernel / models), text)
+
+
+def _solved(values: Tensor, factor: Tensor) -> Tensor:
+    """``(Phi^T Phi + damping I)^-1`` times each row."""
+    return torch.cholesky_solve(values.T, factor).T
 
 
 def _probabilities(store: GradientStore, name: str) -> Tensor:

@@ -81,9 +81,13 @@ def test_the_direction_is_in_float32_at_least(dtype, found):
 
 
 def test_a_state_of_another_parameter_is_refused():
-    with pytest.raises(OptionError, match=r"exp_avg_sq has shape \(3,\), but a sample's gradient has \(2,\): pass the st"):
+    with pytest.raises(
+        OptionError, match=r"exp_avg_sq has shape \(3,\), but a sample's gradient has \(2,\): pass the st"
+    ):
         adam_direction(torch.ones(4, 2), torch.ones(2), torch.ones(3), 1)
-    with pytest.raises(OptionError, match="step=-1 is not allowed: pass the number of steps behind the state, 0 or more"):
+    with pytest.raises(
+        OptionError, match="step=-1 is not allowed: pass the number of steps behind the state, 0 or more"
+    ):
         adam_direction(torch.ones(4, 2), torch.ones(2), torch.ones(2), -1)
 
 
@@ -171,5 +175,7 @@ def test_directions_in_place_of_test_gradients_are_refused(checkpoints):
 
 def test_rates_are_needed(tmp_path):
     store = simple(tmp_path / "store", [[1.0]], checkpoints=[{"step": 5}])
-    with pytest.raises(OptionError, match=r"step 5 is in neither manifest: pass less\(\.\.\., learning_rates=\[\.\.\.\]\)"):
+    with pytest.raises(
+        OptionError, match=r"step 5 is in neither manifest: pass less\(\.\.\., learning_rates=\[\.\.\.\]\)"
+    ):
         less(store, store)

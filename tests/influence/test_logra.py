@@ -111,6 +111,8 @@ def test_damping_is_above_zero(nets, damping):
 
 
 def test_a_damping_that_is_nothing_beside_the_matrix_is_refused(nets):
-    text = r"H of '0\.weight', of 9 samples and 12 columns, has no inverse with damping=1e-30: pass a larger one, for exa"
+    text = (
+        r"H of '0\.weight', of 9 samples and 12 columns, has no inverse with damping=1e-30: pass a larger one, for exa"
+    )
     with pytest.raises(PerSampleError, match=text):
         logra(nets[0], nets[1], 1e-30)

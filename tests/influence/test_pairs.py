@@ -43,7 +43,9 @@ def test_a_dataframe_has_training_samples_as_rows():
 
 
 def test_a_test_sample_without_scores_is_refused():
-    with pytest.raises(OptionError, match=r"test=3 is not the index of a test sample: 2 have scores, the first .* 0, 4"):
+    with pytest.raises(
+        OptionError, match=r"test=3 is not the index of a test sample: 2 have scores, the first .* 0, 4"
+    ):
         pairs().top(test=3)
     with pytest.raises(OptionError, match="k=0 is not allowed"):
         pairs().top(0)

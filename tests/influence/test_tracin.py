@@ -164,7 +164,9 @@ def test_steps_without_test_gradients_are_refused(run):
 
 
 def test_a_store_that_was_not_written_during_training_has_no_weights(run):
-    with pytest.raises(UnsupportedError, match=r"11 of 11 rows .* have no 'learning_rate', which tracin needs: .*tracin_cp"):
+    with pytest.raises(
+        UnsupportedError, match=r"11 of 11 rows .* have no 'learning_rate', which tracin needs: .*tracin_cp"
+    ):
         tracin(run["train"], run["test"])
 
 
@@ -177,9 +179,17 @@ def test_an_unknown_step_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("checkpoints", "rates", "text"),
     [
-        ([{"step": 5}], None, r"the learning rate of checkpoint step 5 is in neither manifest: pass tracin_cp\(\.\.\., "),
+        (
+            [{"step": 5}],
+            None,
+            r"the learning rate of checkpoint step 5 is in neither manifest: pass tracin_cp\(\.\.\., ",
+        ),
         ([{"step": 5, "learning_rate": 0.2}], None, "step 5 is 0.1 in the train store and 0.2 in the test store: pass"),
-        ([{"step": 5}], [0.1, 0.2], r"learning_rates has 2 numbers, but the train store has 1 checkpoints, steps 5: pass"),
+        (
+            [{"step": 5}],
+            [0.1, 0.2],
+            r"learning_rates has 2 numbers, but the train store has 1 checkpoints, steps 5: pass",
+        ),
     ],
 )
 def test_rates_that_are_not_known_are_refused(tmp_path, checkpoints, rates, text):
@@ -194,5 +204,3 @@ def test_a_rate_that_one_manifest_knows_is_taken(tmp_path):
     train = simple(tmp_path / "train", [[2.0]], checkpoints=[{"step": 5}])
     test = simple(tmp_path / "test", [[3.0]], checkpoints=[{"step": 5, "learning_rate": 0.5}])
     assert tracin_cp(train, test).scores.tolist() == [[3.0]]
-
-

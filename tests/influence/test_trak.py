@@ -52,9 +52,7 @@ def dense(phi, test_phi, damping):
 def test_one_model_is_the_dense_formula(models):
     train, test, ((phi, mistaken, test_phi), _) = models
     found = trak(train.at(0), test.at(0), 0.1)
-    torch.testing.assert_close(
-        found.scores, mistaken[:, None] * dense(phi, test_phi, 0.1), rtol=1e-9, atol=1e-11
-    )
+    torch.testing.assert_close(found.scores, mistaken[:, None] * dense(phi, test_phi, 0.1), rtol=1e-9, atol=1e-11)
     assert found.convention.startswith("(1 - p) phi^T (Phi^T Phi)^-1 phi': positive where")
 
 
@@ -121,9 +119,21 @@ def test_a_row_that_is_not_finite_is_left_out_of_the_others_scores(tmp_path):
 @pytest.mark.parametrize(
     ("values", "mistaken", "options", "error", "text"),
     [
-        ([[1.0, 2.0]], [0.5], {}, PerSampleError, "Phi.T Phi of 1 samples and 2 columns has no inverse with damping=0.0"),
+        (
+            [[1.0, 2.0]],
+            [0.5],
+            {},
+            PerSampleError,
+            "Phi.T Phi of 1 samples and 2 columns has no inverse with damping=0.0",
+        ),
         ([[1.0, 0.0]] * 3, [0.5] * 3, {}, PerSampleError, r"pass a larger one, for example damping=0.15, a tenth of"),
-        ([[1.0, 2.0], [0.0, 1.0]], [0.5, 1.5], {}, OptionError, "1 of 2 rows .* 'one_minus_p', as sample 1 has 1.5: trak"),
+        (
+            [[1.0, 2.0], [0.0, 1.0]],
+            [0.5, 1.5],
+            {},
+            OptionError,
+            "1 of 2 rows .* 'one_minus_p', as sample 1 has 1.5: trak",
+        ),
         ([[1.0]], [math.nan], {}, OptionError, "sample 0 has nan: trak needs 1 - p"),
         ([[1.0]], [0.5], {"damping": -1.0}, OptionError, "damping=-1.0 is not allowed: damping must be a number >= 0"),
         ([[1.0]], [0.5], {"one_minus_p": "p"}, OptionError, "no column 'p', the 1 - p .* Its columns are one_minus_p"),
@@ -159,5 +169,7 @@ def test_the_margin_is_finite_where_the_probability_rounds_to_one():
 
 
 def test_a_margin_needs_two_classes():
-    with pytest.raises(OptionError, match=r"logits of shape \(3, 1\) have 1 class, and a margin is between two or more"):
+    with pytest.raises(
+        OptionError, match=r"logits of shape \(3, 1\) have 1 class, and a margin is between two or more"
+    ):
         correct_class_margin(torch.zeros(3, 1), torch.zeros(3, dtype=torch.long))
