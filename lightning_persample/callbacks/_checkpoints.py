@@ -63,7 +63,8 @@ class Checkpoints:
         if checkpoint is None:
             return
         if _is_of_a_trainer(checkpoint) and isinstance(module, LightningModule):
-            module.on_load_checkpoint(dict(checkpoint))
+            checkpoint = {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
+            module.on_load_checkpoint(checkpoint)  # which may change it
         module.load_state_dict(_weights(checkpoint), strict=getattr(module, "strict_loading", True))
 
     def described(self, trainer: Trainer, module: nn.Module) -> tuple[dict[str, Any], ...]:

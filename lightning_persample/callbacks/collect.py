@@ -198,8 +198,9 @@ def _chosen(module: nn.Module, names: Sequence[str] | None) -> list[str]:
 @contextmanager
 def _requiring_gradients(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     before = {parameter: parameter.requires_grad for parameter in module.parameters()}
+    chosen = set(names)
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in names)
+        parameter.requires_grad_(name in chosen)
     try:
         yield
     finally:

@@ -61,6 +61,31 @@ def test_several_checkpoints_of_each_kind(tmp_path):
     assert store.at(2).rows["step"].tolist() == [-1] * COUNT
 
 
+class Renames(Net):
+    """Has other names than its checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+        self.head = self.last
+        del self.last
+
+    def forward(self, inputs):
+        return self.head(torch.tanh(self.norm(self.first(inputs))))
+
+    def on_load_checkpoint(self, checkpoint):
+        weights = checkpoint["state_dict"]
+        for name in ("weight", "bias"):
+            weights[f"head.{name}"] = weights.pop(f"last.{name}")
+
+
+def test_a_module_that_changes_what_it_loads(tmp_path):
+    data, whole = loader(), {"state_dict": Net(8).state_dict(), "global_step": 7}
+    for _ in range(2):
+        store = collect_gradients(Renames(), data, tmp_path / "store", checkpoints=[whole], overwrite=True, **FULL)
+        assert_equal(stored(store), joined(loop(Net(), Rows(), weights=whole["state_dict"])))
+    assert "last.weight" in whole["state_dict"]
+
+
 def test_a_loss_and_columns_of_its_own_with_a_plain_module(tmp_path):
     module, data = Net().last, Rows()
     data.inputs = torch.randn(COUNT, 7, dtype=torch.float64)
