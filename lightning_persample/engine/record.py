@@ -167,7 +167,9 @@ class PerSampleRecord:
     def project(self, projection: Projection) -> dict[str, Tensor]:
         """Each sample's gradient, projected at random to few numbers that keep dots between gradients in the mean.
 
-        >>> from lightning_persample import Projection
+        >>> import torch
+        >>> from torch import nn
+        >>> from lightning_persample import Projection, expanded_weights
         >>> module, x, y = nn.Linear(300, 200), torch.randn(4, 300), torch.randn(4, 200)
         >>> with expanded_weights(module, (x, y), quantities=("projection",)) as capture:
         ...     nn.functional.mse_loss(module(x), y).backward()

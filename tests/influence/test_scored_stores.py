@@ -127,6 +127,18 @@ def test_what_is_held_at_a_time_is_within_the_memory(tmp_path, name, dtype):
     torch.testing.assert_close(found.scores, expected.scores, rtol=1e-10, atol=1e-12)
 
 
+def test_products_of_blocks_of_many_rows_are_within_the_memory(tmp_path):
+    """Two columns: blocks have 104 rows, whose products are larger than the blocks are."""
+    values = torch.randn(300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    store = simple(tmp_path / "store", values, rows_per_shard=300)
+    live = LiveBytes()
+    with live:
+        found = grad_dot(store, store, max_memory=20_000)
+    assert live.largest <= 20_000 + found.scores.nbytes + 8 * 300 * 8
+    expected = torch.tensor(values, dtype=torch.float64)
+    torch.testing.assert_close(found.scores, expected @ expected.T, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_too_little_memory_is_refused_with_what_is_needed(stores, name):
     with pytest.raises(OptionError, match=r"max_memory=300 is too little for rows of \d+ columns") as refused:
