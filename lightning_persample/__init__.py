@@ -6,6 +6,7 @@ from lightning_persample.callbacks import (
     PerSampleGradientMonitor,
     PerSampleGradientWriter,
     WorstSamples,
+    collect_gradients,
 )
 
 # Without a Trainer
@@ -75,6 +76,7 @@ __all__ = [
     "call_for_per_sample_grads",
     "check_per_sample_gradients",
     "check_rule",
+    "collect_gradients",
     "expanded_weights",
     "loop_per_sample_grads",
     "mark_samples",

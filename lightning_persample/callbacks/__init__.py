@@ -1,8 +1,18 @@
-"""Callbacks for the Trainer: the base for your own, the monitor that logs norms, and the writer of ledgers."""
+"""Callbacks for the Trainer: the base for your own, the monitor that logs norms, and the writer of ledgers.
+
+`collect_gradients` uses a Trainer, too: it stores the gradients of a whole dataset.
+"""
 
 from lightning_persample.callbacks._worst_samples import WorstSamples
 from lightning_persample.callbacks.base import PerSampleCallback
+from lightning_persample.callbacks.collect import collect_gradients
 from lightning_persample.callbacks.monitor import PerSampleGradientMonitor
 from lightning_persample.callbacks.writer import PerSampleGradientWriter
 
-__all__ = ["PerSampleCallback", "PerSampleGradientMonitor", "PerSampleGradientWriter", "WorstSamples"]
+__all__ = [
+    "PerSampleCallback",
+    "PerSampleGradientMonitor",
+    "PerSampleGradientWriter",
+    "WorstSamples",
+    "collect_gradients",
+]

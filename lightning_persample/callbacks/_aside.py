@@ -16,7 +16,7 @@ from lightning_persample.engine import is_sharded, without_compilation
 from lightning_persample.engine.untouched import ModuleState, untouched
 from lightning_persample.errors import UnsupportedError
 
-__all__ = ["NoLossError", "aside", "on_other_batches", "without_dropout"]
+__all__ = ["NoLossError", "aside", "muted", "on_other_batches", "without_dropout"]
 
 _MUTED = ("log", "log_dict", "print")
 _ABSENT = object()
@@ -51,11 +51,10 @@ def aside(trainer: Trainer, pl_module: LightningModule) -> Iterator[ModuleState]
             "verify=False"
         )
     loggers, caches = trainer.loggers, torch.is_autocast_cache_enabled()
-    own = {name: pl_module.__dict__.get(name, _ABSENT) for name in _MUTED}
     trainer.loggers = [DummyLogger() for _ in loggers]
-    pl_module.__dict__.update(dict.fromkeys(_MUTED, _do_nothing))
     try:
         with (
+            muted(pl_module),
             untouched(pl_module) as state,
             without_compilation(),
             trainer.precision_plugin.train_step_context(),
@@ -67,12 +66,22 @@ def aside(trainer: Trainer, pl_module: LightningModule) -> Iterator[ModuleState]
             yield state
     finally:
         torch.set_autocast_cache_enabled(caches)
+        trainer.loggers = loggers
+
+
+@contextmanager
+def muted(module: nn.Module) -> Iterator[None]:
+    """Let ``log``, ``log_dict`` and ``print`` of a module do nothing in this context."""
+    own = {name: module.__dict__.get(name, _ABSENT) for name in _MUTED}
+    module.__dict__.update(dict.fromkeys(_MUTED, _do_nothing))
+    try:
+        yield
+    finally:
         for name, value in own.items():
             if value is _ABSENT:
-                del pl_module.__dict__[name]
+                del module.__dict__[name]
             else:
-                pl_module.__dict__[name] = value
-        trainer.loggers = loggers
+                module.__dict__[name] = value
 
 
 def on_other_batches(

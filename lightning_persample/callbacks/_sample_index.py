@@ -25,7 +25,7 @@ from lightning_persample.errors import OptionError
 if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
 
-__all__ = ["BatchIndices"]
+__all__ = ["BatchIndices", "checked_index"]
 
 _REMEDY = "pass sample_index=<function of the batch that returns the index of each sample> to the callback"
 _LOG = "_drawn_batches"
@@ -65,7 +65,8 @@ class BatchIndices:
             each sample raises an `OptionError`.
         """
         if self._of_batch is not None:
-            return replace(record, sample_index=_of_samples(_checked(self._of_batch(batch), record.batch_size), record))
+            index = checked_index(self._of_batch(batch), record.batch_size)
+            return replace(record, sample_index=_of_samples(index, record))
         if not self._is_asked:
             return record
         drawn = self._of_current_batch() or [Drawn(None, self._why_not_followed)]
@@ -182,8 +183,8 @@ def _of_samples(index: Tensor | list[Any] | None, record: PerSampleRecord) -> Te
     return index[record.samples] if isinstance(index, Tensor) else [index[place] for place in record.samples.tolist()]
 
 
-def _checked(answer: Any, batch_size: int) -> Tensor:
-    """What a callable gave, as a tensor."""
+def checked_index(answer: Any, batch_size: int) -> Tensor:
+    """What a callable gave, as a tensor (B,), int64; anything but one int for each sample gives an `OptionError`."""
     found = answer if isinstance(answer, Tensor) else _as_tensor(answer)
     got = type(answer).__name__
     if isinstance(found, Tensor):

@@ -12,12 +12,14 @@ from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_persample.callbacks._gradient_rows import GradientRows
 from lightning_persample.callbacks._learning_rates import LearningRates
 from lightning_persample.callbacks._ledger_rows import CapturedRows, columns_and_types, kind_of, table_of
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
 from lightning_persample.callbacks.base import PerSampleCallback
 from lightning_persample.engine import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError
+from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence._arrow import arrow
 from lightning_persample.influence._parts import Parts
 from lightning_persample.influence.ledger import Manifest, open_ledger, write_manifest
@@ -47,6 +49,11 @@ class PerSampleGradientWriter(PerSampleCallback):
     are tried again with the next ones; beyond those of 16 files the oldest are given up, which a warning at the end of
     the fit counts.
 
+    With `projection` the samples' gradients themselves are kept, too, in the folder "gradients" of the ledger's: a
+    `GradientStore` with the rows of the ledger that have the same step and sample_index, written and resumed with them.
+    Its columns are those of the parameters that are trainable when the fit starts, without those that the first
+    captured step has no per-sample gradients of.
+
     The folder has to be one that all processes share. In manual optimization a row is one of a backward, and `step`
     counts batches.
 
@@ -57,6 +64,8 @@ class PerSampleGradientWriter(PerSampleCallback):
             outputs is what `training_step` returned, without graph.
         per_layer: how many leading parts of a parameter's module path name its group, for a norm of each group in the
             column ``norm/<group>``; None writes none.
+        projection: how gradients are projected that are kept; None keeps none.
+        dtype: of the numbers that are kept of gradients. In "float16" each row has a scale of its own.
         flush_every: count of captured batches from one file to the next.
         overwrite: remove the ledger of another run from the folder.
         loss_reduction: how the training loss is made of the samples' own losses, see `PerSampleCallback`.
@@ -82,6 +91,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         *,
         columns: Callable[[Any, Any], Mapping[str, Tensor]] | None = None,
         per_layer: int | None = None,
+        projection: Projection | None = None,
+        dtype: Literal["float16", "float32", "float64"] = "float32",
         flush_every: int = 100,
         overwrite: bool = False,
         loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
@@ -114,11 +125,17 @@ class PerSampleGradientWriter(PerSampleCallback):
         is_none_or_callable = columns is None or callable(columns)
         check_option("columns", columns, is_none_or_callable, "None or a callable (outputs, batch) -> dict of tensors")
         check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
+        is_projection = projection is None or isinstance(projection, Projection)
+        check_option("projection", projection, is_projection, "None or a Projection")
+        kinds = ("float16", "float32", "float64")
+        check_option("dtype", dtype, dtype in kinds, "'float16', 'float32' or 'float64'")
         check_option("flush_every", flush_every, is_int(flush_every, 1), "an int >= 1")
         check_option("overwrite", overwrite, isinstance(overwrite, bool), "True or False")
         self.dirpath = Path(dirpath)
         self.columns = columns
         self.per_layer = per_layer
+        self.projection = projection
+        self.dtype = dtype
         self.flush_every = flush_every
         self.overwrite = overwrite
         self._manifest: Manifest | None = None
@@ -130,6 +147,7 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def _forget_rows(self) -> None:
         self._parts: Parts | None = None
+        self._gradients: GradientRows | None = None
         self._rates: LearningRates | None = None
         self._current: list[CapturedRows] = []
         self._captured: list[CapturedRows] = []
@@ -140,6 +158,10 @@ class PerSampleGradientWriter(PerSampleCallback):
     def _settings(self) -> dict[str, Any]:
         # The folder alone names the state: a fit may go on from a checkpoint with other settings.
         return {"dirpath": str(self.dirpath)}
+
+    def needs(self, trainer: Trainer) -> set[str]:
+        """Norms, and projections of gradients where they are kept."""
+        return {"sq_norm"} if self.projection is None else {"sq_norm", "projection"}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget what an earlier fit resumed, and see that Parquet can be written."""
@@ -182,19 +204,28 @@ class PerSampleGradientWriter(PerSampleCallback):
                 self._loaded = {self._manifest.run: step}  # a further fit of the same Trainer
             else:
                 self._batches, self._last_step = 0, -1
-        manifest, refusal = self._manifest, ""
+        if self.projection is not None:
+            folder, rank = self.dirpath / "gradients", trainer.global_rank
+            self._gradients = GradientRows(folder, self.projection, self.dtype, rank, self._warn)
+        manifest, found, refusal = self._manifest, None, ""
         if trainer.is_global_zero:
             try:
                 new = self._new_manifest(trainer, names)
                 manifest = open_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)
+                if self._gradients is not None:
+                    found = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
             except OptionError as error:  # said to the other processes, which would wait for this one
                 refusal = str(error)
             except OSError as error:
                 refusal = f"dirpath={str(self.dirpath)!r} cannot hold a ledger: {error}"
-        manifest, refusal = trainer.strategy.broadcast((manifest, refusal))
+        manifest, found, refusal = trainer.strategy.broadcast((manifest, found, refusal))
         if refusal or manifest is None:
             raise OptionError(refusal)
         self._manifest, self._types = manifest, dict(manifest.columns)
+        if self._gradients is not None:
+            told = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
+            told["settings"] = {"loss_reduction": manifest.settings["loss_reduction"]}
+            self._gradients.start(found, told, pl_module)
         self._parts = Parts(self.dirpath, trainer.global_rank)
         self._rates = LearningRates(pl_module, trainer.optimizers)
 
@@ -213,18 +244,23 @@ class PerSampleGradientWriter(PerSampleCallback):
         if self._rates is None:
             return
         automatic = pl_module.automatic_optimization
+        step = trainer.global_step if automatic else self._batches
+        rate = self._rates.of_record(record)
+        divisor = _loss_scale(trainer) * trainer.world_size
         rows = CapturedRows.of_record(
             record,
-            step=trainer.global_step if automatic else self._batches,
+            step=step,
             epoch=trainer.current_epoch,
             batch_idx=batch_idx,
             rank=trainer.global_rank,
-            rate=self._rates.of_record(record),
-            divisor=_loss_scale(trainer) * trainer.world_size,
+            rate=rate,
+            divisor=divisor,
             depth=self.per_layer,
         )
         # An optimizer that evaluates its closure several times has several records of one batch: the last one counts.
         self._current = [rows] if automatic else [*self._current, rows]
+        if self._gradients is not None:
+            self._gradients.capture(record, step=step, rate=rate, divisor=divisor, replaces=automatic)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -238,6 +274,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         complete = [rows.with_columns(columns) for rows in current]
         self._check_types(complete[0])
         self._captured += complete
+        if self._gradients is not None:
+            self._gradients.end_batch()
         self._last_step = max(self._last_step, complete[0].step)
         if len(self._captured) >= self.flush_every or self._is_behind:
             self._is_behind = False
@@ -276,6 +314,8 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._warn("the sampler drew keys that are no ints after it had drawn ints: their sample_index is null")
 
     def _flush(self, trainer: Trainer) -> None:
+        if self._gradients is not None:
+            self._gradients.flush()
         captured, self._captured = self._captured, []
         parts, manifest = self._parts, self._manifest
         if parts is None or manifest is None:
@@ -315,12 +355,15 @@ class PerSampleGradientWriter(PerSampleCallback):
     def _finish(self, trainer: Trainer) -> None:
         self._current = []
         self._flush(trainer)
+        gradients, self._gradients = self._gradients, None
+        if gradients is not None:
+            gradients.finish()
         parts, self._parts, self._rates = self._parts, None, None
         if parts is not None and parts.lost + parts.waiting:
             self._warn(f"{parts.lost + parts.waiting} rows of the ledger in {str(self.dirpath)!r} were not written")
 
     def __getstate__(self) -> dict[str, Any]:
-        copied = {**super().__getstate__(), "_parts": None, "_rates": None}
+        copied = {**super().__getstate__(), "_parts": None, "_rates": None, "_gradients": None}
         return {**copied, "_current": [], "_captured": []}
 
 

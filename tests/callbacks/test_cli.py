@@ -14,7 +14,14 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 
 import lightning_persample
-from lightning_persample import OptionError, PerSampleGradientMonitor
+from lightning_persample import (
+    OptionError,
+    PerSampleCallback,
+    PerSampleGradientMonitor,
+    PerSampleGradientWriter,
+    Projection,
+)
+from lightning_persample.influence import GradientStore
 from tests.callbacks.runs import Classifier, column, loader
 
 pytest.importorskip("jsonargparse")
@@ -23,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 PUBLIC = [getattr(lightning_persample, name) for name in lightning_persample.__all__]
 CALLBACKS = [each for each in PUBLIC if isinstance(each, type) and issubclass(each, Callback)]
+SHARED = set(inspect.signature(PerSampleCallback).parameters)
 REQUIRED = {"dirpath": "written"}  # values of options without a default; a path is below the test's folder
 EXPANDED = {
     "every_n_steps": 2,
@@ -51,6 +59,15 @@ LOOP = {
     "quantiles": [],
     "max_samples": 4,
 }
+WRITER = {
+    "every_n_steps": 2,
+    "columns": f"{__name__}.labels",
+    "per_layer": 1,
+    "projection": {"dim": 8, "kind": "rademacher", "seed": 3},
+    "dtype": "float16",
+    "flush_every": 2,
+    "overwrite": True,
+}
 WRONG = {
     "every_n_steps": 0,
     "quantiles": [0.5, 1.5],
@@ -70,6 +87,11 @@ def half_of_a_mean(outputs: Any, batch: Any) -> Tensor:
 def places(batch: Any) -> Tensor:
     """An index of each sample that is the same in every batch."""
     return torch.arange(len(batch[0]))
+
+
+def labels(outputs: Any, batch: Any) -> dict[str, Tensor]:
+    """A column of a ledger."""
+    return {"label": batch[1]}
 
 
 class Trained(Classifier):
@@ -144,7 +166,23 @@ def test_options_of_the_monitor_reach_it_and_the_fit_runs(options, tmp_path):
     assert len(column(cli.trainer, f"{callback.prefix}/norm_mean")) == (1 if options is EXPANDED else 3)
 
 
+def test_options_of_the_writer_reach_it_and_the_fit_runs(tmp_path):
+    init_args = {"dirpath": str(tmp_path / "ledger"), **WRITER}
+    written = {"class_path": path_of(PerSampleGradientWriter), "init_args": init_args}
+    callback = found(
+        command("fit", "--config", str(write(tmp_path / "config.yaml", [written]))), PerSampleGradientWriter
+    )
+    expected = {**WRITER, "columns": labels, "projection": Projection(8, "rademacher", 3)}
+    assert callback.columns.__name__ == expected.pop("columns").__name__
+    assert {name: getattr(callback, name) for name in expected} == expected
+    store = GradientStore(tmp_path / "ledger" / "gradients")
+    assert (len(store), store.manifest.dtype) == (8, "float16")
+    assert store.manifest.projection == {"dim": 8, "kind": "rademacher", "seed": 3}
+
+
 def test_options_are_all_tried():
+    own = inspect.signature(PerSampleGradientWriter).parameters.keys() - SHARED - {"dirpath"}
+    assert own | {"every_n_steps"} == WRITER.keys(), "give WRITER every option that is the writer's own"
     missing = inspect.signature(PerSampleGradientMonitor).parameters.keys() - EXPANDED.keys() - LOOP.keys()
     assert not missing, f"add {sorted(missing)} to EXPANDED with values that are not the default"
 

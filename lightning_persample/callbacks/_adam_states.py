@@ -1,0 +1,191 @@
+"""The state of Adam for each parameter by name, from the checkpoint of a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from torch import Tensor, nn
+
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.influence.less import adam_direction
+
+__all__ = ["AdamState", "adam_states"]
+
+_NAMED = 8
+
+
+@dataclass(frozen=True, eq=False)
+class AdamState:
+    """What Adam knows of one parameter after some steps.
+
+    Attributes:
+        exp_avg: the mean of its gradients.
+        exp_avg_sq: the mean of their squares.
+        max_exp_avg_sq: the largest such mean, with ``amsgrad=True``, else None.
+        step: how many steps it has made.
+        betas: the optimizer's.
+        eps: the optimizer's.
+        weight_decay: what the optimizer adds to a gradient, as a factor of the weights; 0 for AdamW.
+    """
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    step: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    def direction(self, grads: Tensor, parameter: Tensor) -> Tensor:
+        """What the next step would go along, were a sample's gradient that of the step.
+
+        Args:
+            grads: (B, *shape).
+            parameter: the weights, (*shape).
+
+        Returns:
+            (B, *shape); the step is minus the learning rate times it.
+        """
+        if self.weight_decay:
+            grads = grads + self.weight_decay * parameter.detach().to(grads.dtype)
+        return adam_direction(
+            grads,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.step,
+            self.betas,
+            self.eps,
+            max_exp_avg_sq=self.max_exp_avg_sq,
+        )
+
+
+def adam_states(
+    checkpoint: Mapping[str, Any] | None, module: nn.Module, trainer: Trainer, names: Collection[str]
+) -> dict[str, AdamState]:
+    """The state of each parameter.
+
+    The state in a checkpoint counts parameters through. Which one is which is told by the names that an optimizer of
+    named parameters saves, else by the order that the Trainer's optimizers have, or those of `configure_optimizers`.
+
+    Args:
+        checkpoint: of a Trainer.
+        module: the module.
+        trainer: may hold the optimizers of an earlier fit.
+        names: the parameters that need one.
+
+    Returns:
+        By name.
+
+    Raises:
+        UnsupportedError: there is no state, it is not Adam's, or a parameter has none.
+    """
+    states = [] if checkpoint is None else checkpoint.get("optimizer_states") or []
+    if not states:
+        raise UnsupportedError(
+            "direction='adam' needs the state of the optimizer, which a checkpoint does not have: pass the path of one "
+            "that ModelCheckpoint saved, without save_weights_only"
+        )
+    parameters = dict(module.named_parameters())
+    found: dict[str, AdamState] = {}
+    orders = _orders(states, module, trainer)
+    for state, order in zip(states, orders, strict=True):
+        for group, group_names in zip(state["param_groups"], order, strict=True):
+            for number, name in zip(group["params"], group_names, strict=True):
+                if name in names and number in state["state"]:
+                    found[name] = _state_of(name, state["state"][number], group, parameters[name])
+    missing = [name for name in names if name not in found]
+    if missing:
+        shown = ", ".join(f"`{name}`" for name in missing[:_NAMED])
+        more = f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
+        raise UnsupportedError(
+            f"direction='adam': the optimizer of the checkpoint has no state of {shown}{more}, which it has not "
+            "stepped yet, or does not have: leave them out with parameters=[...]"
+        )
+    return found
+
+
+def _orders(states: Sequence[Mapping[str, Any]], module: nn.Module, trainer: Trainer) -> list[list[list[str]]]:
+    """By optimizer and group the names of the parameters, in the order of the state."""
+    if all("param_names" in group for state in states for group in state["param_groups"]):
+        told = [list(group["param_names"]) for state in states for group in state["param_groups"]]
+        own = _names_of_module(told, module)
+        counts = [len(state["param_groups"]) for state in states]
+        starts = [sum(counts[:place]) for place in range(len(counts))]
+        return [own[start : start + count] for start, count in zip(starts, counts, strict=True)]
+    places = {id(parameter): name for name, parameter in module.named_parameters()}
+    optimizers = [each for each in trainer.optimizers if _is_of(each, places)]
+    if not optimizers and isinstance(module, LightningModule):
+        configured: Any = module.configure_optimizers()
+        optimizers = _configure_optimizers(configured)[0]
+    sizes = [[len(group["params"]) for group in state["param_groups"]] for state in states]
+    now = [[len(group["params"]) for group in each.param_groups] for each in optimizers]
+    if sizes != now:
+        raise UnsupportedError(
+            f"direction='adam': the optimizers of the checkpoint have groups of {sizes} parameters, but those of the "
+            f"module have {now}, so that nobody knows which state is whose: give the module the optimizers of its "
+            "training, or save names with them (torch.optim.Adam(module.named_parameters()))"
+        )
+    return [
+        [[places.get(id(parameter), "") for parameter in group["params"]] for group in each.param_groups]
+        for each in optimizers
+    ]
+
+
+def _is_of(optimizer: Any, places: Mapping[int, str]) -> bool:
+    return all(id(parameter) in places for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _names_of_module(groups: list[list[str]], module: nn.Module) -> list[list[str]]:
+    """The names as the module has them: an optimizer may have been given those of a part of it."""
+    known = [name for name, _ in module.named_parameters()]
+    found = []
+    for group in groups:
+        places = []
+        for name in group:
+            same = [each for each in known if each == name] or [each for each in known if each.endswith(f".{name}")]
+            if len(same) != 1:
+                raise UnsupportedError(
+                    f"direction='adam': the optimizer of the checkpoint names a parameter `{name}`, which is "
+                    f"{'none' if not same else f'one of {len(same)}'} of the module"
+                )
+            places += same
+        found.append(places)
+    return found
+
+
+def _state_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], parameter: Tensor) -> AdamState:
+    if "betas" not in group or "exp_avg" not in state or "exp_avg_sq" not in state:
+        raise UnsupportedError(
+            f"direction='adam': the optimizer of `{name}` is not Adam (its state holds {', '.join(sorted(state))})"
+        )
+    if group.get("maximize"):
+        raise UnsupportedError(f"direction='adam': the optimizer of `{name}` maximizes, which has no such direction")
+    if state["exp_avg"].shape != parameter.shape:
+        raise UnsupportedError(
+            f"direction='adam': the state of `{name}` has sizes {tuple(state['exp_avg'].shape)}, but the parameter has "
+            f"{tuple(parameter.shape)}: the optimizers of the module are not in the order of the checkpoint's"
+        )
+    decay = float(group.get("weight_decay", 0.0))
+    if decay and "decoupled_weight_decay" not in group:
+        raise UnsupportedError(
+            f"direction='adam': the checkpoint does not say whether weight_decay={decay} of `{name}` is that of "
+            "Adam or of AdamW (torch < 2.7): take one of a newer torch"
+        )
+    largest = state.get("max_exp_avg_sq") if group.get("amsgrad") else None
+    return AdamState(
+        _on(state["exp_avg"], parameter),
+        _on(state["exp_avg_sq"], parameter),
+        None if largest is None else _on(largest, parameter),
+        float(state["step"]),
+        (float(group["betas"][0]), float(group["betas"][1])),
+        float(group["eps"]),
+        0.0 if group.get("decoupled_weight_decay") else decay,
+    )
+
+
+def _on(state: Tensor, parameter: Tensor) -> Tensor:
+    return state.detach().to(parameter.device)

@@ -1,0 +1,222 @@
+"""The pass over the data in which gradients are collected, as a module that a Trainer predicts with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from lightning_persample.callbacks._adam_states import AdamState, adam_states
+from lightning_persample.callbacks._aside import muted
+from lightning_persample.callbacks._batch_gradients import BatchGradients, GradientOptions
+from lightning_persample.callbacks._checkpoints import Checkpoints
+from lightning_persample.callbacks._sample_index import checked_index
+from lightning_persample.callbacks._samples_once import Fetched, SamplesOnce
+from lightning_persample.engine.batch import batch_tensors, read_batch_size
+from lightning_persample.errors import OptionError, UnsupportedError
+from lightning_persample.influence.store import GradientStore, StoreManifest, StoreWriter, open_store
+
+__all__ = ["Collecting", "WritesInAnyCase"]
+
+
+class Collecting(LightningModule):
+    """Holds the module that gradients are of, and stores those of the batches that it is given.
+
+    Args:
+        module: the module.
+        samples: the data.
+        checkpoints: the weights.
+        options: how gradients are computed.
+        dirpath: the folder of the store.
+        manifest: of the store, as far as it is known before the processes are there.
+        rows_per_shard: see `StoreWriter`.
+        overwrite: remove another store from the folder.
+        sample_index: gives the indices of a batch's samples; None takes those of the dataset.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        samples: SamplesOnce,
+        checkpoints: Checkpoints,
+        options: GradientOptions,
+        *,
+        dirpath: Path,
+        manifest: StoreManifest,
+        rows_per_shard: int | None,
+        overwrite: bool,
+        sample_index: Callable[[Any], Any] | None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._samples = samples
+        self._checkpoints = checkpoints
+        self._options = options
+        self._gradients = BatchGradients(module, manifest.parameters, options)
+        self._dirpath = dirpath
+        self._manifest = manifest
+        self._rows_per_shard = rows_per_shard
+        self._overwrite = overwrite
+        self._sample_index = sample_index
+        self._visited: dict[int, np.ndarray[Any, Any]] = {}
+        self._place = -1
+        self._adam: dict[str, AdamState] = {}
+        self._writer: StoreWriter | None = None
+
+    def predict_dataloader(self) -> _Batches:
+        """Open the store, and give the batches that it lacks: Lightning asks when all processes are there.
+
+        Returns:
+            The batches of this process. A folder that holds another store gives an `OptionError`.
+        """
+        trainer = self.trainer
+        self._samples.check_processes(trainer.world_size)
+        self._manifest = self._opened(trainer)
+        rows = GradientStore(self._dirpath).rows
+        for place in np.unique(rows["checkpoint"]).tolist():
+            self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
+        trainer.strategy.barrier("all have read the store")  # and nobody has written to it
+        self._writer = StoreWriter(self._dirpath, self._manifest, trainer.global_rank, self._rows_per_shard)
+        return _Batches(
+            lambda: self._samples.batches(
+                len(self._checkpoints), self._visited_at, trainer.global_rank, trainer.world_size
+            )
+        )
+
+    def _opened(self, trainer: Trainer) -> StoreManifest:
+        manifest, refusal = None, ""
+        if trainer.is_global_zero:
+            try:
+                manifest = open_store(
+                    self._dirpath,
+                    replace(
+                        self._manifest,
+                        checkpoints=self._checkpoints.described(trainer, self.module),
+                        processes=trainer.world_size,
+                    ),
+                    overwrite=self._overwrite,
+                )
+            except OptionError as error:  # said to the other processes, which would wait for this one
+                refusal = str(error)
+            except OSError as error:
+                refusal = f"dirpath={str(self._dirpath)!r} cannot hold gradients: {error}"
+        manifest, refusal = trainer.strategy.broadcast((manifest, refusal))
+        if refusal or manifest is None:
+            raise OptionError(refusal)
+        return manifest
+
+    def _visited_at(self, place: int) -> np.ndarray[Any, Any]:
+        return self._visited.get(place, np.empty(0, np.int64))
+
+    def predict_step(self, fetched: Fetched, batch_idx: int) -> int:
+        """Store the gradients of the samples of a batch that the store lacks.
+
+        Args:
+            fetched: the batch.
+            batch_idx: which one it is in this process.
+
+        Returns:
+            How many they are.
+        """
+        if self._writer is None:
+            return 0
+        if fetched.place != self._place:
+            self._move_to(fetched.place)
+        batch, size = fetched.batch, self._options.batch_size
+        if size is None:
+            size = read_batch_size(list(batch_tensors(batch)), self._options.batch_dim)
+        index = self._index_of(fetched, size)
+        wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
+        if not len(wanted):
+            return 0
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
+        with torch.enable_grad(), muted(self.module):
+            found = self._gradients.of(batch, fetched.number, wanted, size, scale, self._adam)
+        checkpoint = self._manifest.checkpoints[fetched.place]
+        step, rate = checkpoint["step"], checkpoint["learning_rate"]
+        self._writer.add(
+            found.values,
+            {
+                "sample_index": index[found.samples],
+                "checkpoint": fetched.place,
+                "step": -1 if step is None else step,
+                "learning_rate": float("nan") if rate is None else rate,
+                **found.columns,
+            },
+        )
+        return len(found.samples)
+
+    def _move_to(self, place: int) -> None:
+        """Give the module the weights of a checkpoint."""
+        checkpoint = self._checkpoints.read(self.trainer, place)
+        self._checkpoints.load(checkpoint, self.module)
+        if self._options.direction == "adam":
+            names = [each.name for each in self._manifest.parameters]
+            self._adam = adam_states(checkpoint, self.module, self.trainer, names)
+        self._place = place
+
+    def _index_of(self, fetched: Fetched, size: int) -> torch.Tensor:
+        if self._sample_index is not None:
+            return checked_index(self._sample_index(fetched.batch), size)
+        keys = fetched.keys or []
+        if len(keys) != size:
+            raise UnsupportedError(
+                f"the dataset gave {len(keys)} rows for a batch of {size} samples (a collate function or a hook of the "
+                "module adds or drops rows): pass sample_index=<function of the batch that returns the index of each "
+                "sample>, or batch_dim and batch_size"
+            )
+        return torch.tensor(keys, dtype=torch.int64)
+
+    def on_predict_end(self) -> None:
+        """Write what there is, and wait until all processes have."""
+        self.write()
+        self.trainer.strategy.barrier("all gradients are written")
+
+    def write(self) -> None:
+        """Write the rows that wait."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def on_before_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
+        """As the module does it."""
+        if not isinstance(self.module, LightningModule):
+            return super().on_before_batch_transfer(batch, dataloader_idx)
+        return batch._replace(batch=self.module.on_before_batch_transfer(batch.batch, dataloader_idx))
+
+    def transfer_batch_to_device(self, batch: Fetched, device: torch.device, dataloader_idx: int) -> Any:
+        """As the module does it."""
+        if not isinstance(self.module, LightningModule):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return batch._replace(batch=self.module.transfer_batch_to_device(batch.batch, device, dataloader_idx))
+
+    def on_after_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
+        """As the module does it."""
+        if not isinstance(self.module, LightningModule):
+            return super().on_after_batch_transfer(batch, dataloader_idx)
+        return batch._replace(batch=self.module.on_after_batch_transfer(batch.batch, dataloader_idx))
+
+
+class WritesInAnyCase(Callback):
+    """Writes what was collected before an error: the next call goes on behind it."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the rows that wait."""
+        if isinstance(pl_module, Collecting):
+            pl_module.write()
+
+
+class _Batches:
+    """Batches without a length: of several processes one may have none."""
+
+    def __init__(self, batches: Callable[[], Iterator[Fetched]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Fetched]:
+        yield from self._batches()

@@ -1,0 +1,175 @@
+"""The store of projected gradients that a writer keeps beside its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_persample.callbacks._gradient_values import layout_of, values_of
+from lightning_persample.engine import PerSampleRecord
+from lightning_persample.errors import OptionError
+from lightning_persample.gradients.projection import Projection
+from lightning_persample.influence._files import MANIFEST
+from lightning_persample.influence._store_manifest import difference
+from lightning_persample.influence.store import (
+    ParameterColumns,
+    StoreManifest,
+    StoreWriter,
+    open_store,
+    read_store_manifest,
+    write_store_manifest,
+)
+
+__all__ = ["GradientRows"]
+
+
+class _Captured(NamedTuple):
+    """What is kept of a backward until its batch ends."""
+
+    values: Tensor
+    rows: Mapping[str, Any]
+
+
+class GradientRows:
+    """Writes a row for each sample of each captured backward of a fit, in this process.
+
+    Args:
+        dirpath: the folder of the store.
+        projection: how gradients are projected.
+        dtype: of the stored numbers.
+        rank: this process.
+        warn: is told of what went wrong.
+    """
+
+    def __init__(
+        self, dirpath: Path, projection: Projection, dtype: str, rank: int, warn: Callable[[str], None]
+    ) -> None:
+        self._dirpath, self._projection, self._dtype = dirpath, projection, dtype
+        self._rank, self._warn = rank, warn
+        self._found: StoreManifest | None = None
+        self._told: dict[str, Any] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._writer: StoreWriter | None = None
+        self._layout: tuple[ParameterColumns, ...] = ()
+        self._current: list[_Captured] = []
+
+    def prepare(self, continued: Mapping[str, int], *, overwrite: bool) -> StoreManifest | None:
+        """Make the folder ready; of several processes one alone calls this.
+
+        Args:
+            continued: the runs that this one may continue, each with the first step whose rows are written anew.
+            overwrite: whether the store of another run is removed.
+
+        Returns:
+            The manifest of a store that goes on. One of another run, or of another projection, gives an `OptionError`.
+        """
+        self._dirpath.mkdir(parents=True, exist_ok=True)
+        if not (self._dirpath / MANIFEST).exists():
+            for path in self._dirpath.glob("shard-*.npy"):  # of a run that was killed before it said what they are
+                path.unlink()
+            return None
+        found = read_store_manifest(self._dirpath)
+        alike = replace(found, projection=self._projection.settings(), dtype=self._dtype)
+        opened = open_store(self._dirpath, alike, continued, overwrite=overwrite)
+        return opened if found.run in continued else None
+
+    def start(self, found: StoreManifest | None, told: Mapping[str, Any], module: nn.Module) -> None:
+        """Note what goes on and what is told of it; the manifest is written as soon as the parameters are known.
+
+        Args:
+            found: the manifest of the store that goes on, if one does.
+            told: the run, its settings, libraries and processes.
+            module: the module that is trained, whose trainable parameters have columns.
+        """
+        self._found, self._told = found, dict(told)
+        self._shapes = {name: each.shape for name, each in module.named_parameters() if each.requires_grad}
+
+    def capture(
+        self,
+        record: PerSampleRecord,
+        *,
+        step: int,
+        rate: float | Tensor,
+        divisor: float,
+        replaces: bool,
+    ) -> None:
+        """Keep the gradients of a backward until its batch ends.
+
+        Args:
+            record: of the backward.
+            step: count of optimizer steps before it.
+            rate: the learning rate, or that of each sample.
+            divisor: what the record's factor has to be divided by to be a sample's weight.
+            replaces: whether it takes the place of another backward of the batch.
+        """
+        if self._writer is None:
+            self._open(record)
+        others = [name for name in record.names if name not in self._shapes]
+        if others:
+            self._warn(
+                f"gradients of {', '.join(f'`{name}`' for name in others[:8])} are not stored: they became trainable "
+                "after the fit had started"
+            )
+        index = record.sample_index
+        rows: dict[str, Any] = {"step": step, "learning_rate": torch.as_tensor(rate, dtype=torch.float64)}
+        if isinstance(index, Tensor):
+            rows["sample_index"] = index
+        if record.factor is not None:
+            rows["weight"] = record.factor.double() / divisor
+        found = _Captured(values_of(record, self._layout, self._projection), rows)
+        self._current = [found] if replaces else [*self._current, found]
+
+    def _open(self, record: PerSampleRecord) -> None:
+        """The first record tells which parameters have no values."""
+        shapes = {name: shape for name, shape in self._shapes.items() if name not in record.unsupported}
+        if not shapes:
+            raise OptionError("projection: no parameter has per-sample gradients, so that there is nothing to store")
+        self._layout = layout_of(shapes, self._projection)
+        manifest = StoreManifest(
+            parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, **self._told
+        )
+        differing = None if self._found is None else difference(self._found, manifest)
+        if differing is not None:
+            raise OptionError(
+                f"dirpath={str(self._dirpath)!r} holds gradients of this run that were written with {differing[0]}, "
+                f"but now there is {differing[1]}: go on with what there was, or pass another dirpath"
+            )
+        self._writer = StoreWriter(self._dirpath, manifest, self._rank)
+        if self._rank == 0:
+            self._try(partial(write_store_manifest, self._dirpath, manifest))
+
+    def end_batch(self) -> None:
+        """Take what was captured of the batch as rows."""
+        current, self._current = self._current, []
+        writer = self._writer
+        if writer is not None:
+            for found in current:
+                self._try(partial(writer.add, found.values, found.rows))
+
+    def flush(self) -> None:
+        """Write the rows that wait."""
+        if self._writer is not None:
+            self._try(self._writer.flush)
+
+    def finish(self) -> None:
+        """Write the rows that wait, but for those of a batch that did not end, and say what is missing."""
+        self._current = []
+        self.flush()
+        writer, self._writer = self._writer, None
+        if writer is not None and writer.lost + writer.waiting:
+            self._warn(f"{writer.lost + writer.waiting} rows of gradients in {str(self._dirpath)!r} were not written")
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._warn(
+                f"the gradients in {str(self._dirpath)!r} cannot be written: {error}. Training goes on; the rows "
+                "are kept in memory and tried again with the next ones"
+            )

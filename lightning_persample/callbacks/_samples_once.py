@@ -1,0 +1,149 @@
+"""Every sample of a dataset once, in order, in batches as its DataLoader makes them, with the samples' indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+from lightning_persample.callbacks._tagged_loader import TaggedLoader, last_drawn, why_no_keys
+from lightning_persample.errors import UnsupportedError
+
+__all__ = ["Fetched", "SamplesOnce"]
+
+_REMEDY = "pass sample_index=<function of the batch that returns the index of each sample>"
+
+
+class Fetched(NamedTuple):
+    """A batch on its way to the step.
+
+    Attributes:
+        place: which checkpoint it is for.
+        number: which batch of the checkpoint it is, in this process.
+        batch: the batch.
+        keys: the index of each sample; None where the batch tells it.
+    """
+
+    place: int
+    number: int
+    batch: Any
+    keys: list[int] | None
+
+
+class SamplesOnce:
+    """The samples of a loader, each once, split among processes.
+
+    A DataLoader of a dataset with a length is made anew: what its sampler would draw plays no part, so that shuffling,
+    weights and ``drop_last`` change nothing; the sampler of a subset alone is asked for its indices. Other data are
+    taken as they come, by one process, and have to tell the samples' indices themselves.
+
+    Args:
+        loader: the DataLoader, or whatever gives batches.
+        has_index: whether the batch tells the index of its samples.
+
+    Attributes:
+        size: number of samples of the dataset, None where it has no length.
+
+    Raises:
+        UnsupportedError: the samples have no indices.
+    """
+
+    def __init__(self, loader: Iterable[Any], has_index: bool) -> None:
+        self._loader = loader
+        self._has_index = has_index
+        unknown = why_no_keys(loader)
+        why = "" if unknown is None else unknown.why
+        if not why and isinstance(loader, DataLoader) and loader.batch_sampler is None:
+            why = "the dataset gives whole batches (batch_size=None)"
+        if not why and not isinstance(_batch_size(loader), int):
+            why = f"{type(getattr(loader, 'batch_sampler', None)).__name__} has no batch_size"
+        self._is_made_anew, self._why = not why, why
+        if why and not has_index:
+            raise UnsupportedError(f"the samples cannot be told apart, because {why}; {_REMEDY}")
+        self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_anew else None  # type: ignore[arg-type]
+
+    def check_processes(self, processes: int) -> None:
+        """Refuse what cannot be split.
+
+        Args:
+            processes: how many there are.
+
+        Raises:
+            UnsupportedError: every process would see all samples.
+        """
+        if processes > 1 and not self._is_made_anew:
+            raise UnsupportedError(
+                f"the samples cannot be split among {processes} processes, because {self._why}: pass a DataLoader of a "
+                "dataset with a length, or run in one process"
+            )
+
+    def batches(
+        self, places: int, visited: Callable[[int], np.ndarray[Any, Any]], rank: int, processes: int
+    ) -> Iterator[Fetched]:
+        """The batches of one process, for one checkpoint after the other.
+
+        Args:
+            places: number of checkpoints.
+            visited: gives the indices that a checkpoint needs no more.
+            rank: the process.
+            processes: how many there are.
+
+        Yields:
+            The batches; those of a checkpoint before those of the next one.
+        """
+        for place in range(places):
+            done = np.empty(0, np.int64) if self._has_index else visited(place)
+            for number, (batch, keys) in enumerate(self._keyed(done, rank, processes)):
+                yield Fetched(place, number, batch, keys)
+
+    def _keyed(self, done: np.ndarray[Any, Any], rank: int, processes: int) -> Iterator[tuple[Any, list[int] | None]]:
+        if not self._is_made_anew:
+            for batch in self._loader:
+                yield batch, None
+            return
+        loader: Any = self._loader
+        pending = np.setdiff1d(self._indices(), done)[rank::processes].tolist()
+        size = _batch_size(loader)
+        iterator = iter(TaggedLoader(_like(loader, [pending[k : k + size] for k in range(0, len(pending), size)])))
+        for batch in iterator:
+            yield batch, None if self._has_index else _checked(last_drawn(iterator))
+
+    def _indices(self) -> Any:
+        sampler = getattr(self._loader, "sampler", None)
+        if isinstance(sampler, SubsetRandomSampler):
+            return np.asarray(list(sampler.indices), np.int64)
+        return np.arange(self.size or 0)
+
+
+def _batch_size(loader: Any) -> Any:
+    """The batch size of a DataLoader, or of its batch sampler."""
+    if loader.batch_size is not None:
+        return loader.batch_size
+    return getattr(loader.batch_sampler, "batch_size", None)
+
+
+def _like(loader: DataLoader[Any], batches: list[list[int]]) -> DataLoader[Any]:
+    """A DataLoader with the same rows and workers that makes these batches."""
+    workers = loader.num_workers
+    options: dict[str, Any] = {"multiprocessing_context": loader.multiprocessing_context} if workers else {}
+    if workers:
+        options |= {"prefetch_factor": loader.prefetch_factor, "timeout": loader.timeout}
+    sampler: Any = batches
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=sampler,
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+        **options,
+    )
+
+
+def _checked(drawn: Any) -> list[int]:
+    if drawn.keys is None:
+        raise UnsupportedError(f"the samples of a batch are unknown, because {drawn.why}; {_REMEDY}")
+    keys: list[int] = drawn.keys
+    return keys

@@ -1,0 +1,216 @@
+"""Per-sample gradients of a whole dataset at given weights, in a store on disk."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning import __version__ as lightning_version
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+
+from lightning_persample.callbacks._batch_gradients import GradientOptions
+from lightning_persample.callbacks._borrowed_trainer import borrowed, quiet_trainer
+from lightning_persample.callbacks._checkpoints import Checkpoints, Source
+from lightning_persample.callbacks._collecting import Collecting, WritesInAnyCase
+from lightning_persample.callbacks._gradient_values import layout_of
+from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
+from lightning_persample.callbacks._samples_once import SamplesOnce
+from lightning_persample.engine import is_sharded
+from lightning_persample.engine.untouched import untouched
+from lightning_persample.errors import OptionError, UnsupportedError
+from lightning_persample.gradients.projection import Projection
+from lightning_persample.influence.store import GradientStore, StoreManifest
+
+__all__ = ["collect_gradients"]
+
+_DEFAULT_PROJECTION = Projection()
+
+
+def collect_gradients(
+    module: nn.Module,
+    dataloader: Iterable[Any],
+    dirpath: str | os.PathLike[str],
+    *,
+    checkpoints: Sequence[Source] | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    columns: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
+    projection: Projection | None = _DEFAULT_PROJECTION,
+    dtype: Literal["float16", "float32", "float64"] = "float32",
+    direction: Literal["adam"] | None = None,
+    parameters: Sequence[str] | None = None,
+    loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
+    batch_dim: int = 0,
+    batch_size: int | None = None,
+    sample_index: Callable[[Any], Any] | None = None,
+    trainer: Trainer | None = None,
+    rows_per_shard: int | None = None,
+    max_memory: int | None = None,
+    weights_only: bool | None = None,
+    overwrite: bool = False,
+) -> GradientStore:
+    """Store the gradient of each sample's own loss, for every sample of a dataset at each checkpoint.
+
+    The module runs in evaluation mode, through ``trainer.predict``. Every sample of ``dataloader.dataset`` is visited
+    once, in order, in batches as the loader makes them: its sampler plays no part, so that a loader that shuffles will
+    do (of a ``SubsetRandomSampler``, the subset). Of several processes (``strategy="ddp"``) each visits its share. The
+    module has to be complete; of its hooks only those that move a batch to the device run, and what it logs is dropped.
+
+    Afterwards the module (weights, buffers, mode, ``.grad``, ``requires_grad``, every attribute), the Trainer and the
+    random numbers are as before, also after an error, for which the memory of one more copy of the module is taken.
+
+    A call that was interrupted is repeated: it goes on where the store ends. A folder that holds a store of other
+    gradients is refused. Samples whose gradient is not finite have rows of nan and are marked in ``store.nonfinite``.
+
+    Args:
+        module: whose gradients they are.
+        dataloader: a DataLoader of a dataset with a length. Anything else that gives batches needs `sample_index`, and
+            one process.
+        dirpath: the folder of the store, which all processes share.
+        checkpoints: the weights that gradients are taken at: paths of what a Trainer or ``ModelCheckpoint`` saved, or
+            state dicts (of the module, or a Trainer's whole checkpoint). None takes the module as it is.
+        loss: a callable ``(module, batch)`` that returns the loss, or a dict with "loss" and whatever `columns` need.
+            None takes ``module.training_step(batch, batch_idx)``.
+        columns: further columns: by name a callable ``(outputs, batch)`` that returns one number per sample, (B,),
+            where outputs is what the loss was taken from.
+        projection: what is kept of a gradient; None keeps it in full.
+        dtype: of the stored numbers. In "float16" each row has a scale of its own.
+        direction: "adam" stores in place of a gradient g what Adam would step along if g were the gradient of the next
+            step, from the optimizer's state in the checkpoint, see `adam_direction`.
+        parameters: the names of the parameters whose gradients are stored, trainable or not; None takes all that are
+            trainable.
+        loss_reduction: how the loss is made of the samples' own losses, see `PerSampleCallback`; a callable is given
+            what the loss was taken from, and the batch.
+        batch_dim: the axis of the batch's tensors that counts samples.
+        batch_size: number of samples B of each batch; None reads it from the batch's tensors.
+        sample_index: a callable ``(batch)`` that returns the index of each sample, in place of that in the dataset.
+        trainer: decides on devices, strategy and precision; its own callbacks, loggers and data module have no part.
+            None takes one of one device that shows nothing.
+        rows_per_shard: number of rows of a file; None takes as many as 64 MiB hold. A process that is killed loses no
+            more than the rows of one.
+        max_memory: bytes that the temporaries of one kernel may take, see `expanded_weights`.
+        weights_only: whether files of checkpoints may hold nothing but tensors and plain values; None is the choice of
+            Lightning and torch.
+        overwrite: remove another store from the folder.
+
+    Returns:
+        The store, with the rows of all processes.
+
+    Raises:
+        OptionError: an option has a value that is not allowed, or the folder holds another store.
+        UnsupportedError: a gradient is not known exactly, or the module is sharded; the text says why.
+    """
+    check_option("dirpath", dirpath, is_path(os.fspath(dirpath)), "the path of a folder")
+    _check_options(
+        loss_reduction=loss_reduction,
+        batch_dim=batch_dim,
+        batch_size=batch_size,
+        direction=direction,
+        projection=projection,
+        rows_per_shard=rows_per_shard,
+        max_memory=max_memory,
+    )
+    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    if loss is None and not isinstance(module, LightningModule):
+        raise OptionError("loss=None takes module.training_step: pass a LightningModule, or loss=...")
+    if loss is None and not module.automatic_optimization:
+        raise OptionError("loss=None takes module.training_step, which steps the optimizers itself: pass loss=...")
+    chosen = _chosen(module, parameters)
+    places = None if checkpoints is None else tuple(checkpoints)
+    if places is not None and (isinstance(checkpoints, (str, Mapping)) or not places):
+        raise OptionError(f"checkpoints={checkpoints!r} is not allowed: checkpoints must be a list of at least one")
+    samples = SamplesOnce(dataloader, sample_index is not None)
+    named = {name: dict(module.named_parameters())[name].shape for name in chosen}
+    columns = {} if columns is None else dict(columns)
+    manifest = StoreManifest(
+        run=uuid.uuid4().hex,
+        parameters=layout_of(named, projection),
+        projection=None if projection is None else projection.settings(),
+        dtype=dtype,
+        columns=tuple(columns),
+        settings={"direction": direction, "loss": _named(loss), "loss_reduction": _named(loss_reduction)},
+        libraries={"torch": torch.__version__, "lightning": lightning_version, "numpy": np.__version__},
+        samples=None if sample_index is not None else samples.size,
+    )
+    trainer = quiet_trainer() if trainer is None else trainer
+    if is_sharded(module) or not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        held = f"{type(module).__name__} is sharded" if is_sharded(module) else type(trainer.strategy).__name__
+        raise UnsupportedError(f"{held}: gradients are collected on one device, or under strategy='ddp'")
+    with borrowed(trainer, [WritesInAnyCase()]), untouched(module), _requiring_gradients(module, chosen):
+        collecting = Collecting(
+            module,
+            samples,
+            Checkpoints(places, weights_only),
+            GradientOptions(loss, columns, projection, direction, loss_reduction, batch_dim, batch_size, max_memory),
+            dirpath=Path(dirpath),
+            manifest=manifest,
+            rows_per_shard=rows_per_shard,
+            overwrite=overwrite,
+            sample_index=sample_index,
+        )
+        trainer.predict(collecting, return_predictions=False)
+    return GradientStore(dirpath)
+
+
+def _check_options(
+    *,
+    loss_reduction: Any,
+    batch_dim: Any,
+    batch_size: Any,
+    direction: Any,
+    projection: Any,
+    rows_per_shard: Any,
+    max_memory: Any,
+) -> None:
+    is_reduction = callable(loss_reduction) or loss_reduction in ("mean", "sum")
+    check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a callable (outputs, batch)")
+    check_option("batch_dim", batch_dim, is_int(batch_dim, 0), "an int >= 0")
+    check_option("batch_size", batch_size, is_none_or_int(batch_size, 1), "None or an int >= 1")
+    check_option("direction", direction, direction in (None, "adam"), "None or 'adam'")
+    is_projection = projection is None or isinstance(projection, Projection)
+    check_option("projection", projection, is_projection, "a Projection, or None for gradients in full")
+    check_option("rows_per_shard", rows_per_shard, is_none_or_int(rows_per_shard, 1), "None or an int >= 1")
+    check_option("max_memory", max_memory, is_none_or_int(max_memory, 1), "None or an int >= 1")
+
+
+def _chosen(module: nn.Module, names: Sequence[str] | None) -> list[str]:
+    """The parameters that are stored, in the order of the module."""
+    known = dict(module.named_parameters())
+    if names is None:
+        found = [name for name, parameter in known.items() if parameter.requires_grad]
+        if not found:
+            raise OptionError(f"{type(module).__name__} has no trainable parameter: name some with parameters=[...]")
+        return found
+    unknown = [name for name in names if name not in known]
+    if isinstance(names, str) or unknown or not names:
+        shown = f"{unknown[0]!r} is none" if unknown and not isinstance(names, str) else f"{names!r} is no list"
+        raise OptionError(f"parameters: {shown}; allowed are names of module.named_parameters(): {', '.join(known)}")
+    return [name for name in known if name in set(names)]
+
+
+@contextmanager
+def _requiring_gradients(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    before = {parameter: parameter.requires_grad for parameter in module.parameters()}
+    chosen = set(names)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in chosen)
+    try:
+        yield
+    finally:
+        for parameter, required in before.items():
+            parameter.requires_grad_(required)
+
+
+def _named(value: Any) -> str | None:
+    """An option as a manifest names it."""
+    if value is None or isinstance(value, str):
+        return value
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
