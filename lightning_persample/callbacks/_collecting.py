@@ -69,11 +69,13 @@ class Collecting(LightningModule):
         self._adam: dict[str, AdamState] = {}
         self._writer: StoreWriter | None = None
 
-    def predict_dataloader(self) -> _Batches:
-        """Open the store, and give the batches that it lacks: Lightning asks when all processes are there.
+    def setup(self, stage: str) -> None:
+        """Open the store: all processes are there. A folder that holds another one gives an `OptionError`.
 
-        Returns:
-            The batches of this process. A folder that holds another store gives an `OptionError`.
+        It is done here because an error in `predict_dataloader` would leave Lightning's changes in torch's DataLoader.
+
+        Args:
+            stage: of the Trainer.
         """
         trainer = self.trainer
         self._samples.check_processes(trainer.world_size)
@@ -83,11 +85,11 @@ class Collecting(LightningModule):
             self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
         trainer.strategy.barrier("all have read the store")  # and nobody has written to it
         self._writer = StoreWriter(self._dirpath, self._manifest, trainer.global_rank, self._rows_per_shard)
-        return _Batches(
-            lambda: self._samples.batches(
-                len(self._checkpoints), self._visited_at, trainer.global_rank, trainer.world_size
-            )
-        )
+
+    def predict_dataloader(self) -> _Batches:
+        """The batches that the store lacks, those of this process."""
+        rank, processes = self.trainer.global_rank, self.trainer.world_size
+        return _Batches(lambda: self._samples.batches(len(self._checkpoints), self._visited_at, rank, processes))
 
     def _opened(self, trainer: Trainer) -> StoreManifest:
         manifest, refusal = None, ""

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.utils.data import DataLoader
 
 from lightning_persample import OptionError, Projection, UnsupportedError, collect_gradients
 from lightning_persample.influence import GradientStore
@@ -92,9 +93,9 @@ def test_batches_whose_samples_are_partly_there(tmp_path):
 
     options = {"sample_index": lambda batch: batch[2], "loss": loss, **FULL}
     with pytest.raises(KeyError):
-        collect_gradients(Net(), torch.utils.data.DataLoader(Stream(), 3), tmp_path, **options)
+        collect_gradients(Net(), DataLoader(Stream(), 3), tmp_path, **options)
     assert len(GradientStore(tmp_path)) == 3
-    store = collect_gradients(Net(), torch.utils.data.DataLoader(Stream(), 4), tmp_path, **options)
+    store = collect_gradients(Net(), DataLoader(Stream(), 4), tmp_path, **options)
     assert asked[2] == [100, 101, 102, 103]
     assert store.rows["sample_index"].tolist() == list(range(100, 110))
     assert_equal(stored(store), joined(loop(Net(), Rows()))[:10])
@@ -118,9 +119,11 @@ def test_another_store_is_refused_with_both_values(changed, before, now, tmp_pat
     options = {"dataloader": loader(), "checkpoints": SOURCES[:1], **FULL}
     collect_gradients(Net(), dirpath=tmp_path, **options)
     there = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    loaders = dict(vars(DataLoader))
     with pytest.raises(OptionError, match=f"holds gradients that were written with {before}, but now there is {now}: "):
         collect_gradients(Net(), dirpath=tmp_path, **{**options, **changed})
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == there
+    assert dict(vars(DataLoader)) == loaders  # an error in a hook that Lightning asks for data would change it
     if not {"direction", "columns", "loss_reduction"} & set(changed):
         store = collect_gradients(Net(), dirpath=tmp_path, overwrite=True, **{**options, **changed})
         assert set(store.rows["sample_index"]) == set(range(len(changed.get("dataloader", loader()).dataset)))
