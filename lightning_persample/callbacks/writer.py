@@ -21,6 +21,7 @@ from lightning_persample.engine import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence._arrow import arrow
+from lightning_persample.influence._files import GRADIENTS
 from lightning_persample.influence._parts import Parts
 from lightning_persample.influence.ledger import Manifest, open_ledger, write_manifest
 
@@ -49,7 +50,7 @@ class PerSampleGradientWriter(PerSampleCallback):
     are tried again with the next ones; beyond those of 16 files the oldest are given up, which a warning at the end of
     the fit counts.
 
-    With `projection` the samples' gradients themselves are kept, too, in the folder "gradients" of the ledger's: a
+    With `projection` the samples' gradients themselves are kept, too, in the folder "_gradients" of the ledger's: a
     `GradientStore` with the rows of the ledger that have the same step and sample_index, written and resumed with them.
     Its columns are those of the parameters that are trainable when the fit starts, without those that the first
     captured step has no per-sample gradients of.
@@ -205,7 +206,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             else:
                 self._batches, self._last_step = 0, -1
         if self.projection is not None:
-            folder, rank = self.dirpath / "gradients", trainer.global_rank
+            folder, rank = self.dirpath / GRADIENTS, trainer.global_rank
             self._gradients = GradientRows(folder, self.projection, self.dtype, rank, self._warn)
         manifest, found, refusal = self._manifest, None, ""
         if trainer.is_global_zero:

@@ -16,10 +16,20 @@ from typing import Any
 
 from lightning_persample.errors import PerSampleError
 
-__all__ = ["MANIFEST", "force_names", "read_json", "remove_partial_files", "write_atomically", "write_json"]
+__all__ = [
+    "GRADIENTS",
+    "MANIFEST",
+    "force_names",
+    "read_json",
+    "remove_partial_files",
+    "write_atomically",
+    "write_json",
+]
 
-MANIFEST = "manifest.json"
-_PARTIAL = re.compile(r"\.(rows-[\d-]+\.parquet|shard-[\d-]+(\.rows)?\.npy|manifest\.json)\.tmp")
+# What reads folders of Parquet files passes over names that begin with an underscore.
+MANIFEST = "_manifest.json"
+GRADIENTS = "_gradients"  # the store of gradients in a ledger's folder
+_PARTIAL = re.compile(r"\.(rows-[\d-]+\.parquet|shard-[\d-]+(\.rows)?\.npy|_manifest\.json)\.tmp")
 
 
 def write_atomically(path: Path, *contents: Any) -> None:

@@ -1,7 +1,7 @@
 """A ledger: one row for each sample of each captured training step, as Parquet files in a folder.
 
 The files of a folder have one schema and are read by anything that reads Parquet (``dirpath/*.parquet``); beside them,
-``manifest.json`` says which run they are of.
+``_manifest.json`` says which run they are of.
 """
 
 from __future__ import annotations

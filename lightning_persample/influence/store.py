@@ -1,7 +1,7 @@
 """Stores of per-sample gradients: one row for each sample at each checkpoint, as .npy files in a folder.
 
 The values are read through memory maps, so that a store may be larger than the memory. Beside the shards,
-``manifest.json`` says which parameters the columns are of, how they were projected and which checkpoints there are.
+``_manifest.json`` says which parameters the columns are of, how they were projected and which checkpoints there are.
 """
 
 from __future__ import annotations

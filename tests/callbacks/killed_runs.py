@@ -125,7 +125,7 @@ def logged(folder: Path):
 def check(folder: Path, *, is_whole: bool) -> None:
     """Every file is readable, every row is once, and none of a step that was flushed is missing."""
     notes, flushed = logged(folder)
-    is_there = (folder / "ledger" / "manifest.json").exists()
+    is_there = (folder / "ledger" / "_manifest.json").exists()
     rows = read_ledger(folder / "ledger").to_pylist() if is_there else []
     by_step = {}
     for row in rows:

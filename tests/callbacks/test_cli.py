@@ -175,7 +175,7 @@ def test_options_of_the_writer_reach_it_and_the_fit_runs(tmp_path):
     expected = {**WRITER, "columns": labels, "projection": Projection(8, "rademacher", 3)}
     assert callback.columns.__name__ == expected.pop("columns").__name__
     assert {name: getattr(callback, name) for name in expected} == expected
-    store = GradientStore(tmp_path / "ledger" / "gradients")
+    store = GradientStore(tmp_path / "ledger" / "_gradients")
     assert (len(store), store.manifest.dtype) == (8, "float16")
     assert store.manifest.projection == {"dim": 8, "kind": "rademacher", "seed": 3}
 

@@ -170,7 +170,7 @@ def test_what_cannot_be_split_is_refused_by_both(ranks):
 def test_two_processes_keep_the_gradients_of_a_fit(ranks):
     folder, saved = ranks
     saved("fit")
-    store = GradientStore(folder / "ledger" / "gradients")
+    store = GradientStore(folder / "ledger" / "_gradients")
     assert store.rows["weight"].tolist() == [0.1] * 20
     assert sorted(store.rows["sample_index"].tolist()) == list(range(20))
     first = store.select(store.rows["step"] == 0)

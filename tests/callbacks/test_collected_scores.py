@@ -31,7 +31,7 @@ def test_tracin_of_a_training(tmp_path):
     writer = PerSampleGradientWriter(tmp_path / "ledger", projection=FULL, dtype="float64")
     module, saves = Kept(), SavesBefore(tmp_path)
     make_trainer([writer, saves], max_epochs=2).fit(module, data(12, shuffle=True))
-    train, validation = GradientStore(tmp_path / "ledger" / "gradients"), data(5)
+    train, validation = GradientStore(tmp_path / "ledger" / "_gradients"), data(5)
     test = collect_gradients(
         module, validation, tmp_path / "test", checkpoints=saves.paths, projection=FULL, dtype="float64"
     )

@@ -63,7 +63,7 @@ def test_rows_are_written_once_room_is_made(found, name, room):
     assert f"{name}' cannot be written: [Errno 28] No space left on device. Training goes on; the rows are kept" in text
     assert_rows(found[name]["rows"], found[name]["notes"])
     sizes = found[name]["sizes"]
-    assert sizes.keys() == {"manifest.json", *map(file_name, range(FIRST), range(FIRST), range(FIRST))} | {
+    assert sizes.keys() == {"_manifest.json", *map(file_name, range(FIRST), range(FIRST), range(FIRST))} | {
         file_name(FIRST, 9, FIRST),  # what had to wait
         *(file_name(step, step, step - 4) for step in range(10, EPOCHS * BATCHES)),
     }
@@ -91,7 +91,7 @@ def test_a_disk_that_stays_full_keeps_what_was_written(found):
     assert second.startswith(f"{(EPOCHS * BATCHES - FIRST) * 4} rows of the ledger in '")
     assert_rows(found["never"]["rows"], found["never"]["notes"][: FIRST * 4])
     assert found["never"]["sizes"].keys() == {
-        "manifest.json",
+        "_manifest.json",
         *map(file_name, range(FIRST), range(FIRST), range(FIRST)),
     }
 

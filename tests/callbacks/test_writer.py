@@ -30,7 +30,7 @@ def folder(tmp_path):
 def assert_whole(folder):
     """Nothing but whole files of one schema, and the manifest that tells it."""
     names = sorted(path.name for path in folder.iterdir())
-    assert [name for name in names if not name.startswith("rows-")] == ["manifest.json"]
+    assert [name for name in names if not name.startswith("rows-")] == ["_manifest.json"]
     for part in _parts.parts_of(folder):
         schema = _parts.read_part(part.path).schema
         assert {field.name: str(field.type) for field in schema} == dict(read_manifest(folder).columns)
@@ -53,7 +53,7 @@ def test_a_row_for_each_sample_of_each_step(folder, flush_every):
 
 def test_the_manifest_tells_what_the_rows_are(folder):
     module = fit(PerSampleGradientWriter(folder, per_layer=2))
-    found = json.loads((folder / "manifest.json").read_text())
+    found = json.loads((folder / "_manifest.json").read_text())
     assert found["format"] == "lightning_persample ledger"
     assert found["format_version"] == 1
     assert found["parameters"] == [name for name, _ in module.named_parameters()]

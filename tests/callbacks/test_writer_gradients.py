@@ -47,7 +47,7 @@ def writer_of(folder, projection=SMALL, **options):
 
 def assert_kept(folder, kept, projection=SMALL):
     """A row for each row of the ledger, of the gradient at its step."""
-    store, ledger = GradientStore(folder / "gradients"), read_ledger(folder)
+    store, ledger = GradientStore(folder / "_gradients"), read_ledger(folder)
     shared = ("step", "sample_index", "learning_rate", "weight")
     told = sorted(zip(*(store.rows[name].tolist() for name in shared), strict=True))
     assert told == sorted(zip(*(ledger[name].to_pylist() for name in shared), strict=True))
@@ -82,7 +82,7 @@ def test_accumulated_batches(folder):
 
 def test_chosen_steps_and_samples(folder):
     module = fit(writer_of(folder, every_n_steps=2, max_samples=3), Kept(), max_epochs=2)
-    store = GradientStore(folder / "gradients")
+    store = GradientStore(folder / "_gradients")
     there = set(zip(store.rows["step"].tolist(), store.rows["sample_index"].tolist(), strict=True))
     assert_kept(folder, {key: grads for key, grads in module.kept.items() if key in there})
     assert len(store) == 16
@@ -91,7 +91,7 @@ def test_chosen_steps_and_samples(folder):
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 def test_the_other_engines(engine, folder):
     module = fit(writer_of(folder, engine=engine), Kept())
-    ledger, store = read_ledger(folder), GradientStore(folder / "gradients")
+    ledger, store = read_ledger(folder), GradientStore(folder / "_gradients")
     assert store.rows["weight"].tolist() == pytest.approx([float("nan")] * 22, nan_ok=True)
     assert ledger["weight"].null_count == 22
     values = torch.cat([block for _, block in store.blocks()])
@@ -110,7 +110,7 @@ def test_training_is_untouched(folder):
     (plain, plain_state), (written, written_state) = results
     assert all(torch.equal(*pair) for pair in zip(plain, written, strict=True))
     assert torch.equal(plain_state, written_state)
-    assert len(GradientStore(folder / "gradients")) == 66
+    assert len(GradientStore(folder / "_gradients")) == 66
 
 
 @pytest.mark.parametrize("flush_every", [1, 3, 100])
@@ -121,14 +121,14 @@ def test_a_resumed_fit_goes_on_from_its_checkpoint(flush_every, is_behind, folde
     trainer = make_trainer([*callbacks, StopAfter(11)], max_epochs=3)
     with pytest.raises(KeyError, match="stopped"):
         trainer.fit(first := Kept(), data(24, shuffle=True))
-    run = GradientStore(folder / "gradients").manifest.run
-    assert set(GradientStore(folder / "gradients").rows["step"]) == set(range(11))
+    run = GradientStore(folder / "_gradients").manifest.run
+    assert set(GradientStore(folder / "_gradients").rows["step"]) == set(range(11))
     writer = writer_of(folder, flush_every=flush_every)
     second = fit(writer, Kept(), data(24, shuffle=True), tmp_path / "saved.ckpt", max_epochs=3)
     early = {key: grads for key, grads in first.kept.items() if key[0] < 8}
     assert_kept(folder, early | second.kept)
     assert len(early | second.kept) == 72
-    assert GradientStore(folder / "gradients").manifest.run == run
+    assert GradientStore(folder / "_gradients").manifest.run == run
 
 
 def test_a_fit_that_fails_leaves_both_readable(folder):
@@ -172,7 +172,7 @@ def test_a_run_that_goes_on_with_other_values_is_refused(options, text, folder, 
     writer = PerSampleGradientWriter(folder, **{"projection": SMALL, "dtype": "float64", **options})
     with pytest.raises(OptionError, match=text):
         fit(writer, Kept(), ckpt_path=path, max_epochs=2)
-    assert len(GradientStore(folder / "gradients")) == 22
+    assert len(GradientStore(folder / "_gradients")) == 22
 
 
 def test_other_parameters_are_refused_when_a_run_goes_on(folder, tmp_path):
@@ -197,7 +197,7 @@ def test_frozen_parameters_have_no_columns(folder):
 def test_unsupported_parameters_have_no_columns(folder):
     with pytest.warns(PerSampleWarning, match="Per-sample gradients are missing for 1 parameter"):
         fit(writer_of(folder, columns=lambda outputs, batch: {}), Classifier(Hidden()), two_columns())
-    store = GradientStore(folder / "gradients")
+    store = GradientStore(folder / "_gradients")
     assert [each.name for each in store.manifest.parameters] == ["network.last.weight", "network.last.bias"]
     assert not store.nonfinite.any()
 
@@ -227,7 +227,7 @@ class ByHand(Kept):
 
 def test_manual_optimization_has_a_row_for_each_backward(folder):
     module = fit(writer_of(folder, FULL), ByHand(), data(4))
-    store = GradientStore(folder / "gradients")
+    store = GradientStore(folder / "_gradients")
     assert len(store) == read_ledger(folder).num_rows == 8
     values = torch.cat([block for _, block in store.blocks()])
     for place, index in enumerate(store.rows["sample_index"].tolist()):

@@ -97,7 +97,7 @@ def least_rows(folder: Path) -> int:
 
 def check(folder: Path, *, is_whole: bool) -> int:
     """The rows are the first ones of the run, as many as were flushed at least; how many there are."""
-    if not (folder / "store" / "manifest.json").exists():
+    if not (folder / "store" / "_manifest.json").exists():
         assert is_whole is False
         return 0
     store = GradientStore(folder / "store")

@@ -41,7 +41,7 @@ def names(folder: Path) -> list[str]:
 
 def by_numpy(folder: Path) -> list[dict]:
     """Every row that counts, from the files alone: its fields, and its values in float64."""
-    json.loads((folder / "manifest.json").read_text())
+    json.loads((folder / "_manifest.json").read_text())
     found = []
     for path in sorted(folder.glob("shard-*.rows.npy")):
         values = np.load(path.with_name(path.name.replace(".rows", "")))

@@ -52,7 +52,7 @@ def test_file_names_tell_process_steps_and_order(folder):
     write(folder, 1, [0, 1])
     write(folder, 0, [6])
     assert names(folder) == [
-        "manifest.json",
+        "_manifest.json",
         "rows-00000-0000000000-0000000001-000000.parquet",
         "rows-00000-0000000002-0000000005-000001.parquet",
         "rows-00000-0000000006-0000000006-000002.parquet",
@@ -119,7 +119,7 @@ def test_rows_after_a_step_are_dropped(folder):
     write(folder, 0, [3])
     assert parts_of(folder)[2].counter == 2  # behind those that were kept
     drop_rows(folder, 0)
-    assert names(folder) == ["manifest.json"]
+    assert names(folder) == ["_manifest.json"]
 
 
 def test_a_name_that_promises_too_much_does_no_harm(folder):
@@ -177,9 +177,9 @@ def test_a_name_that_cannot_be_forced_to_the_disk_doubles_no_row(folder, monkeyp
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path):
-    write_atomically(tmp_path / "manifest.json", b"one")
-    write_atomically(tmp_path / "manifest.json", b"two")
-    assert (names(tmp_path), (tmp_path / "manifest.json").read_bytes()) == (["manifest.json"], b"two")
+    write_atomically(tmp_path / "_manifest.json", b"one")
+    write_atomically(tmp_path / "_manifest.json", b"two")
+    assert (names(tmp_path), (tmp_path / "_manifest.json").read_bytes()) == (["_manifest.json"], b"two")
 
 
 def test_the_manifest_is_read_back(folder):
@@ -189,8 +189,8 @@ def test_the_manifest_is_read_back(folder):
 def test_what_is_no_ledger_is_refused(tmp_path):
     with pytest.raises(PerSampleError) as refused:
         read_ledger(tmp_path)
-    assert str(refused.value) == f"{str(tmp_path)!r} holds no ledger: manifest.json is missing"
-    (tmp_path / "manifest.json").write_text(json.dumps({"format": "lightning_persample ledger", "format_version": 7}))
+    assert str(refused.value) == f"{str(tmp_path)!r} holds no ledger: _manifest.json is missing"
+    (tmp_path / "_manifest.json").write_text(json.dumps({"format": "lightning_persample ledger", "format_version": 7}))
     with pytest.raises(PerSampleError) as refused:
         read_ledger(tmp_path)
     assert "is of format 'lightning_persample ledger', version 7; this version of" in str(refused.value)
@@ -205,7 +205,7 @@ def test_a_run_goes_on_where_its_checkpoint_was(folder):
     (folder / ".rows-00000-0000000003-0000000003-000001.parquet.tmp").write_bytes(b"half of a")
     found = open_ledger(folder, SECOND, {"first": 2}, overwrite=False)
     assert found == MANIFEST
-    assert names(folder) == ["manifest.json", "rows-00000-0000000000-0000000001-000000.parquet"]
+    assert names(folder) == ["_manifest.json", "rows-00000-0000000000-0000000001-000000.parquet"]
 
 
 @pytest.mark.parametrize(
@@ -236,11 +236,11 @@ def test_rows_of_another_run_are_kept_unless_told(folder):
     write(folder, 0, [0, 1])
     with pytest.raises(OptionError, match=r"holds the ledger of run first \(1 files, steps 0 to 1\), but this fit"):
         open_ledger(folder, SECOND, {}, overwrite=False)
-    (folder / "manifest.json").unlink()
+    (folder / "_manifest.json").unlink()
     with pytest.raises(OptionError, match="holds the ledger of a run without manifest"):
         open_ledger(folder, SECOND, {"third": 4}, overwrite=False)
     assert open_ledger(folder, SECOND, {}, overwrite=True) == SECOND
-    assert names(folder) == ["manifest.json"]
+    assert names(folder) == ["_manifest.json"]
     assert open_ledger(folder, MANIFEST, {}, overwrite=False).run == "first"  # there is nothing to lose
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_persample import PerSampleGradientWriter
+from lightning_persample import PerSampleGradientWriter, Projection
 from lightning_persample.influence import read_ledger, self_influence
 from tests.callbacks.indexed_data import ByName, Follows, Names
 from tests.callbacks.ledger_runs import Noted, data, fit
@@ -103,3 +103,16 @@ def test_self_influence_in_sql(tmp_path):
             "GROUP BY sample_index ORDER BY score DESC LIMIT 5"
         ).fetchall()
     assert found == [(index, pytest.approx(score, rel=1e-12)) for index, score in self_influence(tmp_path).top(5)]
+
+
+def test_pandas_and_arrow_read_the_folder_itself(tmp_path):
+    pandas, dataset = pytest.importorskip("pandas"), pytest.importorskip("pyarrow.dataset")
+    fit(PerSampleGradientWriter(tmp_path / "ledger", flush_every=2, projection=Projection(dim=4)))
+    expected = read_ledger(tmp_path / "ledger")
+    for found in (
+        pandas.read_parquet(tmp_path / "ledger"),
+        dataset.dataset(tmp_path / "ledger", format="parquet").to_table().to_pandas(),
+    ):
+        pandas.testing.assert_frame_equal(
+            found.sort_values(list(ORDER), ignore_index=True), expected.to_pandas(), check_exact=True
+        )

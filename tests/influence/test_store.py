@@ -129,7 +129,7 @@ def test_the_manifest_is_read_back(folder):
 def test_what_is_no_store_is_refused(tmp_path):
     with pytest.raises(PerSampleError) as refused:
         GradientStore(tmp_path)
-    assert str(refused.value) == f"{str(tmp_path)!r} holds no store of gradients: manifest.json is missing"
+    assert str(refused.value) == f"{str(tmp_path)!r} holds no store of gradients: _manifest.json is missing"
 
 
 def test_manifests_are_checked():
@@ -159,7 +159,7 @@ def test_rows_that_do_not_fit_are_refused(folder):
             writer.add(values, rows)
     writer.add(gradients(0), {"sample_index": []})  # none at all is allowed
     writer.flush()
-    assert names(folder) == ["manifest.json"]
+    assert names(folder) == ["_manifest.json"]
 
 
 def test_what_a_store_does_not_have_is_named(store):

@@ -100,7 +100,7 @@ def test_limits_of_the_system(tmp_path):
     assert said["refused"] == f"[Errno {errno.EFBIG}] File too large"
     assert (said["waiting"], said["rows"], said["whole"], said["later"]) == (999, 200, True, 1199)
     files = [f"shard-00000-00000{i}{kind}.npy" for i in (0, 1) for kind in ("", ".rows")]
-    assert said["files"] == ["manifest.json", *files]
+    assert said["files"] == ["_manifest.json", *files]
     assert said["limit"] < said["store"]
     blocks = ("blocks", "in another order", "of two parameters")
     assert {name: said[name] for name in blocks} == dict.fromkeys(blocks, "right")

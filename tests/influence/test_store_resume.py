@@ -89,8 +89,8 @@ def test_what_two_stores_have_in_common_is_compared(tmp_path):
 
 def test_another_version_is_refused_with_both(tmp_path):
     folder = made(tmp_path / "one")
-    found = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**found, "format_version": 2}))
+    found = json.loads((folder / "_manifest.json").read_text())
+    (folder / "_manifest.json").write_text(json.dumps({**found, "format_version": 2}))
     with pytest.raises(PerSampleError) as refused:
         GradientStore(folder)
     assert "is of format 'lightning_persample gradients', version 2; this version of" in str(refused.value)
@@ -108,7 +108,7 @@ def test_a_run_that_is_not_alike_is_refused_with_both_values(tmp_path, changed, 
     assert f"holds gradients that were written with {before}, but now there is {now}: go on" in str(refused.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == there
     assert open_store(folder, new, overwrite=True) == new
-    assert names(folder) == ["manifest.json"]
+    assert names(folder) == ["_manifest.json"]
 
 
 def test_any_run_of_the_same_values_goes_on(tmp_path):
@@ -121,7 +121,7 @@ def test_any_run_of_the_same_values_goes_on(tmp_path):
     found = open_store(folder, replace(PROJECTED, run="second", libraries={"torch": "3"}, checkpoints=further))
     assert found == replace(PROJECTED, libraries={"torch": "3"}, checkpoints=further)
     assert read_store_manifest(folder) == found
-    assert names(folder) == ["manifest.json", *before]
+    assert names(folder) == ["_manifest.json", *before]
     assert open_store(folder, replace(PROJECTED, checkpoints=CHECKPOINTS[:1])).checkpoints == further
 
 
@@ -130,11 +130,11 @@ def test_rows_of_another_run_are_kept_unless_told(tmp_path):
     write(folder, gradients(5))
     with pytest.raises(OptionError, match=r"holds the gradients of run first \(2 shards\), but this one starts a new"):
         open_store(folder, SECOND, {})
-    (folder / "manifest.json").unlink()
+    (folder / "_manifest.json").unlink()
     with pytest.raises(OptionError, match=r"holds the gradients of a run without manifest .*, but this one continues"):
         open_store(folder, SECOND, {"third": 4})
     assert open_store(folder, SECOND, {}, overwrite=True) == SECOND
-    assert names(folder) == ["manifest.json"]
+    assert names(folder) == ["_manifest.json"]
     assert open_store(folder, MANIFEST, {}) == MANIFEST  # there is nothing to lose
 
 
@@ -157,7 +157,7 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path):
     found = [row["step"] for row in by_numpy(folder)]
     assert sorted(found) == sorted([0, 0, 1, 1, 2, 2] * 2 + [3, 3, 4, 4, 5, 5])
     open_store(folder, SECOND, {"first": 0})
-    assert names(folder) == ["manifest.json"]
+    assert names(folder) == ["_manifest.json"]
 
 
 def test_a_run_that_does_not_know_its_columns_yet_keeps_them(tmp_path):
