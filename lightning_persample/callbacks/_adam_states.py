@@ -10,12 +10,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor, nn
 
+from lightning_persample.callbacks._requires_grad import requiring_gradients
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.influence.less import adam_direction
 
 __all__ = ["AdamState", "adam_states"]
 
 _NAMED = 8
+# What torch's Adam and AdamW keep, and what no other optimizer does: RAdam has their state, but other options.
+_REQUIRED = {"step", "exp_avg", "exp_avg_sq"}
+_STATE = {*_REQUIRED, "max_exp_avg_sq"}
+_OPTIONS = {"betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +69,11 @@ class AdamState:
 
 
 def adam_states(
-    checkpoint: Mapping[str, Any] | None, module: nn.Module, trainer: Trainer, names: Collection[str]
+    checkpoint: Mapping[str, Any] | None,
+    module: nn.Module,
+    trainer: Trainer,
+    names: Collection[str],
+    requires_grad: Mapping[str, bool],
 ) -> dict[str, AdamState]:
     """The state of each parameter.
 
@@ -76,6 +85,7 @@ def adam_states(
         module: the module.
         trainer: may hold the optimizers of an earlier fit.
         names: the parameters that need one.
+        requires_grad: by parameter whether it is trainable, as `configure_optimizers` is to find it.
 
     Returns:
         By name.
@@ -99,7 +109,7 @@ def adam_states(
         )
     parameters = dict(module.named_parameters())
     found: dict[str, AdamState] = {}
-    orders = _orders(states, module, trainer)
+    orders = _orders(states, module, trainer, requires_grad)
     for state, order in zip(states, orders, strict=True):
         for group, group_names in zip(state["param_groups"], order, strict=True):
             for number, name in zip(group["params"], group_names, strict=True):
@@ -116,7 +126,9 @@ def adam_states(
     return found
 
 
-def _orders(states: Sequence[Mapping[str, Any]], module: nn.Module, trainer: Trainer) -> list[list[list[str]]]:
+def _orders(
+    states: Sequence[Mapping[str, Any]], module: nn.Module, trainer: Trainer, requires_grad: Mapping[str, bool]
+) -> list[list[list[str]]]:
     """By optimizer and group the names of the parameters, in the order of the state."""
     if all("param_names" in group for state in states for group in state["param_groups"]):
         told = [list(group["param_names"]) for state in states for group in state["param_groups"]]
@@ -127,8 +139,7 @@ def _orders(states: Sequence[Mapping[str, Any]], module: nn.Module, trainer: Tra
     places = {id(parameter): name for name, parameter in module.named_parameters()}
     optimizers = [each for each in trainer.optimizers if _is_of(each, places)]
     if not optimizers and isinstance(module, LightningModule):
-        configured: Any = module.configure_optimizers()
-        optimizers = _configure_optimizers(configured)[0]
+        optimizers = _configured(module, trainer, requires_grad)
     sizes = [[len(group["params"]) for group in state["param_groups"]] for state in states]
     now = [[len(group["params"]) for group in each.param_groups] for each in optimizers]
     if sizes != now:
@@ -141,6 +152,25 @@ def _orders(states: Sequence[Mapping[str, Any]], module: nn.Module, trainer: Tra
         [[places.get(id(parameter), "") for parameter in group["params"]] for group in each.param_groups]
         for each in optimizers
     ]
+
+
+def _configured(module: LightningModule, trainer: Trainer, requires_grad: Mapping[str, bool]) -> list[Any]:
+    def refuse() -> None:
+        raise UnsupportedError(
+            "direction='adam' asks configure_optimizers which parameter each state is of, but that of "
+            f"{type(module).__name__} needs the training data (trainer.estimated_stepping_batches), which are absent: "
+            "pass the module that was trained, and the Trainer of its fit, trainer=...; or save names with the states, "
+            "torch.optim.Adam(module.named_parameters())"
+        )
+
+    loop: Any = trainer.fit_loop
+    loop.setup_data = refuse  # without data it would give a number of -1 steps
+    try:
+        with requiring_gradients(module, requires_grad):
+            configured: Any = module.configure_optimizers()
+    finally:
+        del loop.setup_data
+    return list(_configure_optimizers(configured)[0])
 
 
 def _is_of(optimizer: Any, places: Mapping[int, str]) -> bool:
@@ -166,9 +196,12 @@ def _names_of_module(groups: list[list[str]], module: nn.Module) -> list[list[st
 
 
 def _state_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], parameter: Tensor) -> AdamState:
-    if "betas" not in group or "exp_avg" not in state or "exp_avg_sq" not in state:
+    foreign = sorted(set(state) - _STATE)
+    lacking = sorted(_REQUIRED - set(state)) + sorted(_OPTIONS - set(group))
+    if foreign or lacking:
+        said = f"it also keeps {', '.join(foreign)}" if foreign else f"it does not keep {', '.join(lacking)}"
         raise UnsupportedError(
-            f"direction='adam': the optimizer of `{name}` is not Adam (its state holds {', '.join(sorted(state))})"
+            f"direction='adam': the optimizer of `{name}` is neither Adam nor AdamW of torch ({said})"
         )
     if group.get("maximize"):
         raise UnsupportedError(f"direction='adam': the optimizer of `{name}` maximizes, which has no such direction")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class Collecting(LightningModule):
         samples: the data.
         checkpoints: the weights.
         options: how gradients are computed.
+        requires_grad: by parameter whether it is trainable in the module as it was given.
         dirpath: the folder of the store.
         manifest: of the store, as far as it is known before the processes are there.
         rows_per_shard: see `StoreWriter`.
@@ -47,6 +48,7 @@ class Collecting(LightningModule):
         checkpoints: Checkpoints,
         options: GradientOptions,
         *,
+        requires_grad: Mapping[str, bool],
         dirpath: Path,
         manifest: StoreManifest,
         rows_per_shard: int | None,
@@ -58,6 +60,7 @@ class Collecting(LightningModule):
         self._samples = samples
         self._checkpoints = checkpoints
         self._options = options
+        self._requires_grad = requires_grad
         self._gradients = BatchGradients(module, manifest.parameters, options)
         self._dirpath = dirpath
         self._manifest = manifest
@@ -161,7 +164,7 @@ class Collecting(LightningModule):
         self._checkpoints.load(checkpoint, self.module)
         if self._options.direction == "adam":
             names = [each.name for each in self._manifest.parameters]
-            self._adam = adam_states(checkpoint, self.module, self.trainer, names)
+            self._adam = adam_states(checkpoint, self.module, self.trainer, names, self._requires_grad)
         self._place = place
 
     def _index_of(self, fetched: Fetched, size: int) -> torch.Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from lightning_persample.callbacks._checkpoints import Checkpoints, Source
 from lightning_persample.callbacks._collecting import Collecting, WritesInAnyCase
 from lightning_persample.callbacks._gradient_values import layout_of
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
+from lightning_persample.callbacks._requires_grad import requiring_gradients
 from lightning_persample.callbacks._samples_once import SamplesOnce
 from lightning_persample.engine import is_sharded
 from lightning_persample.engine.untouched import untouched
@@ -141,12 +141,15 @@ def collect_gradients(
     if is_sharded(module) or not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         held = f"{type(module).__name__} is sharded" if is_sharded(module) else type(trainer.strategy).__name__
         raise UnsupportedError(f"{held}: gradients are collected on one device, or under strategy='ddp'")
-    with borrowed(trainer, [WritesInAnyCase()]), untouched(module), _requiring_gradients(module, chosen):
+    required = dict.fromkeys(chosen, True)
+    given = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    with borrowed(trainer, [WritesInAnyCase()]), untouched(module), requiring_gradients(module, required):
         collecting = Collecting(
             module,
             samples,
             Checkpoints(places, weights_only),
             GradientOptions(loss, columns, projection, direction, loss_reduction, batch_dim, batch_size, max_memory),
+            requires_grad=given,
             dirpath=Path(dirpath),
             manifest=manifest,
             rows_per_shard=rows_per_shard,
@@ -205,19 +208,6 @@ def _chosen(module: nn.Module, names: Sequence[str] | None) -> list[str]:
         shown = f"{unknown[0]!r} is none" if unknown and not isinstance(names, str) else f"{names!r} is no list"
         raise OptionError(f"parameters: {shown}; allowed are names of module.named_parameters(): {', '.join(known)}")
     return [name for name in known if name in set(names)]
-
-
-@contextmanager
-def _requiring_gradients(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    before = {parameter: parameter.requires_grad for parameter in module.parameters()}
-    chosen = set(names)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in chosen)
-    try:
-        yield
-    finally:
-        for parameter, required in before.items():
-            parameter.requires_grad_(required)
 
 
 def _named(value: Any) -> str | None:

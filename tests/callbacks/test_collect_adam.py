@@ -203,3 +203,73 @@ def test_states_that_are_of_other_parameters_are_refused(tmp_path):
 def test_a_state_is_needed(checkpoints, tmp_path):
     with pytest.raises(UnsupportedError, match="direction='adam' needs the state of the optimizer"):
         collect_gradients(Net(), loader(), tmp_path / "store", checkpoints=checkpoints, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (torch.optim.NAdam, "it also keeps mu_product"),
+        (torch.optim.RAdam, "it does not keep amsgrad, fused"),
+    ],
+)
+def test_relatives_of_adam_step_otherwise(optimizer, said, tmp_path):
+    def make(module):
+        return optimizer(module.parameters(), 0.05)
+
+    checkpoint = trained(make, tmp_path / "saved.ckpt")
+    text = rf"the optimizer of `first.weight` is not torch's Adam or AdamW \({said}\)"
+    with pytest.raises(UnsupportedError, match=text):
+        collect_gradients(Trained(make), loader(), tmp_path / "store", checkpoints=[checkpoint], **OPTIONS)
+
+
+class Alike(Net):
+    """Has layers of equal sizes, of which the first is frozen, and an optimizer of those that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(7, 7, bias=False) for _ in range(3))).double()
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.last(torch.tanh(self.layers(torch.tanh(self.first(inputs)))))
+
+    def configure_optimizers(self):
+        named = self.layers.parameters()
+        return torch.optim.Adam([p for p in named if p.requires_grad], 0.05)
+
+
+def test_configure_optimizers_finds_the_trainable_parameters_that_training_has(tmp_path):
+    checkpoint = trained(None, tmp_path / "saved.ckpt", Alike())
+    options = {**OPTIONS, "checkpoints": [checkpoint]}
+    name, module, data = "layers.1.weight", Alike(), loader()
+    with pytest.raises(UnsupportedError, match=r"the checkpoint has no state of `layers.0.weight`, which"):
+        collect_gradients(module, data, tmp_path / "1", parameters=["layers.0.weight", name], **options)
+    store = collect_gradients(module, data, tmp_path / "2", parameters=[name], **options)
+    assert [each.requires_grad for each in module.layers.parameters()] == [False, True, True]
+    rows = []
+    for grad in loop(module, data.dataset, [name], checkpoint["state_dict"])[name]:
+        again = Alike()
+        again.load_state_dict(checkpoint["state_dict"])
+        optimizer = again.configure_optimizers()
+        optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer_states"][0]))
+        weight = again.layers[1].weight
+        before, weight.grad = weight.detach().clone(), grad.clone()
+        optimizer.step()
+        rows.append((before - weight.detach()) / 0.05)
+    torch.testing.assert_close(stored(store), torch.stack(rows).flatten(1), rtol=1e-9, atol=1e-11)
+
+
+def test_optimizers_that_need_the_training_data(tmp_path):
+    def make(module):
+        optimizer = torch.optim.Adam(module.parameters(), 0.05)
+        steps = module.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+
+    module, trainer = Trained(make), make_trainer(max_epochs=2)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    options = {**OPTIONS, "checkpoints": [tmp_path / "saved.ckpt"]}
+    text = r"that of Trained needs the training data \(trainer.estimated_stepping_batches\), which are absent: pass the mod"
+    with pytest.raises(UnsupportedError, match=text):
+        collect_gradients(Trained(make), loader(), tmp_path / "store", **options)
+    assert len(collect_gradients(module, loader(), tmp_path / "store", trainer=trainer, **options)) == 22
