@@ -67,7 +67,12 @@ def collect_gradients(
     random numbers are as before, also after an error, for which the memory of one more copy of the module is taken.
 
     A call that was interrupted is repeated: it goes on where the store ends. A folder that holds a store of other
-    gradients is refused. Samples whose gradient is not finite have rows of nan and are marked in ``store.nonfinite``.
+    gradients is refused, as far as that can be told: by the options, the weights, and the data where the dataset is a
+    ``TensorDataset``, one of Hugging Face, or a ``Subset`` or ``ConcatDataset`` of such, without `sample_index`. For
+    other data a warning counts the rows that are kept: after a change of inputs or labels pass another folder, or
+    ``overwrite=True``. The code of the module, of the loss and of a collate function is not compared.
+
+    Samples whose gradient is not finite have rows of nan and are marked in ``store.nonfinite``.
 
     Args:
         module: whose gradients they are.
@@ -98,7 +103,7 @@ def collect_gradients(
         max_memory: bytes that the temporaries of one kernel may take, see `expanded_weights`.
         weights_only: whether files of checkpoints may hold nothing but tensors and plain values; None is the choice of
             Lightning and torch.
-        overwrite: remove another store from the folder.
+        overwrite: remove the store that is in the folder, whatever it is of, and begin anew.
 
     Returns:
         The store, with the rows of all processes.
@@ -125,7 +130,8 @@ def collect_gradients(
     chosen = _chosen(module, parameters)
     places = _places(checkpoints)
     samples = SamplesOnce(dataloader, sample_index is not None)
-    named = {name: dict(module.named_parameters())[name].shape for name in chosen}
+    known = dict(module.named_parameters())
+    named = {name: known[name].shape for name in chosen}
     columns = {} if columns is None else dict(columns)
     manifest = StoreManifest(
         run=uuid.uuid4().hex,
