@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import signal
 import threading
 import warnings
@@ -23,7 +24,23 @@ __all__ = ["borrowed", "quiet_trainer"]
 
 
 def quiet_trainer() -> Trainer:
-    """A Trainer of one device that logs, saves and shows nothing."""
+    """A Trainer of one device that logs, saves and shows nothing.
+
+    Returns:
+        The Trainer.
+
+    Raises:
+        OptionError: this is one of several processes, each of which would have one.
+    """
+    told = os.environ.get("WORLD_SIZE", "")
+    processes = int(told) if told.isdigit() else 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = torch.distributed.get_world_size()
+    if processes > 1:
+        raise OptionError(
+            f"trainer=None takes one device, but there are {processes} processes, and each would write all rows to the "
+            "same folder: pass the Trainer of them all (strategy='ddp'), or in one of them alone Trainer(devices=1)"
+        )
     with _silent():
         return Trainer(
             devices=1,

@@ -233,6 +233,12 @@ def test_unsupported_parameters_are_named_and_can_be_left_out(tmp_path):
     ("options", "text"),
     [
         ({"dirpath": ""}, "dirpath='' is not allowed"),
+        ({"dirpath": None}, "dirpath=None is not allowed: dirpath must be the path of a folder"),
+        ({"overwrite": "yes"}, "overwrite='yes' is not allowed: overwrite must be True or False"),
+        ({"weights_only": "no"}, "weights_only='no' is not allowed: weights_only must be None, True or False"),
+        ({"loss": "mean"}, "loss='mean' is not allowed: loss must be None or a callable"),
+        ({"sample_index": 2}, "sample_index=2 is not allowed: sample_index must be None or a callable"),
+        ({"columns": ["loss"]}, r"columns=\['loss'\] is not allowed: columns must be None or a dict of callables"),
         ({"checkpoints": "a.ckpt"}, "checkpoints='a.ckpt' is not allowed: checkpoints must be a list"),
         ({"checkpoints": Path("a.ckpt")}, r"checkpoints=\w+\('a.ckpt'\) is not allowed: checkpoints must be a list"),
         ({"checkpoints": []}, r"checkpoints=\[\] is not allowed: checkpoints must be a list of at least one"),

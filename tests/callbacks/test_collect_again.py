@@ -227,6 +227,13 @@ def test_two_processes_keep_the_gradients_of_a_fit(ranks):
     assert_equal(values, joined(loop(Net(), Rows(20)))[index])
 
 
+def test_one_of_several_processes_needs_a_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="trainer=None takes one device, but there are 2 processes, and each would"):
+        collect_gradients(Net(), loader(), tmp_path, **FULL)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_strategy_that_shards_is_refused(tmp_path):
     trainer = make_trainer(strategy=ModelParallelStrategy(), devices=1)
     with pytest.raises(UnsupportedError, match="ModelParallelStrategy: gradients are collected on one device, or und"):
