@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_persample import OptionError, Projection, UnsupportedError, collect_gradients
+from lightning_persample import OptionError, PerSampleWarning, Projection, UnsupportedError, collect_gradients
 from tests.callbacks.collect_runs import COUNT, Net, Rows, Stream, joined, loader, loop, projected, stored
 from tests.callbacks.runs import make_trainer
 from tests.callbacks.unseen_models import Unseen
@@ -174,10 +175,11 @@ def test_data_that_tell_their_own_indices(tmp_path):
     module, data = Net(), DataLoader(Stream(), 4)
     with pytest.raises(UnsupportedError, match="the rows of a Stream have no indices; pass sample_index="):
         collect_gradients(module, data, tmp_path / "store", loss=of_two, **FULL)
-    for _ in range(2):
-        store = collect_gradients(
-            module, data, tmp_path / "store", loss=of_two, sample_index=lambda batch: batch[2], **FULL
-        )
+    for warns in (nullcontext(), pytest.warns(PerSampleWarning, match="holds 10 rows already, which are kept")):
+        with warns:
+            store = collect_gradients(
+                module, data, tmp_path / "store", loss=of_two, sample_index=lambda batch: batch[2], **FULL
+            )
         assert store.rows["sample_index"].tolist() == list(range(100, 110))
     assert_equal(stored(store), joined(loop(module, Rows()))[:10])
 
@@ -233,6 +235,12 @@ def test_unsupported_parameters_are_named_and_can_be_left_out(tmp_path):
     ("options", "text"),
     [
         ({"dirpath": ""}, "dirpath='' is not allowed"),
+        ({"dirpath": None}, "dirpath=None is not allowed: dirpath must be the path of a folder"),
+        ({"overwrite": "yes"}, "overwrite='yes' is not allowed: overwrite must be True or False"),
+        ({"weights_only": "no"}, "weights_only='no' is not allowed: weights_only must be None, True or False"),
+        ({"loss": "mean"}, "loss='mean' is not allowed: loss must be None or a callable"),
+        ({"sample_index": 2}, "sample_index=2 is not allowed: sample_index must be None or a callable"),
+        ({"columns": ["loss"]}, r"columns=\['loss'\] is not allowed: columns must be None or a dict of callables"),
         ({"checkpoints": "a.ckpt"}, "checkpoints='a.ckpt' is not allowed: checkpoints must be a list"),
         ({"checkpoints": Path("a.ckpt")}, r"checkpoints=\w+\('a.ckpt'\) is not allowed: checkpoints must be a list"),
         ({"checkpoints": []}, r"checkpoints=\[\] is not allowed: checkpoints must be a list of at least one"),
