@@ -200,9 +200,7 @@ def _state_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], par
     lacking = sorted(_REQUIRED - set(state)) + sorted(_OPTIONS - set(group))
     if foreign or lacking:
         said = f"it also keeps {', '.join(foreign)}" if foreign else f"it does not keep {', '.join(lacking)}"
-        raise UnsupportedError(
-            f"direction='adam': the optimizer of `{name}` is neither Adam nor AdamW of torch ({said})"
-        )
+        raise UnsupportedError(f"direction='adam': the optimizer of `{name}` is not torch's Adam or AdamW ({said})")
     if group.get("maximize"):
         raise UnsupportedError(f"direction='adam': the optimizer of `{name}` maximizes, which has no such direction")
     if state["exp_avg"].shape != parameter.shape:

@@ -269,7 +269,7 @@ def test_optimizers_that_need_the_training_data(tmp_path):
     trainer.fit(module, loader())
     trainer.save_checkpoint(tmp_path / "saved.ckpt")
     options = {**OPTIONS, "checkpoints": [tmp_path / "saved.ckpt"]}
-    text = r"that of Trained needs the training data \(trainer.estimated_stepping_batches\), which are absent: pass the mod"
+    text = r"that of Trained needs the training data \(trainer.estimated_stepping_batches\), which are absent: pass"
     with pytest.raises(UnsupportedError, match=text):
         collect_gradients(Trained(make), loader(), tmp_path / "store", **options)
     assert len(collect_gradients(module, loader(), tmp_path / "store", trainer=trainer, **options)) == 22
