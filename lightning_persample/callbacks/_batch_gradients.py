@@ -159,7 +159,8 @@ class BatchGradients:
                 grads = parameter.new_zeros(record.num_values, *each.shape)
             found = adam[each.name].direction(grads, parameter)
             projection = self._options.projection
-            parts.append(found.flatten(1) if projection is None else Dense(found).project(projection, each.name))
+            projected = found if projection is None else Dense(found).project(projection, each.name)
+            parts.append(projected.reshape(len(grads), each.stop - each.start))
         return torch.cat(parts, 1)
 
     def _columns(self, outputs: Any, batch: Any, size: int, samples: Tensor) -> dict[str, Tensor]:

@@ -77,6 +77,7 @@ class GradientRows:
         self._found: StoreManifest | None = None
         self._told: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}
+        self._left_out: frozenset[str] = frozenset()
         self._writer: StoreWriter | None = None
         self._layout: tuple[ParameterColumns, ...] = ()
         self._current: list[_Captured] = []
@@ -110,7 +111,14 @@ class GradientRows:
             module: the module that is trained, whose trainable parameters have columns.
         """
         self._found, self._told = found, dict(told)
-        self._shapes = {name: each.shape for name, each in module.named_parameters() if each.requires_grad}
+        trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._shapes = {name: each.shape for name, each in trainable.items() if not each.is_complex()}
+        self._left_out = frozenset(trainable) - frozenset(self._shapes)
+        if self._left_out:
+            self._warn(
+                f"gradients of {', '.join(f'`{name}`' for name in sorted(self._left_out))} are not stored: they are "
+                "complex, but rows are of real numbers"
+            )
 
     def capture(
         self,
@@ -132,7 +140,9 @@ class GradientRows:
         """
         if self._writer is None:
             self._open(record)
-        others = [name for name in record.names if name not in self._shapes]
+        if self._writer is None:
+            return
+        others = [name for name in record.names if name not in self._shapes and name not in self._left_out]
         if others:
             self._warn(
                 f"gradients of {', '.join(f'`{name}`' for name in others[:8])} are not stored: they became trainable "
@@ -148,10 +158,11 @@ class GradientRows:
         self._current = [found] if replaces else [*self._current, found]
 
     def _open(self, record: PerSampleRecord) -> None:
-        """The first record tells which parameters have no values."""
+        """The first record with values tells which parameters have none."""
         shapes = {name: shape for name, shape in self._shapes.items() if name not in record.unsupported}
-        if not shapes:
-            raise OptionError("projection: no parameter has per-sample gradients, so that there is nothing to store")
+        if not any(shape.numel() for shape in shapes.values()):
+            self._warn("no gradients are stored: no parameter has per-sample gradients that could be")
+            return
         self._layout = layout_of(shapes, self._projection)
         manifest = StoreManifest(
             parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, **self._told

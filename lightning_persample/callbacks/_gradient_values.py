@@ -52,7 +52,7 @@ def values_of(record: PerSampleRecord, layout: Sequence[ParameterColumns], proje
     values = torch.zeros(record.num_values, layout[-1].stop, dtype=dtype, device=device)
     for each in layout:
         if each.name in parts:
-            values[:, each.start : each.stop] = parts[each.name].flatten(1)
+            values[:, each.start : each.stop] = parts[each.name].reshape(len(values), each.stop - each.start)
         elif each.name in record.unsupported:
             values[:, each.start : each.stop] = float("nan")
     return values

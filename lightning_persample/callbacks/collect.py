@@ -137,6 +137,12 @@ def collect_gradients(
     places = _places(checkpoints)
     samples = SamplesOnce(dataloader, sample_index is not None)
     known = dict(module.named_parameters())
+    refused = [name for name in chosen if known[name].is_complex()]
+    if refused:
+        raise UnsupportedError(
+            f"{', '.join(f'`{name}`' for name in refused)}: gradients of complex parameters are not stored, but "
+            "only real ones: leave them out with parameters=[...], the names of all others"
+        )
     named = {name: known[name].shape for name in chosen}
     columns = {} if columns is None else dict(columns)
     manifest = StoreManifest(
@@ -154,14 +160,14 @@ def collect_gradients(
         held = f"{type(module).__name__} is sharded" if is_sharded(module) else type(trainer.strategy).__name__
         raise UnsupportedError(f"{held}: gradients are collected on one device, or under strategy='ddp'")
     required = dict.fromkeys(chosen, True)
-    given = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     with borrowed(trainer, [WritesInAnyCase()]), untouched(module), requiring_gradients(module, required):
         collecting = Collecting(
             module,
             samples,
             Checkpoints(places, weights_only),
             GradientOptions(loss, columns, projection, direction, loss_reduction, batch_dim, batch_size, max_memory),
-            requires_grad=given,
+            requires_grad=trainable,
             dirpath=Path(dirpath),
             manifest=manifest,
             rows_per_shard=rows_per_shard,

@@ -136,6 +136,8 @@ class SampleGradient(ABC):
             (B, projection.size_of(shape)), float32 at least, in new memory.
         """
         factors = projection.factors(name, self.shape, self.dtype, self.device)
+        if factors.size == 0:  # of a parameter without entries
+            return torch.zeros(self.batch_size, 0, dtype=self.dtype, device=self.device)
         with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
             return self._project(factors)
 

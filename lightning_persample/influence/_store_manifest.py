@@ -105,7 +105,8 @@ class StoreManifest:
         at = 0
         for each in self.parameters:
             full = prod(each.shape)
-            if each.start != at or each.stop <= at or (self.projection is None and each.stop - at != full):
+            is_too_short = each.stop < at or (each.stop == at and full > 0)
+            if each.start != at or is_too_short or (self.projection is None and each.stop - at != full):
                 number = f"{full}, all entries as there is no projection" if self.projection is None else "one at least"
                 raise OptionError(
                     f"parameters: {each.name!r} of shape {each.shape} has columns {each.start} to {each.stop}; they "
