@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from lightning_persample.callbacks._fingerprints import fingerprint_of_states, f
 from lightning_persample.errors import OptionError
 
 __all__ = ["Checkpoints", "Source", "learning_rate_of"]
+
+_NAMED = 4
 
 Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
 
@@ -29,6 +32,7 @@ class Checkpoints:
     def __init__(self, sources: tuple[Source, ...] | None, weights_only: bool | None) -> None:
         self._sources = sources
         self._weights_only = weights_only
+        self._given: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return 1 if self._sources is None else len(self._sources)
@@ -65,19 +69,36 @@ class Checkpoints:
             )
         return found
 
-    def load(self, checkpoint: Mapping[str, Any] | None, module: nn.Module) -> None:
+    def load(self, place: int, checkpoint: Mapping[str, Any] | None, module: nn.Module) -> None:
         """Give a module the weights and buffers of a checkpoint.
 
+        What a checkpoint lacks (``strict_loading=False``) is that of the module as it was given.
+
         Args:
+            place: which checkpoint.
             checkpoint: what `read` gave.
             module: the module.
+
+        Raises:
+            OptionError: the checkpoint is of another module.
         """
         if checkpoint is None:
             return
+        is_strict = getattr(module, "strict_loading", True)
+        if not is_strict and self._given is None:
+            self._given = copy.deepcopy(dict(module.state_dict()))
+        elif self._given is not None:
+            module.load_state_dict(self._given)
         if _is_of_a_trainer(checkpoint) and isinstance(module, LightningModule):
             checkpoint = {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
             module.on_load_checkpoint(checkpoint)  # which may change it
-        module.load_state_dict(_weights(checkpoint), strict=getattr(module, "strict_loading", True))
+        weights, own = _fitting(_weights(checkpoint), module), module.state_dict()
+        if not own.keys() & weights.keys():
+            raise OptionError(
+                f"checkpoints[{place}] is of another module: its weights are {_shown(weights)}, but those of "
+                f"{type(module).__name__} are {_shown(own)}, and none is alike: rename them"
+            )
+        module.load_state_dict(weights, strict=is_strict)
 
     def described(self, trainer: Trainer, module: nn.Module, has_optimizer: bool) -> tuple[dict[str, Any], ...]:
         """What a manifest says of the checkpoints.
@@ -97,7 +118,7 @@ class Checkpoints:
         found = []
         for place in range(len(self)):
             checkpoint = self.read(trainer, place)
-            weights = module.state_dict() if checkpoint is None else _weights(checkpoint)
+            weights = module.state_dict() if checkpoint is None else _fitting(_weights(checkpoint), module)
             if not any(isinstance(value, Tensor) for value in weights.values()):
                 raise OptionError(f"checkpoints[{place}] holds no weights: pass the path of one, or a state dict")
             source = None if self._sources is None else self._sources[place]
@@ -125,3 +146,21 @@ def _is_of_a_trainer(checkpoint: Mapping[str, Any]) -> bool:
 
 def _weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     return checkpoint["state_dict"] if _is_of_a_trainer(checkpoint) else checkpoint
+
+
+def _shown(weights: Mapping[str, Any]) -> str:
+    names = [f"`{name}`" for name in weights]
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
+
+
+def _fitting(weights: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Weights without what torch.compile and DistributedDataParallel put before names, where then all of them fit."""
+    own = module.state_dict().keys()
+    for drops_module, drops_compiled in ((False, False), (False, True), (True, False), (True, True)):
+        named = {}
+        for name, value in weights.items():
+            kept = name.replace("_orig_mod.", "") if drops_compiled else name
+            named[kept.removeprefix("module.") if drops_module else kept] = value
+        if len(named) == len(weights) and named.keys() <= own:
+            return named
+    return weights

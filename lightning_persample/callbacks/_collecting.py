@@ -202,7 +202,7 @@ class Collecting(LightningModule):
     def _move_to(self, place: int) -> None:
         """Give the module the weights of a checkpoint."""
         checkpoint = self._checkpoints.read(self.trainer, place)
-        self._checkpoints.load(checkpoint, self.module)
+        self._checkpoints.load(place, checkpoint, self.module)
         if self._options.direction == "adam":
             names = [each.name for each in self._manifest.parameters]
             self._adam = adam_states(checkpoint, self.module, self.trainer, names, self._requires_grad)

@@ -1,0 +1,63 @@
+"""Checkpoints that hold a part of the weights, or have the names of a wrapper, against the one-sample loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_persample import OptionError, collect_gradients
+from lightning_persample.influence import GradientStore
+from tests.callbacks.collect_runs import Net, joined, loader, loop, stored
+
+FULL = {"projection": None, "dtype": "float64"}
+
+
+def assert_at(store, place, weights):
+    torch.testing.assert_close(
+        stored(store, place), joined(loop(Net(), loader().dataset, weights=weights)), rtol=1e-10, atol=1e-12
+    )
+
+
+def test_what_a_checkpoint_lacks_is_that_of_the_module_as_given(tmp_path):
+    module, other = Net(5), Net(6).state_dict()
+    module.strict_loading = False
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    part = {name: value for name, value in Net(7).state_dict().items() if name.startswith("last")}
+    store = collect_gradients(module, loader(), tmp_path, checkpoints=[other, part, other], **FULL)
+    assert_at(store, 0, other)
+    assert_at(store, 1, {**before, **part})
+    assert_at(store, 2, other)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+WRAPPED = {
+    "torch.compile": lambda name: f"_orig_mod.{name}",
+    "DistributedDataParallel": lambda name: f"module.{name}",
+    "both": lambda name: f"module._orig_mod.{name}",
+    "both, the other way": lambda name: f"_orig_mod.module.{name}",
+    "a compiled layer": lambda name: name.replace("first.", "first._orig_mod."),
+}
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_the_names_of_wrappers_are_understood(name, is_strict, tmp_path):
+    weights = Net(6).state_dict()
+    wrapped = {WRAPPED[name](each): value for each, value in weights.items()}
+    module = Net(5)
+    module.strict_loading = is_strict
+    store = collect_gradients(module, loader(), tmp_path / "1", checkpoints=[wrapped], **FULL)
+    assert_at(store, 0, weights)
+    again = collect_gradients(module, loader(9), tmp_path / "2", checkpoints=[{"state_dict": weights}], **FULL)
+    assert again.manifest.checkpoints[0]["weights"] == store.manifest.checkpoints[0]["weights"]
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_weights_of_another_module_are_refused(is_strict, tmp_path):
+    module = Net(5)
+    module.strict_loading = is_strict
+    weights = {f"model.{name}": value for name, value in Net(6).state_dict().items()}
+    text = r"checkpoints\[1\] is of another module: its weights are `model.steps`, .* but those of Net are `steps`, "
+    with pytest.raises(OptionError, match=text):
+        collect_gradients(module, loader(), tmp_path, checkpoints=[Net(6).state_dict(), weights], **FULL)
+    assert GradientStore(tmp_path).checkpoints == (0,)
