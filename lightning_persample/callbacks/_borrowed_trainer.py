@@ -56,8 +56,8 @@ def quiet_trainer() -> Trainer:
 def borrowed(trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
     """Predict with a Trainer that knows nothing of it afterwards.
 
-    Its own callbacks, loggers, data module and profiler have no part in what runs in this context. Gradients can be
-    computed in it: ``torch.inference_mode`` is off.
+    Its own callbacks, loggers, data module, profiler and limits have no part in what runs in this context. Gradients
+    can be computed in it: ``torch.inference_mode`` is off.
 
     Args:
         trainer: the Trainer.
@@ -85,6 +85,7 @@ def borrowed(trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
     trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
     trainer.predict_loop.batch_progress = copy.deepcopy(trainer.predict_loop.batch_progress)
     trainer.predict_loop.inference_mode = False
+    trainer.limit_predict_batches = 1.0  # fast_dev_run sets it, too
     interrupt = signal.getsignal(signal.SIGINT)
     try:
         with _silent():

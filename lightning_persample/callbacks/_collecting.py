@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Collecting(LightningModule):
         rows_per_shard: see `StoreWriter`.
         overwrite: remove the store that is in the folder.
         sample_index: gives the indices of a batch's samples; None takes those of the dataset.
+        untold: the options that are callables which their names do not tell from others.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Collecting(LightningModule):
         rows_per_shard: int | None,
         overwrite: bool,
         sample_index: Callable[[Any], Any] | None,
+        untold: Sequence[str],
     ) -> None:
         super().__init__()
         self.module = module
@@ -76,6 +78,7 @@ class Collecting(LightningModule):
         self._rows_per_shard = rows_per_shard
         self._overwrite = overwrite
         self._sample_index = sample_index
+        self._untold = tuple(untold)
         self._visited: dict[int, np.ndarray[Any, Any]] = {}
         self._place = -1
         self._adam: dict[str, AdamState] = {}
@@ -95,7 +98,7 @@ class Collecting(LightningModule):
         rows = GradientStore(self._dirpath).rows
         for place in np.unique(rows["checkpoint"]).tolist():
             self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
-        if trainer.is_global_zero and self._manifest.settings["data"] is None:
+        if trainer.is_global_zero:
             self._warn_of_kept()
         trainer.strategy.barrier("all have read the store")  # and nobody has written to it
         self._writer = StoreWriter(self._dirpath, self._manifest, trainer.global_rank, self._rows_per_shard)
@@ -106,16 +109,20 @@ class Collecting(LightningModule):
         return _Batches(lambda: self._samples.batches(len(self._checkpoints), self._visited_at, rank, processes))
 
     def _warn_of_kept(self) -> None:
-        """Nobody knows whether the rows that are kept are of these data."""
+        """Nobody knows whether the rows that are kept are of these data, or of these callables."""
+        untold = ["the data"] if self._manifest.settings["data"] is None else []
+        untold += [f"{name} (a lambda, or an object)" for name in self._untold]
+        if not untold:
+            return
         indices = self._samples.indices()
         visited = [self._visited_at(place) for place in range(len(self._checkpoints))]
         kept = sum(len(there) if indices is None else int(np.isin(indices, there).sum()) for there in visited)
         if kept:
             of = "" if indices is None else f" of the {len(indices) * len(visited)}"
             warn_user(
-                f"dirpath={str(self._dirpath)!r} holds {kept}{of} rows already, which are kept; the data are not "
-                "compared with those that they are of: after a change of inputs or labels pass another folder, or "
-                "overwrite=True"
+                f"dirpath={str(self._dirpath)!r} holds {kept}{of} rows already, which are kept; "
+                f"{', '.join(untold)} are not compared with those that they are of: after a change of them (inputs, "
+                "labels, what a function does) pass another folder, or overwrite=True"
             )
 
     def _opened(self, trainer: Trainer) -> StoreManifest:

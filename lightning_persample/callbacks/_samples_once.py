@@ -10,10 +10,11 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lightning_persample.callbacks._fingerprints import fingerprint_of_data
 from lightning_persample.callbacks._tagged_loader import TaggedLoader, last_drawn, why_no_keys
-from lightning_persample.errors import UnsupportedError
+from lightning_persample.errors import PerSampleError, UnsupportedError
 
 __all__ = ["Fetched", "SamplesOnce"]
 
+_NAMED = 8
 _REMEDY = "pass sample_index=<function of the batch that returns the index of each sample>"
 
 
@@ -107,6 +108,26 @@ class SamplesOnce:
             for number, (batch, keys) in enumerate(self._keyed(done, rank, processes)):
                 yield Fetched(place, number, batch, keys)
 
+    def check_complete(self, rows: np.ndarray[Any, Any], places: int) -> None:
+        """Refuse a store that lacks a sample.
+
+        Args:
+            rows: of the store.
+            places: number of checkpoints.
+
+        Raises:
+            PerSampleError: a sample has no row at one of the checkpoints.
+        """
+        expected = self.indices()
+        for place in range(0 if expected is None else places):
+            missing = np.setdiff1d(expected, rows["sample_index"][rows["checkpoint"] == place]).tolist()
+            if missing:
+                more = ", ..." if missing[_NAMED:] else ""
+                raise PerSampleError(
+                    f"{len(missing)} samples have no row at checkpoint {place}: {str(missing[:_NAMED])[1:-1]}{more}. "
+                    "The call can be repeated, and goes on with them"
+                )
+
     def _keyed(self, done: np.ndarray[Any, Any], rank: int, processes: int) -> Iterator[tuple[Any, list[int] | None]]:
         if not self._is_made_anew:
             for batch in self._loader:
@@ -115,9 +136,17 @@ class SamplesOnce:
         loader: Any = self._loader
         pending = np.setdiff1d(self._indices(), done)[rank::processes].tolist()
         size = _batch_size(loader)
-        iterator = iter(TaggedLoader(_like(loader, [pending[k : k + size] for k in range(0, len(pending), size)])))
+        batches = [pending[k : k + size] for k in range(0, len(pending), size)]
+        iterator = iter(TaggedLoader(_like(loader, batches)))
+        given = 0
         for batch in iterator:
+            given += 1
             yield batch, None if self._has_index else _checked(last_drawn(iterator))
+        if given < len(batches):
+            raise PerSampleError(
+                f"the loader ended after {given} of {len(batches)} batches: one of the samples {batches[given]} gave a "
+                "StopIteration, which a dataset must not raise. What was collected before is written"
+            )
 
     def _indices(self) -> np.ndarray[Any, Any]:
         loader: Any = self._loader

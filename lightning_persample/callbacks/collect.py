@@ -20,6 +20,7 @@ from lightning_persample.callbacks._borrowed_trainer import borrowed, quiet_trai
 from lightning_persample.callbacks._checkpoints import Checkpoints, Source
 from lightning_persample.callbacks._collecting import Collecting, WritesInAnyCase
 from lightning_persample.callbacks._gradient_values import layout_of
+from lightning_persample.callbacks._named_callables import is_told, named
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
 from lightning_persample.callbacks._requires_grad import requiring_gradients
 from lightning_persample.callbacks._samples_once import SamplesOnce
@@ -143,19 +144,25 @@ def collect_gradients(
             f"{', '.join(f'`{name}`' for name in refused)}: gradients of complex parameters are not stored, but "
             "only real ones: leave them out with parameters=[...], the names of all others"
         )
-    named = {name: known[name].shape for name in chosen}
+    shapes = {name: known[name].shape for name in chosen}
     columns = {} if columns is None else dict(columns)
+    trainer = quiet_trainer() if trainer is None else trainer
+    callables = {"loss": loss, "loss_reduction": loss_reduction}
+    columns_of = {f"columns[{name!r}]": column for name, column in columns.items()}
     manifest = StoreManifest(
         run=uuid.uuid4().hex,
-        parameters=layout_of(named, projection),
+        parameters=layout_of(shapes, projection),
         projection=None if projection is None else projection.settings(),
         dtype=dtype,
         columns=tuple(columns),
-        settings={"direction": direction, "loss": _named(loss), "loss_reduction": _named(loss_reduction)},
+        settings={
+            "direction": direction,
+            **{name: named(each) for name, each in {**callables, **columns_of}.items()},
+            "precision": trainer.precision,
+        },
         libraries={"torch": torch.__version__, "lightning": lightning_version, "numpy": np.__version__},
         samples=None if sample_index is not None else samples.size,
     )
-    trainer = quiet_trainer() if trainer is None else trainer
     if is_sharded(module) or not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         held = f"{type(module).__name__} is sharded" if is_sharded(module) else type(trainer.strategy).__name__
         raise UnsupportedError(f"{held}: gradients are collected on one device, or under strategy='ddp'")
@@ -173,9 +180,12 @@ def collect_gradients(
             rows_per_shard=rows_per_shard,
             overwrite=overwrite,
             sample_index=sample_index,
+            untold=[name for name, each in {**callables, **columns_of}.items() if not is_told(each)],
         )
         trainer.predict(collecting, return_predictions=False)
-    return GradientStore(dirpath)
+    store = GradientStore(dirpath)
+    samples.check_complete(store.rows, len(places or (None,)))
+    return store
 
 
 def _check_options(
@@ -233,11 +243,3 @@ def _chosen(module: nn.Module, names: Sequence[str] | None) -> list[str]:
         shown = f"{unknown[0]!r} is none" if unknown and not isinstance(names, str) else f"{names!r} is no list"
         raise OptionError(f"parameters: {shown}; allowed are names of module.named_parameters(): {', '.join(known)}")
     return [name for name in known if name in set(names)]
-
-
-def _named(value: Any) -> str | None:
-    """An option as a manifest names it."""
-    if value is None or isinstance(value, str):
-        return value
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
