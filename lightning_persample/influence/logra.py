@@ -97,12 +97,11 @@ def _factors(
     found: list[tuple[slice, Tensor | None]] = []
     for name, part, moment in zip(names, columns, moments, strict=True):
         moment /= count
-        mean = float(moment.diagonal().mean())
-        if mean == 0:  # its part of every training gradient is 0, and so is its part of every score
+        if not moment.diagonal().any():  # its part of every training gradient is 0, and so is its part of every score
             found.append((part, None))
             continue
         what = f"H of {name!r}, of {count} samples and {len(moment)} columns,"
-        found.append((part, cholesky_factor(moment, 0.1 * mean if damping is None else damping, what)))
+        found.append((part, cholesky_factor(moment, damping, what)))
     return found
 
 

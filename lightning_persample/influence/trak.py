@@ -52,7 +52,7 @@ def correct_class_margin(logits: Tensor, targets: Tensor) -> Tensor:
 def trak(
     train: GradientStore,
     test: GradientStore,
-    damping: float = 0.0,
+    damping: float | None = None,
     *,
     one_minus_p: str = "one_minus_p",
     max_memory: int | None = None,
@@ -71,7 +71,9 @@ def trak(
     Args:
         train: margin gradients of the training samples, (n, K) at each checkpoint.
         test: margin gradients of the test samples, (m, K), at the same checkpoints.
-        damping: what is added to the diagonal of ``Phi^T Phi``, 0 or more.
+        damping: what is added to the diagonal of ``Phi^T Phi``, 0 or more; None adds a tenth of the mean of its
+            eigenvalues, at each checkpoint its own. With 0 it has no inverse where the logits are of a layer with bias,
+            as the gradients of a margin sum to 0 over the logits, or where samples are fewer than columns.
         one_minus_p: the column of the training store that has 1 - p, in [0, 1].
         max_memory: bytes for what is held at a time besides the scores and two matrices (K, K); None reads blocks of
             64 MiB.
@@ -85,8 +87,8 @@ def trak(
     Reference: Park et al. 2023, TRAK: attributing model behavior at scale, section 3,
     arXiv 2303.14186.
     """
-    if not damping >= 0:
-        raise OptionError(f"damping={damping!r} is not allowed: damping must be a number >= 0")
+    if damping is not None and not damping >= 0:
+        raise OptionError(f"damping={damping!r} is not allowed: damping must be a number >= 0, or None")
     if one_minus_p not in train.manifest.columns:
         raise OptionError(
             f"the train store has no column {one_minus_p!r}, the 1 - p of each sample that trak needs: collect it "
@@ -110,7 +112,7 @@ def trak(
         )
     models = len(aligned.pairs)
     text = (
-        "(1 - p) phi^T (Phi^T Phi)^-1 phi': positive where training on the sample raises the test sample's margin, and "
+        "(1 - p) phi^T (Phi^T Phi + damping)^-1 phi': positive where training on the sample raises the test sample's margin, and "
         "so lowers its loss"
     )
     return aligned.scored("trak", (mistaken / models)[:, None] * (kernel / models), text)
