@@ -83,9 +83,7 @@ def test_a_layer_with_bias_has_no_inverse_without_damping_and_one_by_default(tmp
     rows = {"sample_index": torch.arange(200), "one_minus_p": 0.5}
     train = store_of(tmp_path / "train", [(phi, rows)], columns=("one_minus_p",))
     test = simple(tmp_path / "test", phi[:3].tolist())
-    with pytest.raises(
-        PerSampleError, match=r"Phi.T Phi of 200 samples and 10 columns has no inverse with damping=0: p"
-    ):
+    with pytest.raises(PerSampleError, match=r"Phi.T Phi of 200 samples and 10 columns has no inverse with damping=0:"):
         trak(train, test, 0)
     torch.testing.assert_close(trak(train, test).scores, 0.5 * dense(phi, phi[:3]), rtol=1e-9, atol=1e-11)
 
@@ -161,7 +159,7 @@ def test_a_row_that_is_not_finite_is_left_out_of_the_others_scores(tmp_path):
             [0.5] * 3,
             {"damping": 0},
             PerSampleError,
-            r"pass a larger one, for example damping=0.15, a tenth of",
+            r"pass a larger one, for example damping=0.15, a",
         ),
         (
             [[1.0, 2.0], [0.0, 1.0]],
@@ -176,7 +174,7 @@ def test_a_row_that_is_not_finite_is_left_out_of_the_others_scores(tmp_path):
             [0.5],
             {"damping": -1.0},
             OptionError,
-            "damping=-1.0 is not allowed: damping must be a number >= 0, or None",
+            "damping=-1.0 is not allowed: damping must be .* >= 0, or None",
         ),
         ([[1.0]], [0.5], {"one_minus_p": "p"}, OptionError, "no column 'p', the 1 - p .* Its columns are one_minus_p"),
         (
@@ -184,7 +182,7 @@ def test_a_row_that_is_not_finite_is_left_out_of_the_others_scores(tmp_path):
             [0.5],
             {},
             PerSampleError,
-            "Phi.T Phi of 1 samples and 2 columns is 0, and so is every gradient",
+            "Phi.T Phi of 1 samples and 2 columns is 0, and so is every",
         ),
         ([[math.nan]], [0.5], {}, PerSampleError, "none of the 1 gradients of the train store is finite"),
     ],
