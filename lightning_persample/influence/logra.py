@@ -70,8 +70,8 @@ def logra(
         solved = partial(_solved, factors=factors)
         add_products(scores, train_part, test_part, max_memory=max_memory, share=2, of_test=solved)
     text = (
-        "g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where training on the sample lowers the "
-        "test sample's loss"
+        "g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where a small step along "
+        "(H + damping)^-1 g lowers the test sample's loss"
     )
     return aligned.scored("logra", scores, text)
 

@@ -13,7 +13,7 @@ _ONE = "take {name}(train.at(checkpoint), test.at(checkpoint)) of one, or tracin
 
 
 def grad_dot(train: StoreOrPath, test: StoreOrPath, *, max_memory: int | None = None) -> PairScores:
-    """GradDot: ``g(z) . g(z')``, by how much a step of SGD on z lowers the loss of z', for a learning rate of 1.
+    """GradDot: ``g(z) . g(z')``, by how much a step of SGD on z lowers the loss of z', to first order, for a rate of 1.
 
     It is TracInCP with one checkpoint. Of projected gradients it is an unbiased estimate. Cost: ``2 n m K`` operations
     for n training and m test samples and K columns. The same numbers by dask, in the order of the stores' rows:
@@ -35,7 +35,7 @@ def grad_dot(train: StoreOrPath, test: StoreOrPath, *, max_memory: int | None = 
     scores = aligned.zeros()
     for train_rows, test_rows in aligned.pairs:
         add_products(scores, train_rows, test_rows, max_memory=max_memory)
-    text = "g . g': positive where a step of SGD on the training sample lowers the test sample's loss"
+    text = "g . g': positive where a small step of SGD on the training sample lowers the test sample's loss"
     return aligned.scored("grad_dot", scores, text)
 
 

@@ -52,8 +52,8 @@ def tracin_cp(
         factors = torch.full((len(train_rows.places),), rate, dtype=torch.float64)
         add_products(scores, train_rows, test_rows, max_memory=max_memory, factors=factors)
     text = (
-        "sum over checkpoints of learning_rate * g . g': positive where steps of SGD on the training sample lower the "
-        "test sample's loss"
+        "sum over checkpoints of learning_rate * g . g': positive where small steps of SGD on the training sample at "
+        "the checkpoints lower the test sample's loss"
     )
     return aligned.scored("tracin_cp", scores, text)
 
@@ -109,7 +109,7 @@ def tracin(
         add_products(scores, train_rows, test_rows, max_memory=max_memory, factors=factors)
     text = (
         "sum over the sample's rows of learning_rate * weight * g . g': positive where its own part in the steps of "
-        "SGD lowered the test sample's loss"
+        "SGD lowered the test sample's loss, to first order"
     )
     return aligned.scored("tracin", scores, text)
 
