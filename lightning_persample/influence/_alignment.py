@@ -73,6 +73,8 @@ def align(train: GradientStore, test: GradientStore, *, why_one: str | None = No
     check_comparable(train, test)
     train, train_unknown = _known(train, "train")
     test, test_unknown = _known(test, "test")
+    _check_of_checkpoints(train, "train")
+    _check_of_checkpoints(test, "test")
     train_keys, test_keys = _checkpoint_keys(train, test)
     if sorted(train_keys, key=repr) != sorted(test_keys, key=repr):
         raise PerSampleError(
@@ -111,13 +113,26 @@ def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
     if missing:
         raise PerSampleError(
             f"the train store has rows of {len(train_parts)} steps, {_listed(sorted(train_parts))}, and the test store "
-            f"has none of {len(missing)} of these, {_listed(missing)}: collect the test gradients at the checkpoints "
-            "of these steps, or leave the rows out with train.select(...)"
+            f"has none of {len(missing)} of these, {_listed(missing)}, but of {_listed(sorted(test_parts))}: collect "
+            "the test gradients at checkpoints of these steps, or leave the rows out with train.select(...). A "
+            "checkpoint of step t is one that is saved before step t, after t steps, as in on_train_batch_start; "
+            "ModelCheckpoint saves after a step, so that it has none of step 0"
         )
     test_index, test_rows = _placed({step: test_parts[step] for step in train_parts}, "test")
     train_index, train_rows = _placed(train_parts, "train", repeats=True)
     pairs = tuple((train_rows[step], test_rows[step]) for step in train_parts)
     return Alignment(train_index, test_index, pairs, train_unknown + test_unknown, tuple(train_parts))
+
+
+def _check_of_checkpoints(store: GradientStore, side: str) -> None:
+    """Refuse rows of a training, whose weights are as many as its steps."""
+    steps = numpy.unique(store.rows["step"])
+    if not store.manifest.checkpoints and len(steps) > 1:
+        raise UnsupportedError(
+            f"the {side} store has rows of {len(steps)} steps, {_listed(steps.tolist())}, and no checkpoints: they "
+            "were written during training, and scores along a training are those of tracin, with test gradients at "
+            "each of these steps; for this score, collect gradients at checkpoints with collect_gradients"
+        )
 
 
 def described_steps(store: GradientStore) -> tuple[int | None, ...]:
