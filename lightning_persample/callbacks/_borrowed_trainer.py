@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import signal
+import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +24,23 @@ __all__ = ["borrowed", "quiet_trainer"]
 
 
 def quiet_trainer() -> Trainer:
-    """A Trainer of one device that logs, saves and shows nothing."""
+    """A Trainer of one device that logs, saves and shows nothing.
+
+    Returns:
+        The Trainer.
+
+    Raises:
+        OptionError: this is one of several processes, each of which would have one.
+    """
+    told = os.environ.get("WORLD_SIZE", "")
+    processes = int(told) if told.isdigit() else 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = torch.distributed.get_world_size()
+    if processes > 1:
+        raise OptionError(
+            f"trainer=None takes one device, but there are {processes} processes, and each would write all rows to the "
+            "same folder: pass the Trainer of them all (strategy='ddp'), or in one of them alone Trainer(devices=1)"
+        )
     with _silent():
         return Trainer(
             devices=1,
@@ -65,10 +85,13 @@ def borrowed(trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
     trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
     trainer.predict_loop.batch_progress = copy.deepcopy(trainer.predict_loop.batch_progress)
     trainer.predict_loop.inference_mode = False
+    interrupt = signal.getsignal(signal.SIGINT)
     try:
         with _silent():
             yield
     finally:
+        if interrupt is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupt)  # which Lightning ignores for good once there was one
         for each, attributes in before:
             vars(each).clear()
             vars(each).update(attributes)
@@ -84,13 +107,16 @@ def _loops(trainer: Trainer) -> list[Any]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Lightning says nothing of the devices that it finds; its warnings stay."""
+    """Lightning says nothing of the devices that it finds; its warnings stay, but for one that no user can help."""
     loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(max(logger.getEffectiveLevel(), logging.WARNING))
     try:
-        yield
+        with warnings.catch_warnings():
+            # how Lightning walks through batches; newer torch deprecates it
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

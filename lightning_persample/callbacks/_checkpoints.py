@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_persample.callbacks._fingerprints import fingerprint_of_states, fingerprint_of_weights
 from lightning_persample.errors import OptionError
 
 __all__ = ["Checkpoints", "Source", "learning_rate_of"]
@@ -43,6 +42,9 @@ class Checkpoints:
 
         Returns:
             The checkpoint of a Trainer, or a state dict; None for the module as it is.
+
+        Raises:
+            OptionError: there is no such file, or it cannot be read.
         """
         if self._sources is None:
             return None
@@ -50,7 +52,17 @@ class Checkpoints:
         if isinstance(source, Mapping):
             return source
         options = {} if self._weights_only is None else {"weights_only": self._weights_only}
-        found: Mapping[str, Any] = trainer.strategy.load_checkpoint(os.fspath(source), **options)
+        try:
+            found: Mapping[str, Any] = trainer.strategy.load_checkpoint(os.fspath(source), **options)
+        except FileNotFoundError:
+            raise OptionError(f"checkpoints[{place}]={os.fspath(source)!r}: no such file") from None
+        except OSError as error:
+            raise OptionError(f"checkpoints[{place}]={os.fspath(source)!r} cannot be read: {error}") from error
+        if not isinstance(found, Mapping):
+            raise OptionError(
+                f"checkpoints[{place}]={os.fspath(source)!r} holds a {type(found).__name__}; allowed is what a Trainer "
+                "saved, or a state dict"
+            )
         return found
 
     def load(self, checkpoint: Mapping[str, Any] | None, module: nn.Module) -> None:
@@ -67,16 +79,17 @@ class Checkpoints:
             module.on_load_checkpoint(checkpoint)  # which may change it
         module.load_state_dict(_weights(checkpoint), strict=getattr(module, "strict_loading", True))
 
-    def described(self, trainer: Trainer, module: nn.Module) -> tuple[dict[str, Any], ...]:
+    def described(self, trainer: Trainer, module: nn.Module, has_optimizer: bool) -> tuple[dict[str, Any], ...]:
         """What a manifest says of the checkpoints.
 
         Args:
             trainer: reads files.
             module: the module as it is.
+            has_optimizer: whether the state of the optimizers counts.
 
         Returns:
             For each its optimizer step and learning rate where they are known (those of several groups of parameters
-            only if they agree), its path, and a fingerprint of its weights.
+            only if they agree), its path, and a fingerprint of its weights; with the state of the optimizers one of it.
 
         Raises:
             OptionError: one of them holds no weights.
@@ -92,8 +105,10 @@ class Checkpoints:
                 "step": None if checkpoint is None else checkpoint.get("global_step"),
                 "learning_rate": None if checkpoint is None else learning_rate_of(checkpoint),
                 "path": None if source is None or isinstance(source, Mapping) else str(Path(source)),
-                "weights": _fingerprint(weights),
+                "weights": fingerprint_of_weights(weights),
             })  # fmt: skip
+            if has_optimizer and checkpoint is not None:
+                found[-1]["optimizer"] = fingerprint_of_states(checkpoint.get("optimizer_states"))
         return tuple(found)
 
 
@@ -110,13 +125,3 @@ def _is_of_a_trainer(checkpoint: Mapping[str, Any]) -> bool:
 
 def _weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     return checkpoint["state_dict"] if _is_of_a_trainer(checkpoint) else checkpoint
-
-
-def _fingerprint(weights: Mapping[str, Any]) -> str:
-    """Tells whether weights are the same as others, bit for bit."""
-    digest = hashlib.sha256()
-    for name, value in sorted(weights.items()):
-        if isinstance(value, Tensor):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]

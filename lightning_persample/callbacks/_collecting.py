@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,18 @@ from lightning_persample.callbacks._batch_gradients import BatchGradients, Gradi
 from lightning_persample.callbacks._checkpoints import Checkpoints
 from lightning_persample.callbacks._sample_index import checked_index
 from lightning_persample.callbacks._samples_once import Fetched, SamplesOnce
+from lightning_persample.engine import warn_user
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
-from lightning_persample.errors import OptionError, UnsupportedError
-from lightning_persample.influence.store import GradientStore, StoreManifest, StoreWriter, open_store
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.influence._files import MANIFEST
+from lightning_persample.influence._shards import shards_of
+from lightning_persample.influence.store import (
+    GradientStore,
+    StoreManifest,
+    StoreWriter,
+    open_store,
+    read_store_manifest,
+)
 
 __all__ = ["Collecting", "WritesInAnyCase"]
 
@@ -36,7 +45,7 @@ class Collecting(LightningModule):
         dirpath: the folder of the store.
         manifest: of the store, as far as it is known before the processes are there.
         rows_per_shard: see `StoreWriter`.
-        overwrite: remove another store from the folder.
+        overwrite: remove the store that is in the folder.
         sample_index: gives the indices of a batch's samples; None takes those of the dataset.
     """
 
@@ -83,6 +92,8 @@ class Collecting(LightningModule):
         rows = GradientStore(self._dirpath).rows
         for place in np.unique(rows["checkpoint"]).tolist():
             self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
+        if trainer.is_global_zero and self._manifest.settings["data"] is None:
+            self._warn_of_kept()
         trainer.strategy.barrier("all have read the store")  # and nobody has written to it
         self._writer = StoreWriter(self._dirpath, self._manifest, trainer.global_rank, self._rows_per_shard)
 
@@ -91,27 +102,57 @@ class Collecting(LightningModule):
         rank, processes = self.trainer.global_rank, self.trainer.world_size
         return _Batches(lambda: self._samples.batches(len(self._checkpoints), self._visited_at, rank, processes))
 
+    def _warn_of_kept(self) -> None:
+        """Nobody knows whether the rows that are kept are of these data."""
+        indices = self._samples.indices()
+        visited = [self._visited_at(place) for place in range(len(self._checkpoints))]
+        kept = sum(len(there) if indices is None else int(np.isin(indices, there).sum()) for there in visited)
+        if kept:
+            of = "" if indices is None else f" of the {len(indices) * len(visited)}"
+            warn_user(
+                f"dirpath={str(self._dirpath)!r} holds {kept}{of} rows already, which are kept; the data are not "
+                "compared with those that they are of: after a change of inputs or labels pass another folder, or "
+                "overwrite=True"
+            )
+
     def _opened(self, trainer: Trainer) -> StoreManifest:
-        manifest, refusal = None, ""
+        manifest: StoreManifest | None = None
+        refusal: PerSampleError | None = None
         if trainer.is_global_zero:
             try:
-                manifest = open_store(
-                    self._dirpath,
-                    replace(
-                        self._manifest,
-                        checkpoints=self._checkpoints.described(trainer, self.module),
-                        processes=trainer.world_size,
-                    ),
-                    overwrite=self._overwrite,
-                )
-            except OptionError as error:  # said to the other processes, which would wait for this one
-                refusal = str(error)
+                # None goes on with what is there, and no run is one that goes on with overwrite
+                continued: dict[str, int] | None = {} if self._overwrite else None
+                new = self._described(trainer)
+                manifest = open_store(self._dirpath, new, continued, overwrite=self._overwrite)
+            except PerSampleError as error:  # said to the other processes, which would wait for this one
+                refusal = error
             except OSError as error:
-                refusal = f"dirpath={str(self._dirpath)!r} cannot hold gradients: {error}"
+                refusal = OptionError(f"dirpath={str(self._dirpath)!r} cannot hold gradients: {error}")
         manifest, refusal = trainer.strategy.broadcast((manifest, refusal))
-        if refusal or manifest is None:
-            raise OptionError(refusal)
+        if refusal is not None:
+            raise refusal
+        if manifest is None:
+            raise PerSampleError("the first process has sent no manifest of the store")
         return manifest
+
+    def _described(self, trainer: Trainer) -> StoreManifest:
+        """The manifest of these data and checkpoints, which says no more of them than that of rows that are there."""
+        data = self._samples.fingerprint()
+        checkpoints = self._checkpoints.described(trainer, self.module, self._options.direction == "adam")
+        if not self._overwrite and (self._dirpath / MANIFEST).exists() and shards_of(self._dirpath):
+            there = read_store_manifest(self._dirpath)
+            data = data if there.settings.get("data") is not None else None
+            before: list[Mapping[str, Any]] = [*there.checkpoints, *checkpoints[len(there.checkpoints) :]]
+            checkpoints = tuple(
+                {**now, "path": was.get("path")} if now["weights"] == was.get("weights") else now
+                for now, was in zip(checkpoints, before, strict=False)
+            )  # where a file is, or was when it had these weights, is no part of what it holds
+        return replace(
+            self._manifest,
+            settings={**self._manifest.settings, "data": data},
+            checkpoints=checkpoints,
+            processes=trainer.world_size,
+        )
 
     def _visited_at(self, place: int) -> np.ndarray[Any, Any]:
         return self._visited.get(place, np.empty(0, np.int64))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
+from lightning_persample.callbacks._fingerprints import fingerprint_of_data
 from lightning_persample.callbacks._tagged_loader import TaggedLoader, last_drawn, why_no_keys
 from lightning_persample.errors import UnsupportedError
 
@@ -64,6 +65,14 @@ class SamplesOnce:
             raise UnsupportedError(f"the samples cannot be told apart, because {why}; {_REMEDY}")
         self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_anew else None  # type: ignore[arg-type]
 
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the data; None where it is unknown, or where the indices are not those of the dataset."""
+        return None if self._has_index else fingerprint_of_data(getattr(self._loader, "dataset", None))
+
+    def indices(self) -> np.ndarray[Any, Any] | None:
+        """The index of each sample that is visited, in order; None where only the batches tell it."""
+        return None if self._has_index else self._indices()
+
     def check_processes(self, processes: int) -> None:
         """Refuse what cannot be split.
 
@@ -110,10 +119,11 @@ class SamplesOnce:
         for batch in iterator:
             yield batch, None if self._has_index else _checked(last_drawn(iterator))
 
-    def _indices(self) -> Any:
-        sampler = getattr(self._loader, "sampler", None)
+    def _indices(self) -> np.ndarray[Any, Any]:
+        loader: Any = self._loader
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)  # a batch sampler of the user has its own
         if isinstance(sampler, SubsetRandomSampler):
-            return np.asarray(list(sampler.indices), np.int64)
+            return np.unique(np.asarray(list(sampler.indices), np.int64))
         return np.arange(self.size or 0)
 
 

@@ -67,7 +67,12 @@ def collect_gradients(
     random numbers are as before, also after an error, for which the memory of one more copy of the module is taken.
 
     A call that was interrupted is repeated: it goes on where the store ends. A folder that holds a store of other
-    gradients is refused. Samples whose gradient is not finite have rows of nan and are marked in ``store.nonfinite``.
+    gradients is refused, as far as that can be told: by the options, the weights, and the data where the dataset is a
+    ``TensorDataset``, one of Hugging Face, or a ``Subset`` or ``ConcatDataset`` of such, without `sample_index`. For
+    other data a warning counts the rows that are kept: after a change of inputs or labels pass another folder, or
+    ``overwrite=True``. The code of the module, of the loss and of a collate function is not compared.
+
+    Samples whose gradient is not finite have rows of nan and are marked in ``store.nonfinite``.
 
     Args:
         module: whose gradients they are.
@@ -92,13 +97,13 @@ def collect_gradients(
         batch_size: number of samples B of each batch; None reads it from the batch's tensors.
         sample_index: a callable ``(batch)`` that returns the index of each sample, in place of that in the dataset.
         trainer: decides on devices, strategy and precision; its own callbacks, loggers and data module have no part.
-            None takes one of one device that shows nothing.
+            None takes one of one device that shows nothing; of several processes each needs to be given one.
         rows_per_shard: number of rows of a file; None takes as many as 64 MiB hold. A process that is killed loses no
             more than the rows of one.
         max_memory: bytes that the temporaries of one kernel may take, see `expanded_weights`.
         weights_only: whether files of checkpoints may hold nothing but tensors and plain values; None is the choice of
             Lightning and torch.
-        overwrite: remove another store from the folder.
+        overwrite: remove the store that is in the folder, whatever it is of, and begin anew.
 
     Returns:
         The store, with the rows of all processes.
@@ -107,7 +112,10 @@ def collect_gradients(
         OptionError: an option has a value that is not allowed, or the folder holds another store.
         UnsupportedError: a gradient is not known exactly, or the module is sharded; the text says why.
     """
-    check_option("dirpath", dirpath, is_path(os.fspath(dirpath)), "the path of a folder")
+    told = os.fspath(dirpath) if isinstance(dirpath, os.PathLike) else dirpath
+    check_option("dirpath", dirpath, is_path(told), "the path of a folder")
+    for name, given in {"loss": loss, "sample_index": sample_index}.items():
+        check_option(name, given, given is None or callable(given), "None or a callable")
     _check_options(
         loss_reduction=loss_reduction,
         batch_dim=batch_dim,
@@ -116,6 +124,9 @@ def collect_gradients(
         projection=projection,
         rows_per_shard=rows_per_shard,
         max_memory=max_memory,
+        columns=columns,
+        weights_only=weights_only,
+        overwrite=overwrite,
     )
     module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
     if loss is None and not isinstance(module, LightningModule):
@@ -123,11 +134,10 @@ def collect_gradients(
     if loss is None and not module.automatic_optimization:
         raise OptionError("loss=None takes module.training_step, which steps the optimizers itself: pass loss=...")
     chosen = _chosen(module, parameters)
-    places = None if checkpoints is None else tuple(checkpoints)
-    if places is not None and (isinstance(checkpoints, (str, Mapping)) or not places):
-        raise OptionError(f"checkpoints={checkpoints!r} is not allowed: checkpoints must be a list of at least one")
+    places = _places(checkpoints)
     samples = SamplesOnce(dataloader, sample_index is not None)
-    named = {name: dict(module.named_parameters())[name].shape for name in chosen}
+    known = dict(module.named_parameters())
+    named = {name: known[name].shape for name in chosen}
     columns = {} if columns is None else dict(columns)
     manifest = StoreManifest(
         run=uuid.uuid4().hex,
@@ -168,6 +178,9 @@ def _check_options(
     projection: Any,
     rows_per_shard: Any,
     max_memory: Any,
+    columns: Any,
+    weights_only: Any,
+    overwrite: Any,
 ) -> None:
     is_reduction = callable(loss_reduction) or loss_reduction in ("mean", "sum")
     check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a callable (outputs, batch)")
@@ -175,9 +188,27 @@ def _check_options(
     check_option("batch_size", batch_size, is_none_or_int(batch_size, 1), "None or an int >= 1")
     check_option("direction", direction, direction in (None, "adam"), "None or 'adam'")
     is_projection = projection is None or isinstance(projection, Projection)
-    check_option("projection", projection, is_projection, "a Projection, or None for gradients in full")
+    check_option("projection", projection, is_projection, "None (in full) or a Projection as Projection(dim=64)")
     check_option("rows_per_shard", rows_per_shard, is_none_or_int(rows_per_shard, 1), "None or an int >= 1")
     check_option("max_memory", max_memory, is_none_or_int(max_memory, 1), "None or an int >= 1")
+    are_columns = columns is None or (isinstance(columns, Mapping) and all(map(callable, columns.values())))
+    check_option("columns", columns, are_columns, "None or a dict of callables (outputs, batch)")
+    check_option("weights_only", weights_only, weights_only in (None, True, False), "None, True or False")
+    check_option("overwrite", overwrite, isinstance(overwrite, bool), "True or False")
+
+
+def _places(checkpoints: Any) -> tuple[Source, ...] | None:
+    if checkpoints is None:
+        return None
+    if isinstance(checkpoints, (str, os.PathLike, Mapping)) or not isinstance(checkpoints, Iterable):
+        raise OptionError(f"checkpoints={checkpoints!r} is not allowed: checkpoints must be a list of at least one")
+    found = tuple(checkpoints)
+    if not found:
+        raise OptionError(f"checkpoints={checkpoints!r} is not allowed: checkpoints must be a list of at least one")
+    for place, each in enumerate(found):
+        is_source = isinstance(each, (str, os.PathLike, Mapping))
+        check_option(f"checkpoints[{place}]", each, is_source, "the path of a checkpoint, or a state dict")
+    return found
 
 
 def _chosen(module: nn.Module, names: Sequence[str] | None) -> list[str]:

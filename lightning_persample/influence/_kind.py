@@ -7,11 +7,9 @@ import os
 from pathlib import Path
 
 from lightning_persample.errors import PerSampleError
-from lightning_persample.influence._files import MANIFEST
+from lightning_persample.influence._files import GRADIENTS, MANIFEST
 
 __all__ = ["refuse_ledger", "refuse_store"]
-
-_GRADIENTS = "_gradients"  # the folder of a ledger that its projected gradients are in
 
 
 def refuse_ledger(dirpath: Path) -> None:
@@ -26,7 +24,7 @@ def refuse_ledger(dirpath: Path) -> None:
     if _format(dirpath) == "lightning_persample ledger":
         raise PerSampleError(
             f"{os.fspath(dirpath)!r} is a ledger and no store of gradients: its gradients, if it was written with "
-            f"`projection`, are in {os.fspath(dirpath / _GRADIENTS)!r}; its rows are read with read_ledger"
+            f"`projection`, are in {os.fspath(dirpath / GRADIENTS)!r}; its rows are read with read_ledger"
         )
 
 
@@ -42,7 +40,7 @@ def refuse_store(dirpath: Path) -> None:
     if _format(dirpath) == "lightning_persample gradients":
         raise PerSampleError(
             f"{os.fspath(dirpath)!r} is a store of gradients and no ledger: open it with GradientStore; its ledger, if "
-            f"it was written during training as the folder {_GRADIENTS!r} of one, is in {os.fspath(dirpath.parent)!r}"
+            f"it was written during training as the folder {GRADIENTS!r} of one, is in {os.fspath(dirpath.parent)!r}"
         )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_persample import OptionError, Projection, UnsupportedError, collect_gradients
+from lightning_persample import OptionError, PerSampleWarning, Projection, UnsupportedError, collect_gradients
 from tests.callbacks.collect_runs import COUNT, Net, Rows, Stream, joined, loader, loop, projected, stored
 from tests.callbacks.runs import make_trainer
 from tests.callbacks.unseen_models import Unseen
@@ -172,10 +175,11 @@ def test_data_that_tell_their_own_indices(tmp_path):
     module, data = Net(), DataLoader(Stream(), 4)
     with pytest.raises(UnsupportedError, match="the rows of a Stream have no indices; pass sample_index="):
         collect_gradients(module, data, tmp_path / "store", loss=of_two, **FULL)
-    for _ in range(2):
-        store = collect_gradients(
-            module, data, tmp_path / "store", loss=of_two, sample_index=lambda batch: batch[2], **FULL
-        )
+    for warns in (nullcontext(), pytest.warns(PerSampleWarning, match="holds 10 rows already, which are kept")):
+        with warns:
+            store = collect_gradients(
+                module, data, tmp_path / "store", loss=of_two, sample_index=lambda batch: batch[2], **FULL
+            )
         assert store.rows["sample_index"].tolist() == list(range(100, 110))
     assert_equal(stored(store), joined(loop(module, Rows()))[:10])
 
@@ -231,11 +235,22 @@ def test_unsupported_parameters_are_named_and_can_be_left_out(tmp_path):
     ("options", "text"),
     [
         ({"dirpath": ""}, "dirpath='' is not allowed"),
+        ({"dirpath": None}, "dirpath=None is not allowed: dirpath must be the path of a folder"),
+        ({"overwrite": "yes"}, "overwrite='yes' is not allowed: overwrite must be True or False"),
+        ({"weights_only": "no"}, "weights_only='no' is not allowed: weights_only must be None, True or False"),
+        ({"loss": "mean"}, "loss='mean' is not allowed: loss must be None or a callable"),
+        ({"sample_index": 2}, "sample_index=2 is not allowed: sample_index must be None or a callable"),
+        ({"columns": ["loss"]}, r"columns=\['loss'\] is not allowed: columns must be None or a dict of callables"),
         ({"checkpoints": "a.ckpt"}, "checkpoints='a.ckpt' is not allowed: checkpoints must be a list"),
+        ({"checkpoints": Path("a.ckpt")}, r"checkpoints=\w+\('a.ckpt'\) is not allowed: checkpoints must be a list"),
+        ({"checkpoints": []}, r"checkpoints=\[\] is not allowed: checkpoints must be a list of at least one"),
+        ({"checkpoints": [Net().state_dict(), 3]}, r"checkpoints\[1\]=3 is not allowed: .* a state dict"),
+        ({"checkpoints": ["nope.ckpt"]}, r"^checkpoints\[0\]='nope.ckpt': no such file$"),
+        ({"checkpoints": [Net().state_dict(), "."]}, r"^checkpoints\[1\]='.' cannot be read: "),
         ({"checkpoints": [{"a": 1}]}, r"checkpoints\[0\] holds no weights"),
         ({"direction": "sgd"}, "direction='sgd' is not allowed"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16'"),
-        ({"projection": 256}, "projection=256 is not allowed: projection must be a Projection, or None"),
+        ({"projection": 256}, r"projection=256 is not allowed: projection must be None .* as Projection\(dim=64\)$"),
         ({"parameters": ["first"]}, r"parameters: 'first' is none; allowed are names of module.named_parameters\(\)"),
         ({"parameters": "first.bias"}, "parameters: 'first.bias' is no list"),
         ({"columns": {"norm": lambda outputs, batch: 1}}, r"columns\['norm'\] returned int; allowed is one real num"),
@@ -248,6 +263,12 @@ def test_unsupported_parameters_are_named_and_can_be_left_out(tmp_path):
 def test_options_that_are_not_allowed(options, text, tmp_path):
     with pytest.raises((OptionError, UnsupportedError), match=text):
         collect_gradients(Net(), loader(), **{"dirpath": tmp_path / "store", **FULL, **options})
+
+
+def test_a_file_that_holds_no_weights(tmp_path):
+    torch.save(torch.ones(3), path := tmp_path / "tensor.ckpt")
+    with pytest.raises(OptionError, match=r"checkpoints\[0\]='.*tensor.ckpt' holds a Tensor; allowed is what a"):
+        collect_gradients(Net(), loader(), tmp_path / "store", checkpoints=[path], **FULL)
 
 
 def test_what_has_no_training_step(tmp_path):

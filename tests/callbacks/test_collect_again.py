@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from lightning_persample import OptionError, Projection, UnsupportedError, collect_gradients
+from lightning_persample import (
+    OptionError,
+    PerSampleError,
+    PerSampleWarning,
+    Projection,
+    UnsupportedError,
+    collect_gradients,
+)
 from lightning_persample.influence import GradientStore
 from tests.callbacks.collect_runs import COUNT, Net, Rows, Stream, joined, loader, loop, stored
 from tests.callbacks.runs import make_trainer
@@ -29,6 +37,15 @@ def assert_whole(store, sources=SOURCES):
     assert len(store) == COUNT * len(sources)
     for place, weights in enumerate(sources):
         assert_equal(stored(store, place), joined(loop(Net(), Rows(), weights=weights)))
+
+
+@contextmanager
+def warns_of_kept(kept, of):
+    """One warning, at the line of the user's call."""
+    text = f"holds {kept} of the {of} rows already, which are kept; the data are not compared .* or overwrite=True"
+    with pytest.warns(PerSampleWarning, match=text) as told:
+        yield
+    assert [each.filename for each in told] == [__file__]
 
 
 class StopsAt:
@@ -54,12 +71,14 @@ def test_an_interrupted_collection_goes_on(times, rows_per_shard, tmp_path):
     done = len(GradientStore(tmp_path))
     assert done == (4 * times if times <= 5 else 4 * times - 2)
     data, rest = loader(), StopsAt(-1)
-    store = collect_gradients(Net(), data, tmp_path, loss=rest, **options)
+    with warns_of_kept(done, 2 * COUNT) if done else nullcontext():
+        store = collect_gradients(Net(), data, tmp_path, loss=rest, **options)
     assert sum(rest.sizes) == 2 * COUNT - done
     assert len(data.dataset.asked) == 2 * COUNT - done
     assert_whole(store)
     again = StopsAt(0)
-    assert len(collect_gradients(Net(), loader(), tmp_path, loss=again, **options)) == 2 * COUNT
+    with warns_of_kept(2 * COUNT, 2 * COUNT):
+        assert len(collect_gradients(Net(), loader(), tmp_path, loss=again, **options)) == 2 * COUNT
     assert again.sizes == []
 
 
@@ -70,16 +89,24 @@ def test_what_a_killed_process_left_in_part_is_made_anew(tmp_path):
     (tmp_path / names[2]).unlink()
     (tmp_path / ".shard-00000-000099.npy.tmp").write_bytes(b"in part")
     assert len(GradientStore(tmp_path)) == len(store) - 3
-    assert_whole(collect_gradients(Net(), loader(), tmp_path, **options))
+    with warns_of_kept(2 * COUNT - 3, 2 * COUNT):
+        assert_whole(collect_gradients(Net(), loader(), tmp_path, **options))
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
 
 
 def test_more_checkpoints_are_added(tmp_path):
     collect_gradients(Net(), loader(), tmp_path, checkpoints=SOURCES[:1], **FULL)
     data = loader()
-    store = collect_gradients(Net(), data, tmp_path, checkpoints=SOURCES, **FULL)
+    with warns_of_kept(COUNT, 2 * COUNT):
+        store = collect_gradients(Net(), data, tmp_path, checkpoints=SOURCES, **FULL)
     assert len(data.dataset.asked) == COUNT
     assert_whole(store)
+    with warns_of_kept(COUNT, COUNT):
+        collect_gradients(Net(), loader(), tmp_path, checkpoints=SOURCES[:1], **FULL)
+    with warns_of_kept(4, 4):
+        collect_gradients(
+            Net(), loader(sampler=SubsetRandomSampler([7, 3, 1, 5])), tmp_path, checkpoints=SOURCES[:1], **FULL
+        )
 
 
 def test_batches_whose_samples_are_partly_there(tmp_path):
@@ -95,7 +122,8 @@ def test_batches_whose_samples_are_partly_there(tmp_path):
     with pytest.raises(KeyError):
         collect_gradients(Net(), DataLoader(Stream(), 3), tmp_path, **options)
     assert len(GradientStore(tmp_path)) == 3
-    store = collect_gradients(Net(), DataLoader(Stream(), 4), tmp_path, **options)
+    with pytest.warns(PerSampleWarning, match="holds 3 rows already, which are kept; the data are not compared"):
+        store = collect_gradients(Net(), DataLoader(Stream(), 4), tmp_path, **options)
     assert asked[2] == [100, 101, 102, 103]
     assert store.rows["sample_index"].tolist() == list(range(100, 110))
     assert_equal(stored(store), joined(loop(Net(), Rows()))[:10])
@@ -127,6 +155,25 @@ def test_another_store_is_refused_with_both_values(changed, before, now, tmp_pat
     if not {"direction", "columns", "loss_reduction"} & set(changed):
         store = collect_gradients(Net(), dirpath=tmp_path, overwrite=True, **{**options, **changed})
         assert set(store.rows["sample_index"]) == set(range(len(changed.get("dataloader", loader()).dataset)))
+
+
+def test_a_checkpoint_that_was_moved_is_the_same(tmp_path):
+    torch.save(SOURCES[0], tmp_path / "old.ckpt")
+    options = {"dirpath": tmp_path / "store", **FULL}
+    collect_gradients(Net(), loader(), checkpoints=[tmp_path / "old.ckpt"], **options)
+    (tmp_path / "old.ckpt").rename(tmp_path / "new.ckpt")
+    with warns_of_kept(COUNT, 2 * COUNT):
+        store = collect_gradients(Net(), loader(), checkpoints=[tmp_path / "new.ckpt", SOURCES[1]], **options)
+    assert_whole(store)
+    torch.save(SOURCES[1], tmp_path / "new.ckpt")
+    with pytest.raises(OptionError, match="written with checkpoint 0 "):
+        collect_gradients(Net(), loader(), checkpoints=[tmp_path / "new.ckpt"], **options)
+
+
+def test_a_folder_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"format": "ledger"}')
+    with pytest.raises(PerSampleError, match="manifest"):
+        collect_gradients(Net(), loader(), tmp_path, **FULL)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -178,6 +225,13 @@ def test_two_processes_keep_the_gradients_of_a_fit(ranks):
     index = torch.as_tensor(first.rows["sample_index"])
     values = torch.cat([block for _, block in first.blocks()])
     assert_equal(values, joined(loop(Net(), Rows(20)))[index])
+
+
+def test_one_of_several_processes_needs_a_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="trainer=None takes one device, but there are 2 processes, and each would"):
+        collect_gradients(Net(), loader(), tmp_path, **FULL)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_strategy_that_shards_is_refused(tmp_path):

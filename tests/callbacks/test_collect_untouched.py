@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -100,6 +101,16 @@ def test_module_random_numbers_and_files(direct, fails, tmp_path):
     assert [name for name in before if not same(before[name], after[name])] == []
     assert all(same(*pair) for pair in zip(numbers, random_state(), strict=True))
     assert {path: each for path, each in files(tmp_path).items() if tmp_path / "store" not in path.parents} == there
+
+
+def test_after_an_interrupt_the_next_one_is_heard(tmp_path):
+    def interrupted(module, batch):
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        collect_gradients(Net(), loader(), tmp_path / "store", loss=interrupted)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("fails", [False, True])
