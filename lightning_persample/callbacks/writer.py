@@ -216,7 +216,7 @@ class PerSampleGradientWriter(PerSampleCallback):
                 if self._gradients is not None:
                     found = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
                 elif self.overwrite:
-                    remove_other_gradients(self.dirpath / self._loaded)
+                    remove_other_gradients(self.dirpath / GRADIENTS, self._loaded)
             except OptionError as error:  # said to the other processes, which would wait for this one
                 refusal = str(error)
             except OSError as error:

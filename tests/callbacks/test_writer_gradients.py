@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleWarning, Projection
-from lightning_persample.callbacks._gradient_rows import GRADIENTS_FOLDER
 from lightning_persample.influence import GradientStore, _shards, read_ledger
+from lightning_persample.influence._files import GRADIENTS
 from tests.callbacks.collect_runs import projected
 from tests.callbacks.ledger_runs import Noted, SaveAfter, StopAfter, WithDropout, data, fit
 from tests.callbacks.runs import Classifier, make_trainer
@@ -161,15 +161,15 @@ def test_gradients_of_another_run_are_removed_by_one_that_keeps_none(folder, tmp
     fit(writer_of(folder), Kept(), callbacks=[SaveAfter(3, path := tmp_path / "saved.ckpt")])
     there = sorted(each.name for each in folder.iterdir())
     fit(writer_of(folder, None, overwrite=True), Kept(), ckpt_path=path, max_epochs=2)  # the same run
-    assert GRADIENTS_FOLDER in there
-    assert len(GradientStore(folder / GRADIENTS_FOLDER)) == 22
-    (folder / GRADIENTS_FOLDER / "notes.txt").write_text("the user's")
+    assert GRADIENTS in there
+    assert len(GradientStore(folder / GRADIENTS)) == 22
+    (folder / GRADIENTS / "notes.txt").write_text("the user's")
     fit(writer_of(folder, None, overwrite=True), Kept())
-    assert [each.name for each in (folder / GRADIENTS_FOLDER).iterdir()] == ["notes.txt"]
+    assert [each.name for each in (folder / GRADIENTS).iterdir()] == ["notes.txt"]
     fit(writer_of(folder, overwrite=True), Kept())
-    (folder / GRADIENTS_FOLDER / "notes.txt").unlink()
+    (folder / GRADIENTS / "notes.txt").unlink()
     fit(writer_of(folder, None, overwrite=True), Kept())
-    assert not (folder / GRADIENTS_FOLDER).exists()
+    assert not (folder / GRADIENTS).exists()
 
 
 @pytest.mark.parametrize(
