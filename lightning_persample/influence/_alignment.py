@@ -104,8 +104,15 @@ def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
 
     Raises:
         PerSampleError: the stores do not go together, or a test sample has several rows at a step, or none.
+        UnsupportedError: the rows of the training count something else than optimizer steps.
     """
     check_comparable(train, test)
+    if train.manifest.settings.get("step_unit", "optimizer steps") != "optimizer steps":
+        raise UnsupportedError(
+            f"the rows of the train store count {train.manifest.settings['step_unit']}, as those of manual "
+            "optimization do, and checkpoints count optimizer steps: tracin cannot tell which weights a row was taken at; collect "
+            "gradients at checkpoints and use tracin_cp"
+        )
     train, train_unknown = _known(train, "train")
     test, test_unknown = _known(test, "test")
     train_parts, test_parts = _by_step(train, "train"), _by_step(test, "test")
@@ -210,22 +217,46 @@ def _described(store: GradientStore, number: int) -> Mapping[str, Any]:
 
 
 def _checkpoint_keys(train: GradientStore, test: GradientStore) -> tuple[dict[str, int], dict[str, int]]:
-    """What names each checkpoint in both stores: its step, and its path where several have one step."""
+    """What names each checkpoint in both stores: its weights, where both manifests tell them, else its step or path."""
+    described = [[_described(store, number) for number in store.checkpoints] for store in (train, test)]
+    tell_weights = all(each.get("weights") is not None for of_store in described for each in of_store)
+    by_weights = _names_of_weights(described) if tell_weights else {}
     repeated = any(count > 1 for store in (train, test) for count in Counter(described_steps(store)).values())
     found: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for store, keys in zip((train, test), found, strict=True):
         for number in store.checkpoints:
-            described = _described(store, number)
-            step = described.get("step")
-            key = "an unknown step" if step is None else f"step {step}"
-            if repeated or step is None:
-                key = f"{key} ({described.get('path') or 'no path'})"
+            one = _described(store, number)
+            if by_weights:
+                key = by_weights[one["weights"]]
+            else:
+                key = _step_named(one)
+                if repeated or one.get("step") is None:
+                    key = f"{key} ({one.get('path') or 'no path'})"
+                if tell_weights:
+                    key = f"{key} (weights {one['weights']})"
             if key in keys:
                 raise PerSampleError(
                     f"a store has two checkpoints {key}, which nothing tells apart: take store.at(checkpoint) of one"
                 )
             keys[key] = number
     return found
+
+
+def _names_of_weights(described: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, str]:
+    """A name for each fingerprint of weights, of several stores; empty where two checkpoints of one have the same."""
+    names: dict[str, str] = {}
+    for of_store in described:
+        if len({each["weights"] for each in of_store}) < len(of_store):
+            return {}
+        for each in of_store:
+            if each["weights"] not in names or each.get("step") is not None:
+                names[each["weights"]] = f"{_step_named(each)} (weights {each['weights']})"
+    return names
+
+
+def _step_named(described: Mapping[str, Any]) -> str:
+    step = described.get("step")
+    return "an unknown step" if step is None else f"step {step}"
 
 
 def _by_step(store: GradientStore, side: str) -> dict[int, GradientStore]:
