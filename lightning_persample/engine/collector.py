@@ -12,7 +12,9 @@ from lightning_persample.engine.failure import in_smaller_chunks
 from lightning_persample.engine.weight import Weight
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
 
-__all__ = ["Collector"]
+__all__ = ["USED_AGAIN", "Collector"]
+
+USED_AGAIN = "it was used again by a call that ran during the backward (activation checkpointing)"
 
 
 class Collector:
@@ -46,7 +48,7 @@ class Collector:
         if weight.sq_norm is None:
             weight.contributions.append(gradient)
         else:
-            self.refuse([weight], "it was used again by a call that ran during the backward (activation checkpointing)")
+            self.refuse([weight], USED_AGAIN)
 
     def collect(
         self, contributions: list[tuple[Weight, SampleGradient]], wants_sums: bool = False

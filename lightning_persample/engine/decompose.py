@@ -71,13 +71,12 @@ def decomposed_backward(function: Callable[..., Any], visible: AbstractContextMa
 @functools.cache
 def _backward_in_the_open(function: types.FunctionType) -> tuple[types.FunctionType, bool]:
     """The copy, in which the engine runs within the context in `_visible`, and whether it calls the engine itself."""
-    engine = function.__globals__.get(_ENGINE) if _ENGINE in function.__code__.co_names else None
-    if engine is None:
+    if _ENGINE not in function.__code__.co_names or _ENGINE not in function.__globals__:
         return decomposed(function), False
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _visible.get():
-            return engine(*args, **kwargs)
+            return function.__globals__[_ENGINE](*args, **kwargs)
 
     return _answering_no(function, **{_ENGINE: run}), True
 

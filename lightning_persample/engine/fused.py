@@ -21,7 +21,7 @@ from lightning_persample.engine.batch_axis import BatchAxis
 from lightning_persample.engine.graph import saved_tensors_are_hooked
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import PatchGeometry, convolution_is_fused, linear_is_fused
-from lightning_persample.gradients.precision import without_autocast
+from lightning_persample.gradients.precision import autocast_is_on, without_autocast
 from lightning_persample.rules import Rule
 from lightning_persample.rules.convolution import per_axis, resolve_padding
 
@@ -179,7 +179,7 @@ def fused_call(
         return None
     if weight.grad_fn is not None or not weight.requires_grad or (bias is not None and bias.grad_fn is not None):
         return None
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast_is_on(x.device.type) else None
     if dtype is not None and torch.float64 in (x.dtype, weight.dtype):
         return None
     if dtype is None and not x.dtype == weight.dtype == (x if bias is None else bias).dtype:

@@ -35,13 +35,18 @@ class WatchedParameters:
         self.watch()
 
     def watch(self) -> None:
-        """Watch every trainable parameter not watched yet; lazy ones can be watched once they have a shape."""
+        """Watch every trainable parameter, behind the user's hooks; lazy ones can be watched once they have a shape."""
         for name, parameter in self._parameters.items():
-            if name in self._handles or not parameter.requires_grad or is_lazy(parameter):
+            if not parameter.requires_grad or is_lazy(parameter):
                 continue
-            if parameter._backward_hooks:
+            hooks, ours = parameter._backward_hooks or {}, self._handles.get(name)
+            if ours is not None and (not hooks or next(reversed(hooks)) == ours.id):
+                continue
+            if hooks:  # of the user's, after which ours has to run
                 self._hooked.add(name)
                 self._dispatcher.kept.add(name)
+            if ours is not None:
+                ours.remove()
             self._handles[name] = parameter.register_hook(self._noting(name))
 
     def adopt(self, name: str, tensor: Tensor) -> Weight:

@@ -143,11 +143,15 @@ class PerSampleRecord:
             One norm per sample, shape (B,), of the gradient of the sample's own loss; nan where no parameter has
             values.
         """
-        return self._norms.clone()  # what one reader does to its own is nothing to the others
+        values = list(self.sq_norms.values())
+        versions = sum(value._version for value in values)  # a reader may have changed them in place
+        if versions not in self._norms_by_version:
+            self._norms_by_version[versions] = _root_of_sum(values, self.num_values)
+        return self._norms_by_version[versions].clone()  # what one reader does to its own is nothing to the others
 
     @cached_property
-    def _norms(self) -> Tensor:
-        return _root_of_sum(list(self.sq_norms.values()), self.num_values)
+    def _norms_by_version(self) -> dict[int, Tensor]:
+        return {}
 
     def dot(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Dot of each sample's gradient with one vector, ``sum_p <g_i,p, v_p>``, at the cost of a forward.

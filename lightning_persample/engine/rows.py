@@ -25,6 +25,7 @@ from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense, Outer, SampleGradient
 from lightning_persample.gradients.norms import dense_sq_norm
+from lightning_persample.gradients.precision import autocast_is_on
 from lightning_persample.rules import rule_of
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
     """
     if not 2 <= len(args) <= 3 or not torch.is_grad_enabled() or rule_of("linear") is not _RULE:
         return None
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # a transform wraps what the call gives
+        return None
     tensors = args if len(args) == 2 or args[2] is not None else args[:2]
     x, *parameters = tensors
     if type(x) not in _CLASSES or x.dim() != 2 or x.dtype not in _DTYPES or not is_plain(x):
@@ -64,10 +67,10 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
         mark = marks.get(parameter) if type(parameter) in _CLASSES else None
         if type(mark) is not Weight or not parameter.requires_grad or parameter.dim() != dim:
             return None
-        if parameter.dtype is not dtype:
+        if parameter.dtype is not dtype or parameter.shape[0] != args[1].shape[0]:  # (a bias may be broadcast)
             return None
         weights.append(mark)
-    if torch.is_autocast_enabled(x.device.type):
+    if autocast_is_on(x.device.type):
         return None
     stop = boundary(tensors)
     output = LINEAR(*args)
@@ -78,9 +81,7 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
         weight.uses += 1
     text = describe("linear", tensors, names)
     report = _RowsReport(dispatcher, (output,), weights, _OfRows(weights, x.detach(), text), text, keeps_values=True)
-    node = output.grad_fn
-    assert node is not None
-    node.register_prehook(report.hook)
+    report.attach((output,))
     return output
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_persample.engine.collector import USED_AGAIN
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
 from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
@@ -68,7 +69,10 @@ def read_values(
     with torch.no_grad():
         for name in names:
             weight = watched.weight(name)
-            if weight.sq_norm is not None and places is None and not weight.contributions:
+            if weight.sq_norm is not None and weight.contributions:  # those came through a weight derived from it
+                dispatcher.refuse([weight], USED_AGAIN)
+                continue
+            if weight.sq_norm is not None and places is None:
                 values.sq_norms[name] = weight.sq_norm  # all that was asked for, of a parameter without hooks
                 continue
             try:

@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-__all__ = ["accumulation_dtype", "cancelled", "underflowed", "wide_dtype", "without_autocast"]
+__all__ = ["accumulation_dtype", "autocast_is_on", "cancelled", "underflowed", "wide_dtype", "without_autocast"]
 
 _CANCELLATION = 1e-2  # a result smaller than this part of what was added up is computed again another way
 
@@ -41,9 +41,12 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """A context without autocast, which, were it on, would round the inputs of every matrix product."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False) if autocast_is_on(device_type) else contextlib.nullcontext()
+
+
+def autocast_is_on(device_type: str) -> bool:
+    """Whether autocast is in force on a kind of device; on some there is none to be asked about."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def underflowed(value: Tensor, gradients: Tensor) -> Tensor:

@@ -73,6 +73,8 @@ def align(train: GradientStore, test: GradientStore, *, why_one: str | None = No
     check_comparable(train, test)
     train, train_unknown = _known(train, "train")
     test, test_unknown = _known(test, "test")
+    _check_of_checkpoints(train, "train")
+    _check_of_checkpoints(test, "test")
     train_keys, test_keys = _checkpoint_keys(train, test)
     if sorted(train_keys, key=repr) != sorted(test_keys, key=repr):
         raise PerSampleError(
@@ -102,8 +104,15 @@ def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
 
     Raises:
         PerSampleError: the stores do not go together, or a test sample has several rows at a step, or none.
+        UnsupportedError: the rows of the training count something else than optimizer steps.
     """
     check_comparable(train, test)
+    if train.manifest.settings.get("step_unit", "optimizer steps") != "optimizer steps":
+        raise UnsupportedError(
+            f"the rows of the train store count {train.manifest.settings['step_unit']}, as those of manual "
+            "optimization do, and checkpoints count optimizer steps: tracin cannot tell which weights a row was taken at; collect "
+            "gradients at checkpoints and use tracin_cp"
+        )
     train, train_unknown = _known(train, "train")
     test, test_unknown = _known(test, "test")
     train_parts, test_parts = _by_step(train, "train"), _by_step(test, "test")
@@ -111,13 +120,26 @@ def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
     if missing:
         raise PerSampleError(
             f"the train store has rows of {len(train_parts)} steps, {_listed(sorted(train_parts))}, and the test store "
-            f"has none of {len(missing)} of these, {_listed(missing)}: collect the test gradients at the checkpoints "
-            "of these steps, or leave the rows out with train.select(...)"
+            f"has none of {len(missing)} of these, {_listed(missing)}, but of {_listed(sorted(test_parts))}: collect "
+            "the test gradients at checkpoints of these steps, or leave the rows out with train.select(...). A "
+            "checkpoint of step t is one that is saved before step t, after t steps, as in on_train_batch_start; "
+            "ModelCheckpoint saves after a step, so that it has none of step 0"
         )
     test_index, test_rows = _placed({step: test_parts[step] for step in train_parts}, "test")
     train_index, train_rows = _placed(train_parts, "train", repeats=True)
     pairs = tuple((train_rows[step], test_rows[step]) for step in train_parts)
     return Alignment(train_index, test_index, pairs, train_unknown + test_unknown, tuple(train_parts))
+
+
+def _check_of_checkpoints(store: GradientStore, side: str) -> None:
+    """Refuse rows of a training, whose weights are as many as its steps."""
+    steps = numpy.unique(store.rows["step"])
+    if not store.manifest.checkpoints and len(steps) > 1:
+        raise UnsupportedError(
+            f"the {side} store has rows of {len(steps)} steps, {_listed(steps.tolist())}, and no checkpoints: they "
+            "were written during training, and scores along a training are those of tracin, with test gradients at "
+            "each of these steps; for this score, collect gradients at checkpoints with collect_gradients"
+        )
 
 
 def described_steps(store: GradientStore) -> tuple[int | None, ...]:
@@ -195,22 +217,46 @@ def _described(store: GradientStore, number: int) -> Mapping[str, Any]:
 
 
 def _checkpoint_keys(train: GradientStore, test: GradientStore) -> tuple[dict[str, int], dict[str, int]]:
-    """What names each checkpoint in both stores: its step, and its path where several have one step."""
+    """What names each checkpoint in both stores: its weights, where both manifests tell them, else its step or path."""
+    described = [[_described(store, number) for number in store.checkpoints] for store in (train, test)]
+    tell_weights = all(each.get("weights") is not None for of_store in described for each in of_store)
+    by_weights = _names_of_weights(described) if tell_weights else {}
     repeated = any(count > 1 for store in (train, test) for count in Counter(described_steps(store)).values())
     found: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for store, keys in zip((train, test), found, strict=True):
         for number in store.checkpoints:
-            described = _described(store, number)
-            step = described.get("step")
-            key = "an unknown step" if step is None else f"step {step}"
-            if repeated or step is None:
-                key = f"{key} ({described.get('path') or 'no path'})"
+            one = _described(store, number)
+            if by_weights:
+                key = by_weights[one["weights"]]
+            else:
+                key = _step_named(one)
+                if repeated or one.get("step") is None:
+                    key = f"{key} ({one.get('path') or 'no path'})"
+                if tell_weights:
+                    key = f"{key} (weights {one['weights']})"
             if key in keys:
                 raise PerSampleError(
                     f"a store has two checkpoints {key}, which nothing tells apart: take store.at(checkpoint) of one"
                 )
             keys[key] = number
     return found
+
+
+def _names_of_weights(described: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, str]:
+    """A name for each fingerprint of weights, of several stores; empty where two checkpoints of one have the same."""
+    names: dict[str, str] = {}
+    for of_store in described:
+        if len({each["weights"] for each in of_store}) < len(of_store):
+            return {}
+        for each in of_store:
+            if each["weights"] not in names or each.get("step") is not None:
+                names[each["weights"]] = f"{_step_named(each)} (weights {each['weights']})"
+    return names
+
+
+def _step_named(described: Mapping[str, Any]) -> str:
+    step = described.get("step")
+    return "an unknown step" if step is None else f"step {step}"
 
 
 def _by_step(store: GradientStore, side: str) -> dict[int, GradientStore]:

@@ -43,12 +43,12 @@ def second_moments(
     return moments, count
 
 
-def cholesky_factor(moment: Tensor, damping: float, what: str) -> Tensor:
+def cholesky_factor(moment: Tensor, damping: float | None, what: str) -> Tensor:
     """L with ``L L^T = moment + damping I``.
 
     Args:
         moment: symmetric, (k, k), float64; `damping` is added to it in place.
-        damping: what is added to the diagonal.
+        damping: what is added to the diagonal; None adds a tenth of the mean of the eigenvalues.
         what: names the matrix.
 
     Returns:
@@ -58,9 +58,13 @@ def cholesky_factor(moment: Tensor, damping: float, what: str) -> Tensor:
         PerSampleError: the matrix has no inverse in float64.
     """
     mean = float(moment.diagonal().mean())
+    if damping is None:
+        damping = 0.1 * mean
     moment.diagonal().add_(damping)
     factor, failed = torch.linalg.cholesky_ex(moment)
     pivots = factor.diagonal().square()
+    if mean == 0 and damping == 0:
+        raise PerSampleError(f"{what} is 0, and so is every gradient that it is of: there is nothing to score by")
     if failed or pivots.min() <= len(pivots) * torch.finfo(moment.dtype).eps * pivots.max():
         raise PerSampleError(
             f"{what} has no inverse with damping={damping!r}: pass a larger one, for example damping={0.1 * mean:.2g}, "

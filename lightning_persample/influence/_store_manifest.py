@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_persample.errors import OptionError
 from lightning_persample.influence._files import MANIFEST, read_json, remove_partial_files, write_json
+from lightning_persample.influence._kind import refuse_ledger
 from lightning_persample.influence._shards import BASE_FIELDS, DTYPES, drop_rows, remove_uncounted, shards_of
 
 __all__ = [
@@ -131,6 +132,7 @@ def read_store_manifest(dirpath: str | os.PathLike[str]) -> StoreManifest:
     Returns:
         What its rows are.
     """
+    refuse_ledger(Path(dirpath))
     found = read_json(Path(dirpath), _KIND, FORMAT_VERSION)
     values = {field.name: found[field.name] for field in fields(StoreManifest)}
     parameters = tuple(

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.influence._arrow import arrow
 from lightning_persample.influence._files import MANIFEST, read_json, remove_partial_files, write_json
+from lightning_persample.influence._kind import refuse_store
 from lightning_persample.influence._parts import drop_rows, parts_of, read_part
 
 __all__ = [
@@ -80,6 +81,7 @@ def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:
     Returns:
         What its rows are.
     """
+    refuse_store(Path(dirpath))
     found = read_json(Path(dirpath), _KIND, FORMAT_VERSION)
     values = {field.name: found[field.name] for field in fields(Manifest)}
     return Manifest(**{**values, "parameters": tuple(values["parameters"])})

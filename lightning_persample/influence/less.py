@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError
 from lightning_persample.influence._alignment import align, learning_rates_of
+from lightning_persample.influence._given_stores import StoreOrPath, direction_of, opened
 from lightning_persample.influence._products import add_products, unit_rows
 from lightning_persample.influence.pairs import PairScores
-from lightning_persample.influence.store import GradientStore
 
 __all__ = ["adam_direction", "less"]
 
@@ -80,8 +80,8 @@ def adam_direction(
 
 
 def less(
-    train_directions: GradientStore,
-    test: GradientStore,
+    train_directions: StoreOrPath,
+    test: StoreOrPath,
     learning_rates: Sequence[float] | None = None,
     *,
     max_memory: int | None = None,
@@ -95,8 +95,8 @@ def less(
     Cost: ``2 n m K`` operations for each checkpoint, and ``3 n K`` for the norms for each block of test samples.
 
     Args:
-        train_directions: Adam's directions for the training samples, (n, K) at each checkpoint.
-        test: gradients of the test samples, (m, K), at the same checkpoints.
+        train_directions: Adam's directions for the training samples, (n, K) at each checkpoint; a store or its folder.
+        test: gradients of the test samples, (m, K), at the same checkpoints; a store or its folder.
         learning_rates: eta of each checkpoint, in the order of ``train_directions.checkpoints``; None takes what the
             stores' manifests say.
         max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
@@ -105,16 +105,23 @@ def less(
         The scores, (n, m). Those of a direction or gradient of zeros are nan.
 
     Raises:
-        OptionError: the test store holds directions and not gradients.
+        OptionError: the test store holds directions and not gradients, or the training store gradients.
 
     Reference: Xia et al. 2024, LESS: selecting influential data for targeted instruction tuning, definition 3.1,
     arXiv 2402.04333.
     """
-    direction = test.manifest.settings.get("direction")
+    train_directions, test = opened(train_directions), opened(test)
+    direction = direction_of(test)
     if direction is not None:
         raise OptionError(
             f"the test store was written with direction={direction!r}, but of test samples less takes the gradients: "
             "collect them with direction=None, or pass the stores the other way round"
+        )
+    direction = direction_of(train_directions)
+    if direction != "adam":
+        raise OptionError(
+            f"the train store was written with direction={direction!r}, but of training samples less takes what Adam "
+            "would step along: collect them with direction='adam'"
         )
     aligned = align(train_directions, test)
     rates = learning_rates_of(train_directions, test, learning_rates, "less")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError
 from lightning_persample.influence._alignment import align
+from lightning_persample.influence._given_stores import StoreOrPath, given_gradients
 from lightning_persample.influence._inverse import cholesky_factor, second_moments
 from lightning_persample.influence._products import add_products
 from lightning_persample.influence.pairs import PairScores
@@ -22,8 +23,8 @@ _ONE = "take logra(train.at(checkpoint), test.at(checkpoint)) of one, as a rule 
 
 
 def logra(
-    train: GradientStore,
-    test: GradientStore,
+    train: StoreOrPath,
+    test: StoreOrPath,
     damping: float | None = None,
     *,
     max_memory: int | None = None,
@@ -39,8 +40,8 @@ def logra(
     columns ``2 n k^2 + k^3 / 3 + 2 m k^2``.
 
     Args:
-        train: gradients of the training samples at one checkpoint, (n, K).
-        test: gradients of the test samples there, (m, K).
+        train: gradients of the training samples at one checkpoint, (n, K); a store or its folder.
+        test: gradients of the test samples there, (m, K); a store or its folder.
         damping: what is added to the diagonal of every H_b, above 0; None adds a tenth of the mean of its eigenvalues,
             to each its own.
         max_memory: bytes for what is held at a time besides the scores; the less, the more often the stores are read.
@@ -59,6 +60,7 @@ def logra(
     """
     if damping is not None and not damping > 0:
         raise OptionError(f"damping={damping!r} is not allowed: damping must be a number > 0, or None")
+    train, test = given_gradients(train, test, "logra")
     aligned = align(train, test, why_one=_ONE)
     scores = aligned.zeros()
     ((train_rows, test_rows),) = aligned.pairs
@@ -68,8 +70,8 @@ def logra(
         solved = partial(_solved, factors=factors)
         add_products(scores, train_part, test_part, max_memory=max_memory, share=2, of_test=solved)
     text = (
-        "g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where training on the sample lowers the "
-        "test sample's loss"
+        "g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where a small step along "
+        "(H + damping)^-1 g lowers the test sample's loss"
     )
     return aligned.scored("logra", scores, text)
 
@@ -97,12 +99,11 @@ def _factors(
     found: list[tuple[slice, Tensor | None]] = []
     for name, part, moment in zip(names, columns, moments, strict=True):
         moment /= count
-        mean = float(moment.diagonal().mean())
-        if mean == 0:  # its part of every training gradient is 0, and so is its part of every score
+        if not moment.diagonal().any():  # its part of every training gradient is 0, and so is its part of every score
             found.append((part, None))
             continue
         what = f"H of {name!r}, of {count} samples and {len(moment)} columns,"
-        found.append((part, cholesky_factor(moment, 0.1 * mean if damping is None else damping, what)))
+        found.append((part, cholesky_factor(moment, damping, what)))
     return found
 
 

@@ -10,21 +10,32 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
+from lightning_persample.influence._ranking import extremes, ranked
 from lightning_persample.influence.scores import SampleScores
 
 __all__ = ["PairScores"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PairScores:
-    """One score for each pair of a training sample and a test sample.
+    """One score for each pair of a training sample and a test sample; ``print`` shows the extremes of their mean.
 
-    Every score of this package has one sign: positive where training on the sample lowers the test sample's loss.
+    Every score of this package has one sign: positive where, to first order, a small step on the training sample at
+    that checkpoint lowers the test sample's loss. The step is that of the score, as `convention` says. It is no
+    forecast of what retraining without the sample would do.
 
     >>> scores = torch.tensor([[1.0, 0.5], [-2.0, 4.0], [0.0, 0.5]], dtype=torch.float64)
     >>> pairs = PairScores("grad_dot", (3, 5, 8), (0, 1), scores, "positive: helps")
     >>> pairs.top(1), pairs.top(2, test=0)
     ([(5, 1.0)], [(3, 1.0), (8, 0.0)])
+    >>> pairs.bottom(1, test=0)
+    [(5, -2.0)]
+    >>> pairs
+    grad_dot of 3 training samples, mean over 2 test samples
+    index  score
+        5      1
+        3   0.75
+        8   0.25
 
     Attributes:
         name: which score.
@@ -44,6 +55,10 @@ class PairScores:
     unknown: int = 0
     nonfinite: int = 0
 
+    def __repr__(self) -> str:
+        size = f"{len(self.train_index)} training samples, mean over {len(self.test_index)} test samples"
+        return f"{self.name} of {size}{extremes(self.train_index, self.scores.mean(1))}"
+
     def top(self, k: int = 10, *, test: int | None = None) -> list[tuple[int | str, float]]:
         """The training samples with the largest scores, largest first; a score that is nan is left out.
 
@@ -53,18 +68,31 @@ class PairScores:
 
         Returns:
             At most k pairs of index and score.
-
-        Raises:
-            OptionError: `test` is no index of a test sample.
         """
+        return ranked(self.train_index, self._against(test), k)
+
+    def bottom(self, k: int = 10, *, test: int | None = None) -> list[tuple[int | str, float]]:
+        """The training samples with the smallest scores, smallest first: below 0, those that harm most.
+
+        Args:
+            k: how many; a score that is nan is left out.
+            test: index of the test sample whose scores count; None is for the mean over all of them.
+
+        Returns:
+            At most k pairs of index and score.
+        """
+        return ranked(self.train_index, self._against(test), k, largest=False)
+
+    def _against(self, test: int | None) -> Tensor:
+        """The scores against a test sample, or their mean over all, (train,)."""
         if test is None:
-            return self.mean().top(k)
+            return self.scores.mean(1)
         if test not in self.test_index:
             raise OptionError(
                 f"test={test!r} is not the index of a test sample: {len(self.test_index)} have scores, "
                 f"the first of them {', '.join(map(str, self.test_index[:5]))}"
             )
-        return self._scored(self.scores[:, self.test_index.index(test)], 1, self.convention).top(k)
+        return self.scores[:, self.test_index.index(test)]
 
     def mean(self) -> SampleScores:
         """The mean over the test samples, for each training sample.
@@ -77,11 +105,8 @@ class PairScores:
             The scores; `counts` is the number of test samples.
         """
         text = f"mean over {len(self.test_index)} test samples; {self.convention}"
-        return self._scored(self.scores.mean(1), len(self.test_index), text)
-
-    def _scored(self, scores: Tensor, count: int, convention: str) -> SampleScores:
-        counts = torch.full((len(scores),), count)
-        return SampleScores(self.name, self.train_index, scores, counts, convention, self.unknown)
+        counts = torch.full((len(self.train_index),), len(self.test_index))
+        return SampleScores(self.name, self.train_index, self.scores.mean(1), counts, text, self.unknown)
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` of the scores, its index the training samples and its columns the test samples."""

@@ -14,14 +14,22 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.influence._arrow import arrow, compute
+from lightning_persample.influence._ranking import extremes, ranked
 from lightning_persample.influence.ledger import read_ledger
 
 __all__ = ["SampleScores", "el2n", "grand", "self_influence"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SampleScores:
-    """One score for each sample of a dataset.
+    """One score for each sample of a dataset; ``print`` shows the largest and the smallest.
+
+    >>> SampleScores("grand", (2, 5, 7), torch.tensor([2.0, 4.0, 3.0]), torch.tensor([1, 1, 3]), "mean norm")
+    grand of 3 samples
+    index  score
+        5      4
+        7      3
+        2      2
 
     Attributes:
         name: which score.
@@ -42,6 +50,9 @@ class SampleScores:
     def __len__(self) -> int:
         return len(self.index)
 
+    def __repr__(self) -> str:
+        return f"{self.name} of {len(self)} samples{extremes(self.index, self.scores)}"
+
     def top(self, k: int = 10) -> list[tuple[int | str, float]]:
         """The samples with the largest scores, largest first; a score that is nan is left out.
 
@@ -50,15 +61,19 @@ class SampleScores:
 
         Returns:
             At most k pairs of index and score.
-
-        Raises:
-            OptionError: `k` is less than 1.
         """
-        if k < 1:
-            raise OptionError(f"k={k!r} is not allowed: k must be an int >= 1")
-        known = (~self.scores.isnan()).nonzero().flatten()
-        order = known[self.scores[known].argsort(descending=True, stable=True)][:k]
-        return [(self.index[place], float(self.scores[place])) for place in order.tolist()]
+        return ranked(self.index, self.scores, k)
+
+    def bottom(self, k: int = 10) -> list[tuple[int | str, float]]:
+        """The samples with the smallest scores, smallest first; a score that is nan is left out.
+
+        Args:
+            k: how many.
+
+        Returns:
+            At most k pairs of index and score.
+        """
+        return ranked(self.index, self.scores, k, largest=False)
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with the columns index, score and count."""

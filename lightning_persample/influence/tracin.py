@@ -9,16 +9,16 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.influence._alignment import Rows, align, align_steps, learning_rates_of
+from lightning_persample.influence._given_stores import StoreOrPath, given_gradients
 from lightning_persample.influence._products import add_products
 from lightning_persample.influence.pairs import PairScores
-from lightning_persample.influence.store import GradientStore
 
 __all__ = ["tracin", "tracin_cp"]
 
 
 def tracin_cp(
-    train: GradientStore,
-    test: GradientStore,
+    train: StoreOrPath,
+    test: StoreOrPath,
     learning_rates: Sequence[float] | None = None,
     *,
     max_memory: int | None = None,
@@ -32,8 +32,8 @@ def tracin_cp(
     the sum over k of ``eta_k * train.at(k).to_dask().astype("float64") @ test.at(k).to_dask().astype("float64").T``.
 
     Args:
-        train: gradients of the training samples, (n, K) at each checkpoint.
-        test: gradients of the test samples, (m, K), at the same checkpoints.
+        train: gradients of the training samples, (n, K) at each checkpoint; a store or its folder.
+        test: gradients of the test samples, (m, K), at the same checkpoints; a store or its folder.
         learning_rates: eta of each checkpoint, in the order of ``train.checkpoints``; None takes what the stores'
             manifests say.
         max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
@@ -44,6 +44,7 @@ def tracin_cp(
     Reference: Pruthi et al. 2020, Estimating training data influence by tracing gradient descent, section 3,
     arXiv 2002.08484.
     """
+    train, test = given_gradients(train, test, "tracin_cp")
     aligned = align(train, test)
     rates = learning_rates_of(train, test, learning_rates, "tracin_cp")
     scores = aligned.zeros()
@@ -51,15 +52,15 @@ def tracin_cp(
         factors = torch.full((len(train_rows.places),), rate, dtype=torch.float64)
         add_products(scores, train_rows, test_rows, max_memory=max_memory, factors=factors)
     text = (
-        "sum over checkpoints of learning_rate * g . g': positive where steps of SGD on the training sample lower the "
-        "test sample's loss"
+        "sum over checkpoints of learning_rate * g . g': positive where small steps of SGD on the training sample at "
+        "the checkpoints lower the test sample's loss"
     )
     return aligned.scored("tracin_cp", scores, text)
 
 
 def tracin(
-    train: GradientStore,
-    test: GradientStore,
+    train: StoreOrPath,
+    test: StoreOrPath,
     learning_rates: Mapping[int, float] | None = None,
     *,
     max_memory: int | None = None,
@@ -79,8 +80,9 @@ def tracin(
     Cost: ``2 m K`` operations for each row and m test samples.
 
     Args:
-        train: gradients that were written during training, any number of rows of K columns for each sample.
-        test: gradients of the test samples, (m, K) at each step that `train` has rows of.
+        train: gradients that were written during training, any number of rows of K columns for each sample; a
+            store or its folder.
+        test: gradients of the test samples, (m, K) at each step that `train` has rows of; a store or its folder.
         learning_rates: eta of each step; None takes what the rows say.
         max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
 
@@ -93,6 +95,7 @@ def tracin(
     Reference: Pruthi et al. 2020, Estimating training data influence by tracing gradient descent, equation 1,
     arXiv 2002.08484.
     """
+    train, test = given_gradients(train, test, "tracin")
     aligned = align_steps(train, test)
     scores = aligned.zeros()
     for step, (train_rows, test_rows) in zip(aligned.names, aligned.pairs, strict=True):
@@ -106,7 +109,7 @@ def tracin(
         add_products(scores, train_rows, test_rows, max_memory=max_memory, factors=factors)
     text = (
         "sum over the sample's rows of learning_rate * weight * g . g': positive where its own part in the steps of "
-        "SGD lowered the test sample's loss"
+        "SGD lowered the test sample's loss, to first order"
     )
     return aligned.scored("tracin", scores, text)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError
 from lightning_persample.influence._alignment import align
+from lightning_persample.influence._given_stores import StoreOrPath, given_gradients
 from lightning_persample.influence._inverse import cholesky_factor, second_moments
 from lightning_persample.influence._products import add_products
 from lightning_persample.influence.pairs import PairScores
@@ -50,9 +51,9 @@ def correct_class_margin(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def trak(
-    train: GradientStore,
-    test: GradientStore,
-    damping: float = 0.0,
+    train: StoreOrPath,
+    test: StoreOrPath,
+    damping: float | None = None,
     *,
     one_minus_p: str = "one_minus_p",
     max_memory: int | None = None,
@@ -69,9 +70,11 @@ def trak(
     Cost, for each checkpoint: ``2 n K^2 + K^3 / 3 + 2 m K^2 + 2 n m K`` operations for n training and m test samples.
 
     Args:
-        train: margin gradients of the training samples, (n, K) at each checkpoint.
-        test: margin gradients of the test samples, (m, K), at the same checkpoints.
-        damping: what is added to the diagonal of ``Phi^T Phi``, 0 or more.
+        train: margin gradients of the training samples, (n, K) at each checkpoint; a store or its folder.
+        test: margin gradients of the test samples, (m, K), at the same checkpoints; a store or its folder.
+        damping: what is added to the diagonal of ``Phi^T Phi``, 0 or more; None adds a tenth of the mean of its
+            eigenvalues, at each checkpoint its own. With 0 it has no inverse where the logits are of a layer with bias,
+            as the gradients of a margin sum to 0 over the logits, or where samples are fewer than columns.
         one_minus_p: the column of the training store that has 1 - p, in [0, 1].
         max_memory: bytes for what is held at a time besides the scores and two matrices (K, K); None reads blocks of
             64 MiB.
@@ -85,8 +88,9 @@ def trak(
     Reference: Park et al. 2023, TRAK: attributing model behavior at scale, section 3,
     arXiv 2303.14186.
     """
-    if not damping >= 0:
-        raise OptionError(f"damping={damping!r} is not allowed: damping must be a number >= 0")
+    if damping is not None and not damping >= 0:
+        raise OptionError(f"damping={damping!r} is not allowed: damping must be a number >= 0, or None")
+    train, test = given_gradients(train, test, "trak")
     if one_minus_p not in train.manifest.columns:
         raise OptionError(
             f"the train store has no column {one_minus_p!r}, the 1 - p of each sample that trak needs: collect it "
@@ -110,8 +114,8 @@ def trak(
         )
     models = len(aligned.pairs)
     text = (
-        "(1 - p) phi^T (Phi^T Phi)^-1 phi': positive where training on the sample raises the test sample's margin, and "
-        "so lowers its loss"
+        "(1 - p) phi^T (Phi^T Phi + damping)^-1 phi': positive where a small step along "
+        "(Phi^T Phi + damping)^-1 phi raises the test sample's margin, and so lowers its loss"
     )
     return aligned.scored("trak", (mistaken / models)[:, None] * (kernel / models), text)
 

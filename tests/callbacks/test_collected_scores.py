@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_persample import PerSampleGradientWriter, Projection, collect_gradients
+from lightning_persample import (
+    PerSampleError,
+    PerSampleGradientWriter,
+    Projection,
+    UnsupportedError,
+    collect_gradients,
+)
 from lightning_persample.influence import GradientStore, less, tracin, tracin_cp
 from tests.callbacks.collect_runs import Net, Rows, joined, loader, loop
 from tests.callbacks.runs import make_trainer
@@ -48,6 +55,10 @@ def test_tracin_of_a_training(tmp_path):
     found = tracin(train, test)
     assert (found.train_index, found.test_index) == (tuple(range(12)), tuple(range(5)))
     torch.testing.assert_close(found.scores, expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(UnsupportedError, match="the train store has rows of 6 steps, 0, 1, 2, 3, 4 and 1 more, and no"):
+        tracin_cp(train, test)
+    with pytest.raises(PerSampleError, match="is a ledger and no store of gradients"):
+        tracin(tmp_path / "ledger", test)
 
 
 def test_tracin_cp_and_less_of_checkpoints(tmp_path):

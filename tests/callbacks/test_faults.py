@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_persample import Outer, PerSampleGradientMonitor
 from lightning_persample.callbacks import _second_engine
-from lightning_persample.engine import collector
+from lightning_persample.engine import collector, rows
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from lightning_persample.gradients.cost import CPU_MEMORY_BUDGET, memory_budget
 from lightning_persample.rules import registry
@@ -167,10 +167,14 @@ def test_too_little_memory_gives_up_the_step_and_training_goes_on(kind, where, r
         calls.append(args)
         raise torch.OutOfMemoryError("out of memory")
 
+    def short_way(grads):  # which leaves it to the general one
+        raise torch.OutOfMemoryError("out of memory")
+
     if where == "rule":
         rule_of_linear(out_of_memory)
     elif where == "sq_norm":
         monkeypatch.setattr(collector, "sq_norms", out_of_memory)
+        monkeypatch.setattr(rows, "dense_sq_norm", short_way)
     else:
         monkeypatch.setattr(Outer, where, out_of_memory)
     recorder = Recorder(1, quantities=BOTH if where == "dense" else ("sq_norm",))

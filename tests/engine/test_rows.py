@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_persample.engine import expanded_weights, reporting
 from lightning_persample.rules import register_rule, registry
@@ -161,3 +162,107 @@ def test_what_is_said_of_a_loss_names_its_own_line():
             marks.append(seen._dispatcher.marks.get(step()).reason)
     lines = [int(reason.rsplit(":", 1)[1].strip(" )")) for reason in marks]
     assert lines[1] == lines[0] + 1
+
+
+def test_norms_follow_a_change_in_place_and_are_each_readers_own():
+    module, x = Linear(plain), torch.randn(B, D, dtype=torch.float64)
+    with expanded_weights(module, x) as seen:
+        squares(module, x).backward()
+    first = seen.record.norms()
+    seen.record.norms().zero_()
+    assert torch.equal(seen.record.norms(), first)
+    seen.record.sq_norms["bias"].zero_()
+    torch.testing.assert_close(seen.record.norms(), seen.record.sq_norms["weight"].sqrt())
+
+
+@pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(P)], ids=["one", "each"])
+def test_a_bias_that_is_broadcast(bias):
+    module = Linear(plain, dtype=torch.float64)
+    module.bias = nn.Parameter(bias.double())
+    assert_exact(module, squares, (torch.randn(B, D, dtype=torch.float64),))
+
+
+class Inside(nn.Module):
+    """Differentiates by torch.func inside its forward; what the layer meets is not wrapped."""
+
+    def __init__(self, transform: str) -> None:
+        super().__init__()
+        self.layer, self.transform = nn.Linear(D, P, dtype=torch.float64), transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        def function(t: Tensor) -> Tensor:
+            return (self.layer(x) * t).sum()
+
+        t = torch.ones((), dtype=torch.float64)
+        if self.transform == "jvp":
+            return self.layer(x) + torch.func.jvp(function, (t,), (t,))[1].detach()
+        return self.layer(x) + getattr(torch.func, self.transform)(function)(t).detach()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # (torch's own, of forward differentiation)
+@pytest.mark.parametrize("transform", ["grad", "jvp", "jacrev", "jacfwd", "hessian"])
+def test_a_layer_inside_a_transform_runs_as_without(transform):
+    module, x = Inside(transform), torch.randn(B, D, dtype=torch.float64)
+    expected = module(x)
+    with expanded_weights(module, x, unsupported="ignore") as seen:
+        found = module(x)
+        found.square().sum(-1).mean().backward()
+    assert torch.equal(found, expected)
+    assert seen.record.coverage in (0.0, 1.0)
+
+
+def test_tensors_without_values_pass():
+    module, x, y = nn.Linear(D, P), torch.randn(B, D), torch.zeros(B, dtype=torch.int64)
+    with expanded_weights(module, (x, y), unsupported="ignore") as seen:
+        loss = F.cross_entropy(module(x), y)
+        shape = F.linear(x.to("meta"), module.weight.detach().to("meta")).shape
+        loss.backward()
+    assert shape == (B, P)
+    assert set(seen.record.sq_norms) == {"weight", "bias"}
+    for device in ("cpu", "meta"):  # of one layout
+        other, batch = module.to(device), (x.to(device), y.to(device))
+        with expanded_weights(other, batch) as seen:
+            F.cross_entropy(other(batch[0]), batch[1]).backward()
+        assert seen.record.norms().shape == (B,)
+
+
+def test_a_hook_registered_inside_the_step_is_seen():
+    module, x = Linear(plain), torch.randn(B, D, dtype=torch.float64)
+    with expanded_weights(module, x, unsupported="ignore") as seen:
+        loss = squares(module, x)
+        handle = module.weight.register_hook(lambda grad: 2 * grad)
+        loss.backward()
+    handle.remove()
+    assert "a hook registered on it changes its gradient" in seen.record.unsupported["weight"]
+
+
+def test_a_weight_that_a_recomputation_derives_another_from_is_named():
+    class Twice(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            again = checkpoint(lambda h: F.linear(h, self.weight * 2), x.requires_grad_(), use_reentrant=True)
+            return plain(self, x) + again
+
+    module, x = Twice(plain), torch.randn(B, D, dtype=torch.float64)
+    with expanded_weights(module, x, unsupported="ignore") as seen:
+        squares(module, x).backward()
+    record = seen.record
+    if "weight" in record.sq_norms:
+        for place in range(B):
+            module.zero_grad()
+            squares(module, x[place][None].detach()).backward()
+            torch.testing.assert_close(record.sq_norms["weight"][place], module.weight.grad.square().sum())
+    else:
+        assert "activation checkpointing" in record.unsupported["weight"]
+
+
+def test_an_engine_that_is_replaced_later_runs_the_backward(monkeypatch):
+    module, x = Linear(plain), torch.randn(B, D, dtype=torch.float64)
+    with expanded_weights(module, x):
+        squares(module, x).backward()
+    calls, engine = [], torch.autograd._engine_run_backward
+    monkeypatch.setattr(
+        torch.autograd, "_engine_run_backward", lambda *args, **kwargs: calls.append(1) or engine(*args, **kwargs)
+    )
+    with expanded_weights(module, x):
+        squares(module, x).backward()
+    assert calls == [1]

@@ -162,6 +162,7 @@ def test_numbers_by_hand(tmp_path):
                 for number, values in enumerate(parts)
             ],
             checkpoints=described,
+            settings={"direction": "adam" if side == "train" else None},
         )
         for side, parts in sides.items()
     )
@@ -173,9 +174,21 @@ def test_directions_in_place_of_test_gradients_are_refused(checkpoints):
         less(checkpoints[1], checkpoints[0])
 
 
+@pytest.mark.parametrize("settings", [{}, {"direction": None}])
+def test_gradients_in_place_of_train_directions_are_refused(tmp_path, settings):
+    store = simple(tmp_path / "store", [[1.0]], settings=settings)
+    text = (
+        "the train store was written with direction=None, but of training samples less takes what Adam would step "
+        "along: collect them with direction='adam'"
+    )
+    with pytest.raises(OptionError, match=text):
+        less(store, store)
+
+
 def test_rates_are_needed(tmp_path):
-    store = simple(tmp_path / "store", [[1.0]], checkpoints=[{"step": 5}])
+    train = simple(tmp_path / "train", [[1.0]], checkpoints=[{"step": 5}], settings={"direction": "adam"})
+    test = simple(tmp_path / "test", [[1.0]], checkpoints=[{"step": 5}])
     with pytest.raises(
         OptionError, match=r"step 5 is in neither manifest: pass less\(\.\.\., learning_rates=\[\.\.\.\]\)"
     ):
-        less(store, store)
+        less(train, test)

@@ -26,6 +26,44 @@ def test_top_without_a_test_sample_is_of_the_mean():
     assert pairs().top(2) == [(5, 1.0), (3, 0.75)]
 
 
+def test_bottom_is_the_smallest_first_without_nan():
+    assert pairs().bottom(3, test=0) == [(5, -2.0), (8, 0.0), (3, 1.0)]
+    assert pairs().bottom(test=4) == [(3, 0.5), (8, 0.5), (5, 4.0)]
+    assert pairs().bottom(2) == [(8, 0.25), (3, 0.75)]
+
+
+def test_a_few_scores_are_printed_all_and_nan_is_counted():
+    assert repr(pairs()) == (
+        "grad_dot of 4 training samples, mean over 2 test samples\n"
+        "index  score\n"
+        "    5      1\n"
+        "    3   0.75\n"
+        "    8   0.25\n"
+        "nan: 1 of 4 samples"
+    )
+
+
+def test_many_scores_are_printed_by_the_three_largest_and_smallest():
+    scores = torch.tensor([[3.0], [-1.5], [1234.5678], [0.0], [1e-9], [-7.0], [2.0]], dtype=torch.float64)
+    found = PairScores("tracin", (3, 5, 8, 90, 100, 2000, 2001), (0,), scores, "positive: helps")
+    assert str(found) == (
+        "tracin of 7 training samples, mean over 1 test samples\n"
+        "index  score\n"
+        "    8   1235\n"
+        "    3      3\n"
+        " 2001      2\n"
+        "  ...    ...\n"
+        "   90      0\n"
+        "    5   -1.5\n"
+        " 2000     -7"
+    )
+
+
+def test_without_a_number_there_is_no_table():
+    found = PairScores("tracin", (3, 5), (0,), torch.full((2, 1), math.nan), "positive: helps")
+    assert repr(found) == "tracin of 2 training samples, mean over 1 test samples\nnan: 2 of 2 samples"
+
+
 def test_mean_over_the_test_samples():
     found = pairs().mean()
     assert (found.name, found.index, found.unknown) == ("grad_dot", (3, 5, 8, 9), 2)
@@ -47,5 +85,9 @@ def test_a_test_sample_without_scores_is_refused():
         OptionError, match=r"test=3 is not the index of a test sample: 2 have scores, the first .* 0, 4"
     ):
         pairs().top(test=3)
+    with pytest.raises(OptionError, match="test=3 is not the index of a test sample"):
+        pairs().bottom(test=3)
     with pytest.raises(OptionError, match="k=0 is not allowed"):
         pairs().top(0)
+    with pytest.raises(OptionError, match="k=0 is not allowed"):
+        pairs().bottom(0)

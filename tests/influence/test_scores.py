@@ -35,6 +35,32 @@ def test_self_influence_is_the_sum_of_rate_times_squared_norm():
     assert len(found) == 3
 
 
+def test_bottom_is_the_smallest_first():
+    found = self_influence(table(norm=[1.0, 2.0, math.nan, 4.0, 5.0]))
+    assert found.bottom(1) == [(2, 2.0)]
+    assert found.bottom() == [(2, 2.0), (5, 4.0)]
+    assert [index for index, _ in grand(table(norm=[1.0] * 5)).bottom()] == [2, 5, 7]
+    with pytest.raises(OptionError, match="k=0 is not allowed"):
+        found.bottom(0)
+
+
+def test_scores_are_printed_as_a_short_table():
+    assert repr(self_influence(table())) == (
+        "self_influence of 3 samples\nindex  score\n    7  5.875\n    5      4\n    2      2"
+    )
+    named = grand(
+        table(sample_index=["a long name", "b", "a long name", "e", "g"], norm=[1.0, 2.0, 1.0, math.nan, 0.5])
+    )
+    assert repr(named) == (
+        "grand of 4 samples\n"
+        "      index  score\n"
+        "          b      2\n"
+        "a long name      1\n"
+        "          g    0.5\n"
+        "nan: 1 of 4 samples"
+    )
+
+
 def test_the_weighted_form_has_the_weight_in_the_step():
     found = self_influence(table(), weighted=True)
     assert found.scores.tolist() == [1.0, 2.0, 0.25 + 1.125 + 3.125]

@@ -177,8 +177,10 @@ def test_the_step_of_a_checkpoint_stands_for_that_of_its_rows(tmp_path):
 def test_steps_without_test_gradients_are_refused(run):
     part = run["at_steps"].select(run["at_steps"].rows["step"] != 4)
     text = (
-        r"the train store has rows of 6 steps, 0, 1, 2, 3, 4 and 1 more, and the test store has none of 1 of these, 4: "
-        r"collect the test gradients at the checkpoints of these steps, or leave the rows out with train\.select"
+        r"the train store has rows of 6 steps, 0, 1, 2, 3, 4 and 1 more, and the test store has none of 1 of these, 4, "
+        r"but of 0, 1, 2, 3, 5: collect the test gradients at checkpoints of these steps, or leave the rows out with "
+        r"train\.select\(\.\.\.\)\. A checkpoint of step t is one that is saved before step t, after t steps, as in "
+        r"on_train_batch_start; ModelCheckpoint saves after a step, so that it has none of step 0$"
     )
     with pytest.raises(PerSampleError, match=text):
         tracin(run["in_run"], part)

@@ -44,7 +44,9 @@ def models(tmp_path_factory):
     return train, store_of(folder / "test", test_parts, **options), parts
 
 
-def dense(phi, test_phi, damping):
+def dense(phi, test_phi, damping=None):
+    if damping is None:
+        damping = 0.1 * torch.linalg.eigvalsh(phi.T @ phi).mean()
     inverse = torch.linalg.inv(phi.T @ phi + damping * torch.eye(phi.shape[1], dtype=phi.dtype))
     return phi @ inverse @ test_phi.T
 
@@ -53,7 +55,7 @@ def test_one_model_is_the_dense_formula(models):
     train, test, ((phi, mistaken, test_phi), _) = models
     found = trak(train.at(0), test.at(0), 0.1)
     torch.testing.assert_close(found.scores, mistaken[:, None] * dense(phi, test_phi, 0.1), rtol=1e-9, atol=1e-11)
-    assert found.convention.startswith("(1 - p) phi^T (Phi^T Phi)^-1 phi': positive where")
+    assert found.convention.startswith("(1 - p) phi^T (Phi^T Phi + damping)^-1 phi': positive where")
 
 
 def test_several_models_are_the_mean_of_the_kernels_times_the_mean_of_one_minus_p(models):
@@ -63,12 +65,35 @@ def test_several_models_are_the_mean_of_the_kernels_times_the_mean_of_one_minus_
     torch.testing.assert_close(trak(train, test, 0.1).scores, mistaken[:, None] * kernel, rtol=1e-9, atol=1e-11)
 
 
+def test_the_damping_by_default_is_a_tenth_of_the_mean_eigenvalue_of_each_model(models):
+    train, test, parts = models
+    kernel = sum(dense(phi, test_phi) for phi, _, test_phi in parts) / 2
+    mistaken = sum(mistaken for _, mistaken, _ in parts) / 2
+    torch.testing.assert_close(trak(train, test).scores, mistaken[:, None] * kernel, rtol=1e-9, atol=1e-11)
+
+
+def test_a_layer_with_bias_has_no_inverse_without_damping_and_one_by_default(tmp_path):
+    """The margin does not change where the same is added to all logits, however many samples there are."""
+    module = net().requires_grad_(False)
+    module[2].requires_grad_(True)
+    head = torch.nn.Sequential(module[2])
+    inputs, targets = data(200, 3)
+    phi = sample_grads(head, module[:2](inputs), targets, margin)
+    assert phi[:, 8:].sum(1).abs().max() < 1e-12
+    rows = {"sample_index": torch.arange(200), "one_minus_p": 0.5}
+    train = store_of(tmp_path / "train", [(phi, rows)], columns=("one_minus_p",))
+    test = simple(tmp_path / "test", phi[:3].tolist())
+    with pytest.raises(PerSampleError, match=r"Phi.T Phi of 200 samples and 10 columns has no inverse with damping=0:"):
+        trak(train, test, 0)
+    torch.testing.assert_close(trak(train, test).scores, 0.5 * dense(phi, phi[:3]), rtol=1e-9, atol=1e-11)
+
+
 def test_without_damping_of_more_samples_than_columns(tmp_path):
     generator = torch.Generator().manual_seed(0)
     phi, test_phi = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (8, 2))
     rows = {"sample_index": torch.arange(8), "wrong": torch.linspace(0, 1, 8)}
     train = store_of(tmp_path / "train", [(phi, rows)], columns=("wrong",))
-    found = trak(train, simple(tmp_path / "test", test_phi.tolist()), one_minus_p="wrong")
+    found = trak(train, simple(tmp_path / "test", test_phi.tolist()), 0, one_minus_p="wrong")
     expected = torch.linspace(0, 1, 8).double()[:, None] * dense(phi, test_phi, 0)
     torch.testing.assert_close(found.scores, expected, rtol=1e-6, atol=1e-9)
 
@@ -83,6 +108,9 @@ def test_numbers_by_hand(tmp_path):
     train = hand(tmp_path, [[2.0, 0.0], [0.0, 1.0], [1.0, 0.0]], [0.5, 0.25, 1.0])
     found = trak(train, simple(tmp_path / "test", [[10.0, 4.0]]), 1.0)  # Phi^T Phi + I = diag(6, 2)
     expected = [[0.5 * 2 * 10 / 6], [0.25 * 1 * 4 / 2], [1.0 * 1 * 10 / 6]]
+    torch.testing.assert_close(found.scores, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+    found = trak(train, simple(tmp_path / "other", [[10.0, 4.0]]))  # mean eigenvalue 3, so diag(5.3, 1.3)
+    expected = [[0.5 * 2 * 10 / 5.3], [0.25 * 1 * 4 / 1.3], [1.0 * 1 * 10 / 5.3]]
     torch.testing.assert_close(found.scores, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
@@ -122,11 +150,17 @@ def test_a_row_that_is_not_finite_is_left_out_of_the_others_scores(tmp_path):
         (
             [[1.0, 2.0]],
             [0.5],
-            {},
+            {"damping": 0.0},
             PerSampleError,
             "Phi.T Phi of 1 samples and 2 columns has no inverse with damping=0.0",
         ),
-        ([[1.0, 0.0]] * 3, [0.5] * 3, {}, PerSampleError, r"pass a larger one, for example damping=0.15, a tenth of"),
+        (
+            [[1.0, 0.0]] * 3,
+            [0.5] * 3,
+            {"damping": 0},
+            PerSampleError,
+            r"pass a larger one, for example damping=0.15, a",
+        ),
         (
             [[1.0, 2.0], [0.0, 1.0]],
             [0.5, 1.5],
@@ -135,8 +169,21 @@ def test_a_row_that_is_not_finite_is_left_out_of_the_others_scores(tmp_path):
             "1 of 2 rows .* 'one_minus_p', as sample 1 has 1.5: trak",
         ),
         ([[1.0]], [math.nan], {}, OptionError, "sample 0 has nan: trak needs 1 - p"),
-        ([[1.0]], [0.5], {"damping": -1.0}, OptionError, "damping=-1.0 is not allowed: damping must be a number >= 0"),
+        (
+            [[1.0]],
+            [0.5],
+            {"damping": -1.0},
+            OptionError,
+            "damping=-1.0 is not allowed: damping must be .* >= 0, or None",
+        ),
         ([[1.0]], [0.5], {"one_minus_p": "p"}, OptionError, "no column 'p', the 1 - p .* Its columns are one_minus_p"),
+        (
+            [[0.0, 0.0]],
+            [0.5],
+            {},
+            PerSampleError,
+            "Phi.T Phi of 1 samples and 2 columns is 0, and so is every",
+        ),
         ([[math.nan]], [0.5], {}, PerSampleError, "none of the 1 gradients of the train store is finite"),
     ],
 )

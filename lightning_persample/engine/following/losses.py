@@ -51,7 +51,7 @@ def every_target_counts(op: object, args: Sequence[Any], kwargs: Mapping[str, An
         False where targets are classes and one of them is ignored.
     """
     target = args[1] if len(args) > 1 else kwargs["target"]
-    if op not in _CLASS_LOSSES or target.is_floating_point():
+    if op not in _CLASS_LOSSES or target.is_floating_point() or target.is_meta:  # (which has no values)
         return True
     ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
     return bool((target != ignored).all())
