@@ -153,10 +153,7 @@ class Collecting(LightningModule):
             there = read_store_manifest(self._dirpath)
             data = data if there.settings.get("data") is not None else None
             before: list[Mapping[str, Any]] = [*there.checkpoints, *checkpoints[len(there.checkpoints) :]]
-            checkpoints = tuple(
-                {**now, "path": was.get("path")} if now["weights"] == was.get("weights") else now
-                for now, was in zip(checkpoints, before, strict=False)
-            )  # where a file is, or was when it had these weights, is no part of what it holds
+            checkpoints = tuple(_as_before(now, was) for now, was in zip(checkpoints, before, strict=False))
         return replace(
             self._manifest,
             settings={**self._manifest.settings, "data": data},
@@ -194,7 +191,8 @@ class Collecting(LightningModule):
             found = self._gradients.of(batch, fetched.number, wanted, size, scale, self._adam)
         checkpoint = self._manifest.checkpoints[fetched.place]
         step, rate = checkpoint["step"], checkpoint["learning_rate"]
-        self._writer.add(
+        self._write(
+            self._writer.add,
             found.values,
             {
                 "sample_index": index[found.samples],
@@ -235,7 +233,16 @@ class Collecting(LightningModule):
     def write(self) -> None:
         """Write the rows that wait."""
         if self._writer is not None:
-            self._writer.flush()
+            self._write(self._writer.flush)
+
+    def _write(self, write: Callable[..., None], *given: Any) -> None:
+        try:
+            write(*given)
+        except OSError as error:
+            raise PerSampleError(
+                f"the gradients in dirpath={str(self._dirpath)!r} cannot be written: {error}. What was written before "
+                "is whole: make room and repeat the call, which goes on there"
+            ) from error
 
     def on_before_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
         """As the module does it."""
@@ -254,6 +261,14 @@ class Collecting(LightningModule):
         if not isinstance(self.module, LightningModule):
             return super().on_after_batch_transfer(batch, dataloader_idx)
         return batch._replace(batch=self.module.on_after_batch_transfer(batch.batch, dataloader_idx))
+
+
+def _as_before(now: dict[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint as the store describes it, if the weights are the same, for a state dict tells less than a file."""
+    if now["weights"] != was.get("weights"):
+        return now
+    known = [name for name in ("step", "learning_rate") if now[name] is None or was.get(name) is None]
+    return {**now, **{name: was.get(name) for name in ("path", *known)}}
 
 
 class WritesInAnyCase(Callback):

@@ -119,7 +119,9 @@ class SamplesOnce:
             PerSampleError: a sample has no row at one of the checkpoints.
         """
         expected = self.indices()
-        for place in range(0 if expected is None else places):
+        if expected is None:
+            return
+        for place in range(places):
             missing = np.setdiff1d(expected, rows["sample_index"][rows["checkpoint"] == place]).tolist()
             if missing:
                 more = ", ..." if missing[_NAMED:] else ""

@@ -144,6 +144,9 @@ def collect_gradients(
             f"{', '.join(f'`{name}`' for name in refused)}: gradients of complex parameters are not stored, but "
             "only real ones: leave them out with parameters=[...], the names of all others"
         )
+    frozen = [name for name, parameter in known.items() if parameter.is_inference()]
+    if frozen:
+        raise OptionError(f"`{frozen[0]}` was made under torch.inference_mode and has no gradient: make it outside")
     shapes = {name: known[name].shape for name in chosen}
     columns = {} if columns is None else dict(columns)
     trainer = quiet_trainer() if trainer is None else trainer
@@ -168,7 +171,12 @@ def collect_gradients(
         raise UnsupportedError(f"{held}: gradients are collected on one device, or under strategy='ddp'")
     required = dict.fromkeys(chosen, True)
     trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    with borrowed(trainer, [WritesInAnyCase()]), untouched(module), requiring_gradients(module, required):
+    with (
+        torch.inference_mode(False),
+        borrowed(trainer, [WritesInAnyCase()]),
+        untouched(module),
+        requiring_gradients(module, required),
+    ):
         collecting = Collecting(
             module,
             samples,

@@ -244,6 +244,8 @@ class GradientStore:
     def _cut(self, max_memory: int | None, dtype: str, held: int) -> list[tuple[int, int]]:
         """Rows from start to stop that are read at once: as they are stored, and as they are given `held` times."""
         each = self.num_columns * (np.dtype(self.manifest.dtype).itemsize + held * np.dtype(dtype).itemsize)
+        if not isinstance(max_memory, int | None):
+            raise OptionError(f"max_memory={max_memory!r} is not allowed: it must be None or an int, in bytes")
         limit = max(_BLOCK_BYTES, each) if max_memory is None else max_memory
         if limit < each:
             raise OptionError(

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_persample import OptionError, PerSampleError, PerSampleWarning, collect_gradients
 from lightning_persample.callbacks._samples_once import SamplesOnce
 from lightning_persample.influence import GradientStore
+from lightning_persample.influence.store import StoreWriter
 from tests.callbacks.collect_runs import COUNT, Net, Rows, joined, loop, stored
 from tests.callbacks.runs import make_trainer
 from tests.callbacks.test_collect_again import FULL, StopsAt, assert_equal
@@ -105,3 +106,43 @@ def test_a_store_that_lacks_samples_is_named():
         samples.check_complete(np.delete(rows, [3, 4]), 1)
     with pytest.raises(PerSampleError, match=r"22 samples have no row at checkpoint 1: 0, 1, 2, 3, 4, 5, 6, 7, ..."):
         samples.check_complete(rows, 2)
+
+
+@pytest.mark.parametrize("is_file_first", [True, False])
+def test_a_file_and_a_state_dict_of_the_same_weights_go_on(is_file_first, tmp_path, monkeypatch):
+    module, trainer = Net(), make_trainer(max_epochs=1)
+    trainer.fit(module, tensors())
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    monkeypatch.chdir(tmp_path)
+    sources = ["saved.ckpt", tmp_path / "saved.ckpt", module.state_dict()]
+    stops = StopsAt(2)
+    for source in sources if is_file_first else sources[::-1]:
+        if stops.times >= 0:
+            with pytest.raises(KeyError):
+                collect_gradients(Net(), tensors(), "store", loss=stops, checkpoints=[source], **FULL)
+            stops.times = -1
+            continue
+        with pytest.warns(PerSampleWarning, match="rows already, which are kept; loss "):
+            store = collect_gradients(Net(), tensors(), "store", loss=stops, checkpoints=[source], **FULL)
+    assert_equal(stored(store), joined(loop(module, Rows())))
+    assert set(store.rows["step"].tolist()) == {6 if is_file_first else -1}
+
+
+def test_it_runs_in_inference_mode(tmp_path):
+    module, data = Net(), tensors()
+    with torch.inference_mode():
+        store = collect_gradients(module, data, tmp_path, **FULL)
+        with pytest.raises(OptionError, match=r"`first.weight` was made under torch.inference_mode"):
+            collect_gradients(Net(), data, tmp_path, **FULL)
+    assert_equal(stored(store), joined(loop(Net(), Rows())))
+
+
+def test_a_full_disk_names_the_folder_and_the_call_goes_on(tmp_path, monkeypatch):
+    def full(self):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "flush", full)
+        with pytest.raises(PerSampleError, match=f"dirpath='{tmp_path}' cannot be written: .*No space left"):
+            collect_gradients(Net(), tensors(), tmp_path, **FULL)
+    assert_equal(stored(collect_gradients(Net(), tensors(), tmp_path, **FULL)), joined(loop(Net(), Rows())))

@@ -170,6 +170,7 @@ def test_what_a_store_does_not_have_is_named(store):
         (lambda: store.select([32]), r"a mask of shape \(32,\), or positions from 0 to 31"),
         (lambda: store.select([True]), r"rows are bool of shape \(1,\)"),
         (lambda: list(store.blocks(max_memory=100)), "does not hold one row of 20 numbers; it takes 240 bytes"),
+        (lambda: list(store.blocks(max_memory="1GB")), "max_memory=.1GB. is not allowed: it must be None or an int"),
         (lambda: list(store.blocks(dtype=torch.float16)), "allowed is None, torch.float32 or torch.float64"),
     ):
         with pytest.raises(OptionError, match=text):
