@@ -122,7 +122,7 @@ def test_batches_whose_samples_are_partly_there(tmp_path):
     with pytest.raises(KeyError):
         collect_gradients(Net(), DataLoader(Stream(), 3), tmp_path, **options)
     assert len(GradientStore(tmp_path)) == 3
-    with pytest.warns(PerSampleWarning, match="holds 3 rows already, kept; the data, loss .* are not compared"):
+    with pytest.warns(PerSampleWarning, match="holds 3 rows already, .*; the data, loss .* are not compared"):
         store = collect_gradients(Net(), DataLoader(Stream(), 4), tmp_path, **options)
     assert asked[2] == [100, 101, 102, 103]
     assert store.rows["sample_index"].tolist() == list(range(100, 110))
