@@ -171,7 +171,7 @@ def test_a_checkpoint_that_was_moved_is_the_same(tmp_path):
 
 
 def test_a_folder_of_another_kind_is_refused(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"format": "ledger"}')
+    (tmp_path / "_manifest.json").write_text('{"format": "ledger"}')
     with pytest.raises(PerSampleError, match="manifest"):
         collect_gradients(Net(), loader(), tmp_path, **FULL)
 
