@@ -89,7 +89,7 @@ def test_of_data_that_cannot_be_told_rows_are_kept_with_a_warning_or_overwritten
 def test_a_store_that_does_not_know_its_data_goes_on(tmp_path):
     data = DataLoader(tensors(Rows()), 4)
     collect_gradients(Net(), data, tmp_path, **FULL)
-    path = tmp_path / "manifest.json"
+    path = tmp_path / "_manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["settings"]["data"]
     path.write_text(json.dumps(manifest))
