@@ -110,8 +110,8 @@ def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
     if train.manifest.settings.get("step_unit", "optimizer steps") != "optimizer steps":
         raise UnsupportedError(
             f"the rows of the train store count {train.manifest.settings['step_unit']}, as those of manual "
-            "optimization do, and checkpoints count optimizer steps: tracin cannot tell which weights a row was taken at; collect "
-            "gradients at checkpoints and use tracin_cp"
+            "optimization do, and checkpoints count optimizer steps: tracin cannot tell which weights a row was taken "
+            "at; collect gradients at checkpoints and use tracin_cp"
         )
     train, train_unknown = _known(train, "train")
     test, test_unknown = _known(test, "test")
