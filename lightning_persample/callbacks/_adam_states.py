@@ -89,6 +89,14 @@ def adam_states(
             "direction='adam' needs the state of the optimizer, which a checkpoint does not have: pass the path of one "
             "that ModelCheckpoint saved, without save_weights_only"
         )
+    held = sorted({key for state in states for each in state["state"].values() for key in each})
+    if not {"exp_avg", "exp_avg_sq"} <= set(held):
+        has_not_stepped = not held and any("betas" in group for state in states for group in state["param_groups"])
+        raise UnsupportedError(
+            "direction='adam': the optimizer of the checkpoint keeps no Adam state (its state holds "
+            f"{', '.join(held) or 'nothing'}): "
+            + ("it has made no step yet, pass a later checkpoint" if has_not_stepped else "pass one of Adam or AdamW")
+        )
     parameters = dict(module.named_parameters())
     found: dict[str, AdamState] = {}
     orders = _orders(states, module, trainer)

@@ -43,6 +43,9 @@ class Checkpoints:
 
         Returns:
             The checkpoint of a Trainer, or a state dict; None for the module as it is.
+
+        Raises:
+            OptionError: there is no such file, or it cannot be read.
         """
         if self._sources is None:
             return None
@@ -50,7 +53,17 @@ class Checkpoints:
         if isinstance(source, Mapping):
             return source
         options = {} if self._weights_only is None else {"weights_only": self._weights_only}
-        found: Mapping[str, Any] = trainer.strategy.load_checkpoint(os.fspath(source), **options)
+        try:
+            found: Mapping[str, Any] = trainer.strategy.load_checkpoint(os.fspath(source), **options)
+        except FileNotFoundError:
+            raise OptionError(f"checkpoints[{place}]={os.fspath(source)!r}: no such file") from None
+        except OSError as error:
+            raise OptionError(f"checkpoints[{place}]={os.fspath(source)!r} cannot be read: {error}") from error
+        if not isinstance(found, Mapping):
+            raise OptionError(
+                f"checkpoints[{place}]={os.fspath(source)!r} holds a {type(found).__name__}; allowed is what a Trainer "
+                "saved, or a state dict"
+            )
         return found
 
     def load(self, checkpoint: Mapping[str, Any] | None, module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,8 @@ from lightning_persample.callbacks._gradient_values import layout_of, values_of
 from lightning_persample.engine import PerSampleRecord
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients.projection import Projection
-from lightning_persample.influence._files import MANIFEST
+from lightning_persample.influence._files import MANIFEST, remove_partial_files
+from lightning_persample.influence._shards import remove_uncounted, shards_of
 from lightning_persample.influence._store_manifest import difference
 from lightning_persample.influence.store import (
     ParameterColumns,
@@ -26,7 +27,28 @@ from lightning_persample.influence.store import (
     write_store_manifest,
 )
 
-__all__ = ["GradientRows"]
+__all__ = ["GradientRows", "remove_other_gradients"]
+
+
+def remove_other_gradients(dirpath: Path, runs: Collection[str]) -> None:
+    """Remove the store of gradients that another run left; of several processes one alone calls this.
+
+    Args:
+        dirpath: the folder of the store, which need not be there.
+        runs: whose store stays.
+    """
+    if not dirpath.is_dir():
+        return
+    manifest = dirpath / MANIFEST
+    if manifest.exists() and read_store_manifest(dirpath).run in runs:
+        return
+    manifest.unlink(missing_ok=True)  # first, so that a part of a store is not taken for the whole
+    remove_partial_files(dirpath)
+    for shard in shards_of(dirpath):
+        shard.rows.unlink()
+    remove_uncounted(dirpath)
+    if not any(dirpath.iterdir()):
+        dirpath.rmdir()
 
 
 class _Captured(NamedTuple):

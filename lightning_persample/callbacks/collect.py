@@ -123,9 +123,7 @@ def collect_gradients(
     if loss is None and not module.automatic_optimization:
         raise OptionError("loss=None takes module.training_step, which steps the optimizers itself: pass loss=...")
     chosen = _chosen(module, parameters)
-    places = None if checkpoints is None else tuple(checkpoints)
-    if places is not None and (isinstance(checkpoints, (str, Mapping)) or not places):
-        raise OptionError(f"checkpoints={checkpoints!r} is not allowed: checkpoints must be a list of at least one")
+    places = _places(checkpoints)
     samples = SamplesOnce(dataloader, sample_index is not None)
     named = {name: dict(module.named_parameters())[name].shape for name in chosen}
     columns = {} if columns is None else dict(columns)
@@ -175,9 +173,23 @@ def _check_options(
     check_option("batch_size", batch_size, is_none_or_int(batch_size, 1), "None or an int >= 1")
     check_option("direction", direction, direction in (None, "adam"), "None or 'adam'")
     is_projection = projection is None or isinstance(projection, Projection)
-    check_option("projection", projection, is_projection, "a Projection, or None for gradients in full")
+    check_option("projection", projection, is_projection, "None (in full) or a Projection as Projection(dim=64)")
     check_option("rows_per_shard", rows_per_shard, is_none_or_int(rows_per_shard, 1), "None or an int >= 1")
     check_option("max_memory", max_memory, is_none_or_int(max_memory, 1), "None or an int >= 1")
+
+
+def _places(checkpoints: Any) -> tuple[Source, ...] | None:
+    if checkpoints is None:
+        return None
+    if isinstance(checkpoints, (str, os.PathLike, Mapping)) or not isinstance(checkpoints, Iterable):
+        raise OptionError(f"checkpoints={checkpoints!r} is not allowed: checkpoints must be a list of at least one")
+    found = tuple(checkpoints)
+    if not found:
+        raise OptionError(f"checkpoints={checkpoints!r} is not allowed: checkpoints must be a list of at least one")
+    for place, each in enumerate(found):
+        is_source = isinstance(each, (str, os.PathLike, Mapping))
+        check_option(f"checkpoints[{place}]", each, is_source, "the path of a checkpoint, or a state dict")
+    return found
 
 
 def _chosen(module: nn.Module, names: Sequence[str] | None) -> list[str]:

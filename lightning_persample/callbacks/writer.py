@@ -12,7 +12,7 @@ from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.callbacks._gradient_rows import GradientRows
+from lightning_persample.callbacks._gradient_rows import GradientRows, remove_other_gradients
 from lightning_persample.callbacks._learning_rates import LearningRates
 from lightning_persample.callbacks._ledger_rows import CapturedRows, columns_and_types, kind_of, table_of
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
@@ -68,7 +68,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         projection: how gradients are projected that are kept; None keeps none.
         dtype: of the numbers that are kept of gradients. In "float16" each row has a scale of its own.
         flush_every: count of captured batches from one file to the next.
-        overwrite: remove the ledger of another run from the folder.
+        overwrite: remove the ledger of another run from the folder, and its gradients.
         loss_reduction: how the training loss is made of the samples' own losses, see `PerSampleCallback`.
         batch_dim: the axis of the batch's tensors that counts samples.
         batch_size: number of samples B; None reads it from the batch's tensors.
@@ -127,7 +127,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         check_option("columns", columns, is_none_or_callable, "None or a callable (outputs, batch) -> dict of tensors")
         check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
         is_projection = projection is None or isinstance(projection, Projection)
-        check_option("projection", projection, is_projection, "None or a Projection")
+        check_option("projection", projection, is_projection, "None or a Projection as Projection(dim=64)")
         kinds = ("float16", "float32", "float64")
         check_option("dtype", dtype, dtype in kinds, "'float16', 'float32' or 'float64'")
         check_option("flush_every", flush_every, is_int(flush_every, 1), "an int >= 1")
@@ -215,6 +215,8 @@ class PerSampleGradientWriter(PerSampleCallback):
                 manifest = open_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)
                 if self._gradients is not None:
                     found = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
+                elif self.overwrite:
+                    remove_other_gradients(self.dirpath / GRADIENTS, self._loaded)
             except OptionError as error:  # said to the other processes, which would wait for this one
                 refusal = str(error)
             except OSError as error:

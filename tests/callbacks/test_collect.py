@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -232,10 +234,15 @@ def test_unsupported_parameters_are_named_and_can_be_left_out(tmp_path):
     [
         ({"dirpath": ""}, "dirpath='' is not allowed"),
         ({"checkpoints": "a.ckpt"}, "checkpoints='a.ckpt' is not allowed: checkpoints must be a list"),
+        ({"checkpoints": Path("a.ckpt")}, r"checkpoints=\w+\('a.ckpt'\) is not allowed: checkpoints must be a list"),
+        ({"checkpoints": []}, r"checkpoints=\[\] is not allowed: checkpoints must be a list of at least one"),
+        ({"checkpoints": [Net().state_dict(), 3]}, r"checkpoints\[1\]=3 is not allowed: .* a state dict"),
+        ({"checkpoints": ["nope.ckpt"]}, r"^checkpoints\[0\]='nope.ckpt': no such file$"),
+        ({"checkpoints": [Net().state_dict(), "."]}, r"^checkpoints\[1\]='.' cannot be read: "),
         ({"checkpoints": [{"a": 1}]}, r"checkpoints\[0\] holds no weights"),
         ({"direction": "sgd"}, "direction='sgd' is not allowed"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16'"),
-        ({"projection": 256}, "projection=256 is not allowed: projection must be a Projection, or None"),
+        ({"projection": 256}, r"projection=256 is not allowed: projection must be None .* as Projection\(dim=64\)$"),
         ({"parameters": ["first"]}, r"parameters: 'first' is none; allowed are names of module.named_parameters\(\)"),
         ({"parameters": "first.bias"}, "parameters: 'first.bias' is no list"),
         ({"columns": {"norm": lambda outputs, batch: 1}}, r"columns\['norm'\] returned int; allowed is one real num"),
@@ -248,6 +255,12 @@ def test_unsupported_parameters_are_named_and_can_be_left_out(tmp_path):
 def test_options_that_are_not_allowed(options, text, tmp_path):
     with pytest.raises((OptionError, UnsupportedError), match=text):
         collect_gradients(Net(), loader(), **{"dirpath": tmp_path / "store", **FULL, **options})
+
+
+def test_a_file_that_holds_no_weights(tmp_path):
+    torch.save(torch.ones(3), path := tmp_path / "tensor.ckpt")
+    with pytest.raises(OptionError, match=r"checkpoints\[0\]='.*tensor.ckpt' holds a Tensor; allowed is what a"):
+        collect_gradients(Net(), loader(), tmp_path / "store", checkpoints=[path], **FULL)
 
 
 def test_what_has_no_training_step(tmp_path):

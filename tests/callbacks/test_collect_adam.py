@@ -153,6 +153,10 @@ def sgd(module):
     return torch.optim.SGD(module.parameters(), 0.05, momentum=0.9)
 
 
+def plain_sgd(module):
+    return torch.optim.SGD(module.parameters(), 0.05)
+
+
 def maximizing(module):
     return torch.optim.Adam(module.parameters(), 0.05, maximize=True)
 
@@ -160,7 +164,8 @@ def maximizing(module):
 @pytest.mark.parametrize(
     ("make", "other", "text"),
     [
-        (sgd, sgd, r"the optimizer of `first.weight` is not Adam \(its state holds momentum_buffer\)"),
+        (sgd, sgd, r"keeps no Adam state \(its state holds momentum_buffer\): pass one of Adam or AdamW"),
+        (plain_sgd, plain_sgd, r"keeps no Adam state \(its state holds nothing\): pass one of Adam or AdamW"),
         (maximizing, maximizing, "the optimizer of `first.weight` maximizes"),
         (
             in_two_groups,
@@ -173,6 +178,14 @@ def test_states_of_no_use_are_refused(make, other, text, tmp_path):
     checkpoint = trained(make, tmp_path / "saved.ckpt")
     with pytest.raises(UnsupportedError, match=f"direction='adam': .*{text}"):
         collect_gradients(Trained(other), loader(), tmp_path / "store", checkpoints=[checkpoint], **OPTIONS)
+
+
+def test_a_checkpoint_before_the_first_step(tmp_path):
+    checkpoint = trained(MAKES["one group"], tmp_path / "saved.ckpt")
+    checkpoint["optimizer_states"][0]["state"] = {}
+    text = "its state holds nothing\\): it has made no step yet, pass a later checkpoint"
+    with pytest.raises(UnsupportedError, match=text):
+        collect_gradients(Trained(MAKES["one group"]), loader(), tmp_path / "s", checkpoints=[checkpoint], **OPTIONS)
 
 
 def test_states_that_are_of_other_parameters_are_refused(tmp_path):

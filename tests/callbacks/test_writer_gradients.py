@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleWarning, Projection
 from lightning_persample.influence import GradientStore, _shards, read_ledger
+from lightning_persample.influence._files import GRADIENTS
 from tests.callbacks.collect_runs import projected
 from tests.callbacks.ledger_runs import Noted, SaveAfter, StopAfter, WithDropout, data, fit
 from tests.callbacks.runs import Classifier, make_trainer
@@ -156,6 +157,21 @@ def test_another_run_is_refused_or_removed(folder):
     assert_kept(folder, module.kept, FULL)
 
 
+def test_gradients_of_another_run_are_removed_by_one_that_keeps_none(folder, tmp_path):
+    fit(writer_of(folder), Kept(), callbacks=[SaveAfter(3, path := tmp_path / "saved.ckpt")])
+    there = sorted(each.name for each in folder.iterdir())
+    fit(writer_of(folder, None, overwrite=True), Kept(), ckpt_path=path, max_epochs=2)  # the same run
+    assert GRADIENTS in there
+    assert len(GradientStore(folder / GRADIENTS)) == 22
+    (folder / GRADIENTS / "notes.txt").write_text("the user's")
+    fit(writer_of(folder, None, overwrite=True), Kept())
+    assert [each.name for each in (folder / GRADIENTS).iterdir()] == ["notes.txt"]
+    fit(writer_of(folder, overwrite=True), Kept())
+    (folder / GRADIENTS / "notes.txt").unlink()
+    fit(writer_of(folder, None, overwrite=True), Kept())
+    assert not (folder / GRADIENTS).exists()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -253,7 +269,9 @@ def test_a_full_disk_is_said_once_and_rows_wait(folder, monkeypatch):
 
 
 def test_options_that_are_not_allowed(folder):
-    with pytest.raises(OptionError, match="projection=256 is not allowed: projection must be None or a Projection"):
+    with pytest.raises(
+        OptionError, match=r"projection=256 is not allowed: projection must be None or .* as Projection\(dim=64\)"
+    ):
         PerSampleGradientWriter(folder, projection=256)
     with pytest.raises(OptionError, match="dtype='bfloat16' is not allowed"):
         PerSampleGradientWriter(folder, dtype="bfloat16")
