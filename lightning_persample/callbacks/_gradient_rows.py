@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,24 +27,30 @@ from lightning_persample.influence.store import (
     write_store_manifest,
 )
 
-__all__ = ["GradientRows", "remove_other_gradients"]
+__all__ = ["GradientRows", "settle_gradients"]
 
 
-def remove_other_gradients(dirpath: Path, runs: Collection[str]) -> None:
-    """Remove the store of gradients that another run left; of several processes one alone calls this.
+def settle_gradients(dirpath: Path, continued: Mapping[str, int], *, overwrite: bool) -> None:
+    """Leave no gradient beside a ledger that is not of a row of it; of several processes one alone calls this.
+
+    The store of a run that goes on keeps the rows of its earlier steps. That of another run is removed.
 
     Args:
         dirpath: the folder of the store, which need not be there.
-        runs: whose store stays.
+        continued: the runs that this one may continue, each with the first step whose rows are written anew.
+        overwrite: whether the store of another run is removed. If not, one with rows gives an `OptionError`.
     """
     if not dirpath.is_dir():
         return
     manifest = dirpath / MANIFEST
-    if manifest.exists() and read_store_manifest(dirpath).run in runs:
+    found = read_store_manifest(dirpath) if manifest.exists() else None
+    shards = shards_of(dirpath)
+    if found is not None and (found.run in continued or (shards and not overwrite)):
+        open_store(dirpath, found, continued)
         return
     manifest.unlink(missing_ok=True)  # first, so that a part of a store is not taken for the whole
     remove_partial_files(dirpath)
-    for shard in shards_of(dirpath):
+    for shard in shards:
         shard.rows.unlink()
     remove_uncounted(dirpath)
     if not any(dirpath.iterdir()):
@@ -91,15 +97,14 @@ class GradientRows:
         Returns:
             The manifest of a store that goes on. One of another run, or of another projection, gives an `OptionError`.
         """
-        self._dirpath.mkdir(parents=True, exist_ok=True)
-        if not (self._dirpath / MANIFEST).exists():
-            for path in self._dirpath.glob("shard-*.npy"):  # of a run that was killed before it said what they are
-                path.unlink()
+        manifest = self._dirpath / MANIFEST
+        found = read_store_manifest(self._dirpath) if manifest.exists() else None
+        if found is None or found.run not in continued:
+            settle_gradients(self._dirpath, continued, overwrite=overwrite)
+            self._dirpath.mkdir(parents=True, exist_ok=True)
             return None
-        found = read_store_manifest(self._dirpath)
         alike = replace(found, projection=self._projection.settings(), dtype=self._dtype)
-        opened = open_store(self._dirpath, alike, continued, overwrite=overwrite)
-        return opened if found.run in continued else None
+        return open_store(self._dirpath, alike, continued, overwrite=overwrite)
 
     def start(self, found: StoreManifest | None, told: Mapping[str, Any], module: nn.Module) -> None:
         """Note what goes on and what is told of it; the manifest is written as soon as the parameters are known.

@@ -12,18 +12,18 @@ from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.callbacks._gradient_rows import GradientRows, remove_other_gradients
+from lightning_persample.callbacks._gradient_rows import GradientRows, settle_gradients
 from lightning_persample.callbacks._learning_rates import LearningRates
 from lightning_persample.callbacks._ledger_rows import CapturedRows, columns_and_types, kind_of, table_of
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
 from lightning_persample.callbacks.base import PerSampleCallback
 from lightning_persample.engine import PerSampleRecord, group_name, warn_user
-from lightning_persample.errors import OptionError
+from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence._arrow import arrow
 from lightning_persample.influence._files import GRADIENTS
 from lightning_persample.influence._parts import Parts
-from lightning_persample.influence.ledger import Manifest, open_ledger, write_manifest
+from lightning_persample.influence.ledger import Manifest, check_ledger, open_ledger, remove_empty, write_manifest
 
 __all__ = ["PerSampleGradientWriter"]
 
@@ -165,10 +165,13 @@ class PerSampleGradientWriter(PerSampleCallback):
         return {"sq_norm"} if self.projection is None else {"sq_norm", "projection"}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what an earlier fit resumed, and see that Parquet can be written."""
+        """Forget what an earlier fit resumed, and see that Parquet can be written, in a folder of its own."""
         if stage == "fit":
             arrow()
             self._loaded = {}
+            others = [each for each in trainer.callbacks if isinstance(each, PerSampleGradientWriter)]  # type: ignore[attr-defined]
+            if sum(each.dirpath.absolute() == self.dirpath.absolute() for each in others) > 1:
+                raise OptionError(f"dirpath={str(self.dirpath)!r}: two writers of this Trainer have one folder")
 
     def state_dict(self) -> dict[str, Any]:
         """Which run this is, and the first step that it does not have."""
@@ -212,12 +215,13 @@ class PerSampleGradientWriter(PerSampleCallback):
         if trainer.is_global_zero:
             try:
                 new = self._new_manifest(trainer, names)
-                manifest = open_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)
-                if self._gradients is not None:
+                check_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)  # before anything is removed
+                if self._gradients is None:
+                    settle_gradients(self.dirpath / GRADIENTS, self._loaded, overwrite=self.overwrite)
+                else:
                     found = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
-                elif self.overwrite:
-                    remove_other_gradients(self.dirpath / GRADIENTS, self._loaded)
-            except OptionError as error:  # said to the other processes, which would wait for this one
+                manifest = open_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)
+            except PerSampleError as error:  # said to the other processes, which would wait for this one
                 refusal = str(error)
             except OSError as error:
                 refusal = f"dirpath={str(self.dirpath)!r} cannot hold a ledger: {error}"
@@ -353,7 +357,10 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write what there is; the rows of a batch that was not completed are left out."""
+        is_open = self._parts is not None
         self._finish(trainer)
+        if is_open and self._manifest is not None and trainer.world_size == 1:
+            remove_empty(self.dirpath, self._manifest.run)
 
     def _finish(self, trainer: Trainer) -> None:
         self._current = []

@@ -157,17 +157,39 @@ def test_another_run_is_refused_or_removed(folder):
     assert_kept(folder, module.kept, FULL)
 
 
-def test_gradients_of_another_run_are_removed_by_one_that_keeps_none(folder, tmp_path):
-    fit(writer_of(folder), Kept(), callbacks=[SaveAfter(3, path := tmp_path / "saved.ckpt")])
-    there = sorted(each.name for each in folder.iterdir())
-    fit(writer_of(folder, None, overwrite=True), Kept(), ckpt_path=path, max_epochs=2)  # the same run
-    assert GRADIENTS in there
-    assert len(GradientStore(folder / GRADIENTS)) == 22
+def test_gradients_of_another_run_are_removed_by_one_that_keeps_none(folder):
+    fit(writer_of(folder), Kept())
     (folder / GRADIENTS / "notes.txt").write_text("the user's")
     fit(writer_of(folder, None, overwrite=True), Kept())
     assert [each.name for each in (folder / GRADIENTS).iterdir()] == ["notes.txt"]
     fit(writer_of(folder, overwrite=True), Kept())
     (folder / GRADIENTS / "notes.txt").unlink()
+    fit(writer_of(folder, None, overwrite=True), Kept())
+    assert not (folder / GRADIENTS).exists()
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_run_that_goes_on_without_gradients_loses_those_of_abandoned_steps(overwrite, folder, tmp_path):
+    fit(writer_of(folder), first := Kept(), callbacks=[SaveAfter(3, path := tmp_path / "saved.ckpt")])
+    writer = writer_of(folder, None, overwrite=overwrite)
+    fit(writer, Kept(), data(shuffle=True), path, callbacks=[SaveAfter(2, later := tmp_path / "later.ckpt")])
+    store = GradientStore(folder / GRADIENTS)
+    assert set(store.rows["step"]) == {0, 1, 2}
+    third = fit(writer_of(folder), Kept(), ckpt_path=later, max_epochs=2)  # and keeps them again
+    store, ledger = GradientStore(folder / GRADIENTS), read_ledger(folder)
+    there = set(zip(store.rows["step"].tolist(), store.rows["sample_index"].tolist(), strict=True))
+    assert there == {key for key in first.kept if key[0] < 3} | set(third.kept)
+    assert there < set(zip(ledger["step"].to_pylist(), ledger["sample_index"].to_pylist(), strict=True))
+
+
+def test_gradients_whose_ledger_is_gone_are_refused(folder):
+    fit(writer_of(folder), Kept())
+    for path in (*folder.glob("*.parquet"), folder / "_manifest.json"):
+        path.unlink()
+    for projection in (SMALL, None):
+        with pytest.raises(OptionError, match=r"holds the gradients of run .*remove its rows with overwrite=True"):
+            fit(writer_of(folder, projection), Kept())
+        assert [path.name for path in folder.iterdir()] == [GRADIENTS]
     fit(writer_of(folder, None, overwrite=True), Kept())
     assert not (folder / GRADIENTS).exists()
 
@@ -188,7 +210,7 @@ def test_a_run_that_goes_on_with_other_values_is_refused(options, text, folder, 
     writer = PerSampleGradientWriter(folder, **{"projection": SMALL, "dtype": "float64", **options})
     with pytest.raises(OptionError, match=text):
         fit(writer, Kept(), ckpt_path=path, max_epochs=2)
-    assert len(GradientStore(folder / "_gradients")) == 22
+    assert len(GradientStore(folder / "_gradients")) == read_ledger(folder).num_rows == 22
 
 
 def test_other_parameters_are_refused_when_a_run_goes_on(folder, tmp_path):
