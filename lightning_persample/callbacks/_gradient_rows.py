@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.callbacks._gradient_values import layout_of, values_of
+from lightning_persample.callbacks._ledger_rows import keys_of
 from lightning_persample.engine import PerSampleRecord
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients.projection import Projection
@@ -83,6 +84,7 @@ class GradientRows:
         self._found: StoreManifest | None = None
         self._told: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}
+        self._left_out: dict[str, str] = {}
         self._writer: StoreWriter | None = None
         self._layout: tuple[ParameterColumns, ...] = ()
         self._current: list[_Captured] = []
@@ -115,7 +117,18 @@ class GradientRows:
             module: the module that is trained, whose trainable parameters have columns.
         """
         self._found, self._told = found, dict(told)
-        self._shapes = {name: each.shape for name, each in module.named_parameters() if each.requires_grad}
+        trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._shapes = {name: p.shape for name, p in trainable.items() if p.numel() and not p.is_complex()}
+        self._left_out = {
+            name: f"`{name}` of shape {tuple(p.shape)}, {p.dtype}"
+            for name, p in trainable.items()
+            if name not in self._shapes
+        }
+        if self._left_out:
+            self._warn(
+                f"no gradients of {_listed(self._left_out.values())} are stored: a store has real numbers, and one at "
+                "least of each parameter"
+            )
 
     def capture(
         self,
@@ -124,7 +137,6 @@ class GradientRows:
         step: int,
         rate: float | Tensor,
         divisor: float,
-        replaces: bool,
     ) -> None:
         """Keep the gradients of a backward until its batch ends.
 
@@ -133,30 +145,36 @@ class GradientRows:
             step: count of optimizer steps before it.
             rate: the learning rate, or that of each sample.
             divisor: what the record's factor has to be divided by to be a sample's weight.
-            replaces: whether it takes the place of another backward of the batch.
         """
         if self._writer is None:
             self._open(record)
-        others = [name for name in record.names if name not in self._shapes]
+        if self._writer is None:
+            return
+        others = [f"`{name}`" for name in record.names if name not in self._shapes and name not in self._left_out]
         if others:
             self._warn(
-                f"gradients of {', '.join(f'`{name}`' for name in others[:8])} are not stored: they became trainable "
-                "after the fit had started"
+                f"gradients of {_listed(others)} are not stored: they became trainable after the fit had started"
             )
-        index = record.sample_index
+        index = keys_of(record)
         rows: dict[str, Any] = {"step": step, "learning_rate": torch.as_tensor(rate, dtype=torch.float64)}
         if isinstance(index, Tensor):
             rows["sample_index"] = index
+        elif index is not None:
+            self._warn(
+                "the sampler draws keys that are no ints: the ledger has them, but the store of gradients has "
+                "sample_index -1, so that no score can tell its samples apart; let the sampler draw ints, or pass "
+                "sample_index=<function of the batch that returns the index of each sample>"
+            )
         if record.factor is not None:
             rows["weight"] = record.factor.double() / divisor
-        found = _Captured(values_of(record, self._layout, self._projection), rows)
-        self._current = [found] if replaces else [*self._current, found]
+        self._current.append(_Captured(values_of(record, self._layout, self._projection), rows))
 
     def _open(self, record: PerSampleRecord) -> None:
         """The first record tells which parameters have no values."""
         shapes = {name: shape for name, shape in self._shapes.items() if name not in record.unsupported}
         if not shapes:
-            raise OptionError("projection: no parameter has per-sample gradients, so that there is nothing to store")
+            self._warn("projection: no parameter has per-sample gradients that can be stored, so that none are")
+            return
         self._layout = layout_of(shapes, self._projection)
         manifest = StoreManifest(
             parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, **self._told
@@ -200,3 +218,8 @@ class GradientRows:
                 f"the gradients in {str(self._dirpath)!r} cannot be written: {error}. Training goes on; the rows "
                 "are kept in memory and tried again with the next ones"
             )
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

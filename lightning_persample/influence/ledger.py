@@ -48,7 +48,7 @@ BASE_COLUMNS = {
     "norm": "double",
     "coverage": "double",
 }
-_MEANING = ("loss_reduction", "per_layer")  # settings that a run cannot change on its way
+_MEANING = ("loss_reduction", "per_layer", "step_unit")  # settings that a run cannot change on its way
 _ORDER = ("step", "rank", "epoch", "batch_idx", "backward_index", "row")
 
 
@@ -60,7 +60,8 @@ class Manifest:
         run: names the run; a checkpoint of it has the same.
         columns: the columns and their Arrow types ("int64", "double", "bool", "string"); empty before the first row.
         parameters: the names of the module's parameters.
-        settings: the options of the callback that tell what the values are.
+        settings: the options of the callback that tell what the values are, and the "step_unit": "optimizer steps", or
+            "batches" in manual optimization.
         libraries: the versions of what wrote them.
         processes: number of processes of the run, or of its latest part after it was resumed.
     """
@@ -103,7 +104,8 @@ def read_ledger(dirpath: str | os.PathLike[str]) -> Any:
     Columns are
 
     ================== ================================================================================================
-    ``step``           optimizer steps behind the weights that the gradient is taken at; in manual optimization, batches
+    ``step``           optimizer steps behind the weights that the gradient is taken at (by an optimizer that runs its
+                       closure several times, in the first run); in manual optimization, batches
     ``epoch``          the epoch, from 0
     ``batch_idx``      the batch in the epoch, from 0
     ``backward_index`` the backward of the batch, from 0; others than 0 are of manual optimization
@@ -112,8 +114,8 @@ def read_ledger(dirpath: str | os.PathLike[str]) -> Any:
     ``sample_index``   its index in the dataset, int64, or string where a sampler draws other keys; null if unknown
     ``learning_rate``  eta of the optimizer step. Where groups of parameters have different ones, the sample's own
                        ``sum_p eta_p ||g_p||^2 / ||g||^2``, so that ``learning_rate * norm^2`` is right all the same
-    ``weight``         w: the sample adds ``w * g`` to the gradient of the step, the mean over processes included; null
-                       if unknown
+    ``weight``         w: the sample adds ``w * g`` to the gradient of the step before any clipping, the mean over
+                       processes included; null if unknown
     ``norm``           ``||g||``, norm of the gradient of the sample's own loss
     ``coverage``       share of the weights with a gradient that g covers, 0 to 1
     ``norm/<group>``   the norm over a group of parameters, with `per_layer`; null if it has no gradient
