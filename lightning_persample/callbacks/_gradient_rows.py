@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.callbacks._gradient_values import layout_of, values_of
+from lightning_persample.callbacks._ledger_rows import keys_of
 from lightning_persample.engine import PerSampleRecord
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients.projection import Projection
@@ -27,24 +28,30 @@ from lightning_persample.influence.store import (
     write_store_manifest,
 )
 
-__all__ = ["GradientRows", "remove_other_gradients"]
+__all__ = ["GradientRows", "settle_gradients"]
 
 
-def remove_other_gradients(dirpath: Path, runs: Collection[str]) -> None:
-    """Remove the store of gradients that another run left; of several processes one alone calls this.
+def settle_gradients(dirpath: Path, continued: Mapping[str, int], *, overwrite: bool) -> None:
+    """Leave no gradient beside a ledger that is not of a row of it; of several processes one alone calls this.
+
+    The store of a run that goes on keeps the rows of its earlier steps. That of another run is removed.
 
     Args:
         dirpath: the folder of the store, which need not be there.
-        runs: whose store stays.
+        continued: the runs that this one may continue, each with the first step whose rows are written anew.
+        overwrite: whether the store of another run is removed. If not, one with rows gives an `OptionError`.
     """
     if not dirpath.is_dir():
         return
     manifest = dirpath / MANIFEST
-    if manifest.exists() and read_store_manifest(dirpath).run in runs:
+    found = read_store_manifest(dirpath) if manifest.exists() else None
+    shards = shards_of(dirpath)
+    if found is not None and (found.run in continued or (shards and not overwrite)):
+        open_store(dirpath, found, continued)
         return
     manifest.unlink(missing_ok=True)  # first, so that a part of a store is not taken for the whole
     remove_partial_files(dirpath)
-    for shard in shards_of(dirpath):
+    for shard in shards:
         shard.rows.unlink()
     remove_uncounted(dirpath)
     if not any(dirpath.iterdir()):
@@ -77,7 +84,7 @@ class GradientRows:
         self._found: StoreManifest | None = None
         self._told: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}
-        self._left_out: frozenset[str] = frozenset()
+        self._left_out: dict[str, str] = {}
         self._writer: StoreWriter | None = None
         self._layout: tuple[ParameterColumns, ...] = ()
         self._current: list[_Captured] = []
@@ -92,15 +99,14 @@ class GradientRows:
         Returns:
             The manifest of a store that goes on. One of another run, or of another projection, gives an `OptionError`.
         """
-        self._dirpath.mkdir(parents=True, exist_ok=True)
-        if not (self._dirpath / MANIFEST).exists():
-            for path in self._dirpath.glob("shard-*.npy"):  # of a run that was killed before it said what they are
-                path.unlink()
+        manifest = self._dirpath / MANIFEST
+        found = read_store_manifest(self._dirpath) if manifest.exists() else None
+        if found is None or found.run not in continued:
+            settle_gradients(self._dirpath, continued, overwrite=overwrite)
+            self._dirpath.mkdir(parents=True, exist_ok=True)
             return None
-        found = read_store_manifest(self._dirpath)
         alike = replace(found, projection=self._projection.settings(), dtype=self._dtype)
-        opened = open_store(self._dirpath, alike, continued, overwrite=overwrite)
-        return opened if found.run in continued else None
+        return open_store(self._dirpath, alike, continued, overwrite=overwrite)
 
     def start(self, found: StoreManifest | None, told: Mapping[str, Any], module: nn.Module) -> None:
         """Note what goes on and what is told of it; the manifest is written as soon as the parameters are known.
@@ -112,12 +118,16 @@ class GradientRows:
         """
         self._found, self._told = found, dict(told)
         trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        self._shapes = {name: each.shape for name, each in trainable.items() if not each.is_complex()}
-        self._left_out = frozenset(trainable) - frozenset(self._shapes)
+        self._shapes = {name: p.shape for name, p in trainable.items() if p.numel() and not p.is_complex()}
+        self._left_out = {
+            name: f"`{name}` of shape {tuple(p.shape)}, {p.dtype}"
+            for name, p in trainable.items()
+            if name not in self._shapes
+        }
         if self._left_out:
             self._warn(
-                f"gradients of {', '.join(f'`{name}`' for name in sorted(self._left_out))} are not stored: they are "
-                "complex, but rows are of real numbers"
+                f"no gradients of {_listed(self._left_out.values())} are stored: a store has real numbers, and one at "
+                "least of each parameter"
             )
 
     def capture(
@@ -127,7 +137,6 @@ class GradientRows:
         step: int,
         rate: float | Tensor,
         divisor: float,
-        replaces: bool,
     ) -> None:
         """Keep the gradients of a backward until its batch ends.
 
@@ -136,32 +145,35 @@ class GradientRows:
             step: count of optimizer steps before it.
             rate: the learning rate, or that of each sample.
             divisor: what the record's factor has to be divided by to be a sample's weight.
-            replaces: whether it takes the place of another backward of the batch.
         """
         if self._writer is None:
             self._open(record)
         if self._writer is None:
             return
-        others = [name for name in record.names if name not in self._shapes and name not in self._left_out]
+        others = [f"`{name}`" for name in record.names if name not in self._shapes and name not in self._left_out]
         if others:
             self._warn(
-                f"gradients of {', '.join(f'`{name}`' for name in others[:8])} are not stored: they became trainable "
-                "after the fit had started"
+                f"gradients of {_listed(others)} are not stored: they became trainable after the fit had started"
             )
-        index = record.sample_index
+        index = keys_of(record)
         rows: dict[str, Any] = {"step": step, "learning_rate": torch.as_tensor(rate, dtype=torch.float64)}
         if isinstance(index, Tensor):
             rows["sample_index"] = index
+        elif index is not None:
+            self._warn(
+                "the sampler draws keys that are no ints: the ledger has them, but the store of gradients has "
+                "sample_index -1, so that no score can tell its samples apart; let the sampler draw ints, or pass "
+                "sample_index=<function of the batch that returns the index of each sample>"
+            )
         if record.factor is not None:
             rows["weight"] = record.factor.double() / divisor
-        found = _Captured(values_of(record, self._layout, self._projection), rows)
-        self._current = [found] if replaces else [*self._current, found]
+        self._current.append(_Captured(values_of(record, self._layout, self._projection), rows))
 
     def _open(self, record: PerSampleRecord) -> None:
         """The first record with values tells which parameters have none."""
         shapes = {name: shape for name, shape in self._shapes.items() if name not in record.unsupported}
-        if not any(shape.numel() for shape in shapes.values()):
-            self._warn("no gradients are stored: no parameter has per-sample gradients that could be")
+        if not shapes:
+            self._warn("projection: no parameter has per-sample gradients that can be stored, so that none are")
             return
         self._layout = layout_of(shapes, self._projection)
         manifest = StoreManifest(
@@ -206,3 +218,8 @@ class GradientRows:
                 f"the gradients in {str(self._dirpath)!r} cannot be written: {error}. Training goes on; the rows "
                 "are kept in memory and tried again with the next ones"
             )
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

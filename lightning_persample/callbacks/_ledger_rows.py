@@ -15,7 +15,7 @@ from lightning_persample.errors import OptionError
 from lightning_persample.influence._arrow import arrow
 from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
 
-__all__ = ["CapturedRows", "columns_and_types", "kind_of", "table_of"]
+__all__ = ["CapturedRows", "columns_and_types", "keys_of", "kind_of", "table_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +79,6 @@ class CapturedRows:
         Returns:
             The rows, without columns that the run adds.
         """
-        index = record.sample_index
-        is_single = isinstance(index, Tensor) or (isinstance(index, list) and not any(map(_is_of_a_loader, index)))
         return cls(
             step,
             epoch,
@@ -88,7 +86,7 @@ class CapturedRows:
             record.backward_index,
             rank,
             record.coverage,
-            index if is_single else None,  # type: ignore[arg-type]
+            keys_of(record),
             record.samples,
             record.batch_size,
             rate,
@@ -129,6 +127,13 @@ class CapturedRows:
                     f"sample of the batch, ({self.batch_size},)"
                 )
         return replace(self, columns=found)
+
+
+def keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
+    """The samples' indices, (m,), or a list of m keys; None where they are unknown, or are tensors of a loader each."""
+    index = record.sample_index
+    is_single = isinstance(index, Tensor) or (isinstance(index, list) and not any(map(_is_of_a_loader, index)))
+    return index if is_single else None  # type: ignore[return-value]
 
 
 def _is_of_a_loader(each: Any) -> bool:

@@ -12,18 +12,18 @@ from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.callbacks._gradient_rows import GradientRows, remove_other_gradients
+from lightning_persample.callbacks._gradient_rows import GradientRows, settle_gradients
 from lightning_persample.callbacks._learning_rates import LearningRates
 from lightning_persample.callbacks._ledger_rows import CapturedRows, columns_and_types, kind_of, table_of
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
 from lightning_persample.callbacks.base import PerSampleCallback
 from lightning_persample.engine import PerSampleRecord, group_name, warn_user
-from lightning_persample.errors import OptionError
+from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence._arrow import arrow
 from lightning_persample.influence._files import GRADIENTS
 from lightning_persample.influence._parts import Parts
-from lightning_persample.influence.ledger import Manifest, open_ledger, write_manifest
+from lightning_persample.influence.ledger import Manifest, check_ledger, open_ledger, remove_empty, write_manifest
 
 __all__ = ["PerSampleGradientWriter"]
 
@@ -53,10 +53,14 @@ class PerSampleGradientWriter(PerSampleCallback):
     With `projection` the samples' gradients themselves are kept, too, in the folder "_gradients" of the ledger's: a
     `GradientStore` with the rows of the ledger that have the same step and sample_index, written and resumed with them.
     Its columns are those of the parameters that are trainable when the fit starts, without those that the first
-    captured step has no per-sample gradients of.
+    captured step has no per-sample gradients of, that are complex or that have no entries. A sample_index that is no
+    int is -1 in it.
 
     The folder has to be one that all processes share. In manual optimization a row is one of a backward, and `step`
-    counts batches.
+    counts batches, which the manifests say as ``settings["step_unit"]``. Where an optimizer runs its closure several
+    times (LBFGS), a row is of the first run, at the weights of its step, and has no value in columns that the run adds,
+    which are known of the last one only. A gradient is that of the backward, before any clipping, and `weight` has no
+    factor of it: a step whose gradient is clipped by norm moves the weights by less.
 
     Args:
         dirpath: the folder of the ledger. One that holds the ledger of another run is refused.
@@ -143,7 +147,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._loaded: dict[str, int] = {}
         self._groups: tuple[str, ...] = ()
         self._batches = 0
-        self._last_step = -1
+        self._last_step, self._has_stepped = -1, True
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -154,6 +158,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._captured: list[CapturedRows] = []
         self._types: dict[str, str] = {}
         self._said: set[str] = set()
+        self._backwards = 0  # in the batch that is running
         self._is_behind = False  # a checkpoint has a batch whose rows are not written
 
     def _settings(self) -> dict[str, Any]:
@@ -165,10 +170,13 @@ class PerSampleGradientWriter(PerSampleCallback):
         return {"sq_norm"} if self.projection is None else {"sq_norm", "projection"}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what an earlier fit resumed, and see that Parquet can be written."""
+        """Forget what an earlier fit resumed, and see that Parquet can be written, in a folder of its own."""
         if stage == "fit":
             arrow()
             self._loaded = {}
+            others = [each for each in trainer.callbacks if isinstance(each, PerSampleGradientWriter)]  # type: ignore[attr-defined]
+            if sum(each.dirpath.absolute() == self.dirpath.absolute() for each in others) > 1:
+                raise OptionError(f"dirpath={str(self.dirpath)!r}: two writers of this Trainer have one folder")
 
     def state_dict(self) -> dict[str, Any]:
         """Which run this is, and the first step that it does not have."""
@@ -196,28 +204,29 @@ class PerSampleGradientWriter(PerSampleCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the folder ready: new, or as it was at the checkpoint."""
         self._forget_rows()
-        names = [name for name, _ in pl_module.named_parameters()]
-        depth = self.per_layer
+        depth, names = self.per_layer, dict(pl_module.named_parameters())
         self._groups = () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
         if not self._loaded:
             step = trainer.global_step
-            if pl_module.automatic_optimization and self._manifest is not None and step > self._last_step:
+            first = self._last_step + self._has_stepped  # of a window that was not completed, the rows are written anew
+            if pl_module.automatic_optimization and self._manifest is not None and step >= first:
                 self._loaded = {self._manifest.run: step}  # a further fit of the same Trainer
             else:
-                self._batches, self._last_step = 0, -1
+                self._batches, self._last_step, self._has_stepped = 0, -1, True
         if self.projection is not None:
             folder, rank = self.dirpath / GRADIENTS, trainer.global_rank
             self._gradients = GradientRows(folder, self.projection, self.dtype, rank, self._warn)
         manifest, found, refusal = self._manifest, None, ""
         if trainer.is_global_zero:
             try:
-                new = self._new_manifest(trainer, names)
-                manifest = open_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)
-                if self._gradients is not None:
+                new = self._new_manifest(trainer, pl_module)
+                check_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)  # before anything is removed
+                if self._gradients is None:
+                    settle_gradients(self.dirpath / GRADIENTS, self._loaded, overwrite=self.overwrite)
+                else:
                     found = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
-                elif self.overwrite:
-                    remove_other_gradients(self.dirpath / GRADIENTS, self._loaded)
-            except OptionError as error:  # said to the other processes, which would wait for this one
+                manifest = open_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)
+            except PerSampleError as error:  # said to the other processes, which would wait for this one
                 refusal = str(error)
             except OSError as error:
                 refusal = f"dirpath={str(self.dirpath)!r} cannot hold a ledger: {error}"
@@ -227,18 +236,24 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._manifest, self._types = manifest, dict(manifest.columns)
         if self._gradients is not None:
             told = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
-            told["settings"] = {"loss_reduction": manifest.settings["loss_reduction"]}
+            told["settings"] = {name: manifest.settings[name] for name in ("loss_reduction", "step_unit")}
             self._gradients.start(found, told, pl_module)
         self._parts = Parts(self.dirpath, trainer.global_rank)
         self._rates = LearningRates(pl_module, trainer.optimizers)
 
-    def _new_manifest(self, trainer: Trainer, names: list[str]) -> Manifest:
+    def _new_manifest(self, trainer: Trainer, pl_module: LightningModule) -> Manifest:
         reduction = self.loss_reduction
         named = reduction if isinstance(reduction, str) else getattr(reduction, "__qualname__", "a callable")
         libraries = {"torch": torch.__version__, "lightning": lightning_version, "pyarrow": arrow().__version__}
         others = ("per_layer", "every_n_steps", "max_samples", "engine")
-        settings = {"loss_reduction": named, **{name: getattr(self, name) for name in others}}
-        return Manifest(uuid.uuid4().hex, {}, tuple(names), settings, libraries, trainer.world_size)
+        unit = "optimizer steps" if pl_module.automatic_optimization else "batches"
+        settings = {"loss_reduction": named, "step_unit": unit, **{name: getattr(self, name) for name in others}}
+        names = tuple(name for name, _ in pl_module.named_parameters())
+        return Manifest(uuid.uuid4().hex, {}, names, settings, libraries, trainer.world_size)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Count the runs of an optimizer's closure."""
+        self._backwards += 1
 
     def on_per_sample_gradients(
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
@@ -247,6 +262,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         if self._rates is None:
             return
         automatic = pl_module.automatic_optimization
+        if automatic and self._backwards > 1:  # a closure that runs again, at weights that are those of no step
+            return
         step = trainer.global_step if automatic else self._batches
         rate = self._rates.of_record(record)
         divisor = _loss_scale(trainer) * trainer.world_size
@@ -260,10 +277,9 @@ class PerSampleGradientWriter(PerSampleCallback):
             divisor=divisor,
             depth=self.per_layer,
         )
-        # An optimizer that evaluates its closure several times has several records of one batch: the last one counts.
-        self._current = [rows] if automatic else [*self._current, rows]
+        self._current.append(rows)
         if self._gradients is not None:
-            self._gradients.capture(record, step=step, rate=rate, divisor=divisor, replaces=automatic)
+            self._gradients.capture(record, step=step, rate=rate, divisor=divisor)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -271,15 +287,18 @@ class PerSampleGradientWriter(PerSampleCallback):
         """Complete the rows of the batch with the columns that the run adds."""
         self._batches += 1
         current, self._current = self._current, []
+        ran_again = pl_module.automatic_optimization and self._backwards > 1
+        self._backwards = 0
         if not current:
             return
         columns = self._columns_of(outputs, batch)
         complete = [rows.with_columns(columns) for rows in current]
         self._check_types(complete[0])
-        self._captured += complete
+        self._captured += current if ran_again else complete  # what was returned last is of other weights
         if self._gradients is not None:
             self._gradients.end_batch()
         self._last_step = max(self._last_step, complete[0].step)
+        self._has_stepped = trainer.global_step > self._last_step
         if len(self._captured) >= self.flush_every or self._is_behind:
             self._is_behind = False
             self._flush(trainer)
@@ -353,7 +372,10 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write what there is; the rows of a batch that was not completed are left out."""
+        is_open = self._parts is not None
         self._finish(trainer)
+        if is_open and self._manifest is not None and trainer.world_size == 1:
+            remove_empty(self.dirpath, self._manifest.run)
 
     def _finish(self, trainer: Trainer) -> None:
         self._current = []

@@ -25,9 +25,11 @@ __all__ = [
     "BASE_COLUMNS",
     "Manifest",
     "as_tensors",
+    "check_ledger",
     "open_ledger",
     "read_ledger",
     "read_manifest",
+    "remove_empty",
     "schema_of",
     "write_manifest",
 ]
@@ -47,7 +49,7 @@ BASE_COLUMNS = {
     "norm": "double",
     "coverage": "double",
 }
-_MEANING = ("loss_reduction", "per_layer")  # settings that a run cannot change on its way
+_MEANING = ("loss_reduction", "per_layer", "step_unit")  # settings that a run cannot change on its way
 _ORDER = ("step", "rank", "epoch", "batch_idx", "backward_index", "row")
 
 
@@ -59,7 +61,8 @@ class Manifest:
         run: names the run; a checkpoint of it has the same.
         columns: the columns and their Arrow types ("int64", "double", "bool", "string"); empty before the first row.
         parameters: the names of the module's parameters.
-        settings: the options of the callback that tell what the values are.
+        settings: the options of the callback that tell what the values are, and the "step_unit": "optimizer steps", or
+            "batches" in manual optimization.
         libraries: the versions of what wrote them.
         processes: number of processes of the run, or of its latest part after it was resumed.
     """
@@ -103,7 +106,8 @@ def read_ledger(dirpath: str | os.PathLike[str]) -> Any:
     Columns are
 
     ================== ================================================================================================
-    ``step``           optimizer steps behind the weights that the gradient is taken at; in manual optimization, batches
+    ``step``           optimizer steps behind the weights that the gradient is taken at (by an optimizer that runs its
+                       closure several times, in the first run); in manual optimization, batches
     ``epoch``          the epoch, from 0
     ``batch_idx``      the batch in the epoch, from 0
     ``backward_index`` the backward of the batch, from 0; others than 0 are of manual optimization
@@ -112,8 +116,8 @@ def read_ledger(dirpath: str | os.PathLike[str]) -> Any:
     ``sample_index``   its index in the dataset, int64, or string where a sampler draws other keys; null if unknown
     ``learning_rate``  eta of the optimizer step. Where groups of parameters have different ones, the sample's own
                        ``sum_p eta_p ||g_p||^2 / ||g||^2``, so that ``learning_rate * norm^2`` is right all the same
-    ``weight``         w: the sample adds ``w * g`` to the gradient of the step, the mean over processes included; null
-                       if unknown
+    ``weight``         w: the sample adds ``w * g`` to the gradient of the step before any clipping, the mean over
+                       processes included; null if unknown
     ``norm``           ``||g||``, norm of the gradient of the sample's own loss
     ``coverage``       share of the weights with a gradient that g covers, 0 to 1
     ``norm/<group>``   the norm over a group of parameters, with `per_layer`; null if it has no gradient
@@ -175,31 +179,28 @@ def schema_of(columns: Mapping[str, str]) -> Any:
     return pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
 
 
-def open_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int], *, overwrite: bool) -> Manifest:
-    """Make a folder ready for the rows of a run; of several processes one alone calls this.
+def check_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int], *, overwrite: bool) -> None:
+    """See that a folder can take the rows of a run; nothing is written.
 
     Args:
-        dirpath: the folder.
+        dirpath: the folder, which need not be there.
         manifest: that of the run, if it is a new one.
-        continued: the runs that this one may continue, each with the first step whose rows it writes anew.
-        overwrite: whether the ledger of another run is removed.
-
-    Returns:
-        The manifest of the run that goes on.
+        continued: the runs that this one may continue.
+        overwrite: whether the ledger of another run may be removed.
 
     Raises:
         OptionError: the folder holds the ledger of another run, or what is written now does not go with it.
     """
-    dirpath.mkdir(parents=True, exist_ok=True)
-    remove_partial_files(dirpath)
-    found = read_manifest(dirpath) if (dirpath / MANIFEST).exists() else None
+    if not dirpath.exists():
+        return
     parts = parts_of(dirpath)
+    found = read_manifest(dirpath) if (dirpath / MANIFEST).exists() else None
     if found is not None and found.run in continued:
         _check_alike(dirpath, found, manifest)
-        drop_rows(dirpath, continued[found.run])
-        manifest = replace(manifest, run=found.run, columns=found.columns)
-    elif parts and not overwrite:
-        steps = f"{len(parts)} files, steps {min(p.first for p in parts)} to {max(p.last for p in parts)}"
+    elif (parts or found is not None) and not overwrite:
+        steps = "no rows yet: that run may be about to write some"
+        if parts:
+            steps = f"{len(parts)} files, steps {min(p.first for p in parts)} to {max(p.last for p in parts)}"
         known = "a run without manifest" if found is None else f"run {found.run}"
         new = f"continues run {' or '.join(continued)}" if continued else "starts a new run"
         raise OptionError(
@@ -207,14 +208,47 @@ def open_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int],
             "dirpath, go on from a checkpoint of that run with trainer.fit(..., ckpt_path=...), or remove its rows "
             "with overwrite=True"
         )
+
+
+def open_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int], *, overwrite: bool) -> Manifest:
+    """Make a folder ready for the rows of a run; of several processes one alone calls this.
+
+    Args:
+        dirpath: the folder. What `check_ledger` refuses is refused.
+        manifest: that of the run, if it is a new one.
+        continued: the runs that this one may continue, each with the first step whose rows it writes anew.
+        overwrite: whether the ledger of another run is removed.
+
+    Returns:
+        The manifest of the run that goes on.
+    """
+    check_ledger(dirpath, manifest, continued, overwrite=overwrite)
+    dirpath.mkdir(parents=True, exist_ok=True)
+    remove_partial_files(dirpath)
+    found = read_manifest(dirpath) if (dirpath / MANIFEST).exists() else None
+    if found is not None and found.run in continued:
+        drop_rows(dirpath, continued[found.run])
+        manifest = replace(manifest, run=found.run, columns=found.columns)
     else:
         (dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a part of a ledger is not taken for the whole
-        for part in parts:
+        for part in parts_of(dirpath):
             part.path.unlink()
         if len(continued) == 1:
             manifest = replace(manifest, run=next(iter(continued)))
     write_manifest(dirpath, manifest)
     return manifest
+
+
+def remove_empty(dirpath: Path, run: str) -> None:
+    """Remove the manifest of a run that failed before it had a row, so that the next one may have the folder.
+
+    Args:
+        dirpath: the folder of its ledger.
+        run: the run.
+    """
+    manifest = dirpath / MANIFEST
+    if manifest.exists() and not parts_of(dirpath) and read_manifest(dirpath).run == run:
+        manifest.unlink()
 
 
 def _check_alike(dirpath: Path, found: Manifest, new: Manifest) -> None:

@@ -6,12 +6,9 @@ import errno
 import json
 import os
 
-import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
-from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter, PerSampleWarning
@@ -179,6 +176,7 @@ class ByHand(Noted):
 
 def test_manual_optimization_has_a_row_for_each_backward(folder):
     module = fit(PerSampleGradientWriter(folder), ByHand(), data(8), max_epochs=2)
+    assert read_manifest(folder).settings["step_unit"] == "batches"
     found = rows(folder, ("step", "backward_index", "row", "sample_index", "norm", "loss", "weight"))
     assert [row.pop("step") for row in found] == [step for step in range(4) for _ in range(4)]
     assert [row.pop("backward_index") for row in found] == [0, 0, 1, 1] * 4
@@ -366,19 +364,3 @@ def test_a_second_fit_of_one_trainer_goes_on(folder):
 def test_one_capture_is_shared_with_a_monitor(folder):
     module = fit(PerSampleGradientWriter(folder), callbacks=[PerSampleGradientMonitor()])
     assert_rows(rows(folder, NAMES[:-2]), module.notes)
-
-
-def test_an_optimizer_that_runs_its_closure_again_has_one_row_for_each_sample(folder):
-    class Closure(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 4).double()
-
-        def training_step(self, batch, batch_idx):
-            return F.cross_entropy(self.layer(batch[0]), batch[1])
-
-        def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
-
-    fit(PerSampleGradientWriter(folder), Closure(), data(8))
-    assert read_ledger(folder)["row"].to_pylist() == [0, 1, 2, 3] * 2

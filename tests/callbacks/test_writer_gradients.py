@@ -6,14 +6,17 @@ import errno
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleWarning, Projection
 from lightning_persample.influence import GradientStore, _shards, read_ledger
 from lightning_persample.influence._files import GRADIENTS
 from tests.callbacks.collect_runs import projected
+from tests.callbacks.indexed_data import ByName, Follows, Names
 from tests.callbacks.ledger_runs import Noted, SaveAfter, StopAfter, WithDropout, data, fit
-from tests.callbacks.runs import Classifier, make_trainer
+from tests.callbacks.runs import CLASSES, FEATURES, Classifier, make_trainer
 from tests.callbacks.unseen_models import Hidden
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -69,6 +72,7 @@ def test_rows_are_the_gradients_at_their_step(projection, folder):
     assert store.manifest.projection == projection.settings()
     assert store.num_columns == sum(projection.size_of(p.shape) for p in module.parameters())
     assert store.manifest.run
+    assert store.manifest.settings["step_unit"] == "optimizer steps"
     norms = torch.as_tensor(read_ledger(folder)["norm"].to_numpy().copy()).sort().values
     if projection is FULL:
         found = torch.cat([block for _, block in store.blocks()]).norm(dim=1).sort().values
@@ -157,17 +161,39 @@ def test_another_run_is_refused_or_removed(folder):
     assert_kept(folder, module.kept, FULL)
 
 
-def test_gradients_of_another_run_are_removed_by_one_that_keeps_none(folder, tmp_path):
-    fit(writer_of(folder), Kept(), callbacks=[SaveAfter(3, path := tmp_path / "saved.ckpt")])
-    there = sorted(each.name for each in folder.iterdir())
-    fit(writer_of(folder, None, overwrite=True), Kept(), ckpt_path=path, max_epochs=2)  # the same run
-    assert GRADIENTS in there
-    assert len(GradientStore(folder / GRADIENTS)) == 22
+def test_gradients_of_another_run_are_removed_by_one_that_keeps_none(folder):
+    fit(writer_of(folder), Kept())
     (folder / GRADIENTS / "notes.txt").write_text("the user's")
     fit(writer_of(folder, None, overwrite=True), Kept())
     assert [each.name for each in (folder / GRADIENTS).iterdir()] == ["notes.txt"]
     fit(writer_of(folder, overwrite=True), Kept())
     (folder / GRADIENTS / "notes.txt").unlink()
+    fit(writer_of(folder, None, overwrite=True), Kept())
+    assert not (folder / GRADIENTS).exists()
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_run_that_goes_on_without_gradients_loses_those_of_abandoned_steps(overwrite, folder, tmp_path):
+    fit(writer_of(folder), first := Kept(), callbacks=[SaveAfter(3, path := tmp_path / "saved.ckpt")])
+    writer = writer_of(folder, None, overwrite=overwrite)
+    fit(writer, Kept(), data(shuffle=True), path, callbacks=[SaveAfter(2, later := tmp_path / "later.ckpt")])
+    store = GradientStore(folder / GRADIENTS)
+    assert set(store.rows["step"]) == {0, 1, 2}
+    third = fit(writer_of(folder), Kept(), ckpt_path=later, max_epochs=2)  # and keeps them again
+    store, ledger = GradientStore(folder / GRADIENTS), read_ledger(folder)
+    there = set(zip(store.rows["step"].tolist(), store.rows["sample_index"].tolist(), strict=True))
+    assert there == {key for key in first.kept if key[0] < 3} | set(third.kept)
+    assert there < set(zip(ledger["step"].to_pylist(), ledger["sample_index"].to_pylist(), strict=True))
+
+
+def test_gradients_whose_ledger_is_gone_are_refused(folder):
+    fit(writer_of(folder), Kept())
+    for path in (*folder.glob("*.parquet"), folder / "_manifest.json"):
+        path.unlink()
+    for projection in (SMALL, None):
+        with pytest.raises(OptionError, match=r"holds the gradients of run .*remove its rows with overwrite=True"):
+            fit(writer_of(folder, projection), Kept())
+        assert [path.name for path in folder.iterdir()] == [GRADIENTS]
     fit(writer_of(folder, None, overwrite=True), Kept())
     assert not (folder / GRADIENTS).exists()
 
@@ -188,7 +214,7 @@ def test_a_run_that_goes_on_with_other_values_is_refused(options, text, folder, 
     writer = PerSampleGradientWriter(folder, **{"projection": SMALL, "dtype": "float64", **options})
     with pytest.raises(OptionError, match=text):
         fit(writer, Kept(), ckpt_path=path, max_epochs=2)
-    assert len(GradientStore(folder / "_gradients")) == 22
+    assert len(GradientStore(folder / "_gradients")) == read_ledger(folder).num_rows == 22
 
 
 def test_other_parameters_are_refused_when_a_run_goes_on(folder, tmp_path):
@@ -218,6 +244,72 @@ def test_unsupported_parameters_have_no_columns(folder):
     assert not store.nonfinite.any()
 
 
+class WithOthers(Kept):
+    """One parameter has no entries and one is complex, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.phase = nn.Parameter(torch.ones(CLASSES, dtype=torch.complex128) * (1 + 0.5j))
+
+    def losses(self, batch):
+        logits = self.network(batch[0]) * self.phase.abs()
+        return F.cross_entropy(logits, batch[1], reduction="none") + self.empty.sum()
+
+
+def test_empty_and_complex_parameters_have_no_columns(folder):
+    with pytest.warns(PerSampleWarning) as said:
+        module = fit(writer_of(folder), WithOthers())
+    (text,) = [text for each in said if "are stored" in (text := str(each.message))]
+    assert "no gradients of `empty` of shape (0, 3), torch.float32, `phase` of shape (4,), torch.complex128" in text
+    kept = {
+        key: {name: grad for name, grad in row.items() if name.startswith("network")}
+        for key, row in module.kept.items()
+    }
+    store = assert_kept(folder, kept)
+    assert len(store.manifest.parameters) == 4
+
+
+def test_a_module_of_complex_parameters_has_a_ledger_alone(folder):
+    class Complex(Noted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = nn.Linear(FEATURES, CLASSES, bias=False, dtype=torch.complex128)
+
+        def losses(self, batch):
+            logits = self.network(batch[0].to(torch.complex128)).abs()
+            return F.cross_entropy(logits, batch[1], reduction="none")
+
+        def on_train_batch_start(self, batch, batch_idx):
+            """Note nothing."""
+
+    with pytest.warns(PerSampleWarning) as said:
+        fit(writer_of(folder), Complex())
+    texts = [str(each.message) for each in said]
+    assert any("no parameter has per-sample gradients that can be stored" in text for text in texts)
+    assert read_ledger(folder).num_rows == 22
+    assert not (folder / GRADIENTS / "_manifest.json").exists()
+
+
+def test_keys_that_are_no_ints_are_said_once(folder):
+    class Named(Follows):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch)
+
+    with pytest.warns(PerSampleWarning, match="keys that are no ints") as said:
+        make_trainer([writer_of(folder)]).fit(Named(), DataLoader(ByName(), 4, sampler=Names()))
+    assert sum("keys that are no ints" in str(each.message) for each in said) == 1
+    assert set(GradientStore(folder / GRADIENTS).rows["sample_index"]) == {-1}
+
+
+def test_an_optimizer_that_runs_its_closure_again(folder):
+    class Closure(Kept):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), 0.1, max_iter=3)
+
+    assert_kept(folder, fit(writer_of(folder), Closure()).kept)
+
+
 def two_columns():
     rows = data().dataset.tensors
     return DataLoader(TensorDataset(rows[0].float(), rows[1]), 4)
@@ -245,6 +337,7 @@ def test_manual_optimization_has_a_row_for_each_backward(folder):
     module = fit(writer_of(folder, FULL), ByHand(), data(4))
     store = GradientStore(folder / "_gradients")
     assert len(store) == read_ledger(folder).num_rows == 8
+    assert store.manifest.settings["step_unit"] == "batches"
     values = torch.cat([block for _, block in store.blocks()])
     for place, index in enumerate(store.rows["sample_index"].tolist()):
         for name, grad in module.kept[0, index].items():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from lightning_persample import OptionError, PerSampleGradientWriter
-from lightning_persample.influence import read_manifest
+from lightning_persample.influence import read_ledger, read_manifest
 from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
 
@@ -46,6 +47,46 @@ def test_a_checkpoint_of_another_run_or_of_other_settings_is_refused(folder, tmp
         fit(PerSampleGradientWriter(tmp_path / "moved"), ckpt_path=tmp_path / "other.ckpt", max_epochs=2)
     assert f"holds the ledger of run {runs[0]}" in str(refused.value)
     assert f"this fit continues run {runs[1]}" in str(refused.value)
+
+
+class FitsInBetween(Callback):
+    """Starts another fit in the folder before the first one has written a row."""
+
+    def __init__(self, folder, **options) -> None:
+        self.folder, self.options = folder, options
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 1:
+            fit(PerSampleGradientWriter(self.folder, **self.options))
+
+
+def test_the_folder_of_a_run_without_rows_yet_is_refused(folder):
+    with pytest.raises(OptionError, match=r"holds the ledger of run \w+ \(no rows yet: that run may be about to write"):
+        fit(PerSampleGradientWriter(folder), callbacks=[FitsInBetween(folder)])
+    assert read_ledger(folder).num_rows == 4
+    other = folder.with_name("other")
+    module = fit(PerSampleGradientWriter(folder, overwrite=True), callbacks=[FitsInBetween(other)])
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
+    assert read_ledger(other).num_rows == 22
+
+
+def test_two_writers_of_a_trainer_need_a_folder_each(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(OptionError, match="'ledger': two writers of this Trainer have one folder"):
+        fit(PerSampleGradientWriter("ledger"), callbacks=[PerSampleGradientWriter(folder, 2)])
+    assert not folder.exists()
+
+
+def test_a_fit_that_failed_before_its_first_row_leaves_the_folder_to_the_next(folder):
+    class Fails(Noted):
+        def training_step(self, batch, batch_idx):
+            raise KeyError("mistaken")
+
+    with pytest.raises(KeyError, match="mistaken"):
+        fit(PerSampleGradientWriter(folder), Fails())
+    assert not any(folder.iterdir())
+    module = fit(PerSampleGradientWriter(folder))
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import Manifest, as_tensors, read_ledger, read_manifest
 from lightning_persample.influence._files import write_atomically
 from lightning_persample.influence._parts import Parts, drop_rows, parts_of
-from lightning_persample.influence.ledger import BASE_COLUMNS, open_ledger, schema_of, write_manifest
+from lightning_persample.influence.ledger import BASE_COLUMNS, open_ledger, remove_empty, schema_of, write_manifest
 
 COLUMNS = {**BASE_COLUMNS, "loss": "double"}
 MANIFEST = Manifest("first", COLUMNS, ("weight", "bias"), {"loss_reduction": "mean", "per_layer": 1}, {"torch": "2"}, 2)
@@ -241,7 +241,12 @@ def test_rows_of_another_run_are_kept_unless_told(folder):
         open_ledger(folder, SECOND, {"third": 4}, overwrite=False)
     assert open_ledger(folder, SECOND, {}, overwrite=True) == SECOND
     assert names(folder) == ["_manifest.json"]
-    assert open_ledger(folder, MANIFEST, {}, overwrite=False).run == "first"  # there is nothing to lose
+    with pytest.raises(OptionError, match=r"ledger of run second \(no rows yet: that run may be about to write some"):
+        open_ledger(folder, MANIFEST, {}, overwrite=False)
+    remove_empty(folder, "first")
+    assert names(folder) == ["_manifest.json"]
+    remove_empty(folder, "second")
+    assert open_ledger(folder, MANIFEST, {}, overwrite=False).run == "first"
 
 
 def test_without_pyarrow_the_extra_is_named(folder, monkeypatch):
