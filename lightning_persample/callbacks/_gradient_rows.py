@@ -84,7 +84,7 @@ class GradientRows:
         self._found: StoreManifest | None = None
         self._told: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}
-        self._left_out: dict[str, str] = {}
+        self._left_out: frozenset[str] = frozenset()
         self._writer: StoreWriter | None = None
         self._layout: tuple[ParameterColumns, ...] = ()
         self._current: list[_Captured] = []
@@ -118,17 +118,11 @@ class GradientRows:
         """
         self._found, self._told = found, dict(told)
         trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        self._shapes = {name: p.shape for name, p in trainable.items() if p.numel() and not p.is_complex()}
-        self._left_out = {
-            name: f"`{name}` of shape {tuple(p.shape)}, {p.dtype}"
-            for name, p in trainable.items()
-            if name not in self._shapes
-        }
+        self._shapes = {name: p.shape for name, p in trainable.items() if not p.is_complex()}
+        self._left_out = frozenset(trainable) - frozenset(self._shapes)
         if self._left_out:
-            self._warn(
-                f"no gradients of {_listed(self._left_out.values())} are stored: a store has real numbers, and one at "
-                "least of each parameter"
-            )
+            names = [f"`{name}`" for name in sorted(self._left_out)]
+            self._warn(f"gradients of {_listed(names)} are not stored: they are complex, but rows are of real numbers")
 
     def capture(
         self,
@@ -172,8 +166,8 @@ class GradientRows:
     def _open(self, record: PerSampleRecord) -> None:
         """The first record with values tells which parameters have none."""
         shapes = {name: shape for name, shape in self._shapes.items() if name not in record.unsupported}
-        if not shapes:
-            self._warn("projection: no parameter has per-sample gradients that can be stored, so that none are")
+        if not any(shape.numel() for shape in shapes.values()):
+            self._warn("no gradients are stored: no parameter has per-sample gradients that could be")
             return
         self._layout = layout_of(shapes, self._projection)
         manifest = StoreManifest(

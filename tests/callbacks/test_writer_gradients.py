@@ -260,14 +260,14 @@ class WithOthers(Kept):
 def test_empty_and_complex_parameters_have_no_columns(folder):
     with pytest.warns(PerSampleWarning) as said:
         module = fit(writer_of(folder), WithOthers())
-    (text,) = [text for each in said if "are stored" in (text := str(each.message))]
-    assert "no gradients of `empty` of shape (0, 3), torch.float32, `phase` of shape (4,), torch.complex128" in text
+    (text,) = [text for each in said if "not stored" in (text := str(each.message))]
+    assert text == "gradients of `phase` are not stored: they are complex, but rows are of real numbers"
     kept = {
         key: {name: grad for name, grad in row.items() if name.startswith("network")}
         for key, row in module.kept.items()
     }
     store = assert_kept(folder, kept)
-    assert len(store.manifest.parameters) == 4
+    assert len(store.manifest.parameters) == 5
 
 
 def test_a_module_of_complex_parameters_has_a_ledger_alone(folder):
@@ -286,7 +286,7 @@ def test_a_module_of_complex_parameters_has_a_ledger_alone(folder):
     with pytest.warns(PerSampleWarning) as said:
         fit(writer_of(folder), Complex())
     texts = [str(each.message) for each in said]
-    assert any("no parameter has per-sample gradients that can be stored" in text for text in texts)
+    assert any("no parameter has per-sample gradients that could be" in text for text in texts)
     assert read_ledger(folder).num_rows == 22
     assert not (folder / GRADIENTS / "_manifest.json").exists()
 
