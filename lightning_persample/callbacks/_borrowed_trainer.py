@@ -109,7 +109,9 @@ def _loops(trainer: Trainer) -> list[Any]:
 @contextmanager
 def _silent() -> Iterator[None]:
     """Lightning says nothing of the devices that it finds; its warnings stay, but for one that no user can help."""
-    loggers = [logging.getLogger(f"lightning.{part}") for part in ("pytorch", "fabric")]
+    # By the package `pytorch_lightning`, once it is imported, speaks `lightning`, too.
+    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(max(logger.getEffectiveLevel(), logging.WARNING))
