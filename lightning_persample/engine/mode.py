@@ -164,6 +164,7 @@ class Capture:
         self._loss_is_known = False
         self._mode = ObservingMode(self.call)
         self._depth = 0
+        self._watched.watch()  # last, so that whoever is to close the capture has it
 
     @property
     def record(self) -> PerSampleRecord:

@@ -32,10 +32,16 @@ class WatchedParameters:
         self._handles: dict[str, RemovableHandle] = {}
         self._adopted: list[RemovableHandle] = []
         self._hooked: set[str] = set()
-        self.watch()
 
     def watch(self) -> None:
         """Watch every trainable parameter, behind the user's hooks; lazy ones can be watched once they have a shape."""
+        try:
+            self._watch()
+        except BaseException:  # an interrupt, too, leaves no hook behind
+            self.close()
+            raise
+
+    def _watch(self) -> None:
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad or is_lazy(parameter):
                 continue
