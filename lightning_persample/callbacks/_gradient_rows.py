@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lightning_persample.callbacks._gradient_values import layout_of, values_of
 from lightning_persample.callbacks._ledger_rows import keys_of
-from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine import PerSampleRecord, listed
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence._files import MANIFEST, remove_partial_files
-from lightning_persample.influence._shards import remove_uncounted, shards_of
-from lightning_persample.influence._store_manifest import difference
+from lightning_persample.influence._shards import shards_of
+from lightning_persample.influence._store_manifest import difference, remove_store
 from lightning_persample.influence.store import (
     ParameterColumns,
     StoreManifest,
@@ -45,15 +45,11 @@ def settle_gradients(dirpath: Path, continued: Mapping[str, int], *, overwrite: 
         return
     manifest = dirpath / MANIFEST
     found = read_store_manifest(dirpath) if manifest.exists() else None
-    shards = shards_of(dirpath)
-    if found is not None and (found.run in continued or (shards and not overwrite)):
+    if found is not None and (found.run in continued or (shards_of(dirpath) and not overwrite)):
         open_store(dirpath, found, continued)
         return
-    manifest.unlink(missing_ok=True)  # first, so that a part of a store is not taken for the whole
     remove_partial_files(dirpath)
-    for shard in shards:
-        shard.rows.unlink()
-    remove_uncounted(dirpath)
+    remove_store(dirpath)
     if not any(dirpath.iterdir()):
         dirpath.rmdir()
 
@@ -121,8 +117,8 @@ class GradientRows:
         self._shapes = {name: p.shape for name, p in trainable.items() if not p.is_complex()}
         self._left_out = frozenset(trainable) - frozenset(self._shapes)
         if self._left_out:
-            names = [f"`{name}`" for name in sorted(self._left_out)]
-            self._warn(f"gradients of {_listed(names)} are not stored: they are complex, but rows are of real numbers")
+            names = listed(sorted(self._left_out))
+            self._warn(f"gradients of {names} are not stored: they are complex, but rows are of real numbers")
 
     def capture(
         self,
@@ -144,11 +140,9 @@ class GradientRows:
             self._open(record)
         if self._writer is None:
             return
-        others = [f"`{name}`" for name in record.names if name not in self._shapes and name not in self._left_out]
+        others = [name for name in record.names if name not in self._shapes and name not in self._left_out]
         if others:
-            self._warn(
-                f"gradients of {_listed(others)} are not stored: they became trainable after the fit had started"
-            )
+            self._warn(f"gradients of {listed(others)} are not stored: they became trainable after the fit had started")
         index = keys_of(record)
         rows: dict[str, Any] = {"step": step, "learning_rate": torch.as_tensor(rate, dtype=torch.float64)}
         if isinstance(index, Tensor):
@@ -212,8 +206,3 @@ class GradientRows:
                 f"the gradients in {str(self._dirpath)!r} cannot be written: {error}. Training goes on; the rows "
                 "are kept in memory and tried again with the next ones"
             )
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

@@ -1,7 +1,7 @@
 """The engine: from the torch calls of a training step to a record of per-sample gradients."""
 
 from lightning_persample.engine.check_rule import check_rule
-from lightning_persample.engine.coverage import warn_user, warning_texts
+from lightning_persample.engine.coverage import listed, warn_user, warning_texts
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.expanded_weight import ExpandedWeight
 from lightning_persample.engine.failure import FAILURES, reason_of
@@ -33,6 +33,7 @@ __all__ = [
     "expanded_weights",
     "group_name",
     "is_sharded",
+    "listed",
     "loop_per_sample_grads",
     "mark_samples",
     "reason_of",

@@ -11,7 +11,7 @@ from types import FrameType
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning
 
-__all__ = ["OUTSIDE", "Coverage", "classify", "warn_user", "warning_texts"]
+__all__ = ["OUTSIDE", "Coverage", "classify", "listed", "warn_user", "warning_texts"]
 
 OUTSIDE = (
     "its gradient comes from calls without a tensor of the batch: a term of the loss that belongs to no sample, or "
@@ -75,7 +75,7 @@ def warning_texts(record: PerSampleRecord) -> list[str]:
         reasons: dict[str, list[str]] = {}
         for name, reason in record.unsupported.items():
             reasons.setdefault(reason, []).append(name)
-        lines = [f"- {_listed(names)}: {reason}" for reason, names in reasons.items()]
+        lines = [f"- {listed(names)}: {reason}" for reason, names in reasons.items()]
         texts.append(
             f"Per-sample gradients are missing for {_counted(record.unsupported)}, which the reported norms leave "
             "out:\n" + "\n".join(lines)
@@ -127,6 +127,7 @@ def _bullets(texts: tuple[str, ...]) -> str:
     return "\n".join([f"- {text}" for text in texts[:_NAMED]] + more)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Names of parameters in a message, the first of many."""
     shown = ", ".join(f"`{name}`" for name in names[:_NAMED])
     return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

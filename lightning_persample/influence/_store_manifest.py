@@ -22,6 +22,7 @@ __all__ = [
     "difference",
     "open_store",
     "read_store_manifest",
+    "remove_store",
     "write_store_manifest",
 ]
 
@@ -203,14 +204,19 @@ def open_store(
             f"{new}: pass another dirpath, go on from a checkpoint of that run, or remove its rows with overwrite=True"
         )
     else:
-        (dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a part of a store is not taken for the whole
-        for shard in shards:
-            shard.rows.unlink()
-        remove_uncounted(dirpath)
+        remove_store(dirpath)
         if continued is not None and len(continued) == 1:
             manifest = replace(manifest, run=next(iter(continued)))
     write_store_manifest(dirpath, manifest)
     return manifest
+
+
+def remove_store(dirpath: Path) -> None:
+    """Remove the manifest and all shards of a folder; other files stay."""
+    (dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a part of a store is not taken for the whole
+    for shard in shards_of(dirpath):
+        shard.rows.unlink()
+    remove_uncounted(dirpath)
 
 
 def difference(
