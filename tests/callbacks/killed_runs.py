@@ -7,9 +7,7 @@ calls that write, rename or remove a file.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import sys
 import time
 from pathlib import Path
@@ -18,7 +16,9 @@ import torch
 
 from lightning_persample.callbacks import PerSampleGradientWriter
 from lightning_persample.influence import _parts, read_ledger
+from tests import killed_processes
 from tests.callbacks.ledger_runs import Noted, SaveAfter, data, fit
+from tests.killed_processes import die_at_call, say
 
 BATCHES, SIZE = 8, 3  # batches of an epoch, and samples of a batch
 EPOCHS = 3
@@ -46,28 +46,9 @@ class SaveEach(SaveAfter):
         self.batches = self.batches or 5
 
 
-def say(path: Path, line) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
 def train(folder: Path, kill_at_call: int) -> None:
     """A fit from the latest checkpoint, which ends itself at one of its calls."""
-    calls = 0
-
-    def counted(function):
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == kill_at_call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "replace"):
-        setattr(os, name, counted(getattr(os, name)))
-    Path.unlink = counted(Path.unlink)
+    calls = die_at_call(kill_at_call)
     write = _parts.Parts.write
 
     def write_and_say(parts):
@@ -88,24 +69,12 @@ def train(folder: Path, kill_at_call: int) -> None:
         [SaveEach(5, checkpoint)],
         max_epochs=EPOCHS,
     )
-    say(folder / "log", {"calls": calls})
+    say(folder / "log", {"calls": calls()})
 
 
 def in_fork(folder: Path, kill_at_call: int = 0, kill_after: float = 60.0) -> bool:
     """Train in a fork that is killed after some seconds at the latest; whether it came to its end."""
-    child = os.fork()
-    if child == 0:
-        train(folder, kill_at_call)
-        os._exit(0)
-    deadline = time.monotonic() + kill_after
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.0005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+    return killed_processes.in_fork(lambda: train(folder, kill_at_call), kill_after, interval=0.0005)
 
 
 def logged(folder: Path):

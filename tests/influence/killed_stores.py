@@ -7,9 +7,7 @@ or remove a file.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -20,7 +18,9 @@ import torch
 
 from lightning_persample.influence import GradientStore, StoreWriter
 from lightning_persample.influence.store import open_store
+from tests import killed_processes
 from tests.influence.stores import MANIFEST, K, by_numpy
+from tests.killed_processes import die_at_call, say
 
 STEPS, ROWS = 24, 3  # steps of a run, and rows of a step; a shard has four
 OWN = replace(MANIFEST, dtype="float16", samples=None)
@@ -31,28 +31,9 @@ def values_of(step: int) -> torch.Tensor:
     return torch.arange(ROWS * K).view(ROWS, K) % 7 + 2.0 ** (step % 9)
 
 
-def say(path: Path, line) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
 def write(folder: Path, kill_at_call: int) -> None:
     """Write from the latest saved step on, in a process that ends itself at one of its calls."""
-    calls = 0
-
-    def counted(function):
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == kill_at_call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "replace"):
-        setattr(os, name, counted(getattr(os, name)))
-    Path.unlink = counted(Path.unlink)
+    calls = die_at_call(kill_at_call)
     saved = folder / "saved"
     start = int(saved.read_text()) if saved.exists() else 0
     say(folder / "log", {"from": start})
@@ -66,24 +47,12 @@ def write(folder: Path, kill_at_call: int) -> None:
         if step % 8 == 7:
             (folder / "saved.tmp").write_text(str(step + 1))
             (folder / "saved.tmp").rename(saved)
-    say(folder / "log", {"calls": calls})
+    say(folder / "log", {"calls": calls()})
 
 
 def in_fork(folder: Path, kill_at_call: int = 0, kill_after: float = 60.0) -> bool:
     """Write in a fork that is killed after some seconds at the latest; whether it came to its end."""
-    child = os.fork()
-    if child == 0:
-        write(folder, kill_at_call)
-        os._exit(0)
-    deadline = time.monotonic() + kill_after
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.0002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+    return killed_processes.in_fork(lambda: write(folder, kill_at_call), kill_after, interval=0.0002)
 
 
 def least_rows(folder: Path) -> int:
