@@ -27,15 +27,11 @@ from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
-from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 
 from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter
+from tests.benchmarks.timed_fits import EPOCH, middle, prepared_fit
 from tests.benchmarks.timed_models import MODELS, Built
-
-EPOCH = 50  # batches
 
 
 def small(batch_size: int = 32, width: int = 64) -> Built:
@@ -50,59 +46,23 @@ TIMED: dict[str, tuple[str, Callable[[], Built]]] = {
 }
 
 
-class Classifier(L.LightningModule):
-    """Trains a module to tell ten classes apart."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.module(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
 def fit_seconds(
     build: Callable[[], Built], steps: int, written: bool, flush_every: int, profile: cProfile.Profile | None = None
 ) -> tuple[float, float]:
     """Seconds that pass, and that this process computes, in a fit."""
-    torch.manual_seed(0)
-    module, x = build()
-    data = TensorDataset(x, torch.randint(0, 10, (len(x),)))
-    loader = DataLoader(data, batch_size=len(x), sampler=[*range(len(x))] * EPOCH)
     with tempfile.TemporaryDirectory() as folder:
         callbacks: list[L.Callback] = [PerSampleGradientMonitor(every_n_steps=1)]
         if written:
             callbacks.append(PerSampleGradientWriter(Path(folder) / "ledger", flush_every=flush_every))
-        trainer = L.Trainer(
-            max_steps=steps,
-            max_epochs=-1,
-            accelerator="cpu",
-            devices=1,
-            logger=CSVLogger(folder),
-            callbacks=callbacks,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-        )
-        classifier = Classifier(module)
+        fit = prepared_fit(build, steps, folder, callbacks)
         if profile is not None:
             profile.enable()
         passed, computed = time.perf_counter(), time.process_time()
-        trainer.fit(classifier, loader)
+        fit()
         passed, computed = time.perf_counter() - passed, time.process_time() - computed
         if profile is not None:
             profile.disable()
         return passed, computed
-
-
-def middle(ratios: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(ratios, n=4)
-    return {"ratio": median, "low": low, "high": high}
 
 
 def compare(build: Callable[[], Built], steps: int, pairs: int, flush_every: int) -> dict[str, Any]:

@@ -35,13 +35,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_persample import PerSampleGradientMonitor
 from tests.benchmarks.allocated import allocated_peak
 from tests.benchmarks.engines import ENGINES, Step, available
+from tests.benchmarks.timed_fits import middle, prepared_fit
 from tests.benchmarks.timed_models import MODELS, TABLES, Built, cnn, gpt, mlp
 
 OURS = "lightning_persample"
@@ -62,11 +61,6 @@ def seconds(step: Step, device: torch.device, times: int = 1) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
-
-
-def middle(ratios: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles(ratios, n=4)
-    return {"ratio": median, "low": low, "high": high}
 
 
 # Time and memory ------------------------------------------------------------------------------------------------------
@@ -172,46 +166,13 @@ def table(models: list[str], pairs: int, device: torch.device, row: float) -> di
 
 
 # A whole run ----------------------------------------------------------------------------------------------------------
-EPOCH = 50  # batches
-
-
 def fit_seconds(build: Callable[[], Built], steps: int, device: torch.device, monitored: bool) -> float:
-    import lightning as L
-    from lightning.pytorch.loggers import CSVLogger
-
-    from lightning_persample import PerSampleGradientMonitor
-
-    class Classifier(L.LightningModule):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            loss = F.cross_entropy(self.module(batch[0]), batch[1])
-            self.log("loss", loss)
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    torch.manual_seed(0)
-    module, x = build()
-    data = TensorDataset(x, torch.randint(0, 10, (len(x),)))
-    loader = DataLoader(data, batch_size=len(x), sampler=[*range(len(x))] * EPOCH)
+    callbacks = [PerSampleGradientMonitor()] if monitored else []
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
-            max_steps=steps,
-            max_epochs=-1,
-            accelerator="gpu" if device.type == "cuda" else "cpu",
-            devices=1,
-            logger=CSVLogger(folder),
-            callbacks=[PerSampleGradientMonitor()] if monitored else [],
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-        )
+        accelerator = "gpu" if device.type == "cuda" else "cpu"
+        fit = prepared_fit(build, steps, folder, callbacks, accelerator)
         start = time.perf_counter()
-        trainer.fit(Classifier(module), loader)
+        fit()
         return time.perf_counter() - start
 
 
