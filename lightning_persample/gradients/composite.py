@@ -149,8 +149,8 @@ class Sum(SampleGradient):
         if self._fits_dense() and prod(self.shape) <= self._numbers():
             return self._sq_norm_by_adding()
         value, scale = self._sq_norm_by_pairs()
-        suspect = precision.cancelled(value, scale)
-        if suspect.any():
+        suspect = precision.suspect(value, scale)
+        if suspect is not None:
             wide = self._map(lambda tensor: tensor[suspect])._widened()
             again = wide._sq_norm_by_adding() if wide._fits_dense() else wide._sq_norm_by_pairs()[0]
             value[suspect] = again.to(value.dtype).clamp_min(0)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
@@ -27,6 +28,7 @@ __all__ = [
     "PatchKernel",
     "PatchSizes",
     "chunks",
+    "fits",
     "forming_kernel",
     "halved",
     "halved_memory_budget",
@@ -53,6 +55,7 @@ _HALVINGS: ContextVar[int] = ContextVar("halvings of the memory budget", default
 MatrixKernel = Literal["gram", "direct"]
 PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
 
+_REMEMBERED = 4096  # choices; sizes that change all the time (ragged sequences) push out the oldest
 _ELEMENTWISE = 32  # one number written and read again
 _FORMING: tuple[PatchKernel, ...] = ("unfolded", "layers", "grouped")
 _UNFOLDED = 50  # one number of the unfolded patches
@@ -85,6 +88,13 @@ def memory_budget(device: torch.device) -> int:
     most = min(MEMORY_BUDGET, CPU_MEMORY_BUDGET) if device.type == "cpu" else MEMORY_BUDGET
     held = held_bytes()
     return halved(most if held is None else min(most, max(LEAST_MEMORY_BUDGET, held)))
+
+
+def fits(size: int, device: torch.device) -> bool:
+    """Whether temporaries of so many bytes are within `memory_budget`."""
+    if size <= min(LEAST_MEMORY_BUDGET, MEMORY_BUDGET) and current_options().max_memory is None and not _HALVINGS.get():
+        return True  # without counting what the use holds
+    return size <= memory_budget(device)
 
 
 def halved(budget: int) -> int:
@@ -127,6 +137,9 @@ def chunks(size: int, bytes_each: int, device: torch.device) -> Iterator[slice]:
     Yields:
         Slices that cover 0 to `size`, in order, none of them empty.
     """
+    if size and fits(size * bytes_each, device):
+        yield slice(0, size)
+        return
     step = max(1, memory_budget(device) // bytes_each) if bytes_each else max(1, size)
     if 1 < step < size:
         threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -246,7 +259,7 @@ class PatchSizes:
         return self.out_channels * self.in_channels // self.geometry.groups * prod(self.geometry.kernel_size)
 
 
-def patch_costs(sizes: PatchSizes, *, dense: bool) -> dict[PatchKernel, int]:
+def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) -> dict[PatchKernel, int]:
     """What each way to a convolution's per-sample weight gradient, or to its squared norm, costs where it fits.
 
     Per sample, with T positions of the output, P positions of the padded input that are read, K kernel offsets (K_a
@@ -262,6 +275,7 @@ def patch_costs(sizes: PatchSizes, *, dense: bool) -> dict[PatchKernel, int]:
     Args:
         sizes: of the convolution.
         dense: is the gradient itself asked for, and not only its squared norm? Gram kernels cannot give it.
+        budget: bytes of temporaries; None takes `memory_budget`.
 
     Returns:
         Multiply-adds per sample, by the kernel's name; at least one.
@@ -283,7 +297,7 @@ def patch_costs(sizes: PatchSizes, *, dense: bool) -> dict[PatchKernel, int]:
         costs["layers"] = _LAYERED * apart * sizes.layers + narrow + squared + joined
     if on_cpu or groups > 1:
         costs["grouped"] = padded_products + (_GROUPED_OUTPUT + _KEPT * dense) * result
-    budget, item_size = memory_budget(sizes.device), sizes.item_size
+    budget, item_size = memory_budget(sizes.device) if budget is None else budget, sizes.item_size
     if not dense and item_size * 3 * read**2 * groups <= budget:
         shifted = _ELEMENTWISE * read**2 * groups * (sum(kernel_size) - len(kernel_size))
         met = read if set(geometry.stride) == {1} else positions
@@ -303,15 +317,25 @@ def patch_costs(sizes: PatchSizes, *, dense: bool) -> dict[PatchKernel, int]:
 
 def patch_kernel(sizes: PatchSizes, *, dense: bool) -> PatchKernel:
     """The cheapest of `patch_costs`."""
-    costs = patch_costs(sizes, dense=dense)
+    return _cheapest(sizes, dense, memory_budget(sizes.device))
+
+
+@lru_cache(_REMEMBERED)
+def _cheapest(sizes: PatchSizes, dense: bool, budget: int) -> PatchKernel:
+    costs = patch_costs(sizes, dense=dense, budget=budget)
     return min(costs, key=lambda kernel: costs[kernel])
 
 
 def forming_kernel(sizes: PatchSizes) -> PatchKernel:
     """The cheapest kernel that forms each gradient, where none is kept for longer than it takes to add it to a sum."""
-    costs = patch_costs(sizes, dense=False)
+    return _cheapest_forming(sizes, memory_budget(sizes.device))
+
+
+@lru_cache(_REMEMBERED)
+def _cheapest_forming(sizes: PatchSizes, budget: int) -> PatchKernel:
+    costs = patch_costs(sizes, dense=False, budget=budget)
     forming = [kernel for kernel in _FORMING if kernel in costs]
-    return min(forming, key=lambda kernel: costs[kernel]) if forming else patch_kernel(sizes, dense=True)
+    return min(forming, key=lambda kernel: costs[kernel]) if forming else _cheapest(sizes, True, budget)
 
 
 def patches_form_gradients(sizes: PatchSizes) -> bool:
@@ -323,7 +347,12 @@ def patches_form_gradients(sizes: PatchSizes) -> bool:
     Returns:
         True where the cheapest kernel that forms it and a sum beat the cheapest squared norm and one product more.
     """
-    costs = patch_costs(sizes, dense=False)
+    return _forming_is_cheaper(sizes, memory_budget(sizes.device))
+
+
+@lru_cache(_REMEMBERED)
+def _forming_is_cheaper(sizes: PatchSizes, budget: int) -> bool:
+    costs = patch_costs(sizes, dense=False, budget=budget)
     formed = min((costs[kernel] for kernel in _FORMING if kernel in costs), default=None)
     apart = min(costs.values()) + sizes.positions * sizes.result
     return formed is not None and formed + _SUMMED * sizes.result < apart

@@ -15,6 +15,7 @@ from lightning_persample.gradients import norms
 from lightning_persample.gradients.cost import (
     PatchSizes,
     chunks,
+    fits,
     memory_budget,
     outer_forms_gradients,
     patches_form_gradients,
@@ -108,6 +109,9 @@ def outer_sq_norm_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """
     dtype = accumulation_dtype(left, right)
     (B, _, p), d = left.shape, right.shape[2]
+    if B and fits(B * p * d * dtype.itemsize, left.device) and B * p * d * dtype.itemsize <= _IN_CACHE:
+        formed = torch.bmm(left.to(dtype).mT, right.to(dtype))
+        return norms.dense_sq_norm(formed), formed.sum(0)
     squares, total = norms.zeros(left, dtype), left.new_zeros(p, d, dtype=dtype)
     numbers = min(memory_budget(left.device), _IN_CACHE) // dtype.itemsize
     samples = max(1, min(B, numbers // max(1, _ROWS * d)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 __all__ = ["PatchGeometry"]
@@ -51,8 +52,7 @@ class PatchGeometry:
 
     def output_size(self, in_size: tuple[int, ...]) -> tuple[int, ...]:
         """Number of patches that fit along each spatial axis of an input of size `in_size`."""
-        axes = zip(in_size, self.padding, self.extent((1,) * len(in_size)), self.stride, strict=True)
-        return tuple(max(0, (size + sum(pad) - one) // step + 1) for size, pad, one, step in axes)
+        return _output_size(self, in_size)
 
     def extent(self, out_size: tuple[int, ...]) -> tuple[int, ...]:
         """Number of padded input positions that `out_size` patches read along each spatial axis."""
@@ -70,3 +70,9 @@ class PatchGeometry:
         places = self.places()
         rows = (max(phase for phase, _ in places) + 1) * (places[-1][1] + out_size[0])
         return channels * rows * prod(self.kernel_size[1:]) * prod(out_size[1:])
+
+
+@lru_cache(1024)
+def _output_size(geometry: PatchGeometry, in_size: tuple[int, ...]) -> tuple[int, ...]:
+    axes = zip(in_size, geometry.padding, geometry.extent((1,) * len(in_size)), geometry.stride, strict=True)
+    return tuple(max(0, (size + sum(pad) - one) // step + 1) for size, pad, one, step in axes)

@@ -3,7 +3,7 @@
 Axis letters: b samples, t and s positions, p rows, d columns. Complex numbers: |.|^2, and Re(conj(a) b) summed. Every
 result is real, and low precision (float16, bfloat16) is summed in float32. Temporaries stay within the memory budget
 of `lightning_persample.gradients.cost`. A Gram kernel adds up numbers that may cancel and leave little but their
-rounding errors; `precision.cancelled` finds the samples for which this matters.
+rounding errors; `precision.suspect` finds the samples for which this matters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_persample.gradients.autotune import fastest
-from lightning_persample.gradients.cost import MatrixKernel, chunks, memory_budget, outer_inner_kernel
+from lightning_persample.gradients.cost import MatrixKernel, chunks, fits, memory_budget, outer_inner_kernel
 from lightning_persample.gradients.options import current_options
 from lightning_persample.gradients.precision import accumulation_dtype
 
@@ -142,19 +142,21 @@ def outer_gram_sq_norm(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The squared norm (B,), and what it would be if the terms were orthogonal (B,).
     """
-    dtype, T = accumulation_dtype(left, right), left.shape[1]
-    if left.shape[0] == 0 or 3 * T * T * dtype.itemsize > memory_budget(left.device):
+    dtype, (B, T, _) = accumulation_dtype(left, right), left.shape
+    if B == 0 or not fits(3 * T * T * dtype.itemsize, left.device):
         return outer_gram_inner(left, right, left, right), outer_terms_sq_norm(left, right)
 
-    def both(part: slice) -> Tensor:
-        one, other = left[part].to(dtype), right[part].to(dtype)
-        products = torch.bmm(one.conj(), one.transpose(1, 2))
-        products *= torch.bmm(other.conj(), other.transpose(1, 2))
-        return torch.stack([products.flatten(1).sum(1), products.diagonal(dim1=1, dim2=2).sum(1)], 1).real
-
     bytes_each = 2 * T * T * dtype.itemsize + _widening(left, right, dtype=dtype)
-    value, scale = by_chunks(left, dtype, bytes_each, both).unbind(1)
+    parts = [_gram_sums(left[part].to(dtype), right[part].to(dtype)) for part in chunks(B, bytes_each, left.device)]
+    value, scale = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     return value, scale
+
+
+def _gram_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """All entries of the product of both Gram matrices, and its diagonal, added up: (b,) and (b,)."""
+    products = torch.bmm(left.conj(), left.mT)
+    products *= torch.bmm(right.conj(), right.mT)
+    return products.sum((1, 2)).real, products.diagonal(dim1=1, dim2=2).sum(1).real
 
 
 def outer_gram_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:

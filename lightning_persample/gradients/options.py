@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Generic, TypeVar
 
 __all__ = ["KernelOptions", "current_options", "held_by_use", "held_bytes", "kernel_options"]
 
@@ -34,15 +34,37 @@ class KernelOptions:
             raise ValueError(f"KernelOptions: max_memory is None or at least 1 byte, got {self.max_memory}.")
 
 
+Value = TypeVar("Value")
+
+
 class _Use:
     """What the use at hand holds, counted when it is asked for: most kernels do not ask."""
 
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count = count
+    __slots__ = ("_count", "_size")
 
-    @cached_property
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count, self._size = count, -1
+
+    @property
     def size(self) -> int:
-        return self._count()
+        if self._size < 0:
+            self._size = self._count()
+        return self._size
+
+
+class _Within(Generic[Value]):
+    """A context in which a variable has a value; entered for every use of every parameter, hence no generator."""
+
+    __slots__ = ("_before", "_value", "_variable")
+
+    def __init__(self, variable: ContextVar[Value], value: Value) -> None:
+        self._variable, self._value = variable, value
+
+    def __enter__(self) -> None:
+        self._before: Token[Value] = self._variable.set(self._value)
+
+    def __exit__(self, *error: object) -> None:
+        self._variable.reset(self._before)
 
 
 _options: ContextVar[KernelOptions] = ContextVar("options of the kernels", default=KernelOptions())  # noqa: B039 (frozen)
@@ -60,8 +82,7 @@ def held_bytes() -> int | None:
     return None if use is None else use.size
 
 
-@contextmanager
-def kernel_options(options: KernelOptions) -> Iterator[None]:
+def kernel_options(options: KernelOptions) -> AbstractContextManager[None]:
     """Run the kernels inside this context with these options.
 
     They hold in this thread alone: a backward on an accelerator runs in another one, so a hook enters them itself.
@@ -69,29 +90,19 @@ def kernel_options(options: KernelOptions) -> Iterator[None]:
     Args:
         options: in place of those in force.
 
-    Yields:
-        Nothing.
+    Returns:
+        The context.
     """
-    before = _options.set(options)
-    try:
-        yield
-    finally:
-        _options.reset(before)
+    return _Within(_options, options)
 
 
-@contextmanager
-def held_by_use(count: Callable[[], int]) -> Iterator[None]:
+def held_by_use(count: Callable[[], int]) -> AbstractContextManager[None]:
     """Within this context, kernels work on a use that holds so many bytes; what is nested counts as part of it.
 
     Args:
         count: gives the bytes of the use's input, output gradient, weight and weight gradient.
 
-    Yields:
-        Nothing.
+    Returns:
+        The context.
     """
-    outer = _use.get()
-    before = _use.set(_Use(count) if outer is None else outer)
-    try:
-        yield
-    finally:
-        _use.reset(before)
+    return _Within(_use, _use.get() or _Use(count))

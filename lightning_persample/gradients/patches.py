@@ -8,8 +8,7 @@ input under the kernel at output position t.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from math import prod
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from lightning_persample.gradients.cost import (
     PatchKernel,
     PatchSizes,
     chunks,
+    fits,
     forming_kernel,
     memory_budget,
     patch_kernel,
@@ -27,7 +27,7 @@ from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.norms import dense_sq_norm, zeros
 from lightning_persample.gradients.options import current_options, kernel_options
 from lightning_persample.gradients.patch_kernels import DENSE, GRAM, Rows, layer_products
-from lightning_persample.gradients.precision import accumulation_dtype, cancelled, underflowed, wide_dtype
+from lightning_persample.gradients.precision import accumulation_dtype, suspect, wide_dtype
 
 __all__ = ["patches_dense", "patches_sq_norm", "patches_sq_norm_and_sum", "patches_terms_sq_norm"]
 
@@ -51,6 +51,7 @@ def _choose(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, sizes: Pa
     )
 
 
+@lru_cache(4096)
 def _bytes_each(kernel: PatchKernel, sizes: PatchSizes, dense: bool) -> int:
     """Bytes of a kernel's temporaries for one sample."""
     groups, result, unfolded = sizes.geometry.groups, sizes.result, sizes.unfolded
@@ -129,42 +130,57 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -
     sizes = Rows(grad_out, inputs, geometry).sizes(dtype)
     kernel = _choose(grad_out, inputs, geometry, sizes, False)
     value, scale = _squares_by(kernel, grad_out, inputs, geometry, sizes)
-    suspect = cancelled(value, scale) | underflowed(value, grad_out)
-    if kernel in GRAM and suspect.any():
+    again = None if scale is None else suspect(value, scale, grad_out)
+    if again is not None:
         wide = wide_dtype(value)
         with kernel_options(replace(current_options(), autotune=False)):  # each batch has another number of them
-            dense = patches_dense(grad_out[suspect].to(wide), inputs[suspect].to(wide), geometry)
-        value[suspect] = dense_sq_norm(dense).to(value.dtype)
+            dense = patches_dense(grad_out[again].to(wide), inputs[again].to(wide), geometry)
+        value[again] = dense_sq_norm(dense).to(value.dtype)
     return value
 
 
 def _squares_by(
     kernel: PatchKernel, grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, sizes: PatchSizes
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """The squared norms (B,) by this kernel, and for a Gram kernel what they were if the terms were orthogonal."""
     dtype = accumulation_dtype(grad_out, inputs)
-    value, scale = zeros(inputs, dtype), zeros(inputs, dtype)
     each = _bytes_each(kernel, sizes, False)
+    squares, scales = [], []
     for part in chunks(inputs.shape[0], each, inputs.device):
-        for outputs in _output_channels(kernel, each, sizes):
-            rows = Rows(grad_out[part, :, outputs].to(dtype), inputs[part].to(dtype), geometry)
-            if kernel == "layers":
-                squares = [dense_sq_norm(product) for product in layer_products(rows, transposed=True)]
-                value[part] += torch.stack(squares).sum(0).view(-1, geometry.groups).sum(1)
-                continue
-            if kernel in DENSE:
-                value[part] += dense_sq_norm(DENSE[kernel](rows))
-                continue
-            products = GRAM[kernel](rows)
-            value[part] = products.flatten(1).sum(1).view(-1, geometry.groups).sum(1)
-            diagonal = products.diagonal(dim1=1, dim2=2).sum(1)
-            scale[part] = diagonal.view(-1, geometry.groups).sum(1)
-    return value, scale
+        read = inputs[part].to(dtype)
+        if kernel in GRAM:
+            square, scale = _gram_sums(GRAM[kernel](Rows(grad_out[part].to(dtype), read, geometry)), geometry.groups)
+            scales.append(scale)
+        else:
+            channels = _output_channels(each, sizes)
+            outputs = (grad_out[part] if len(channels) == 1 else grad_out[part, :, some] for some in channels)
+            terms = [_formed_squares(kernel, Rows(some.to(dtype), read, geometry)) for some in outputs]
+            square = terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+        squares.append(square)
+    return _joined(squares), _joined(scales) if scales else None
 
 
-def _output_channels(kernel: PatchKernel, each: int, sizes: PatchSizes) -> list[slice]:
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _gram_sums(products: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """All entries of (b G, m, m), and its diagonal, added up for each sample: (b,) and (b,)."""
+    sums, diagonal = products.flatten(1).sum(1), products.diagonal(dim1=1, dim2=2).sum(1)
+    return (sums, diagonal) if groups == 1 else (sums.view(-1, groups).sum(1), diagonal.view(-1, groups).sum(1))
+
+
+def _formed_squares(kernel: PatchKernel, rows: Rows) -> Tensor:
+    """The squared norm of each sample's gradient, formed by this kernel: (b,)."""
+    if kernel != "layers":
+        return dense_sq_norm(DENSE[kernel](rows))
+    squares = torch.stack([dense_sq_norm(product) for product in layer_products(rows, transposed=True)]).sum(0)
+    return squares if rows.geometry.groups == 1 else squares.view(-1, rows.geometry.groups).sum(1)
+
+
+def _output_channels(each: int, sizes: PatchSizes) -> list[slice]:
     """Which output channels are taken at once: all, unless one sample's gradient alone is too large for the memory."""
-    if kernel in GRAM or sizes.geometry.groups > 1 or each <= memory_budget(sizes.device):
+    if sizes.geometry.groups > 1 or fits(each, sizes.device):
         return [slice(None)]
     of_channel = 2 * sizes.result // sizes.out_channels * sizes.item_size
     return list(chunks(sizes.out_channels, of_channel, sizes.device))
@@ -183,27 +199,31 @@ def patches_sq_norm_and_sum(grad_out: Tensor, inputs: Tensor, geometry: PatchGeo
     """
     dtype = accumulation_dtype(grad_out, inputs)
     whole = Rows(grad_out, inputs, geometry)
-    squares = zeros(inputs, dtype)
-    out_channels, channels, first, *others = whole.weight_shape
-    total = torch.zeros(out_channels, channels, first, prod(others), dtype=dtype, device=inputs.device)
     if not (grad_out.numel() and inputs.numel()):
-        return squares, total.view(whole.weight_shape)
+        return zeros(inputs, dtype), torch.zeros(whole.weight_shape, dtype=dtype, device=inputs.device)
     sizes = whole.sizes(dtype)
     kernel = forming_kernel(sizes)
     bytes_each = _bytes_each(kernel, sizes, False) + _SHARE * sizes.result * sizes.item_size
+    squares: list[Tensor] = []
+    total: Tensor | None = None
     for part in chunks(inputs.shape[0], bytes_each, inputs.device):
         rows = Rows(grad_out[part].to(dtype), inputs[part].to(dtype), geometry)
-        samples = part.stop - part.start
         if kernel == "layers":
-            for offset, product in enumerate(layer_products(rows, transposed=False)):
-                formed = product.view(samples, out_channels, channels, -1)
-                squares[part] += dense_sq_norm(formed)
-                total[:, :, offset] += formed.sum(0)
+            out_channels, channels, _, *others = rows.weight_shape
+            terms, sums = [], []
+            for product in layer_products(rows, transposed=False):
+                formed = product.view(-1, out_channels, channels, *others)
+                terms.append(dense_sq_norm(formed))
+                sums.append(formed.sum(0))
+            squares.append(torch.stack(terms).sum(0))
+            added = torch.stack(sums, 2)
         else:
-            formed = DENSE[kernel](rows).view(samples, *total.shape)
-            squares[part] = dense_sq_norm(formed)
-            total += formed.sum(0)
-    return squares, total.view(whole.weight_shape)
+            formed = DENSE[kernel](rows)
+            squares.append(dense_sq_norm(formed))
+            added = formed.sum(0)
+        total = added if total is None else total.add_(added)
+    assert total is not None  # there are samples
+    return _joined(squares), total
 
 
 def patches_terms_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:

@@ -7,9 +7,10 @@ import contextlib
 import torch
 from torch import Tensor
 
-__all__ = ["accumulation_dtype", "autocast_is_on", "cancelled", "underflowed", "wide_dtype", "without_autocast"]
+__all__ = ["accumulation_dtype", "autocast_is_on", "suspect", "wide_dtype", "without_autocast"]
 
 _CANCELLATION = 1e-2  # a result smaller than this part of what was added up is computed again another way
+_AS_IT_IS = contextlib.nullcontext()
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
@@ -41,7 +42,7 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """A context without autocast, which, were it on, would round the inputs of every matrix product."""
-    return torch.autocast(device_type, enabled=False) if autocast_is_on(device_type) else contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False) if autocast_is_on(device_type) else _AS_IT_IS
 
 
 def autocast_is_on(device_type: str) -> bool:
@@ -49,28 +50,24 @@ def autocast_is_on(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-def underflowed(value: Tensor, gradients: Tensor) -> Tensor:
-    """Which squared norms are so small that products on the way to them may have become zero.
+def suspect(value: Tensor, scale: Tensor, gradients: Tensor | None = None) -> Tensor | None:
+    """Which squared norms may be little but rounding errors.
 
-    Args:
-        value: (B,), squared norms.
-        gradients: (B, ...), zero for a sample whose squared norm is zero.
-
-    Returns:
-        (B,) bool.
-    """
-    small = value < torch.finfo(value.dtype).tiny ** 0.8
-    return small & gradients.flatten(1).any(1) if small.any() else small
-
-
-def cancelled(value: Tensor, scale: Tensor) -> Tensor:
-    """Which squared norms are so much smaller than what was added up for them that rounding errors may show.
+    Those are so much smaller than what was added up for them that rounding errors may show (NaN counts, since an
+    overflow may have made it), or so small that products on the way to them may have become zero.
 
     Args:
         value: (B,), squared norms.
         scale: (B,), what they would be if the terms were orthogonal.
+        gradients: (B, ...), zero for a sample whose squared norm is zero; None where products cannot have become zero.
 
     Returns:
-        (B,) bool. NaN counts as cancelled, since an overflow may have made it.
+        (B,) bool, or None where it is none of them.
     """
-    return ~(value >= _CANCELLATION * scale)
+    tiny = 0.0 if gradients is None else float(torch.finfo(value.dtype).tiny) ** 0.8
+    if value.numel() == 0 or float(torch.sub(value, scale, alpha=_CANCELLATION).amin()) >= tiny:  # as nearly always
+        return None
+    found = ~(value >= _CANCELLATION * scale)
+    if gradients is not None:
+        found |= (value < tiny) & gradients.flatten(1).any(1)
+    return found if found.any() else None

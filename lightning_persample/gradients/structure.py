@@ -111,8 +111,8 @@ class Outer(SampleGradient):
         if self._kernel() == "direct":
             return norms.outer_direct_sq_norm(self.left, self.right)
         value, scale = norms.outer_gram_sq_norm(self.left, self.right)
-        suspect = precision.cancelled(value, scale) | precision.underflowed(value, self.left)
-        if suspect.any():
+        suspect = precision.suspect(value, scale, self.left)
+        if suspect is not None:
             wide = self._map(lambda tensor: tensor[suspect])._widened()
             value[suspect] = norms.outer_direct_sq_norm(wide.left, wide.right).to(value.dtype)
         return value
