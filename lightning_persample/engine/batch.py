@@ -24,29 +24,28 @@ def batch_tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor
     Yields:
         (path, tensor), for example ``("batch[0]", images)``.
     """
-    seen: set[int] = set()
+    yield from _walk(batch, path, set())
 
-    def walk(item: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(item, Tensor):
-            yield path, item
-            return
-        if item is None or isinstance(item, (str, bytes, int, float, complex, type)) or id(item) in seen:
-            return
-        seen.add(id(item))
-        if isinstance(item, Mapping):
-            for key, value in item.items():
-                yield from walk(value, f"{path}[{key!r}]")
-        elif isinstance(item, (list, tuple)):
-            for position, value in enumerate(item):
-                yield from walk(value, f"{path}[{position}]")
-        elif dataclasses.is_dataclass(item):
-            for entry in dataclasses.fields(item):
-                yield from walk(getattr(item, entry.name, None), f"{path}.{entry.name}")
-        elif hasattr(item, "__dict__"):
-            for name, value in vars(item).items():
-                yield from walk(value, f"{path}.{name}")
 
-    yield from walk(batch, path)
+def _walk(item: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(item, Tensor):
+        yield path, item
+        return
+    if item is None or isinstance(item, (str, bytes, int, float, complex, type)) or id(item) in seen:
+        return
+    seen.add(id(item))
+    if isinstance(item, Mapping):
+        for key, value in item.items():
+            yield from _walk(value, f"{path}[{key!r}]", seen)
+    elif isinstance(item, (list, tuple)):
+        for position, value in enumerate(item):
+            yield from _walk(value, f"{path}[{position}]", seen)
+    elif dataclasses.is_dataclass(item):
+        for entry in dataclasses.fields(item):
+            yield from _walk(getattr(item, entry.name, None), f"{path}.{entry.name}", seen)
+    elif hasattr(item, "__dict__"):
+        for name, value in vars(item).items():
+            yield from _walk(value, f"{path}.{name}", seen)
 
 
 def read_batch_size(tensors: list[tuple[str, Tensor]], batch_dim: int) -> int:
@@ -62,6 +61,10 @@ def read_batch_size(tensors: list[tuple[str, Tensor]], batch_dim: int) -> int:
     Raises:
         BatchSizeError: there is no tensor to read it from, the sizes differ, or there is no sample.
     """
+    if tensors and all(not tensor.is_nested and tensor.dim() > batch_dim for _, tensor in tensors):
+        (size, *others) = {tensor.shape[batch_dim] for _, tensor in tensors}
+        if size and not others:
+            return size
     nested = next((path for path, tensor in tensors if tensor.is_nested), None)
     if nested is not None:
         raise BatchSizeError(f"{nested} is a nested tensor, which does not hold samples along an axis; pad it")

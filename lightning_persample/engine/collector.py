@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -12,9 +13,24 @@ from lightning_persample.engine.failure import in_smaller_chunks
 from lightning_persample.engine.weight import Weight
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
 
-__all__ = ["USED_AGAIN", "Collector"]
+__all__ = ["USED_AGAIN", "Collector", "Part"]
 
 USED_AGAIN = "it was used again by a call that ran during the backward (activation checkpointing)"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The loss of a backward is made of some of the samples alone.
+
+    Attributes:
+        samples: which.
+        is_mean: it is their mean, up to a factor.
+        is_sum: it is their sum.
+    """
+
+    samples: tuple[int, ...]
+    is_mean: bool
+    is_sum: bool
 
 
 class Collector:
@@ -31,6 +47,7 @@ class Collector:
         kernel_options: under which contributions are computed.
         samples: the places in the batch of the samples that are followed, (m,); None follows all.
         penalized: parameters whose gradient in this backward has a term that belongs to no sample.
+        got_gradient: parameters that got a gradient in this backward, with this where a hook may have changed it.
     """
 
     def __init__(self, keep_structures: bool) -> None:
@@ -42,10 +59,11 @@ class Collector:
         self.kernel_options = KernelOptions()
         self.samples: Tensor | None = None
         self.penalized: set[str] = set()
+        self.got_gradient: dict[str, Tensor | None] = {}
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
         """Take what one use contributes."""
-        if weight.sq_norm is None:
+        if not weight.has_norms:
             weight.contributions.append(gradient)
         else:
             self.refuse([weight], USED_AGAIN)
@@ -90,7 +108,7 @@ class Collector:
 
     def _is_all_there_is(self, weight: Weight) -> bool:
         """Whether the one use of a weight contributes now, and nobody asked for more than the squared norm."""
-        once = weight.derivation is None and weight.uses == 1 and weight.children == 0 and weight.sq_norm is None
+        once = weight.derivation is None and weight.uses == 1 and weight.children == 0 and not weight.has_norms
         return once and not self.keep_structures and not (self.kept and weight.names & self.kept)
 
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:

@@ -15,10 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+import torch
+
 __all__ = ["decomposed", "decomposed_backward", "is_composite"]
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _ENGINE = "_engine_run_backward"  # what torch.autograd.backward calls after it has checked its arguments
+_ASKING = {*_QUESTIONS, "handle_torch_function", "Tensor"}
 _MODULES = ("torch.nn.functional", "torch.functional")
 _visible: ContextVar[AbstractContextManager[Any]] = ContextVar("where a backward is seen", default=nullcontext())  # noqa: B039
 
@@ -71,7 +74,10 @@ def decomposed_backward(function: Callable[..., Any], visible: AbstractContextMa
 @functools.cache
 def _backward_in_the_open(function: types.FunctionType) -> tuple[types.FunctionType, bool]:
     """The copy, in which the engine runs within the context in `_visible`, and whether it calls the engine itself."""
-    if _ENGINE not in function.__code__.co_names or _ENGINE not in function.__globals__:
+    names = set(function.__code__.co_names)
+    if names - _ASKING == {"torch", "autograd", "backward"}:  # ``Tensor.backward`` hands on to the other
+        return _answering_no(function, torch=_TORCH), True
+    if _ENGINE not in names or _ENGINE not in function.__globals__:
         return decomposed(function), False
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -79,6 +85,19 @@ def _backward_in_the_open(function: types.FunctionType) -> tuple[types.FunctionT
             return function.__globals__[_ENGINE](*args, **kwargs)
 
     return _answering_no(function, **{_ENGINE: run}), True
+
+
+def _backward_of_torch(*args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.backward``, in the open unless somebody has replaced it."""
+    function = torch.autograd.backward
+    if isinstance(function, types.FunctionType) and _ENGINE in function.__code__.co_names:
+        return _backward_in_the_open(function)[0](*args, **kwargs)
+    with _visible.get():
+        return function(*args, **kwargs)
+
+
+# What stands for the module torch in a copy of ``Tensor.backward``.
+_TORCH = types.SimpleNamespace(autograd=types.SimpleNamespace(backward=_backward_of_torch))
 
 
 def _answering_no(function: types.FunctionType, **replaced: Any) -> types.FunctionType:

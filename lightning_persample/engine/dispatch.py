@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
-from lightning_persample.engine.collector import Collector
+from lightning_persample.engine.collector import Collector, Part
 from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.failure import FAILURES, reason_of
@@ -38,25 +37,10 @@ from lightning_persample.engine.watched_nodes import WatchedNodes
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.rules import rule_of
 
-__all__ = ["Dispatcher", "Part"]
+__all__ = ["Dispatcher"]
 
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
-
-
-@dataclass(frozen=True)
-class Part:
-    """The loss of a backward is made of some of the samples alone.
-
-    Attributes:
-        samples: which.
-        is_mean: it is their mean, up to a factor.
-        is_sum: it is their sum.
-    """
-
-    samples: tuple[int, ...]
-    is_mean: bool
-    is_sum: bool
 
 
 class Dispatcher(Collector):
@@ -88,7 +72,7 @@ class Dispatcher(Collector):
         self.marks = Marks()
         self.weights: list[Weight] = []
         self.nodes = WatchedNodes(self.marks)
-        self.notes = Notes(lambda: self.accepting)
+        self.notes = Notes(self)
         self.part: Part | None = None
         self.of_no_sample = False
         self.fuse = fuse
@@ -159,6 +143,7 @@ class Dispatcher(Collector):
             weight.forget()
         self.refused.clear()
         self.penalized.clear()
+        self.got_gradient = {}
         self.notes.forget()
         self.part = None
 
@@ -180,8 +165,10 @@ class Dispatcher(Collector):
         Returns:
             What the function returns, unchanged.
         """
-        if function is LINEAR and not (kwargs or self.fuse) and (rows := linear_of_rows(self, args)) is not None:
-            return rows
+        if function is LINEAR and not kwargs and not (self.fuse and self.keep_structures):
+            rows = linear_of_rows(self, args)
+            if rows is not None:
+                return rows
         kind = kind_of(function)
         op = kind.op
         if op is None:
@@ -291,7 +278,7 @@ class Dispatcher(Collector):
                     weight.uses += 1
                 attach_as_planned(placement, args, kwargs, outputs, involved, description, self)
             except FAILURES as error:
-                self._give_up(outputs, list(involved.values()), reason_of(error, replace(description, parameters=())))
+                self._give_up(outputs, list(involved.values()), reason_of(error, description._replace(parameters=())))
         return result
 
     def _note(self, call: ObservedCall, involved: Mapping[int, Weight], stop: set[Node]) -> None:
@@ -388,10 +375,16 @@ class Dispatcher(Collector):
             self.notes.add("not_additive", use.not_additive, use.call.outputs)
         attach(use, self)
 
-    def find_unseen(self, tops: list[Tensor]) -> None:
-        """Refuse the weights that a gradient reaches, from these tensors down, through a call that was not seen."""
-        for node, weights in self.nodes.unseen(tops):
+    def find_unseen(self, tops: list[Tensor]) -> list[Weight]:
+        """Refuse the weights that a gradient reaches, from these tensors down, through a call that was not seen.
+
+        Returns:
+            The parameters of linear maps of rows that it reaches.
+        """
+        unseen, met = self.nodes.below(tops)
+        for node, weights in unseen:
             self.refuse(weights, unseen_text(node))
+        return met
 
     def close(self) -> None:
         """Forget every mark, weight and node."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
@@ -20,7 +20,6 @@ __all__ = [
     "nodes_between",
     "saved_results",
     "saved_tensors_are_hooked",
-    "unseen_edges",
     "unseen_text",
 ]
 
@@ -76,34 +75,6 @@ def ends_below(node: Node, inside: Nodes) -> Nodes:
 def leaf_of(node: Node) -> Tensor | None:
     """The leaf whose gradient a node adds to, or None for any other node."""
     return node.variable if type(node) is _ACCUMULATES else None  # type: ignore[attr-defined]
-
-
-def unseen_edges(
-    losses: Iterable[Tensor], is_watched: Callable[[Node], bool], seen: Nodes
-) -> Iterator[tuple[Node, Node]]:
-    """Edges from a node outside of `seen` to a watched node, anywhere below the losses.
-
-    Args:
-        losses: the tensors that backward starts from.
-        is_watched: tells the nodes of weights.
-        seen: nodes of the calls that were seen.
-
-    Yields:
-        (node, watched node) for every such edge.
-    """
-    stack = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    visited: Nodes = set(stack)
-    while stack:
-        node = stack.pop()
-        unseen = node not in seen
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            if unseen and is_watched(following):
-                yield node, following
-            if following not in visited:
-                visited.add(following)
-                stack.append(following)
 
 
 def unseen_text(node: Node) -> str:

@@ -16,6 +16,7 @@ from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
+from lightning_persample.engine.members import parameters_and_buffers
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.options import QUANTITIES, check_kernel_options, check_options, check_samples
@@ -30,7 +31,7 @@ from lightning_persample.gradients import KernelOptions, kernel_options
 
 __all__ = ["QUANTITIES", "Capture", "expanded_weights"]
 
-_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward})
 
 
 def expanded_weights(
@@ -143,12 +144,12 @@ class Capture:
         self._quantities = frozenset(quantities)
         self._weighting = loss_reduction
         self._check_weighting(loss_reduction)
-        self._parameters = dict(module.named_parameters())
+        self._parameters, buffers = parameters_and_buffers(module)
         self._scale: Tensor | None = None
         self._read_weights: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         keep = bool(self._quantities - {"sq_norm"})
-        self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, module.buffers(), fuse_weight_grad)
+        self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, buffers, fuse_weight_grad)
         self._dispatcher.kernel_options = KernelOptions(max_memory, autotune)
         self._dispatcher.samples = samples
         for path, tensor in tensors:
@@ -164,7 +165,6 @@ class Capture:
         self._loss_is_known = False
         self._mode = ObservingMode(self.call)
         self._depth = 0
-        self._watched.watch()  # last, so that whoever is to close the capture has it
 
     @property
     def record(self) -> PerSampleRecord:
@@ -246,7 +246,8 @@ class Capture:
             return self._backward(function, args, kwargs)
         if function is mark_samples:
             return self._declare(*args, **kwargs)
-        self._sharded.find(function, args, kwargs)
+        if self._sharded.finds:
+            self._sharded.find(function, args, kwargs)
         if function is not torch.autograd.grad:
             return self._dispatcher.call(function, args, kwargs, self._mode)
         with self._dispatcher.aside():
@@ -289,13 +290,16 @@ class Capture:
     def _backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = decomposed_backward(function, self._mode)
         if self._depth:
+            if torch._C._current_graph_task_id() >= 0:  # in the midst of another: what it goes through is not known
+                self._watched.watch()
             return run(*args, **kwargs)
         losses = list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors")))
         if self.before_backward is not None:
             self.before_backward(losses)
-        self._watched.watch()
+        met = self._dispatcher.find_unseen(losses)
+        apart = function is torch.autograd.grad or len(args) > 4 or kwargs.get("inputs") is not None
+        self._watched.watch(() if apart else met)  # (to these inputs alone a gradient comes)
         self._sharded.start_backward()
-        self._dispatcher.find_unseen(losses)
         weighted = next(tensors_in((args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors"))), None)
         self._dispatcher.start_backward(losses, weighted)
         if not self._loss_is_known and len(losses) == 1:
@@ -319,8 +323,8 @@ class Capture:
         dispatcher = self._dispatcher
         with kernel_options(dispatcher.kernel_options):
             settle(dispatcher.weights, dispatcher.refuse)
-            self._sharded.refuse_unseen(self._watched.got_gradient)
-            counts = self._watched.got_gradient and not dispatcher.of_no_sample
+            self._sharded.refuse_unseen(dispatcher.got_gradient)
+            counts = dispatcher.got_gradient and not dispatcher.of_no_sample
             record = self._build() if counts else None
         self._forget()
         self._forget_loss()
@@ -333,7 +337,6 @@ class Capture:
     def _forget(self) -> None:
         """Drop what a backward left, also one that was broken off."""
         self._dispatcher.forget_backward()
-        self._watched.forget()
         self._scale = self._read_weights = None
 
     def _build(self) -> PerSampleRecord:
@@ -342,11 +345,11 @@ class Capture:
         part = dispatcher.part
         self.counted = len(part.samples) if part is not None and part.is_mean else self.batch_size
         trainable = watched.trainable()
-        reported = [name for name in trainable if name in watched.got_gradient and has_value(watched.weight(name))]
+        reported = [name for name in trainable if name in dispatcher.got_gradient and has_value(watched.weight(name))]
         samples, places = samples_with_values(dispatcher.samples, None if part is None else part.samples)
         own = OwnScale(weights, self.counted, scale).of_samples(samples)
         values = read_values(watched, dispatcher, reported, self._quantities, own, places)
-        coverage = classify(trainable, watched.got_gradient, reported, dispatcher.refused)
+        coverage = classify(trainable, dispatcher.got_gradient, reported, dispatcher.refused)
         reached = coverage.reached
         if part is not None and not (part.is_mean or part.is_sum) and weights == "mean":
             dispatcher.notes.add_of_loss(
@@ -364,10 +367,11 @@ class Capture:
             )
             if quantity in self._quantities
         }
+        found = values.sq_norms
         reason = why_no_factor(dispatcher.penalized, not_additive, weighting, own)
         return PerSampleRecord(
             batch_size=self.batch_size,
-            sq_norms={name: values.sq_norms[name] for name in reached},
+            sq_norms=found if len(found) == len(reached) else {name: found[name] for name in reached},
             coverage=coverage.share,
             **asked,
             unsupported=coverage.unsupported,
@@ -378,8 +382,8 @@ class Capture:
             backward_index=len(self.records),
             samples=samples,
             in_loss=self.batch_size if part is None else len(part.samples),
-            factor=None if reason else own.factor(),
             why_no_factor=reason,
+            _factor=None if reason else own.factor(),
             _kept=values.kept(reached, own, self._quantities),
         )
 

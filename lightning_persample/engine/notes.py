@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import Tensor
 
 from lightning_persample.engine.reporting import on_gradient
+
+if TYPE_CHECKING:
+    from lightning_persample.engine.collector import Collector
 
 __all__ = ["Kind", "Notes"]
 
@@ -19,11 +23,11 @@ class Notes:
     """Texts on calls and on the loss; a record has those of its own backward.
 
     Args:
-        accepts: whether the present backward counts.
+        collector: tells whether the present backward counts; it holds the notes, so that they do not hold it.
     """
 
-    def __init__(self, accepts: Callable[[], bool]) -> None:
-        self._accepts = accepts
+    def __init__(self, collector: Collector) -> None:
+        self._collector = weakref.ref(collector)
         self._texts: dict[Kind, dict[str, None]] = {"mixing": {}, "weighting": {}, "not_additive": {}}
         self._always: set[tuple[Kind, str]] = set()
         self._reached: set[tuple[Kind, str]] = set()
@@ -63,5 +67,6 @@ class Notes:
         self._reached.clear()
 
     def _reach(self, kind: Kind, text: str, grad: Tensor) -> None:
-        if self._accepts():
+        collector = self._collector()
+        if collector is not None and collector.accepting:
             self._reached.add((kind, text))

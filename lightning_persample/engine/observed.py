@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,8 +101,7 @@ class ObservedCall:
         return describe(self.name, [operand.tensor for operand in self.operands], parameters)
 
 
-@dataclass(frozen=True)
-class Description:
+class Description(NamedTuple):  # one is made for every call with weights
     """What a call is named in messages; the text is made only where one is given.
 
     Attributes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, TypeAlias
 
 import torch
@@ -74,22 +75,46 @@ class OwnScale:
             rows = rows * float(self.batch_size) ** 2
         return rows if self.scale is None else rows / self.scale.to(rows.device, rows.dtype).square()
 
+    def own_norms(self, norms: Sequence[Tensor]) -> Tensor:
+        """`own` of norms, up to the sign.
+
+        Args:
+            norms: (B,) each, all of one dtype and device.
+
+        Returns:
+            (B, norms).
+        """
+        found = torch.stack(list(norms), 1)
+        if isinstance(self.weighting, Tensor):
+            found /= self.weighting.detach().to(found.device, found.dtype)[:, None]
+        elif self.weighting == "mean":
+            found *= _number(float(self.batch_size), found.dtype)
+        return found if self.scale is None else found.div_(self.scale.to(found.device, found.dtype))
+
     def is_equal(self) -> bool:
         """Whether all samples weigh alike."""
         return not isinstance(self.weighting, Tensor) or bool((self.weighting == self.weighting[:1]).all())
 
-    def factor(self) -> Tensor:
+    def factor(self) -> Tensor | float:
         """What each sample's own gradient is multiplied by in the gradient of the batch, where all weigh alike.
 
         Returns:
-            w_i * scale, 0-dimensional.
+            w_i * scale, 0-dimensional if it is a tensor.
         """
         if isinstance(self.weighting, Tensor):
             weight = self.weighting.detach()[0]
         else:
             share = 1.0 / self.batch_size if self.weighting == "mean" else 1.0
+            if self.scale is None:
+                return share
             weight = torch.tensor(share, dtype=torch.float64)
         return weight if self.scale is None else weight * self.scale
+
+
+@cache
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor: to make one anew costs more than the product that it is for."""
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def in_dtype_of(parameter: Tensor, values: Tensor) -> Tensor:
@@ -99,7 +124,7 @@ def in_dtype_of(parameter: Tensor, values: Tensor) -> Tensor:
 
 def in_gradient_dtype(parameter: torch.dtype, values: Tensor) -> Tensor:
     """`in_dtype_of` a parameter of this dtype."""
-    if values.dtype is parameter is torch.float32:
+    if values.dtype is parameter and parameter in (torch.float32, torch.float64):
         return values
     dtype = torch.promote_types(parameter, torch.float32)
     if values.is_complex() and not dtype.is_complex:  # the gradient of a real parameter is real

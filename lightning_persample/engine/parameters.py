@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,24 @@ class WatchedParameters:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], dispatcher: Dispatcher) -> None:
-        self.got_gradient: dict[str, Tensor | None] = {}
         self._parameters = dict(parameters)
         self._dispatcher = dispatcher
-        self._weights: dict[str, Weight] = {name: weight for weight in dispatcher.weights for name in weight.names}
+        self._weights: dict[str, Weight] = dict(zip(self._parameters, dispatcher.weights, strict=True))
         self._handles: dict[str, RemovableHandle] = {}
         self._adopted: list[RemovableHandle] = []
         self._hooked: set[str] = set()
 
-    def watch(self) -> None:
-        """Watch every trainable parameter, behind the user's hooks; lazy ones can be watched once they have a shape."""
+    def watch(self, told: Collection[Weight] = ()) -> None:
+        """Watch every trainable parameter, behind the user's hooks; lazy ones can be watched once they have a shape.
+
+        Args:
+            told: weights whose calls will be gone through by the backward that starts. A parameter that has no other
+                use gets its gradient from that call, which tells, so that no hook is needed on the parameter itself.
+        """
+        for weight in self._weights.values():
+            weight.told = False
+        for weight in told:
+            weight.told = weight.uses == 1 and weight.children == 0
         try:
             self._watch()
         except BaseException:  # an interrupt, too, leaves no hook behind
@@ -43,9 +51,13 @@ class WatchedParameters:
 
     def _watch(self) -> None:
         for name, parameter in self._parameters.items():
-            if not parameter.requires_grad or is_lazy(parameter):
+            if not parameter.requires_grad or (type(parameter) is not nn.Parameter and is_lazy(parameter)):
                 continue
             hooks, ours = parameter._backward_hooks or {}, self._handles.get(name)
+            weight = self._weights[name]
+            if ours is None and not hooks and weight.told:
+                continue
+            weight.told = False
             if ours is not None and (not hooks or next(reversed(hooks)) == ours.id):
                 continue
             if hooks:  # of the user's, after which ours has to run
@@ -67,7 +79,7 @@ class WatchedParameters:
         return {
             name: parameter.numel()
             for name, parameter in self._parameters.items()
-            if parameter.requires_grad and not is_lazy(parameter)
+            if parameter.requires_grad and (type(parameter) is nn.Parameter or not is_lazy(parameter))
         }
 
     def weight(self, name: str) -> Weight:
@@ -84,7 +96,7 @@ class WatchedParameters:
         Returns:
             The reason for which there is no value, or None.
         """
-        grad = self.got_gradient.get(name)
+        grad = self._dispatcher.got_gradient.get(name)
         if name not in self._hooked or grad is None or total is None:
             return None
         if self._dispatcher.samples is not None:
@@ -102,10 +114,6 @@ class WatchedParameters:
             "hook or apply it to the loss"
         )
 
-    def forget(self) -> None:
-        """Drop what the last backward left."""
-        self.got_gradient = {}
-
     def close(self) -> None:
         """Remove every hook."""
         for handle in (*self._handles.values(), *self._adopted):
@@ -117,6 +125,6 @@ class WatchedParameters:
         def note(grad: Tensor) -> None:
             if self._dispatcher.accepting:
                 kept = grad.detach().clone() if name in self._hooked and grad.layout == torch.strided else None
-                self.got_gradient[name] = kept
+                self._dispatcher.got_gradient[name] = kept
 
         return note

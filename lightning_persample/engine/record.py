@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_persample.engine.kept_gradients import KeptGradients
 from lightning_persample.engine.own_scale import summed
+from lightning_persample.engine.squared_norms import SquaredNorms
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients import Projection
 
@@ -25,13 +26,13 @@ class _NotAsked(dict[str, Tensor]):
 
     def __init__(self, what: str, quantity: str) -> None:
         super().__init__()
-        self._text = (
-            f"the {what} were not asked for; pass quantities=('sq_norm', '{quantity}') to expanded_weights, or let "
-            f"`needs` of the callback return {{'{quantity}'}}"
-        )
+        self._what, self._quantity = what, quantity
 
     def __missing__(self, name: str) -> Tensor:
-        raise KeyError(f"{name}: {self._text}")
+        raise KeyError(
+            f"{name}: the {self._what} were not asked for; pass quantities=('sq_norm', '{self._quantity}') to "
+            f"expanded_weights, or let `needs` of the callback return {{'{self._quantity}'}}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,9 +87,6 @@ class PerSampleRecord:
             here. They are those chosen, or those that the loss of this backward is made of, as when each part of a
             batch has a backward of its own (a mean is then one over these). None where they are all.
         in_loss: number of samples that the loss of this backward is made of, as far as can be told.
-        factor: what this backward added to ``.grad`` of the parameters in `names` is ``factor * sum_i g_i`` over all
-            samples of its loss: w_i times every factor of the loss (accumulation, loss scaling), 0-dimensional. None
-            where it is something else.
         why_no_factor: the reason, where `factor` is None.
         sample_index: which samples these are: the indices of the dataset that the train dataloader has, (B,), int64, on
             the CPU, or a list of B keys where a sampler draws keys that are no ints. With several dataloaders one for
@@ -114,9 +112,9 @@ class PerSampleRecord:
     backward_index: int = 0
     samples: Tensor | None = None
     in_loss: int | None = None
-    factor: Tensor | None = None
     why_no_factor: str = ""
     _kept: KeptGradients | None = field(default=None, repr=False)
+    _factor: Tensor | float | None = field(default=None, repr=False)
     sample_index: SampleIndex = None
 
     def __repr__(self) -> str:
@@ -132,6 +130,16 @@ class PerSampleRecord:
         return tuple(self.sq_norms)
 
     @property
+    def factor(self) -> Tensor | None:
+        """What this backward added to ``.grad`` of the parameters in `names` is ``factor * sum_i g_i``.
+
+        The sum is over all samples of its loss, and the factor w_i times every factor of the loss (accumulation, loss
+        scaling), 0-dimensional. None where it is something else.
+        """
+        known = self._factor
+        return torch.tensor(known, dtype=torch.float64) if isinstance(known, float) else known
+
+    @property
     def num_values(self) -> int:
         """Number of samples that values are for: all B, or those in `samples`."""
         return self.batch_size if self.samples is None else self.samples.numel()
@@ -143,6 +151,8 @@ class PerSampleRecord:
             One norm per sample, shape (B,), of the gradient of the sample's own loss; nan where no parameter has
             values.
         """
+        if isinstance(self.sq_norms, SquaredNorms):
+            return self.sq_norms.root_of_sum()
         values = list(self.sq_norms.values())
         versions = sum(value._version for value in values)  # a reader may have changed them in place
         if versions not in self._norms_by_version:

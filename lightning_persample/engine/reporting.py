@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_persample.engine.dispatch import Dispatcher
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["Report", "on_gradient"]
+__all__ = ["Report", "detached", "on_gradient"]
 
 _FREED = (
     "a second backward goes through it, but the first one was to free the graph; pass retain_graph=True to the first"
@@ -155,12 +155,12 @@ def _gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
     """How to read the output's gradient from the gradient that the hook receives."""
     base = _hooked(output)
     if base is output:
-        return _detached
+        return detached
     base_size, base_stride = tuple(base.shape), base.stride()
     size, stride, offset = tuple(output.shape), output.stride(), output.storage_offset() - base.storage_offset()
 
     def read(grad: Tensor) -> Tensor:
-        grad = _detached(grad)
+        grad = detached(grad)
         if grad.stride() != base_stride:
             grad = torch.empty_strided(base_size, base_stride, dtype=grad.dtype, device=grad.device).copy_(grad)
         return grad.as_strided(size, stride, grad.storage_offset() + offset)
@@ -168,5 +168,6 @@ def _gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
     return read
 
 
-def _detached(grad: Tensor) -> Tensor:
+def detached(grad: Tensor) -> Tensor:
+    """The gradient of an output that is no view, as it is, but for its history."""
     return grad.detach() if grad.requires_grad else grad

@@ -2,30 +2,29 @@
 
 Small models use nearly every weight in this way, and their training step takes little longer than the Python of a few
 calls. What `Dispatcher.call`, `Use`, `by_rule` and the structures do for any call comes to this here: weight and bias
-get ``g_b (x) x_b`` and ``g_b``, with the squared norms ``|g_b|^2 |x_b|^2`` and ``|g_b|^2``. A call with anything out of
+get ``g_b (x) x_b`` and ``g_b``, with the norms ``|g_b| |x_b|`` and ``|g_b|``. A call with anything out of
 the ordinary is left to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from lightning_persample.engine.batch_axis import BatchAxis
 from lightning_persample.engine.computation import changed_text
 from lightning_persample.engine.failure import FAILURES
 from lightning_persample.engine.following import is_plain
-from lightning_persample.engine.graph import boundary
-from lightning_persample.engine.observed import Description, describe
-from lightning_persample.engine.reporting import Report
+from lightning_persample.engine.observed import Description, user_place
+from lightning_persample.engine.reporting import Report, detached
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense, Outer, SampleGradient
 from lightning_persample.gradients.norms import dense_sq_norm
-from lightning_persample.gradients.precision import autocast_is_on
 from lightning_persample.rules import rule_of
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ _RULE = rule_of("linear")
 _CLASSES = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float64)
 _FIRST = (0, 1, 1, None, None)
+_READERS: list[Callable[[Tensor], Tensor]] = [detached]
+_LONG = 4096  # numbers in a row; longer ones are added up in parts, for their error grows with the length
 
 
 def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | None:
@@ -55,33 +56,37 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
     if torch._C._functorch.peek_interpreter_stack() is not None:  # a transform wraps what the call gives
         return None
     tensors = args if len(args) == 2 or args[2] is not None else args[:2]
-    x, *parameters = tensors
+    x = tensors[0]
     if type(x) not in _CLASSES or x.dim() != 2 or x.dtype not in _DTYPES or not is_plain(x):
         return None
     marks = dispatcher.marks
     axis, dtype = marks.get(x), x.dtype
     if type(axis) is not BatchAxis or (axis.dim, axis.outer, axis.inner, axis.owner, axis.mixing) != _FIRST:
         return None
-    weights = []
-    for dim, parameter in zip((2, 1), parameters, strict=False):
+    weights, sizes = [], [x.shape]
+    for parameter in tensors[1:]:
         mark = marks.get(parameter) if type(parameter) in _CLASSES else None
-        if type(mark) is not Weight or not parameter.requires_grad or parameter.dim() != dim:
-            return None
-        if parameter.dtype is not dtype or parameter.shape[0] != args[1].shape[0]:  # (a bias may be broadcast)
+        if type(mark) is not Weight or not parameter.requires_grad or parameter.dtype is not dtype:
             return None
         weights.append(mark)
-    if autocast_is_on(x.device.type):
+        sizes.append(parameter.shape)
+    if len(sizes[1]) != 2 or (len(sizes) == 3 and sizes[2] != sizes[1][:1]):  # (a bias may be broadcast)
         return None
-    stop = boundary(tensors)
-    output = LINEAR(*args)
+    if torch._C._is_any_autocast_enabled():
+        return None
+    rows = x.detach()
+    norms = None
+    if not dispatcher.keep_structures and dispatcher.samples is None:
+        norms = _norms_of_input(rows)  # now, while the layer before has left them in the cache
+    output: Tensor = LINEAR(*args)
     marks[output] = axis
-    dispatcher.nodes.watch_inside((output,), stop)
-    names = {name for weight in weights for name in weight.names}
+    dispatcher.nodes.watch_linear(output, tensors, weights)
     for weight in weights:
         weight.uses += 1
-    text = describe("linear", tensors, names)
-    report = _RowsReport(dispatcher, (output,), weights, _OfRows(weights, x.detach(), text), text, keeps_values=True)
-    report.attach((output,))
+    names = tuple([name for weight in weights for name in weight.names])
+    text = Description("linear", tuple(sizes), user_place(), names)
+    report = _RowsReport(dispatcher, weights, rows, norms, text)
+    output.grad_fn.register_prehook(report.hook)  # type: ignore[union-attr]
     return output
 
 
@@ -104,35 +109,62 @@ class _OfRows:
 
 
 class _RowsReport(Report):
-    """What the backward does with the gradient of the output."""
+    """What the backward does with the gradient of the output, which is no view."""
 
-    __slots__ = ()
+    __slots__ = ("_norms_of_x",)
+
+    def __init__(
+        self, dispatcher: Dispatcher, weights: list[Weight], x: Tensor, norms: Tensor | None, text: Description
+    ) -> None:
+        self._dispatcher, self._weights, self._text = dispatcher, weights, text
+        self._compute, self._norms_of_x = _OfRows(weights, x, text), norms
+        self._readers, self._kind, self._keeps_values = _READERS, x.device.type, True
 
     def hook(self, grads: Sequence[Tensor | None]) -> None:
-        """Note the squared norms; where more is asked for, or anything is unusual, go the general way."""
-        grad, dispatcher = grads[0], self._dispatcher
+        """Note the norms; where more is asked for, or anything is unusual, go the general way."""
+        grad, dispatcher, weights = grads[0], self._dispatcher, self._weights
         if grad is None or not dispatcher.accepting:
             return
-        if dispatcher.wants_no_more(self._weights):
-            with torch._C.DisableTorchFunction():
-                sq_norms = self._sq_norms(grad)
-            if sq_norms is not None:
-                for weight, sq_norm in zip(self._weights, sq_norms, strict=False):
-                    weight.sq_norm = sq_norm
-                if dispatcher.frees:
-                    self._compute = None
+        for weight in weights:
+            if weight.told:
+                for name in weight.names:
+                    dispatcher.got_gradient[name] = None
+        if dispatcher.wants_no_more(weights):
+            with torch._C.DisableTorchFunction():  # (the mode would be offered every attribute, too)
+                done = self._note_norms(grad, self._compute)
+            if done:
                 return
         self.contribute(grads)
 
-    def _sq_norms(self, grad: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The squared norms of weight and bias; None where the general way has to find them, or say what is wrong."""
-        rows = self._compute
-        if type(rows) is not _OfRows or type(grad) is not Tensor or grad.requires_grad:
-            return None
+    def _note_norms(self, grad: Tensor, rows: object) -> bool:
+        """Note the norms of weight and bias, unless the general way has to find them, or say what is wrong."""
+        of_x = self._norms_of_x
+        if of_x is None or type(rows) is not _OfRows or type(grad) is not Tensor or grad.requires_grad:
+            return False
         if grad.dtype is not rows.x.dtype or rows.x._version != rows.version:
-            return None
+            return False
         try:
-            of_grad = dense_sq_norm(grad)
-            return of_grad * dense_sq_norm(rows.x), of_grad
+            of_grad = _row_norms(grad)
+            norm = of_grad * of_x
         except FAILURES:
-            return None
+            return False
+        weight, *biases = self._weights
+        weight.norm = norm
+        for bias in biases:
+            bias.norm = of_grad
+        if self._dispatcher.frees:
+            self._compute = None
+        return True
+
+
+def _row_norms(rows: Tensor) -> Tensor:
+    return vector_norm(rows, 2, 1) if rows.shape[1] <= _LONG else dense_sq_norm(rows).sqrt()
+
+
+def _norms_of_input(rows: Tensor) -> Tensor | None:
+    """The norm of each row; None where they cannot be had, for which the general way finds the words."""
+    try:
+        with torch._C.DisableTorchFunction():
+            return _row_norms(rows)
+    except FAILURES:
+        return None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_persample.engine.kinds import kind_of
@@ -64,18 +65,27 @@ class ShardedParameters:
         self._dispatcher = dispatcher
         self._adopt = adopt
         self._foreign: WeakTensorKeyDictionary | None = None
+        self._handles: list[RemovableHandle] = []
+        self._shards: dict[str, nn.Parameter] = {}
+        self._before_backward: dict[str, object] = {}
+        if not _has_processes():
+            return
         parts = _sharded_modules(module).values()
         if parts:  # what is computed from weights is needed after their memory was freed
             dispatcher.keep = _copied
         self._handles = [part.register_forward_pre_hook(self._unsharded) for part in parts]  # behind fully_shard's own
         self._shards = {name: p for name, p in module.named_parameters() if p.requires_grad} if parts else {}
-        self._before_backward: dict[str, object] = {}
         for name in sharded_elsewhere(module):
             dispatcher.refused.setdefault(name, _DISTRIBUTED)
 
+    @property
+    def finds(self) -> bool:
+        """Whether there can be anything to find."""
+        return bool(self._handles)
+
     def find(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Adopt the parameters among the arguments of a call, and all that the module holds beside them."""
-        if not self._handles or kind_of(function).op is None:
+        if kind_of(function).op is None:
             return
         for tensor in operands_of(args, kwargs):
             if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or self._is_weight(tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +15,7 @@ from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reas
 from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
 from lightning_persample.engine.own_scale import OwnScale, in_dtype_of
 from lightning_persample.engine.parameters import WatchedParameters
+from lightning_persample.engine.squared_norms import SquaredNorms
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients import SampleGradient, add_up
@@ -26,7 +27,7 @@ __all__ = ["Values", "has_value", "read_values", "why_no_factor"]
 class Values:
     """By parameter what was asked for, of each sample's own loss."""
 
-    sq_norms: dict[str, Tensor] = field(default_factory=dict)
+    sq_norms: Mapping[str, Tensor] = field(default_factory=dict)
     grad_samples: dict[str, Tensor] = field(default_factory=dict)
     square_sums: dict[str, Tensor] = field(default_factory=dict)
     structures: dict[str, SampleGradient] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Values:
 
 def has_value(weight: Weight) -> bool:
     """Whether a backward has left anything of a weight's per-sample gradient."""
-    return weight.sq_norm is not None or bool(weight.contributions)
+    return weight.has_norms or bool(weight.contributions)
 
 
 def read_values(
@@ -66,14 +67,19 @@ def read_values(
         The values.
     """
     values = Values()
+    norms: dict[str, Tensor] = {}
+    sq_norms: dict[str, Tensor] = {}
     with torch.no_grad():
         for name in names:
             weight = watched.weight(name)
-            if weight.sq_norm is not None and weight.contributions:  # those came through a weight derived from it
+            if weight.has_norms and weight.contributions:  # those came through a weight derived from it
                 dispatcher.refuse([weight], USED_AGAIN)
                 continue
-            if weight.sq_norm is not None and places is None:
-                values.sq_norms[name] = weight.sq_norm  # all that was asked for, of a parameter without hooks
+            if weight.norm is not None and places is None:  # all that was asked for, of a parameter without hooks
+                norms[name] = weight.norm
+                continue
+            if weight.sq_norm is not None and places is None:  # the same
+                sq_norms[name] = weight.sq_norm
                 continue
             try:
                 total = add_up(weight.contributions) if weight.contributions else None
@@ -83,7 +89,7 @@ def read_values(
                     continue
                 if total is not None and places is not None:
                     total = total.pick(places)
-                values.sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, places))
+                sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, places))
                 if total is None:
                     continue
                 if "grad_sample" in quantities:
@@ -97,9 +103,15 @@ def read_values(
                     values.structures[name], values.dtypes[name] = total, weight.tensor.dtype
             except FAILURES as error:
                 dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
-        own_sq_norms = own.own_sq_norms(list(values.sq_norms.values()))
-    for name, sq_norm in zip(values.sq_norms, own_sq_norms, strict=True):
-        values.sq_norms[name] = in_dtype_of(watched.weight(name).tensor, sq_norm)
+        if norms and not sq_norms and len({(norm.dtype, norm.device) for norm in norms.values()}) == 1:
+            values.sq_norms = SquaredNorms(tuple(norms), own.own_norms(list(norms.values())))
+            return values
+        sq_norms |= {name: norm.square() for name, norm in norms.items()}
+        own_sq_norms = own.own_sq_norms(list(sq_norms.values()))
+    found = {
+        name: in_dtype_of(watched.weight(name).tensor, own) for name, own in zip(sq_norms, own_sq_norms, strict=True)
+    }
+    values.sq_norms = {name: found[name] for name in names if name in found}
     return values
 
 
@@ -147,8 +159,9 @@ def why_no_factor(
 
 
 def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | None) -> Tensor:
-    if weight.sq_norm is not None:
-        return weight.sq_norm if places is None else weight.sq_norm[places]
+    known = weight.sq_norm if weight.norm is None else weight.norm.square()
+    if known is not None:
+        return known if places is None else known[places]
     if total is None:
         raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
     return total.sq_norm()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_persample.engine.graph import Node, boundary, ends_below, leaf_of, nodes_between, unseen_edges
+from lightning_persample.engine.graph import Node, boundary, ends_below, leaf_of, nodes_between
 from lightning_persample.engine.marks import Marks
 from lightning_persample.engine.weight import Weight
 
 __all__ = ["WatchedNodes"]
+
+_PRODUCTS = frozenset({"AddmmBackward0", "MmBackward0"})
 
 
 class WatchedNodes:
@@ -24,6 +26,7 @@ class WatchedNodes:
         self._marks = marks
         self._weights: dict[Node, list[Weight]] = {}
         self._seen: set[Node] = set()
+        self._linear: dict[Node, tuple[Node | None, list[Weight]]] = {}
 
     def watch(self, node: Node, weight: Weight) -> None:
         """Remember the node of a weight that is no leaf, or whose leaf has no mark."""
@@ -49,12 +52,65 @@ class WatchedNodes:
                 for weight in self.weights_of(end):
                     self.watch(node, weight)
 
-    def unseen(self, tops: list[Tensor]) -> Iterator[tuple[Node, list[Weight]]]:
-        """The nodes of no call that was seen, from which a gradient goes to weights, with these; from the tops down."""
-        for node, below in unseen_edges(tops, lambda node: bool(self.weights_of(node)), self._seen):
-            yield node, self.weights_of(below)
+    def watch_linear(self, output: Tensor, tensors: Sequence[Tensor], weights: list[Weight]) -> None:
+        """`watch_inside` of a linear map of rows, which as a rule is a product with the transpose of its weight.
+
+        Args:
+            output: of the call.
+            tensors: input, weight and, unless there is none, bias.
+            weights: those of the last two.
+        """
+        node = output.grad_fn
+        edges = () if node is None else node.next_functions
+        inner = edges[-1][0] if len(edges) == len(tensors) else None
+        if node is None or inner is None or node.name() not in _PRODUCTS or inner.name() != "TBackward0":
+            self.watch_inside((output,), boundary(tensors))
+            return
+        self._seen.add(node)
+        self._seen.add(inner)
+        self.watch(inner, weights[0])
+        if all(weight.derivation is None for weight in weights):
+            self._linear[node] = edges[-2][0], weights
+
+    def below(self, tops: list[Tensor]) -> tuple[list[tuple[Node, list[Weight]]], list[Weight]]:
+        """What a backward will meet.
+
+        Args:
+            tops: what it starts from.
+
+        Returns:
+            The nodes of no call that was seen, from which a gradient goes to weights, with these, from the tops down;
+            and the parameters of the linear maps of rows that are met.
+        """
+        unseen: list[tuple[Node, list[Weight]]] = []
+        met: list[Weight] = []
+        stack = [top.grad_fn for top in tops if top.grad_fn is not None]
+        visited = set(stack)
+        while stack:
+            node = stack.pop()
+            linear = self._linear.get(node)
+            if linear is not None:  # of what is below it only the way to the input is not known
+                following, weights = linear
+                met += weights
+                if following is not None and following not in visited:
+                    visited.add(following)
+                    stack.append(following)
+                continue
+            is_unseen = node not in self._seen
+            for following, _ in node.next_functions:
+                if following is None:
+                    continue
+                if is_unseen:
+                    weights = self.weights_of(following)
+                    if weights:
+                        unseen.append((node, weights))
+                if following not in visited:
+                    visited.add(following)
+                    stack.append(following)
+        return unseen, met
 
     def clear(self) -> None:
         """Forget every node."""
+        self._linear.clear()
         self._weights.clear()
         self._seen.clear()

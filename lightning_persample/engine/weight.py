@@ -88,7 +88,7 @@ class Derivation:
         return list(tensors_in(leaves[0] if result is None else result))[self.output]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Weight:
     """A parameter, or a tensor computed from parameters alone.
 
@@ -101,6 +101,8 @@ class Weight:
         children: weights derived from it.
         contributions: what those calls contributed in the present backward.
         sq_norm: the squared norm (B,), where it could be taken at once and the structure let go.
+        norm: the norm (B,) in its place.
+        told: whether the call that uses it tells that it gets a gradient, so that no hook on it has to.
     """
 
     names: frozenset[str]
@@ -111,6 +113,13 @@ class Weight:
     children: int = 0
     contributions: list[SampleGradient] = field(default_factory=list)
     sq_norm: Tensor | None = None
+    norm: Tensor | None = None
+    told: bool = False
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether all that was asked for has been taken of what it got."""
+        return self.norm is not None or self.sq_norm is not None
 
     @property
     def shape(self) -> torch.Size:
@@ -120,7 +129,7 @@ class Weight:
     def forget(self) -> None:
         """Drop what the last backward left."""
         self.contributions.clear()
-        self.sq_norm = None
+        self.sq_norm = self.norm = None
 
 
 def settle(weights: Sequence[Weight], refuse: Callable[[list[Weight], str], None]) -> None:

@@ -54,6 +54,8 @@ def every_target_counts(op: object, args: Sequence[Any], kwargs: Mapping[str, An
     if op not in _CLASS_LOSSES or target.is_floating_point() or target.is_meta:  # (which has no values)
         return True
     ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
+    if ignored < 0 < target.numel():  # (a class is never negative)
+        return int(target.min()) >= 0
     return bool((target != ignored).all())
 
 
