@@ -108,8 +108,9 @@ def node_below(tops: Iterable[Tensor], name: str) -> bool:
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether hooks on saved tensors are in place, as activation checkpointing and offloading put them."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Whether hooks on saved tensors are in place, or may be: activation checkpointing and offloading put them."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 has no way to ask
+    return top is None or top(False) is not None
 
 
 def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:

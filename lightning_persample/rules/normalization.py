@@ -9,6 +9,7 @@ one pass over g and x.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.cost import chunks
+from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules.elementwise import sum_to_shape, widen
 from lightning_persample.rules.registry import Call, register_rule
 
@@ -70,14 +72,26 @@ def rms_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
 
     Args:
         call: input (B, *t, *normalized_shape); weight of shape normalized_shape. eps None is the machine epsilon of the
-            dtype in which torch computes: float32 for float16 and bfloat16.
+            dtype in which torch computes: float32 for float16 and bfloat16, but their own in torch 2.6.
         grad_output: (B, *t, *normalized_shape).
 
     Returns:
         weight: `Dense` of shape normalized_shape.
     """
-    shape = call.arguments["normalized_shape"]
-    return _trailing("rms_norm", call, grad_output, lambda x: torch.rms_norm(x, shape, None, call.get("eps")))
+    shape, eps = call.arguments["normalized_shape"], call.get("eps")
+    if eps is None:
+        eps = _machine_epsilon(call.arguments["input"].dtype)
+    return _trailing("rms_norm", call, grad_output, lambda x: torch.rms_norm(x, shape, None, eps))
+
+
+@functools.cache
+def _machine_epsilon(dtype: torch.dtype) -> float:
+    """What `torch.rms_norm` takes for eps=None: the epsilon in which it computes, in torch 2.6 that of its input."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return torch.finfo(dtype).eps
+    with torch.no_grad(), torch._C.DisableTorchFunction(), without_autocast("cpu"):
+        small = float(torch.rms_norm(torch.full((1,), 2.0**-6, dtype=dtype), (1,)))
+    return torch.finfo(dtype if small < 0.75 else torch.float32).eps
 
 
 @register_rule(

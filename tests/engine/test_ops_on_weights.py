@@ -26,7 +26,7 @@ def rounded(w: Tensor, step: float) -> Tensor:
     return torch.round(w / step) * step
 
 
-@torch.library.custom_op("persample_test::product", mutates_args=())
+@torch.library.custom_op("persample_test::product", mutates_args=(), schema="(Tensor[] parts, Tensor factor) -> Tensor")
 def product(parts: list[Tensor], factor: Tensor) -> Tensor:
     return parts[0] @ parts[1] * factor
 

@@ -34,7 +34,9 @@ class WithSetup(torch.autograd.Function):
     backward = OwnMatmul.backward
 
 
-@torch.library.custom_op("persample_test::gated", mutates_args=())
+@torch.library.custom_op(
+    "persample_test::gated", mutates_args=(), schema="(Tensor x, Tensor[] weights, float power) -> Tensor"
+)
 def gated(x: Tensor, weights: list[Tensor], power: float) -> Tensor:
     return x * weights[0] ** power + weights[1]
 
