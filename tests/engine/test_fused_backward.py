@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_persample.engine import expanded_weights
 from tests.engine.reference import assert_exact, loop
 from tests.engine.test_fused import always, gradients, images, mean_of_squares  # noqa: F401  (a fixture)
+from tests.torch_release import not_in_the_oldest
 
 aten = torch.ops.aten
 
@@ -45,6 +46,7 @@ def captured(module: nn.Module, x: Tensor, **options: Any) -> tuple[WeightProduc
     return counted, capture.record.norms()
 
 
+@not_in_the_oldest
 def test_convolutions_are_multiplied_once() -> None:
     """At these sizes norms need the samples' gradients; of the two weights autograd computes none."""
     module, x = two_convolutions(), images(6, 3, 20, 20)
@@ -56,6 +58,7 @@ def test_convolutions_are_multiplied_once() -> None:
     torch.testing.assert_close(norms, capture.record.norms(), rtol=1e-12, atol=0)
 
 
+@not_in_the_oldest
 def test_linear_maps_over_many_positions_are_multiplied_once() -> None:
     module, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double(), images(4, 64, 6)
     counted, _ = captured(module, x)
@@ -69,6 +72,7 @@ def test_linear_maps_of_one_position_stay_with_autograd() -> None:
     assert module(x).grad_fn.name() == "AddmmBackward0"
 
 
+@not_in_the_oldest
 def test_gradients_that_are_asked_for_are_formed_once() -> None:
     module, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double(), images(4, 6)
     counted, _ = captured(module, x, quantities=("grad_sample",))
@@ -217,6 +221,7 @@ def test_only_some_gradients_are_asked_for() -> None:
     assert module[2].weight.grad is None
 
 
+@not_in_the_oldest
 @pytest.mark.usefixtures("always")
 def test_a_rule_that_fails_leaves_the_gradient_to_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_persample.engine import collector

@@ -16,6 +16,7 @@ from tests.engine import recurrent_cases, twice_cases  # noqa: F401  (add to CAS
 from tests.engine.model_cases import CASES
 from tests.engine.reference import loop
 from tests.models import MODELS
+from tests.torch_release import not_in_the_oldest
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
@@ -129,7 +130,9 @@ PENALTIES = {
 }
 
 
-@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=not_in_the_oldest if name == "a root of its own" else ()) for name in PENALTIES]
+)
 def test_a_term_of_no_sample_leaves_no_factor(name: str) -> None:
     module = nn.Linear(3, 2).double()
     with expanded_weights(module, (X, Y), unsupported="ignore") as capture:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_persample.engine import expanded_weights
 from lightning_persample.rules import normalization
 from tests.engine.reference import assert_exact, loop
+from tests.torch_release import not_in_the_oldest
 
 
 @pytest.fixture
@@ -38,11 +39,13 @@ def cubes(module: nn.Module, x: Tensor) -> Tensor:
     return module(x).flatten(1).pow(3).mean(1).mean()
 
 
+@not_in_the_oldest
 def test_kept_statistics_are_read(computed: list[tuple[int, ...]]) -> None:
     assert_exact(nn.GroupNorm(2, 4).double(), cubes, (images(5, 4, 3, 2),))
     assert computed == []
 
 
+@not_in_the_oldest
 @pytest.mark.parametrize("batch_dim", [0, 1])
 def test_several_rows_of_a_sample(batch_dim: int, computed: list[tuple[int, ...]]) -> None:
     def loss(module: nn.Module, x: Tensor) -> Tensor:
@@ -80,6 +83,7 @@ def test_under_checkpointing_they_are_not_unpacked(computed: list[tuple[int, ...
         torch.testing.assert_close(capture.record.sq_norms[name], grads.square().sum(1), rtol=1e-10, atol=0)
 
 
+@not_in_the_oldest
 @pytest.mark.parametrize("frozen", [None, "weight", "bias"])
 @pytest.mark.parametrize("shape", [(8,), (3, 8)])
 def test_layer_norm_of_long_samples(

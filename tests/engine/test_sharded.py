@@ -7,8 +7,12 @@ import torch
 
 from tests.engine.sharded_runs import BATCHES, CASES
 from tests.processes import run_ranks
+from tests.torch_release import not_in_the_oldest
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed"),
+    not_in_the_oldest,
+]
 
 KEYS = [f"{name}, {reshard}" for name in CASES for reshard in (True, False)]
 EXACT = [key for key in KEYS if not key.startswith("hidden")] + ["replicated and sharded"]
