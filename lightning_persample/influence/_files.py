@@ -32,12 +32,14 @@ GRADIENTS = "_gradients"  # the store of gradients in a ledger's folder
 _PARTIAL = re.compile(r"\.(rows-[\d-]+\.parquet|shard-[\d-]+(\.rows)?\.npy|_manifest\.json)\.tmp")
 
 
-def write_atomically(path: Path, *contents: Any) -> None:
+def write_atomically(path: Path, *contents: Any, is_name_forced: bool = True) -> None:
     """Write a file so that it is there as a whole, or as it was before.
 
     Args:
         path: the file.
         contents: its bytes, in as many pieces as there are.
+        is_name_forced: whether its name is forced to the disk, too. If not, a machine that loses its power may come
+            back with the file as it was before, until `force_names` was called.
 
     Raises:
         OSError: it could not be written; nothing of it is left.
@@ -54,7 +56,8 @@ def write_atomically(path: Path, *contents: Any) -> None:
         with suppress(OSError):  # what went wrong first is said
             partial.unlink()
         raise
-    force_names(path.parent)
+    if is_name_forced:
+        force_names(path.parent)
 
 
 def force_names(dirpath: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +94,7 @@ class Parts:
         counters = [part.counter for part in parts_of(dirpath) if part.rank == rank]
         self._counter = max(counters, default=-1) + 1
         self._waiting: list[Any] = []
+        self._has_new_names = False
         self.lost = 0
 
     @property
@@ -114,17 +114,22 @@ class Parts:
                 self.lost += self._waiting.pop(0).num_rows
 
     def write(self) -> None:
-        """Write all rows that wait to a file of their own; where that fails, they wait for the next try."""
+        """Write all rows that wait to a file of their own; where that fails, they wait for the next try.
+
+        The file is whole whatever happens, but its name may be lost with the machine's power until `settle`.
+        """
         if not self._waiting:
             return
         table = arrow().concat_tables(self._waiting).combine_chunks()
         steps = table["step"].to_numpy()
         path = _path(self._dirpath, self._rank, int(steps.min()), int(steps.max()), self._counter)
-        try:
-            write_atomically(path, _encoded(table))
-        except OSError:
-            with suppress(OSError):  # a file whose name alone is not sure would have its rows twice
-                path.unlink(missing_ok=True)
-            raise
+        write_atomically(path, _encoded(table), is_name_forced=False)
         self._counter += 1
         self._waiting = []
+        self._has_new_names = True
+
+    def settle(self) -> None:
+        """Force the names of the files to the disk, once for all that are new; costs as much as a file."""
+        if self._has_new_names:
+            force_names(self._dirpath)
+            self._has_new_names = False
