@@ -159,6 +159,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._captured: list[CapturedRows] = []
         self._types: dict[str, str] = {}
         self._precision: Any = None
+        self._processes = 1
         self._said: set[str] = set()
         self._backwards = 0  # in the batch that is running
         self._is_behind = False  # a checkpoint has a batch whose rows are not written
@@ -243,7 +244,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._gradients.start(found, told, pl_module)
         self._parts = Parts(self.dirpath, trainer.global_rank)
         self._rates = LearningRates(pl_module, trainer.optimizers)
-        self._precision = trainer.precision_plugin
+        self._precision, self._processes = trainer.precision_plugin, trainer.world_size
 
     def _new_manifest(self, trainer: Trainer, pl_module: LightningModule) -> Manifest:
         reduction = self.loss_reduction
@@ -269,7 +270,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             return
         step, rate = trainer.global_step if automatic else self._batches, rates.of_record(record)
         scaler = getattr(self._precision, "scaler", None)  # of mixed precision
-        divisor = float(trainer.world_size if scaler is None else scaler.get_scale() * trainer.world_size)
+        divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
         rows = CapturedRows.of_record(record, step, trainer.current_epoch, batch_idx, rate, divisor, self.per_layer)
         self._current.append(rows)
         if self._gradients is not None:
@@ -302,7 +303,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._settle()
 
     def _columns_of(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        returned = outputs.get(_RESULTS) if isinstance(outputs, Mapping) else None
+        returned = outputs.get(_RESULTS) if isinstance(outputs, (dict, Mapping)) else None  # a dict is told faster
         if returned is None and self.columns is None:
             return {}
         found: dict[str, Any] = {}
@@ -361,8 +362,8 @@ class PerSampleGradientWriter(PerSampleCallback):
             if self._parts is not None:
                 self._parts.settle()
         except OSError as error:
-            names = f"the names of files in {str(self.dirpath)!r} cannot be forced to the disk"
-            self._warn(f"{names}: {error}. Training goes on; without them, a loss of power may cost these files")
+            start = f"the ledger in {str(self.dirpath)!r} cannot be written: {error} (of the names of its files)"
+            self._warn(f"{start}. Training goes on; a loss of power may cost the files since the last checkpoint")
 
     def _warn(self, text: str) -> None:
         start = text.partition(":")[0]

@@ -106,7 +106,9 @@ def read_json(dirpath: Path, kind: str, format_version: int) -> dict[str, Any]:
     return found
 
 
-def write_json(dirpath: Path, kind: str, format_version: int, values: Mapping[str, Any]) -> None:
+def write_json(
+    dirpath: Path, kind: str, format_version: int, values: Mapping[str, Any], *, is_name_forced: bool = True
+) -> None:
     """Write the manifest of a folder, in place of the one that is there.
 
     Args:
@@ -114,6 +116,7 @@ def write_json(dirpath: Path, kind: str, format_version: int, values: Mapping[st
         kind: what it holds: "ledger" or "gradients".
         format_version: the version of the format that is written.
         values: its values by name.
+        is_name_forced: as in `write_atomically`.
     """
     found = {"format": f"lightning_persample {kind}", "format_version": format_version, **values}
-    write_atomically(dirpath / MANIFEST, json.dumps(found, indent=2).encode())
+    write_atomically(dirpath / MANIFEST, json.dumps(found, indent=2).encode(), is_name_forced=is_name_forced)
