@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,12 @@ from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
 __all__ = ["CapturedRows", "columns_and_types", "keys_of", "kind_of", "table_of"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen: one is made at every step, and a frozen one takes far longer to make
 class CapturedRows:
     """What is kept of a backward until its rows are written: m samples, on the device that had them.
 
     Attributes:
-        step: of the rows, as `epoch`, `batch_idx`, `backward_index`, `rank` and `coverage`.
+        step: of the rows, as `epoch`, `batch_idx`, `backward_index` and `coverage`.
         keys: the samples' indices, (m,), or a list of m keys; None where they are unknown.
         samples: their places in the batch, (m,); None where they are all, 0 to m - 1.
         batch_size: number of samples of the batch.
@@ -32,14 +32,13 @@ class CapturedRows:
         divisor: what the factor has to be divided by.
         norms: (m,).
         groups: by group (m,).
-        columns: by name the values that the run adds, (m,).
+        columns: by name the values that the run adds, (m,), known when the batch ends.
     """
 
     step: int
     epoch: int
     batch_idx: int
     backward_index: int
-    rank: int
     coverage: float
     keys: Tensor | list[Any] | None
     samples: Tensor | None
@@ -55,11 +54,9 @@ class CapturedRows:
     def of_record(
         cls,
         record: PerSampleRecord,
-        *,
         step: int,
         epoch: int,
         batch_idx: int,
-        rank: int,
         rate: float | Tensor,
         divisor: float,
         depth: int | None,
@@ -71,7 +68,6 @@ class CapturedRows:
             step: count of optimizer steps before it.
             epoch: the epoch.
             batch_idx: the batch.
-            rank: this process.
             rate: the learning rate.
             divisor: what the record's factor has to be divided by.
             depth: how many leading parts of a parameter's module path name its group; None makes no groups.
@@ -84,7 +80,6 @@ class CapturedRows:
             epoch,
             batch_idx,
             record.backward_index,
-            rank,
             record.coverage,
             keys_of(record),
             record.samples,
@@ -100,20 +95,18 @@ class CapturedRows:
     def __len__(self) -> int:
         return self.norms.shape[0]
 
-    def with_columns(self, columns: Mapping[str, Tensor]) -> CapturedRows:
-        """The same with the values that the run adds.
+    def own(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values that the run adds to these rows.
 
         Args:
             columns: by name (batch_size,), or (m,) as the norms.
 
         Returns:
-            The rows with these of their samples.
+            By name those of the samples that have rows, (m,).
 
         Raises:
             OptionError: a column has another shape.
         """
-        if not columns:
-            return self
         found = {}
         for name, values in columns.items():
             if values.shape == (self.batch_size,):
@@ -126,7 +119,7 @@ class CapturedRows:
                     f"the column {name!r} has shape {tuple(values.shape)}, but a ledger needs one value for each "
                     f"sample of the batch, ({self.batch_size},)"
                 )
-        return replace(self, columns=found)
+        return found
 
 
 def keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
@@ -160,12 +153,13 @@ def kind_of(name: str, values: Tensor) -> str:
     return "bool" if values.dtype == torch.bool else "int64"
 
 
-def columns_and_types(groups: Sequence[str], first: CapturedRows) -> dict[str, str]:
+def columns_and_types(groups: Sequence[str], first: CapturedRows, columns: Mapping[str, Tensor]) -> dict[str, str]:
     """All columns of a run, which its first rows decide.
 
     Args:
         groups: the names of the groups of parameters.
         first: the first rows.
+        columns: by name what the run adds to them.
 
     Returns:
         The type of each column by name.
@@ -176,18 +170,19 @@ def columns_and_types(groups: Sequence[str], first: CapturedRows) -> dict[str, s
     known = {**BASE_COLUMNS, **{f"norm/{group}": "double" for group in groups}}
     if isinstance(first.keys, list):
         known["sample_index"] = "string"
-    taken = sorted(known.keys() & first.columns.keys())
+    taken = sorted(known.keys() & columns.keys())
     if taken:
         raise OptionError(f"the column {taken[0]!r} of the run has the name of a column of every ledger: rename it")
-    return {**known, **{name: kind_of(name, values) for name, values in first.columns.items()}}
+    return {**known, **{name: kind_of(name, values) for name, values in columns.items()}}
 
 
-def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str]) -> Any:
+def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str], rank: int) -> Any:
     """The rows as a ``pyarrow.Table``; values leave their device here, a column at a time.
 
     Args:
         captured: the rows of some backward passes, at least one.
         types: all columns of the run and their types.
+        rank: this process.
 
     Returns:
         The table.
@@ -196,13 +191,14 @@ def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str]) -> Any:
     own = {
         name: _array(np.repeat([getattr(rows, name) for rows in captured], counts), kind)
         for name, kind in types.items()
-        if name in ("step", "epoch", "batch_idx", "backward_index", "rank", "coverage")
+        if name in ("step", "epoch", "batch_idx", "backward_index", "coverage")
     }
+    own["rank"] = _array(np.full(sum(counts), rank), "int64")
     own["row"] = _array(_places(captured, counts), "int64")
     own["sample_index"] = _keys(captured, types["sample_index"])
     own["learning_rate"] = _array(_rates(captured, counts), "double")
     own["weight"] = _weights(captured, counts)
-    own["norm"] = _array(_joined([rows.norms for rows in captured]).astype(np.float64), "double")
+    own["norm"] = _array(_joined([rows.norms for rows in captured]), "double")
     for name, kind in types.items():
         if name.startswith("norm/"):
             group = name.removeprefix("norm/")
@@ -228,10 +224,10 @@ def _rates(captured: Sequence[CapturedRows], counts: Sequence[int]) -> np.ndarra
 
 def _weights(captured: Sequence[CapturedRows], counts: Sequence[int]) -> Any:
     missing = np.array([rows.factor is None for rows in captured])
-    factors = [rows.factor.double().reshape(1) for rows in captured if rows.factor is not None]
+    factors = [rows.factor for rows in captured if rows.factor is not None]
     weights = np.zeros(len(captured))
     if factors:
-        weights[~missing] = _joined(factors)
+        weights[~missing] = _joined(factors, torch.stack)
     weights /= [rows.divisor for rows in captured]
     return _array(np.repeat(weights, counts), "double", np.repeat(missing, counts))
 
@@ -256,14 +252,17 @@ def _optional(parts: Sequence[Tensor | None], counts: Sequence[int], kind: str) 
     return _array(_joined(filled), kind, missing)
 
 
-def _joined(parts: Sequence[Tensor]) -> np.ndarray[Any, Any]:
-    parts = [part.detach() for part in parts]
+def _joined(parts: list[Tensor], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> np.ndarray[Any, Any]:
     on_device = {part.device for part in parts} | {torch.device("cpu")}
     if len(on_device) > 1:  # in one go from where most of them are
         device = max(on_device, key=lambda each: sum(part.device == each for part in parts))
         parts = [part.to(device) for part in parts]
-    joined: np.ndarray[Any, Any] = torch.cat(list(parts)).cpu().numpy()
-    return joined
+    with torch.no_grad():
+        joined = join(parts).cpu()
+    if joined.is_floating_point():
+        joined = joined.double()  # numpy has no bfloat16
+    values: np.ndarray[Any, Any] = joined.numpy()
+    return values
 
 
 def _array(values: np.ndarray[Any, Any], kind: str, missing: np.ndarray[Any, Any] | None = None) -> Any:

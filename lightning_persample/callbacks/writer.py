@@ -38,9 +38,10 @@ class PerSampleGradientWriter(PerSampleCallback):
     returns under "per_sample", ``{"loss": loss, "per_sample": {"loss": losses, "el2n": errors}}`` with tensors (B,), is
     written as well. The columns of a ledger are those of its first row: later a name that is missing is null.
 
-    Rows are kept in memory and written to a file of their own each `flush_every` captured batches, at the end of an
-    epoch, of the fit and of a fit that fails, and whenever a checkpoint is saved. A process that is killed loses no
-    more than the rows since, and no file is ever there in part. A fit that goes on from a checkpoint
+    Rows are kept in memory and written to a file of their own each `flush_every` captured batches, at the end of the
+    fit and of a fit that fails, and whenever a checkpoint is saved. A process that is killed loses no more than the
+    rows since, and no file is ever there in part; where the machine itself fails (its power), what a checkpoint has is
+    sure, and of the files since the last ones may be missing. A fit that goes on from a checkpoint
     (``trainer.fit(..., ckpt_path=...)``) removes the rows of the steps that the checkpoint does not have and writes
     them anew: in the end every step is there once. (A callback that saves a checkpoint in its `on_train_batch_end` and
     stands before the writer among the callbacks saves it before the rows of that batch are complete: they are written
@@ -157,6 +158,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._current: list[CapturedRows] = []
         self._captured: list[CapturedRows] = []
         self._types: dict[str, str] = {}
+        self._precision: Any = None
+        self._processes = 1
         self._said: set[str] = set()
         self._backwards = 0  # in the batch that is running
         self._is_behind = False  # a checkpoint has a batch whose rows are not written
@@ -187,6 +190,7 @@ class PerSampleGradientWriter(PerSampleCallback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write, on all processes before one saves it, what a fit that goes on from here will not see again."""
         self._flush(trainer)
+        self._settle()
         self._is_behind = bool(self._current)
         if not trainer.interrupted:  # a process that fails alone would wait for the others for ever
             trainer.strategy.barrier("PerSampleGradientWriter.on_save_checkpoint")
@@ -240,6 +244,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._gradients.start(found, told, pl_module)
         self._parts = Parts(self.dirpath, trainer.global_rank)
         self._rates = LearningRates(pl_module, trainer.optimizers)
+        self._precision, self._processes = trainer.precision_plugin, trainer.world_size
 
     def _new_manifest(self, trainer: Trainer, pl_module: LightningModule) -> Manifest:
         reduction = self.loss_reduction
@@ -259,24 +264,14 @@ class PerSampleGradientWriter(PerSampleCallback):
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
     ) -> None:
         """Keep the norms of a backward until the batch ends."""
-        if self._rates is None:
+        rates, automatic = self._rates, pl_module.automatic_optimization
+        # A closure that runs again does so at weights that are those of no step.
+        if rates is None or (automatic and self._backwards > 1):
             return
-        automatic = pl_module.automatic_optimization
-        if automatic and self._backwards > 1:  # a closure that runs again, at weights that are those of no step
-            return
-        step = trainer.global_step if automatic else self._batches
-        rate = self._rates.of_record(record)
-        divisor = _loss_scale(trainer) * trainer.world_size
-        rows = CapturedRows.of_record(
-            record,
-            step=step,
-            epoch=trainer.current_epoch,
-            batch_idx=batch_idx,
-            rank=trainer.global_rank,
-            rate=rate,
-            divisor=divisor,
-            depth=self.per_layer,
-        )
+        step, rate = trainer.global_step if automatic else self._batches, rates.of_record(record)
+        scaler = getattr(self._precision, "scaler", None)  # of mixed precision
+        divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
+        rows = CapturedRows.of_record(record, step, trainer.current_epoch, batch_idx, rate, divisor, self.per_layer)
         self._current.append(rows)
         if self._gradients is not None:
             self._gradients.capture(record, step=step, rate=rate, divisor=divisor)
@@ -286,25 +281,31 @@ class PerSampleGradientWriter(PerSampleCallback):
     ) -> None:
         """Complete the rows of the batch with the columns that the run adds."""
         self._batches += 1
-        current, self._current = self._current, []
-        ran_again = pl_module.automatic_optimization and self._backwards > 1
+        ran_again = self._backwards > 1 and pl_module.automatic_optimization
         self._backwards = 0
-        if not current:
+        if not self._current:
             return
+        current, self._current = self._current, []
         columns = self._columns_of(outputs, batch)
-        complete = [rows.with_columns(columns) for rows in current]
-        self._check_types(complete[0])
-        self._captured += current if ran_again else complete  # what was returned last is of other weights
+        own = [rows.own(columns) for rows in current] if columns else [{}]
+        self._check_types(current[0], own[0])
+        if columns and not ran_again:  # what was returned last is of other weights
+            for rows, values in zip(current, own, strict=True):
+                rows.columns = values
+        self._captured += current
         if self._gradients is not None:
             self._gradients.end_batch()
-        self._last_step = max(self._last_step, complete[0].step)
-        self._has_stepped = trainer.global_step > self._last_step
+        self._last_step = max(self._last_step, current[0].step)
         if len(self._captured) >= self.flush_every or self._is_behind:
-            self._is_behind = False
             self._flush(trainer)
+        if self._is_behind:
+            self._is_behind = False
+            self._settle()
 
     def _columns_of(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        returned = outputs.get(_RESULTS) if isinstance(outputs, Mapping) else None
+        returned = outputs.get(_RESULTS) if isinstance(outputs, (dict, Mapping)) else None  # a dict is told faster
+        if returned is None and self.columns is None:
+            return {}
         found: dict[str, Any] = {}
         for place, columns in (
             (f"training_step returned under {_RESULTS!r}", returned),
@@ -320,10 +321,10 @@ class PerSampleGradientWriter(PerSampleCallback):
             found.update(columns)
         return {str(name): values.detach() for name, values in found.items()}
 
-    def _check_types(self, rows: CapturedRows) -> None:
+    def _check_types(self, rows: CapturedRows, columns: Mapping[str, Tensor]) -> None:
         if not self._types:
-            self._types = columns_and_types(self._groups, rows)
-        for name, values in rows.columns.items():
+            self._types = columns_and_types(self._groups, rows, columns)
+        for name, values in columns.items():
             before, now = self._types.get(name), kind_of(name, values)
             if before is None:
                 raise OptionError(
@@ -343,7 +344,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         if parts is None or manifest is None:
             return
         if captured:
-            parts.add(table_of(captured, self._types))
+            parts.add(table_of(captured, self._types, trainer.global_rank))
         try:
             if trainer.is_global_zero and self._types and not manifest.columns:
                 manifest = Manifest(**{**vars(manifest), "columns": self._types})
@@ -356,15 +357,19 @@ class PerSampleGradientWriter(PerSampleCallback):
                 "in memory and tried again with the next ones, until those of 16 files wait"
             )
 
+    def _settle(self) -> None:
+        try:
+            if self._parts is not None:
+                self._parts.settle()
+        except OSError as error:
+            start = f"the ledger in {str(self.dirpath)!r} cannot be written: {error} (of the names of its files)"
+            self._warn(f"{start}. Training goes on; a loss of power may cost the files since the last checkpoint")
+
     def _warn(self, text: str) -> None:
         start = text.partition(":")[0]
         if start not in self._said:
             self._said.add(start)
             warn_user(text)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write what there is."""
-        self._flush(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what there is, and say what is missing."""
@@ -380,19 +385,16 @@ class PerSampleGradientWriter(PerSampleCallback):
     def _finish(self, trainer: Trainer) -> None:
         self._current = []
         self._flush(trainer)
+        self._settle()
         gradients, self._gradients = self._gradients, None
         if gradients is not None:
             gradients.finish()
-        parts, self._parts, self._rates = self._parts, None, None
+        parts, self._parts, self._rates, self._precision = self._parts, None, None, None
+        if parts is not None:
+            self._has_stepped = trainer.global_step > self._last_step
         if parts is not None and parts.lost + parts.waiting:
             self._warn(f"{parts.lost + parts.waiting} rows of the ledger in {str(self.dirpath)!r} were not written")
 
     def __getstate__(self) -> dict[str, Any]:
-        copied = {**super().__getstate__(), "_parts": None, "_rates": None, "_gradients": None}
+        copied = {**super().__getstate__(), "_parts": None, "_rates": None, "_precision": None, "_gradients": None}
         return {**copied, "_current": [], "_captured": []}
-
-
-def _loss_scale(trainer: Trainer) -> float:
-    """The factor of mixed precision in the loss."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return 1.0 if scaler is None else float(scaler.get_scale())

@@ -32,12 +32,14 @@ GRADIENTS = "_gradients"  # the store of gradients in a ledger's folder
 _PARTIAL = re.compile(r"\.(rows-[\d-]+\.parquet|shard-[\d-]+(\.rows)?\.npy|_manifest\.json)\.tmp")
 
 
-def write_atomically(path: Path, *contents: Any) -> None:
+def write_atomically(path: Path, *contents: Any, is_name_forced: bool = True) -> None:
     """Write a file so that it is there as a whole, or as it was before.
 
     Args:
         path: the file.
         contents: its bytes, in as many pieces as there are.
+        is_name_forced: whether its name is forced to the disk, too. If not, a machine that loses its power may come
+            back with the file as it was before, until `force_names` was called.
 
     Raises:
         OSError: it could not be written; nothing of it is left.
@@ -54,7 +56,8 @@ def write_atomically(path: Path, *contents: Any) -> None:
         with suppress(OSError):  # what went wrong first is said
             partial.unlink()
         raise
-    force_names(path.parent)
+    if is_name_forced:
+        force_names(path.parent)
 
 
 def force_names(dirpath: Path) -> None:
@@ -103,7 +106,9 @@ def read_json(dirpath: Path, kind: str, format_version: int) -> dict[str, Any]:
     return found
 
 
-def write_json(dirpath: Path, kind: str, format_version: int, values: Mapping[str, Any]) -> None:
+def write_json(
+    dirpath: Path, kind: str, format_version: int, values: Mapping[str, Any], *, is_name_forced: bool = True
+) -> None:
     """Write the manifest of a folder, in place of the one that is there.
 
     Args:
@@ -111,6 +116,7 @@ def write_json(dirpath: Path, kind: str, format_version: int, values: Mapping[st
         kind: what it holds: "ledger" or "gradients".
         format_version: the version of the format that is written.
         values: its values by name.
+        is_name_forced: as in `write_atomically`.
     """
     found = {"format": f"lightning_persample {kind}", "format_version": format_version, **values}
-    write_atomically(dirpath / MANIFEST, json.dumps(found, indent=2).encode())
+    write_atomically(dirpath / MANIFEST, json.dumps(found, indent=2).encode(), is_name_forced=is_name_forced)

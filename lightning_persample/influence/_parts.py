@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +76,9 @@ def drop_rows(dirpath: Path, step: int) -> None:
 def _encoded(table: Any) -> Any:
     sink = arrow().BufferOutputStream()
     repeated = [name for name in _REPEATED if name in table.column_names]
-    parquet().write_table(table, sink, compression="zstd", use_dictionary=repeated)
+    # The others need few bytes as they are, and each column that is compressed takes time.
+    compressed = {name: "zstd" for name in table.column_names if name not in repeated or name == "row"}
+    parquet().write_table(table, sink, compression=compressed, use_dictionary=repeated)
     return sink.getvalue()
 
 
@@ -95,6 +96,7 @@ class Parts:
         counters = [part.counter for part in parts_of(dirpath) if part.rank == rank]
         self._counter = max(counters, default=-1) + 1
         self._waiting: list[Any] = []
+        self._has_new_names = False
         self.lost = 0
 
     @property
@@ -114,17 +116,22 @@ class Parts:
                 self.lost += self._waiting.pop(0).num_rows
 
     def write(self) -> None:
-        """Write all rows that wait to a file of their own; where that fails, they wait for the next try."""
+        """Write all rows that wait to a file of their own; where that fails, they wait for the next try.
+
+        The file is whole whatever happens, but its name may be lost with the machine's power until `settle`.
+        """
         if not self._waiting:
             return
         table = arrow().concat_tables(self._waiting).combine_chunks()
         steps = table["step"].to_numpy()
         path = _path(self._dirpath, self._rank, int(steps.min()), int(steps.max()), self._counter)
-        try:
-            write_atomically(path, _encoded(table))
-        except OSError:
-            with suppress(OSError):  # a file whose name alone is not sure would have its rows twice
-                path.unlink(missing_ok=True)
-            raise
+        write_atomically(path, _encoded(table), is_name_forced=False)
         self._counter += 1
         self._waiting = []
+        self._has_new_names = True
+
+    def settle(self) -> None:
+        """Force the names of the files to the disk, once for all that are new; costs as much as a file."""
+        if self._has_new_names:
+            force_names(self._dirpath)
+            self._has_new_names = False

@@ -93,11 +93,13 @@ def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:
 def write_manifest(dirpath: Path, manifest: Manifest) -> None:
     """Write the manifest of a ledger, in place of the one that is there.
 
+    Its name is forced to the disk with those of the files of rows, see `Parts.settle`: without rows it tells nothing.
+
     Args:
         dirpath: the ledger's folder.
         manifest: the manifest.
     """
-    write_json(dirpath, _KIND, FORMAT_VERSION, asdict(manifest))
+    write_json(dirpath, _KIND, FORMAT_VERSION, asdict(manifest), is_name_forced=False)
 
 
 def read_ledger(dirpath: str | os.PathLike[str]) -> Any:

@@ -45,7 +45,7 @@ def test_a_row_for_each_sample_of_each_step(folder, flush_every):
     assert all(row["weight"] == pytest.approx(1 / sizes[row["step"]]) for row in table.to_pylist())
     assert set(table["coverage"].to_pylist()) == {1.0}
     assert_whole(folder)
-    assert len(_parts.parts_of(folder)) == {1: 12, 4: 4, 100: 2}[flush_every]
+    assert len(_parts.parts_of(folder)) == {1: 12, 4: 3, 100: 1}[flush_every]
 
 
 def test_the_manifest_tells_what_the_rows_are(folder):
@@ -95,13 +95,15 @@ def test_every_second_step_and_a_choice_of_samples(folder):
 
 def test_columns_of_a_callable(folder):
     def columns(outputs, batch):
-        return {"twice": 2 * outputs["per_sample"]["loss"].float(), "label": batch[1]}
+        losses = outputs["per_sample"]["loss"]
+        return {"twice": 2 * losses.float(), "rough": losses.bfloat16(), "label": batch[1]}
 
     loader = data(shuffle=True)
     fit(PerSampleGradientWriter(folder, columns=columns), loader=loader)
     labels = loader.dataset.tensors[1].tolist()
     for row in read_ledger(folder).to_pylist():
         assert row["twice"] == pytest.approx(2 * row["loss"], rel=1e-6)
+        assert row["rough"] == torch.tensor(row["loss"], dtype=torch.float64).bfloat16().item()
         assert row["label"] == labels[row["sample_index"]]
 
 
@@ -336,6 +338,34 @@ def test_a_disk_that_stays_full_loses_rows_and_says_how_many(folder, monkeypatch
     assert len(texts) == 2
     assert f"{len(module.notes) - len(written)} rows of the ledger in" in texts[1]
     assert_whole(folder)
+
+
+def test_names_are_forced_to_the_disk_before_a_checkpoint_and_at_the_end(folder, tmp_path, monkeypatch):
+    """Each file's content is forced when it is written; the names, which cost as much, once for all that are new."""
+    forced, force_names = [], _parts.force_names
+
+    def noted(dirpath):
+        forced.append(len(_parts.parts_of(dirpath)))
+        force_names(dirpath)
+
+    monkeypatch.setattr(_parts, "force_names", noted)
+    writer, saves = PerSampleGradientWriter(folder, flush_every=2), SaveAfter(5, tmp_path / "middle.ckpt")
+    fit(writer, callbacks=[saves], max_epochs=2)
+    assert forced == [3, 7]
+    saves.batches = 1
+    fit(PerSampleGradientWriter(tmp_path / "other"), callbacks=[saves], max_steps=1)
+    assert forced == [3, 7, 1]  # nothing is new at the end
+
+
+def test_names_that_cannot_be_forced_to_the_disk_give_one_warning_and_double_no_row(folder, monkeypatch):
+    def fails(dirpath):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(_parts, "force_names", fails)
+    with pytest.warns(PerSampleWarning, match="Input/output error .of the names of its files") as said:
+        module = fit(PerSampleGradientWriter(folder), callbacks=[SaveAfter(3, folder.with_name("middle.ckpt"))])
+    assert len([each for each in said if each.category is PerSampleWarning]) == 1
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
 
 
 class OfOnesOwn(PerSampleGradientWriter):

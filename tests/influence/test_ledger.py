@@ -169,10 +169,15 @@ def test_a_name_that_cannot_be_forced_to_the_disk_doubles_no_row(folder, monkeyp
     monkeypatch.setattr(os, "fsync", fails_second)
     parts = Parts(folder, 0)
     parts.add(table([1]))
+    parts.write()
     with pytest.raises(OSError, match="Input/output error"):
-        parts.write()
+        parts.settle()
     parts.add(table([2]))
     parts.write()
+    parts.settle()
+    assert len(calls) == 4
+    parts.settle()  # nothing is new
+    assert len(calls) == 4
     assert read_ledger(folder)["step"].to_pylist() == [1, 1, 2, 2]
 
 
