@@ -166,10 +166,9 @@ class Dispatcher(Collector):
         Returns:
             What the function returns, unchanged.
         """
-        if function is LINEAR and not kwargs and not (self.fuse and self.keep_structures):
-            rows = linear_of_rows(self, args)
-            if rows is not None:
-                return rows
+        short = function is LINEAR and not kwargs and not (self.fuse and self.keep_structures)
+        if short and (rows := linear_of_rows(self, args)) is not None:
+            return rows
         kind = kind_of(function)
         op = kind.op
         if op is None:
