@@ -82,7 +82,7 @@ def warning_texts(record: PerSampleRecord) -> list[str]:
             f"Per-sample gradients are missing for {_counted(record.unsupported)}, which the reported norms leave "
             "out:\n" + "\n".join(lines)
         )
-    if not record.names:  # there are no values to say more of
+    if not record.sq_norms:  # there are no values to say more of
         return texts
     if record.mixing:
         texts.append(

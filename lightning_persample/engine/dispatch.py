@@ -27,7 +27,7 @@ from lightning_persample.engine.kinds import (
     in_parts,
     kind_of,
 )
-from lightning_persample.engine.layout import Plan, layout_of, recall, remember
+from lightning_persample.engine.layout import Plan, layout_of, recall, remember, remember_as
 from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
 from lightning_persample.engine.notes import Notes
 from lightning_persample.engine.observed import ObservedCall, Operand, describe, operands_of, tensors_in, version_of
@@ -76,6 +76,7 @@ class Dispatcher(Collector):
         self.part: Part | None = None
         self.of_no_sample = False
         self.fuse = fuse
+        self._inner: tuple[Plan, Any] | None = None  # the last loss of which all was decided before
         self.keep: Callable[[Tensor], Tensor] = Tensor.detach  # what weights are computed from, until the backward
         for name, parameter in weights.items():
             weight = Weight(frozenset({name}), parameter)
@@ -165,10 +166,9 @@ class Dispatcher(Collector):
         Returns:
             What the function returns, unchanged.
         """
-        if function is LINEAR and not kwargs and not (self.fuse and self.keep_structures):
-            rows = linear_of_rows(self, args)
-            if rows is not None:
-                return rows
+        short = function is LINEAR and not kwargs and not (self.fuse and self.keep_structures)
+        if short and (rows := linear_of_rows(self, args)) is not None:
+            return rows
         kind = kind_of(function)
         op = kind.op
         if op is None:
@@ -198,14 +198,18 @@ class Dispatcher(Collector):
             fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
         known = kind.by_layout and fused is None
         layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if known else None
-        plan = recall(layout, op, args, kwargs) if layout is not None else None
+        plan = recall(layout, kind.makes, args, kwargs) if layout is not None else None
         if plan is not None:
             return self._as_planned(plan, function, args, kwargs, tensors, marks)
         if any(is_lazy(tensor) for tensor in tensors):
             return function(*args, **kwargs)
         if kind.composite:
             with visible:
-                return decomposed(function)(*args, **kwargs)
+                result = decomposed(function)(*args, **kwargs)
+            inner, self._inner = self._inner, None
+            if layout is not None and inner is not None and inner[1] is result:
+                remember_as(layout, inner[0])
+            return result
         marked = list(zip(tensors, marks, strict=True))
         weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
         inplace = kind.inplace
@@ -268,6 +272,8 @@ class Dispatcher(Collector):
         outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
         for output, axis in zip(outputs, plan.outputs, strict=True):
             self.marks[output] = axis
+        if plan.place is not None:
+            self._inner = plan, result
         if placement is not None:
             involved = {id(t): m for t, m in zip(tensors, marks, strict=True) if isinstance(m, Weight)}
             names = {name for weight in involved.values() for name in weight.names}
@@ -391,3 +397,4 @@ class Dispatcher(Collector):
         self.marks.clear()
         self.weights.clear()
         self.nodes.clear()
+        self._inner = None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_persample.engine.decompose import is_composite
 from lightning_persample.engine.following import BY_LAYOUT, LOSSES, POINTWISE
@@ -17,6 +17,7 @@ __all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "Kind", "adds_a_term", "attribute_
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
+_ONE_CALL: dict[Callable[..., Any], object] = {nn.functional.cross_entropy: "cross_entropy_loss"}
 _SUMS = frozenset({"add", "sub", "rsub", "stack", "cat"})
 _NO_TENSOR = frozenset({
     "__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point", "requires_grad_",
@@ -63,6 +64,8 @@ class Kind:
         pointwise: whether each entry of its output is computed from the entries at its place.
         composite: whether it is one of torch's Python functions that can be run in the open.
         by_layout: whether what is decided of a call may be remembered under its layout.
+        makes: the op of the one call that it makes, for a composite function that does nothing else; the op itself for
+            any other.
     """
 
     op: object | None
@@ -70,6 +73,7 @@ class Kind:
     pointwise: bool
     composite: bool
     by_layout: bool
+    makes: object | None = None
 
 
 _KINDS: dict[Callable[..., Any], Kind] = {}
@@ -82,8 +86,9 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         op = op_of(function)
         inplace, composite = is_inplace(function), is_composite(function)
         known = (op in BY_LAYOUT and op not in SHAPE_OF_SECOND) or op in LOSSES
-        by_layout = known and not inplace and not composite
-        kind = Kind(op, inplace, op in POINTWISE, composite, by_layout)
+        makes = _ONE_CALL.get(function, op)
+        by_layout = (known and not inplace and not composite) or makes is not op
+        kind = Kind(op, inplace, op in POINTWISE, composite, by_layout, makes)
         if op is None or isinstance(op, str):
             _KINDS[function] = kind
     return kind

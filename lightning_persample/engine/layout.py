@@ -40,7 +40,7 @@ from lightning_persample.engine.use import Use
 from lightning_persample.engine.weight import Weight
 from lightning_persample.rules import Rule, rule_of
 
-__all__ = ["Plan", "layout_of", "recall", "remember"]
+__all__ = ["Plan", "layout_of", "recall", "remember", "remember_as"]
 
 _MOST = 4096  # plans that are kept; a model has some hundreds
 _COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
@@ -186,6 +186,11 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         if not plain or len(axes) != 1 or use.not_additive is not None or use.reason_against() is not None:
             return
     placement = None if use is None or rule is None else placement_of(use, rule)
+    remember_as(call.layout, Plan(rule, axes, placement, user_place() if is_loss else None))
+
+
+def remember_as(layout: Hashable, plan: Plan) -> None:
+    """Keep a plan under a key: that of its call, or of a function that makes this call alone."""
     if len(_PLANS) >= _MOST:
         _PLANS.clear()
-    _PLANS[call.layout] = Plan(rule, axes, placement, user_place() if is_loss else None)
+    _PLANS[layout] = plan

@@ -41,7 +41,8 @@ def _walk(
             seen.add(parameter)
             parameters[prefix + name] = parameter
     for buffer in module._buffers.values():
-        if buffer is not None:
+        if buffer is not None and buffer not in seen:
+            seen.add(buffer)
             buffers.append(buffer)
     for name, part in module._modules.items():
         if part is not None and part not in seen and not _walk(part, f"{prefix}{name}.", seen, parameters, buffers):

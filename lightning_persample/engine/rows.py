@@ -118,7 +118,7 @@ class _RowsReport(Report):
     ) -> None:
         self._dispatcher, self._weights, self._text = dispatcher, weights, text
         self._compute, self._norms_of_x = _OfRows(weights, x, text), norms
-        self._readers, self._kind, self._keeps_values = _READERS, x.device.type, True
+        self._readers, self._keeps_values = _READERS, True
 
     def hook(self, grads: Sequence[Tensor | None]) -> None:
         """Note the norms; where more is asked for, or anything is unusual, go the general way."""
@@ -134,6 +134,7 @@ class _RowsReport(Report):
                 done = self._note_norms(grad, self._compute)
             if done:
                 return
+        self._kind = grad.device.type
         self.contribute(grads)
 
     def _note_norms(self, grad: Tensor, rows: object) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
@@ -19,7 +18,7 @@ class SquaredNorms(Mapping[str, Tensor]):
 
     Args:
         names: the parameters.
-        norms: the norms, (B, parameters).
+        norms: the norms, (B, parameters), without a graph.
     """
 
     def __init__(self, names: tuple[str, ...], norms: Tensor) -> None:
@@ -31,9 +30,8 @@ class SquaredNorms(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         place = self._places[name]
         if self._squares is None:
-            with torch.no_grad():
-                self._squares = self._norms.t().contiguous().square_()
-                self._rows = self._squares.unbind()
+            self._squares = self._norms.t().contiguous().square_()
+            self._rows = self._squares.unbind()
         return self._rows[place]
 
     def __contains__(self, name: object) -> bool:
@@ -48,7 +46,6 @@ class SquaredNorms(Mapping[str, Tensor]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
-    @torch.no_grad()
     def root_of_sum(self) -> Tensor:
         """The norm over all parameters, (B,), in a new tensor."""
         if self._squares is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,66 @@ def test_where_more_is_asked_for_the_general_way_answers(general, options):
         module.zero_grad()
         squares(module, x[place][None]).backward()
         torch.testing.assert_close(norm, module.weight.grad.square().sum())
+
+
+def test_fusing_takes_the_short_way_where_it_saves_nothing(general):
+    """One row per sample: no gradient of a sample is formed for its norm, so ``.grad`` is autograd's own."""
+    module, x = Linear(plain), torch.randn(B, D, dtype=torch.float64)
+    squares(module, x).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    with expanded_weights(module, x, fuse_weight_grad=True) as seen:
+        squares(module, x).backward()
+    assert not general
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter.grad, expected[name])
+    for place, one in enumerate(x):
+        module.zero_grad()
+        squares(module, one[None]).backward()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(seen.record.sq_norms[name][place], parameter.grad.square().sum())
+
+
+def test_squared_norms_are_a_mapping():
+    module, x = Linear(plain), torch.randn(B, D, dtype=torch.float64)
+    with expanded_weights(module, x) as seen:
+        squares(module, x).backward()
+    sq_norms = seen.record.sq_norms
+    assert (len(sq_norms), list(sq_norms), "bias" in sq_norms, "other" in sq_norms) == (
+        2,
+        ["weight", "bias"],
+        True,
+        False,
+    )
+    assert sq_norms["bias"] is sq_norms["bias"]
+    assert sq_norms["bias"].is_contiguous()
+    assert repr(sq_norms) == repr(dict(sq_norms))
+    with pytest.raises(KeyError, match="other"):
+        sq_norms["other"]
+    first = seen.record.norms()
+    torch.testing.assert_close(first, sum(sq_norms.values()).sqrt())
+    again = copy.deepcopy(seen.record)
+    torch.testing.assert_close(again.norms(), first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weighting", ["mean", "sum", "each"])
+def test_norms_of_every_weighting(weighting, dtype):
+    module, x = Linear(plain, dtype=dtype), torch.randn(B, D, dtype=dtype)
+    weights = torch.linspace(-1, 2, B, dtype=torch.float64)
+    reduced = {"mean": Tensor.mean, "sum": Tensor.sum, "each": lambda losses: losses @ weights.to(dtype)}[weighting]
+    with expanded_weights(module, x, loss_reduction=weights if weighting == "each" else weighting) as seen:
+        loss = reduced(module(x).square().sum(-1))
+        seen.attach_loss(loss)
+        (0.125 * loss).backward()
+    totals = []
+    for one in x:
+        module.zero_grad()
+        module(one[None]).square().sum().backward()
+        totals.append(sum(parameter.grad.square().sum() for parameter in module.parameters()).sqrt())
+    torch.testing.assert_close(seen.record.norms(), torch.stack(totals))
+    torch.testing.assert_close(sum(seen.record.sq_norms.values()).sqrt(), torch.stack(totals))
+    assert seen.record.norms().dtype is dtype
 
 
 def test_an_input_that_is_written_to_fails_as_it_does_without():

@@ -152,6 +152,27 @@ def test_nothing_is_kept_alive() -> None:
     assert capture.record.norms().shape == (5,)
 
 
+def test_nothing_is_left_to_the_garbage_collector() -> None:
+    module = nn.Sequential(
+        nn.Conv1d(1, 3, 3), nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 4)
+    )
+    batch, target = torch.randn(5, 1, 6), torch.zeros(5, dtype=torch.int64)
+
+    def step() -> None:
+        with expanded_weights(module, [batch, (target,)], unsupported="error") as capture:
+            torch.nn.functional.cross_entropy(module(batch), target).backward()
+        assert capture.record.sq_norms["0.bias"].shape == capture.record.norms().shape == (5,)
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("retain", [False, True])
 def test_activations_are_let_go_when_autograd_lets_them_go(retain: bool) -> None:
     first, second, batch = nn.Linear(6, 8), nn.Linear(8, 4), torch.randn(5, 6, requires_grad=True)
