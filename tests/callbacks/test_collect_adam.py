@@ -10,6 +10,7 @@ import torch
 from lightning_persample import Projection, UnsupportedError, collect_gradients
 from tests.callbacks.collect_runs import Net, joined, loader, loop, projected, stored
 from tests.callbacks.runs import make_trainer
+from tests.torch_release import not_in_the_oldest
 
 OPTIONS = {"projection": None, "dtype": "float64", "direction": "adam"}
 
@@ -90,6 +91,7 @@ def stepped(make, checkpoint, grads):
     return {name: torch.stack(each) for name, each in rows.items()}
 
 
+@not_in_the_oldest
 @pytest.mark.parametrize("name", MAKES)
 def test_what_adam_would_step_along(name, tmp_path):
     make, data = MAKES[name], loader()

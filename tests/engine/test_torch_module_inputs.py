@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.shipped_verdict import Found, assert_none_wrong, judge
 from tests.engine.torch_databases import MODULES, has_parameters, module_cases
+from tests.torch_release import OLDEST, RELEASE
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -52,7 +53,8 @@ def few(name: str) -> Found:
 def test_a_module_is_exact_or_refused_by_name(name: str) -> None:
     found = few(name)
     assert_none_wrong(found)
-    assert any(verdict.outcome == "exact" and verdict.reference == "loop" for _, verdict in found)
+    if RELEASE > OLDEST or not name.startswith("InstanceNorm"):  # (of which torch 2.6 ships no batch)
+        assert any(verdict.outcome == "exact" and verdict.reference == "loop" for _, verdict in found)
 
 
 @pytest.mark.slow
