@@ -76,7 +76,7 @@ class Dispatcher(Collector):
         self.part: Part | None = None
         self.of_no_sample = False
         self.fuse = fuse
-        self._inner: tuple[Plan, Any] | None = None  # the last loss of which all was decided before
+        self._inner: tuple[Plan, int] | None = None  # the last call of which all was decided before, and its result
         self.keep: Callable[[Tensor], Tensor] = Tensor.detach  # what weights are computed from, until the backward
         for name, parameter in weights.items():
             weight = Weight(frozenset({name}), parameter)
@@ -207,7 +207,7 @@ class Dispatcher(Collector):
             with visible:
                 result = decomposed(function)(*args, **kwargs)
             inner, self._inner = self._inner, None
-            if layout is not None and inner is not None and inner[1] is result:
+            if layout is not None and inner is not None and inner[1] == id(result):
                 remember_as(layout, inner[0])
             return result
         marked = list(zip(tensors, marks, strict=True))
@@ -272,8 +272,7 @@ class Dispatcher(Collector):
         outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
         for output, axis in zip(outputs, plan.outputs, strict=True):
             self.marks[output] = axis
-        if plan.place is not None:
-            self._inner = plan, result
+        self._inner = plan, id(result)
         if placement is not None:
             involved = {id(t): m for t, m in zip(tensors, marks, strict=True) if isinstance(m, Weight)}
             names = {name for weight in involved.values() for name in weight.names}

@@ -17,7 +17,12 @@ __all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "Kind", "adds_a_term", "attribute_
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
-_ONE_CALL: dict[Callable[..., Any], object] = {nn.functional.cross_entropy: "cross_entropy_loss"}
+_ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of the call, in its order
+    nn.functional.cross_entropy: "cross_entropy_loss",
+    nn.functional.layer_norm: "layer_norm",
+    nn.functional.group_norm: "group_norm",
+    nn.functional.rms_norm: "rms_norm",
+}
 _SUMS = frozenset({"add", "sub", "rsub", "stack", "cat"})
 _NO_TENSOR = frozenset({
     "__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point", "requires_grad_",
@@ -87,7 +92,7 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         inplace, composite = is_inplace(function), is_composite(function)
         known = (op in BY_LAYOUT and op not in SHAPE_OF_SECOND) or op in LOSSES
         makes = _ONE_CALL.get(function, op)
-        by_layout = (known and not inplace and not composite) or makes is not op
+        by_layout = (known and not inplace and not composite) or function in _ONE_CALL
         kind = Kind(op, inplace, op in POINTWISE, composite, by_layout, makes)
         if op is None or isinstance(op, str):
             _KINDS[function] = kind

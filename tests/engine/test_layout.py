@@ -183,6 +183,39 @@ def test_what_is_said_of_a_call_is_said_in_every_step():
             assert record.unsupported == records[0].unsupported
 
 
+NORMALISATIONS = {
+    "by place": lambda w, b, x: F.layer_norm(x.sin(), (D,), b, b, 0.1),
+    "by name": lambda w, b, x: F.layer_norm(x.sin(), (D,), bias=b, eps=0.1, weight=b),
+    "another epsilon": lambda w, b, x: F.layer_norm(x.sin(), (D,), b, b, 0.7),
+    "no shift": lambda w, b, x: F.layer_norm(x.sin(), (D,), b),
+    "two axes": lambda w, b, x: F.layer_norm(x.sin(), (T, D), w, eps=0.2),
+    "torch's own": lambda w, b, x: torch.layer_norm(x.sin(), (D,), b, b, 0.1),
+    "one group": lambda w, b, x: F.group_norm(x.sin(), 1, b, b, 0.1),
+    "each channel": lambda w, b, x: F.group_norm(x.sin(), T, bias=b, weight=b, eps=0.3),
+    "one group, no shift": lambda w, b, x: F.group_norm(x.sin(), 1, b, eps=0.2),
+    "root mean square": lambda w, b, x: F.rms_norm(x.sin(), (D,), b),
+    "root mean square, epsilon": lambda w, b, x: F.rms_norm(x.sin(), (D,), weight=b, eps=0.4),
+    "scale from a linear map": lambda w, b, x: F.layer_norm(F.linear(x, w).sin(), (D,), b, b, 0.1),
+    "the batch as scale": lambda w, b, x: F.layer_norm(b + x.sin(), (D,)) * w,
+}
+
+
+@pytest.mark.parametrize("frozen", [(), ("b",)])
+def test_normalisations_that_look_alike(frozen):
+    """From the third step on, each is followed as one call."""
+    for _ in range(4):
+        for forward in NORMALISATIONS.values():
+            step = Step(lambda w, b, x, forward=forward: forward(w, b, x) + F.linear(x, w), frozen)
+            assert_exact(step, mean_of_squares, (cube(),))
+    assert {F.layer_norm, F.group_norm, F.rms_norm} <= {key[0] for key in layout._PLANS}
+
+
+def test_a_normalisation_of_the_samples_is_refused_in_every_step():
+    step = Step(lambda w, b, x: F.layer_norm(x.transpose(0, 2).sin(), (D,), b).transpose(0, 2))
+    for _ in range(4):
+        assert "batch" in record_of(step, mean_of_squares, cube()).unsupported["b"]
+
+
 def test_training_and_evaluation_of_batch_normalisation_in_turn():
     module = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D))
     for training in (False, True, False, True):
