@@ -254,7 +254,10 @@ def test_estimates_from_some_of_the_samples_are_without_bias(tmp_path):
         assert abs(values.mean() - whole[name]) < 4 * values.std() / math.sqrt(len(values)), name
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 1), (1, 4), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "accumulate"),
+    [(1, 4), (2, 2), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+)
 def test_the_noise_scale_of_a_known_problem(ranks, accumulate, tmp_path):
     """Within four standard errors, which are those of a ratio of means of what each step gives."""
     ended = run_ranks("tests.callbacks.known_noise_scale", str(tmp_path), str(accumulate), ranks=ranks)
