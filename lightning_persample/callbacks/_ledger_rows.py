@@ -17,6 +17,8 @@ from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
 
 __all__ = ["CapturedRows", "columns_and_types", "keys_of", "kind_of", "table_of"]
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch does not join with other ints
+
 
 @dataclass(eq=False, slots=True)  # not frozen: one is made at every step, and a frozen one takes far longer to make
 class CapturedRows:
@@ -146,8 +148,10 @@ def kind_of(name: str, values: Tensor) -> str:
     Raises:
         OptionError: there is none.
     """
-    if values.is_complex():
-        raise OptionError(f"the column {name!r} has dtype {values.dtype}; a ledger has real numbers, ints and bools")
+    if values.is_complex() or values.dtype in _UNSIGNED:
+        raise OptionError(
+            f"the column {name!r} has dtype {values.dtype}; a ledger has real numbers, ints with a sign and bools"
+        )
     if values.is_floating_point():
         return "double"
     return "bool" if values.dtype == torch.bool else "int64"
@@ -258,6 +262,8 @@ def _joined(parts: list[Tensor], join: Callable[[list[Tensor]], Tensor] = torch.
         device = max(on_device, key=lambda each: sum(part.device == each for part in parts))
         parts = [part.to(device) for part in parts]
     with torch.no_grad():
+        if len({part.dtype for part in parts}) > 1 and any(part.is_floating_point() for part in parts):
+            parts = [part.double() for part in parts]  # before they are joined, which rounds ints to a narrow dtype
         joined = join(parts).cpu()
     if joined.is_floating_point():
         joined = joined.double()  # numpy has no bfloat16

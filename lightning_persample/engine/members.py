@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 __all__ = ["parameters_and_buffers"]
@@ -24,27 +22,40 @@ def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, nn.Parameter], 
     parameters: dict[str, nn.Parameter] = {}
     buffers: list[Tensor] = []
     own = any(getattr(getattr(module, name), "__func__", None) is not known for name, known in _OF_ROOT)
-    if own or not _walk(module, "", set(), parameters, buffers):
+    if own or not _walk(module, "", _Seen(), parameters, buffers):
         return dict(module.named_parameters()), list(module.buffers())
     return parameters, buffers
 
 
+class _Seen:
+    """What was met; apart by kind, for a parameter may be a buffer of another module, too."""
+
+    __slots__ = ("buffers", "modules", "parameters")
+
+    def __init__(self) -> None:
+        self.modules: set[nn.Module] = set()
+        self.parameters: set[nn.Parameter] = set()
+        self.buffers: set[Tensor] = set()
+
+
 def _walk(
-    module: nn.Module, prefix: str, seen: set[Any], parameters: dict[str, nn.Parameter], buffers: list[Tensor]
+    module: nn.Module, prefix: str, seen: _Seen, parameters: dict[str, nn.Parameter], buffers: list[Tensor]
 ) -> bool:
     """Add what a module holds that was not met before; false where one of the modules lists its parts itself."""
     if getattr(module.named_modules, "__func__", None) is not _OF_EACH:
         return False
-    seen.add(module)
+    seen.modules.add(module)
     for name, parameter in module._parameters.items():
-        if parameter is not None and parameter not in seen:
-            seen.add(parameter)
+        if parameter is not None and parameter not in seen.parameters:
+            seen.parameters.add(parameter)
             parameters[prefix + name] = parameter
     for buffer in module._buffers.values():
-        if buffer is not None and buffer not in seen:
-            seen.add(buffer)
+        if buffer is not None and buffer not in seen.buffers:
+            seen.buffers.add(buffer)
             buffers.append(buffer)
     for name, part in module._modules.items():
-        if part is not None and part not in seen and not _walk(part, f"{prefix}{name}.", seen, parameters, buffers):
+        if part is None or part in seen.modules:
+            continue
+        if not _walk(part, f"{prefix}{name}.", seen, parameters, buffers):
             return False
     return True

@@ -82,11 +82,13 @@ class OwnScale:
             norms: (B,) each, all of one dtype and device.
 
         Returns:
-            (B, norms).
+            (norms, B).
         """
-        found = torch.stack(list(norms), 1)
+        found = torch.stack(list(norms))
         if isinstance(self.weighting, Tensor):
-            found /= self.weighting.detach().to(found.device, found.dtype)[:, None]
+            weights = self.weighting.detach().to(found.device, found.dtype)
+            found /= weights
+            found.masked_fill_((found == 0) & (weights.square() == 0), float("nan"))  # it was too small to be told
         elif self.weighting == "mean":
             found *= _number(float(self.batch_size), found.dtype)
         return found if self.scale is None else found.div_(self.scale.to(found.device, found.dtype))

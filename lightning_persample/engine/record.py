@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_persample.engine.kept_gradients import KeptGradients
 from lightning_persample.engine.own_scale import summed
-from lightning_persample.engine.squared_norms import SquaredNorms
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients import Projection
 
@@ -151,8 +150,6 @@ class PerSampleRecord:
             One norm per sample, shape (B,), of the gradient of the sample's own loss; nan where no parameter has
             values.
         """
-        if isinstance(self.sq_norms, SquaredNorms):
-            return self.sq_norms.root_of_sum()
         values = list(self.sq_norms.values())
         versions = sum(value._version for value in values)  # a reader may have changed them in place
         if versions not in self._norms_by_version:

@@ -75,9 +75,6 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
     if torch._C._is_any_autocast_enabled():
         return None
     rows = x.detach()
-    norms = None
-    if not dispatcher.keep_structures and dispatcher.samples is None:
-        norms = _norms_of_input(rows)  # now, while the layer before has left them in the cache
     output: Tensor = LINEAR(*args)
     marks[output] = axis
     dispatcher.nodes.watch_linear(output, tensors, weights)
@@ -85,7 +82,7 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
         weight.uses += 1
     names = tuple([name for weight in weights for name in weight.names])
     text = Description("linear", tuple(sizes), user_place(), names)
-    report = _RowsReport(dispatcher, weights, rows, norms, text)
+    report = _RowsReport(dispatcher, weights, rows, text)
     output.grad_fn.register_prehook(report.hook)  # type: ignore[union-attr]
     return output
 
@@ -111,13 +108,11 @@ class _OfRows:
 class _RowsReport(Report):
     """What the backward does with the gradient of the output, which is no view."""
 
-    __slots__ = ("_norms_of_x",)
+    __slots__ = ()
 
-    def __init__(
-        self, dispatcher: Dispatcher, weights: list[Weight], x: Tensor, norms: Tensor | None, text: Description
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, weights: list[Weight], x: Tensor, text: Description) -> None:
         self._dispatcher, self._weights, self._text = dispatcher, weights, text
-        self._compute, self._norms_of_x = _OfRows(weights, x, text), norms
+        self._compute = _OfRows(weights, x, text)
         self._readers, self._keeps_values = _READERS, True
 
     def hook(self, grads: Sequence[Tensor | None]) -> None:
@@ -139,14 +134,13 @@ class _RowsReport(Report):
 
     def _note_norms(self, grad: Tensor, rows: object) -> bool:
         """Note the norms of weight and bias, unless the general way has to find them, or say what is wrong."""
-        of_x = self._norms_of_x
-        if of_x is None or type(rows) is not _OfRows or type(grad) is not Tensor or grad.requires_grad:
+        if type(rows) is not _OfRows or type(grad) is not Tensor or grad.requires_grad:
             return False
         if grad.dtype is not rows.x.dtype or rows.x._version != rows.version:
             return False
         try:
             of_grad = _row_norms(grad)
-            norm = of_grad * of_x
+            norm = of_grad * _row_norms(rows.x)
         except FAILURES:
             return False
         weight, *biases = self._weights
@@ -160,12 +154,3 @@ class _RowsReport(Report):
 
 def _row_norms(rows: Tensor) -> Tensor:
     return vector_norm(rows, 2, 1) if rows.shape[1] <= _LONG else dense_sq_norm(rows).sqrt()
-
-
-def _norms_of_input(rows: Tensor) -> Tensor | None:
-    """The norm of each row; None where they cannot be had, for which the general way finds the words."""
-    try:
-        with torch._C.DisableTorchFunction():
-            return _row_norms(rows)
-    except FAILURES:
-        return None

@@ -15,7 +15,6 @@ from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reas
 from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
 from lightning_persample.engine.own_scale import OwnScale, in_dtype_of
 from lightning_persample.engine.parameters import WatchedParameters
-from lightning_persample.engine.squared_norms import SquaredNorms
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients import SampleGradient, add_up
@@ -104,7 +103,8 @@ def read_values(
             except FAILURES as error:
                 dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
         if norms and not sq_norms and len({(norm.dtype, norm.device) for norm in norms.values()}) == 1:
-            values.sq_norms = SquaredNorms(tuple(norms), own.own_norms(list(norms.values())))
+            squares = own.own_norms(list(norms.values())).square_()
+            values.sq_norms = dict(zip(norms, squares.unbind(), strict=True))
             return values
         sq_norms |= {name: norm.square() for name, norm in norms.items()}
         own_sq_norms = own.own_sq_norms(list(sq_norms.values()))

@@ -107,6 +107,24 @@ def test_columns_of_a_callable(folder):
         assert row["label"] == labels[row["sample_index"]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_column_of_numbers_keeps_ints_that_come_later(folder, dtype):
+    large = 2**30 + 1  # which no narrow float holds
+
+    seen: list[int] = []
+
+    def columns(outputs, batch):
+        seen.append(len(batch[0]))
+        return {
+            "mixed": torch.full((seen[-1],), 0.5, dtype=dtype) if len(seen) == 1 else torch.full((seen[-1],), large)
+        }
+
+    fit(PerSampleGradientWriter(folder, columns=columns), loader=data(8))
+    found = read_ledger(folder)["mixed"].to_pylist()
+    assert found[:4] == [0.5] * 4
+    assert set(found[4:]) == {float(large)}
+
+
 def test_a_column_may_be_missing_later(folder):
     class Sometimes(Noted):
         def training_step(self, batch, batch_idx):

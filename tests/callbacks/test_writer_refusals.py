@@ -117,6 +117,10 @@ def test_options_that_are_not_allowed(options, text):
         (lambda outputs, batch: {"loss": torch.zeros(4)}, "a column 'loss' that training_step returned, too"),
         (lambda outputs, batch: {"x": torch.zeros(4) * 1j}, "column 'x' has dtype torch.complex64; a ledger has real"),
         (
+            lambda outputs, batch: {"x": torch.zeros(4).to(torch.uint16)},
+            "dtype torch.uint16; a ledger has real numbers, ints with",
+        ),
+        (
             lambda outputs, batch: {f"x{int(batch[2][0] > 3)}": torch.zeros(len(batch[0]))},
             "column 'x1' is new in step 1: the columns of a ledger are those of its first row, step, epoch",
         ),

@@ -42,6 +42,14 @@ def tied() -> nn.Module:
     return module
 
 
+def buffers_of_others() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module.register_buffer("above", module[0].weight)
+    module[0].register_buffer("before", module[1].bias)
+    module[1].register_buffer("after", module[0].bias)
+    return module
+
+
 def instance() -> nn.Module:
     module = nn.Sequential(nn.Linear(2, 2))
     module.named_parameters = lambda *args, **kwargs: iter([("other", module[0].bias)])
@@ -51,6 +59,7 @@ def instance() -> nn.Module:
 CASES: dict[str, Callable[[], nn.Module]] = {
     "shared": shared,
     "tied": tied,
+    "parameters that are buffers elsewhere": buffers_of_others,
     "parametrized": lambda: nn.Sequential(weight_norm(nn.Linear(3, 2)), nn.BatchNorm1d(2)),
     "alone": lambda: nn.Linear(2, 2),
     "empty": nn.Sequential,
