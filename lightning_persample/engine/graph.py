@@ -15,6 +15,7 @@ __all__ = [
     "accumulator",
     "boundary",
     "ends_below",
+    "is_recomputing",
     "leaf_of",
     "node_below",
     "nodes_between",
@@ -111,6 +112,17 @@ def saved_tensors_are_hooked() -> bool:
     """Whether hooks on saved tensors are in place, or may be: activation checkpointing and offloading put them."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 has no way to ask
     return top is None or top(False) is not None
+
+
+def is_recomputing() -> bool:
+    """Whether a checkpoint that is not reentrant computes again what it did not keep; no gradient comes to this."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(False)
+    if hooks is None:
+        return False
+    pack = hooks[0]
+    of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+    return of_checkpoint and getattr(pack, "__qualname__", "").startswith("_recomputation_hook.")
 
 
 def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:

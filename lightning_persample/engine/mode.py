@@ -16,6 +16,7 @@ from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
+from lightning_persample.engine.graph import is_recomputing
 from lightning_persample.engine.members import parameters_and_buffers
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
@@ -242,6 +243,8 @@ class Capture:
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer one torch call under the mode."""
+        if self._depth and is_recomputing():
+            return function(*args, **kwargs)
         if function in _BACKWARD:
             return self._backward(function, args, kwargs)
         if function is mark_samples:

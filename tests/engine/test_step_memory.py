@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_persample import expanded_weights
 from tests.benchmarks.allocated import allocated_peak
 from tests.benchmarks.timed_models import MODELS, TABLES, Built, cnn
+from tests.torch_release import not_in_the_oldest
 
 CPU = torch.device("cpu")
 BOUNDS = dict.fromkeys(MODELS, 1.10) | dict.fromkeys(TABLES, 1.20)
@@ -66,3 +69,27 @@ def test_max_memory_bounds_what_a_step_takes_beside_the_plain_one() -> None:
     taken = [peaks(lambda: cnn(batch_size=8), max_memory=size)[1] - plain for size in (2**17, 2**30)]
     assert taken[0] <= 2**20
     assert taken[0] <= taken[1]
+
+
+class Blocks(nn.Module):
+    """Blocks of linear maps, each under activation checkpointing if asked for."""
+
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        block = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.Tanh())]
+        self.blocks = nn.ModuleList([nn.Sequential(*copy.deepcopy(block)) for _ in range(6)])
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x.flatten(1)
+
+
+@not_in_the_oldest
+@pytest.mark.parametrize("shape", [(1024, 128), (128, 8, 128)])
+def test_under_checkpointing_a_step_takes_little_more_than_without_it(shape: tuple[int, ...]) -> None:
+    """What layers inside of checkpoints get is kept for the norms, but not what they get when they run again."""
+    plain, _ = peaks(lambda: (Blocks(checkpointed=False), torch.randn(shape)))
+    _, captured = peaks(lambda: (Blocks(checkpointed=True), torch.randn(shape)))
+    assert captured <= 1.15 * plain, f"{captured / plain:.3f}"
