@@ -67,7 +67,8 @@ class Report:
         if len(outputs) == 1:
             on_gradient(outputs[0], lambda grad: self.hook((grad,)))
         else:
-            register_multi_grad_hook([_hooked(output) for output in outputs], self.hook)
+            handle = register_multi_grad_hook([_hooked(output) for output in outputs], self.hook)
+            self._dispatcher.nodes.release_later(handle)
 
     def _freed(self, grads: Sequence[Tensor | None]) -> Contributions:
         raise UnsupportedError(f"{self._text}: {_FREED}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.graph import Node, boundary, ends_below, leaf_of, nodes_between
 from lightning_persample.engine.marks import Marks
@@ -27,6 +28,7 @@ class WatchedNodes:
         self._weights: dict[Node, list[Weight]] = {}
         self._seen: set[Node] = set()
         self._linear: dict[Node, tuple[Node | None, list[Weight]]] = {}
+        self._handles: list[RemovableHandle] = []
 
     def watch(self, node: Node, weight: Weight) -> None:
         """Remember the node of a weight that is no leaf, or whose leaf has no mark."""
@@ -109,8 +111,15 @@ class WatchedNodes:
                     stack.append(following)
         return unseen, met
 
+    def release_later(self, handle: RemovableHandle) -> None:
+        """Take a hook away with the capture: it holds nodes that hold it, a circle that no collector sees."""
+        self._handles.append(handle)
+
     def clear(self) -> None:
         """Forget every node."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self._linear.clear()
         self._weights.clear()
         self._seen.clear()

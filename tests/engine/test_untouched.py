@@ -152,6 +152,24 @@ def test_nothing_is_kept_alive() -> None:
     assert capture.record.norms().shape == (5,)
 
 
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN", "LSTMCell"])
+def test_calls_with_several_outputs_go_with_the_capture(name: str) -> None:
+    """Hooks on several outputs hold nodes that hold them: nothing but the capture can set these free."""
+    module, batch = getattr(nn, name)(6, 4), torch.randn(5, 6)
+    inputs = batch[None] if name != "LSTMCell" else batch
+    alive = weakref.WeakSet[torch.Tensor]()
+    for _ in range(3):
+        with expanded_weights(module, batch, loss_reduction="sum") as capture:
+            seen = inputs.clone().requires_grad_()
+            alive.add(seen)
+            first, rest = module(seen)
+            (first.sum() + sum(part.sum() for part in rest)).backward()
+        assert not capture.record.unsupported
+        del seen, first, rest
+    gc.collect()
+    assert len(alive) == 0
+
+
 def test_nothing_is_left_to_the_garbage_collector() -> None:
     module = nn.Sequential(
         nn.Conv1d(1, 3, 3), nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 4)
