@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import FrameType
 
 from lightning_persample.engine.record import PerSampleRecord
-from lightning_persample.errors import PerSampleWarning
+from lightning_persample.errors import PerSampleWarning, UnsupportedError
 
-__all__ = ["OUTSIDE", "Coverage", "classify", "listed", "warn_user", "warning_texts"]
+__all__ = ["OUTSIDE", "Coverage", "classify", "listed", "say", "warn_user", "warning_texts"]
 
 OUTSIDE = (
     "its gradient comes from calls without a tensor of the batch: a term of the loss that belongs to no sample, or "
@@ -101,6 +101,24 @@ def warning_texts(record: PerSampleRecord) -> list[str]:
             "gives.\n" + _bullets(record.not_additive)
         )
     return texts
+
+
+def say(record: PerSampleRecord, unsupported: str) -> None:
+    """Warn of what a user must know about a record.
+
+    Args:
+        record: of a backward.
+        unsupported: "warn", "error" or "ignore".
+
+    Raises:
+        UnsupportedError: parameters have no values, and this is to be an error.
+    """
+    texts = warning_texts(record)
+    if unsupported == "error" and record.unsupported:
+        raise UnsupportedError(texts[0])
+    if unsupported != "ignore":
+        for text in texts:
+            warn_user(text)
 
 
 def warn_user(text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -89,16 +89,16 @@ class Dispatcher(Collector):
         """Declare where the batch lies in a tensor of the batch."""
         self.marks[tensor] = mark
 
-    def mark_gradients(self, outputs: list[Tensor], inputs: list[Tensor], gradients: Iterable[Tensor | None]) -> None:
+    def mark_gradients(self, found: Iterable[Tensor | None], outputs: list[Tensor], inputs: Sequence[Tensor]) -> None:
         """A gradient asked for aside lies where its input lies; of what is no sample's it belongs to the whole batch.
 
         Args:
+            found: the gradients.
             outputs: what was differentiated.
             inputs: with respect to what.
-            gradients: the gradients.
         """
         of_batch = any(isinstance(self.marks.of_operand(output), (BatchAxis, Lost)) for output in outputs)
-        for tensor, gradient in zip(inputs, gradients, strict=False):
+        for tensor, gradient in zip(inputs, found, strict=False):
             mark = self.marks.of_operand(tensor)
             if gradient is None or (not of_batch and (mark is None or isinstance(mark, Constant))):
                 continue

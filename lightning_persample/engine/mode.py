@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.batch import batch_tensors, place_in_batch, read_batch_size
-from lightning_persample.engine.coverage import classify, warn_user, warning_texts
+from lightning_persample.engine.coverage import classify, say
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
@@ -27,7 +27,7 @@ from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.sharded import ShardedParameters
 from lightning_persample.engine.values import has_value, read_values, samples_with_values, why_no_factor
 from lightning_persample.engine.weight import settle
-from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients import KernelOptions, kernel_options
 
 __all__ = ["QUANTITIES", "Capture", "expanded_weights"]
@@ -255,9 +255,8 @@ class Capture:
             return self._dispatcher.call(function, args, kwargs, self._mode)
         with self._dispatcher.aside():
             gradients = function(*args, **kwargs)
-        outputs = args[0] if args else kwargs.get("outputs")
-        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-        self._dispatcher.mark_gradients(list(tensors_in((outputs,))), list(tensors_in((inputs,))), gradients)
+        given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+        self._dispatcher.mark_gradients(gradients, *([*tensors_in((given.get(n),))] for n in ("outputs", "inputs")))
         return gradients
 
     def _declare(self, tensor: Tensor, batch_dim: int = 0) -> Tensor:
@@ -320,6 +319,9 @@ class Capture:
             self._depth -= 1
             self._dispatcher.frees = False
         self._finish()
+        if create:  # the step may make a term of its loss of them
+            own = list(self._parameters.values())
+            self._dispatcher.mark_gradients([parameter.grad for parameter in own], losses, own)
         return result
 
     def _finish(self) -> None:
@@ -333,7 +335,7 @@ class Capture:
         self._forget_loss()
         if record is not None:
             self.records.append(record)
-            _report(record, self._unsupported)
+            say(record, self._unsupported)
         if self.after_backward is not None:
             self.after_backward(record)
 
@@ -389,12 +391,3 @@ class Capture:
             _factor=None if reason else own.factor(),
             _kept=values.kept(reached, own, self._quantities),
         )
-
-
-def _report(record: PerSampleRecord, unsupported: str) -> None:
-    texts = warning_texts(record)
-    if unsupported == "error" and record.unsupported:
-        raise UnsupportedError(texts[0])
-    if unsupported != "ignore":
-        for text in texts:
-            warn_user(text)

@@ -327,3 +327,31 @@ def gradient_norm_penalty(module: nn.Module, x: Tensor) -> Tensor:
 def test_a_gradient_of_the_batch_in_the_loss_mixes_its_samples(loss: Callable[..., Tensor]) -> None:
     record = record_of(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), loss, torch.randn(4, 5))
     assert any("of a value computed over the whole batch is not a sum over samples" in text for text in record.mixing)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_a_penalty_on_the_gradients_that_a_backward_wrote_mixes_its_samples() -> None:
+    module, batch = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 5)
+    with expanded_weights(module, batch, unsupported="ignore") as capture:
+        loss = mean_of_squares(module, batch)
+        loss.backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in module.parameters())
+        module.zero_grad()
+        (loss + penalty).backward()
+    plain, penalized = capture.records
+    assert plain.mixing == ()
+    assert plain.coverage == 1.0
+    assert any("of a value computed over the whole batch is not a sum over samples" in t for t in penalized.mixing)
+    module.zero_grad()  # a tensor with its graph in `.grad` is a cycle
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_a_second_backward_without_the_gradients_of_the_first_mixes_nothing() -> None:
+    module, batch = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 5)
+    with expanded_weights(module, batch) as capture:
+        loss = mean_of_squares(module, batch)
+        loss.backward(create_graph=True)
+        module.zero_grad()
+        loss.backward()
+    assert [record.mixing for record in capture.records] == [(), ()]
+    assert [record.coverage for record in capture.records] == [1.0, 1.0]

@@ -152,24 +152,6 @@ def test_nothing_is_kept_alive() -> None:
     assert capture.record.norms().shape == (5,)
 
 
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN", "LSTMCell"])
-def test_calls_with_several_outputs_go_with_the_capture(name: str) -> None:
-    """Hooks on several outputs hold nodes that hold them: nothing but the capture can set these free."""
-    module, batch = getattr(nn, name)(6, 4), torch.randn(5, 6)
-    inputs = batch[None] if name != "LSTMCell" else batch
-    alive = weakref.WeakSet[torch.Tensor]()
-    for _ in range(3):
-        with expanded_weights(module, batch, loss_reduction="sum") as capture:
-            seen = inputs.clone().requires_grad_()
-            alive.add(seen)
-            first, rest = module(seen)
-            (first.sum() + sum(part.sum() for part in rest)).backward()
-        assert not capture.record.unsupported
-        del seen, first, rest
-    gc.collect()
-    assert len(alive) == 0
-
-
 def test_nothing_is_left_to_the_garbage_collector() -> None:
     module = nn.Sequential(
         nn.Conv1d(1, 3, 3), nn.Flatten(), nn.LayerNorm(12), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 4)
@@ -186,6 +168,57 @@ def test_nothing_is_left_to_the_garbage_collector() -> None:
     gc.disable()
     try:
         step()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def _of_lstm(module: nn.Module, batch: Tensor) -> tuple[Tensor, ...]:
+    output, (hidden, cell) = module(batch)
+    return output, hidden, cell
+
+
+SEVERAL_OUTPUTS = {
+    "lstm": (lambda: nn.LSTM(6, 4, batch_first=True), _of_lstm),
+    "lstm, two layers both ways": (
+        lambda: nn.LSTM(6, 4, num_layers=2, bidirectional=True, batch_first=True),
+        _of_lstm,
+    ),
+    "lstm, step by step": (lambda: nn.LSTM(6, 4, batch_first=True, proj_size=2), _of_lstm),
+    "lstm cell": (lambda: nn.LSTMCell(6, 4), lambda module, batch: module(batch[:, 0])),
+    "gru": (lambda: nn.GRU(6, 4, batch_first=True), lambda module, batch: module(batch)),
+    "rnn": (lambda: nn.RNN(6, 4, batch_first=True), lambda module, batch: module(batch)),
+}
+
+
+@pytest.mark.parametrize("with_backward", [True, False])
+@pytest.mark.parametrize("name", SEVERAL_OUTPUTS)
+def test_calls_with_several_outputs_leave_nothing(name: str, with_backward: bool) -> None:
+    """Nothing grows from capture to capture, and the activations go without the garbage collector."""
+    build, call = SEVERAL_OUTPUTS[name]
+    module, batch = build(), torch.randn(5, 3, 6)
+
+    def step() -> list[weakref.ref[Tensor]]:
+        with expanded_weights(module, batch, unsupported="error") as capture:
+            outputs = call(module, batch)
+            seen = [weakref.ref(output) for output in outputs]
+            storages = [StorageWeakRef(output.untyped_storage()) for output in outputs]
+            if with_backward:
+                sum(output.square().sum(-1).mean() for output in outputs).backward()
+                assert capture.record.coverage == 1.0
+        del outputs
+        assert all(storage.expired() for storage in storages)
+        return seen
+
+    for _ in range(3):
+        step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        for _ in range(10):
+            assert all(output() is None for output in step())
+        assert len(gc.get_objects()) - before < 10  # less than one for each capture
         assert gc.collect() == 0
     finally:
         gc.enable()
