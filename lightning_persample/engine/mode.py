@@ -238,6 +238,7 @@ class Capture:
         self._forget_loss()
         self._sharded.close()
         self._watched.close()
+        self._dispatcher.nodes.release()
         self._dispatcher.close()
         self._mode.release()
 

@@ -112,14 +112,17 @@ class WatchedNodes:
         return unseen, met
 
     def release_later(self, handle: RemovableHandle) -> None:
-        """Take a hook away with the capture: it holds nodes that hold it, a circle that no collector sees."""
+        """Take a hook away when no backward will come: it holds nodes that hold it, a circle that no collector sees."""
         self._handles.append(handle)
 
-    def clear(self) -> None:
-        """Forget every node."""
+    def release(self) -> None:
+        """Take away the hooks that were to be."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def clear(self) -> None:
+        """Forget every node."""
         self._linear.clear()
         self._weights.clear()
         self._seen.clear()
