@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from lightning_persample.engine.coverage import classify, warn_user, warning_texts
+from lightning_persample.engine.coverage import classify, say
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see
@@ -267,8 +267,7 @@ class Delivery:
             given = {target.name: total for target, total in totals.items()}
             mixing, apart = dispatcher.notes.known("mixing"), dispatcher.notes.known("not_additive")
             record = PerSampleRecord(dispatcher.batch_size, given, coverage=1.0, mixing=mixing, not_additive=apart)
-            for text in warning_texts(record):
-                warn_user(text)
+            say(record, "warn")
 
 
 def _drop_gradient(leaf: Tensor) -> None:

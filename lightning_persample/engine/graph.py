@@ -27,6 +27,7 @@ __all__ = [
 Nodes: TypeAlias = set[Node]
 
 _ACCUMULATES: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 has no way to ask
 
 
 def accumulator(parameter: Tensor) -> Node:
@@ -110,14 +111,12 @@ def node_below(tops: Iterable[Tensor], name: str) -> bool:
 
 def saved_tensors_are_hooked() -> bool:
     """Whether hooks on saved tensors are in place, or may be: activation checkpointing and offloading put them."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 has no way to ask
-    return top is None or top(False) is not None
+    return _TOP_HOOKS is None or _TOP_HOOKS(False) is not None
 
 
 def is_recomputing() -> bool:
     """Whether a checkpoint that is not reentrant computes again what it did not keep; no gradient comes to this."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    hooks = None if top is None else top(False)
+    hooks = None if _TOP_HOOKS is None else _TOP_HOOKS(False)
     if hooks is None:
         return False
     pack = hooks[0]

@@ -78,7 +78,7 @@ class Kind:
     pointwise: bool
     composite: bool
     by_layout: bool
-    makes: object | None = None
+    makes: object | None
 
 
 _KINDS: dict[Callable[..., Any], Kind] = {}

@@ -300,7 +300,7 @@ class Capture:
         if self.before_backward is not None:
             self.before_backward(losses)
         met = self._dispatcher.find_unseen(losses)
-        apart = function is torch.autograd.grad or len(args) > 4 or kwargs.get("inputs") is not None
+        apart = len(args) > 4 or kwargs.get("inputs") is not None
         self._watched.watch(() if apart else met)  # (to these inputs alone a gradient comes)
         self._sharded.start_backward()
         weighted = next(tensors_in((args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors"))), None)

@@ -51,7 +51,7 @@ class WatchedParameters:
 
     def _watch(self) -> None:
         for name, parameter in self._parameters.items():
-            if not parameter.requires_grad or (type(parameter) is not nn.Parameter and is_lazy(parameter)):
+            if not parameter.requires_grad or is_lazy(parameter):
                 continue
             hooks, ours = parameter._backward_hooks or {}, self._handles.get(name)
             weight = self._weights[name]
@@ -79,7 +79,7 @@ class WatchedParameters:
         return {
             name: parameter.numel()
             for name, parameter in self._parameters.items()
-            if parameter.requires_grad and (type(parameter) is nn.Parameter or not is_lazy(parameter))
+            if parameter.requires_grad and not is_lazy(parameter)
         }
 
     def weight(self, name: str) -> Weight:

@@ -24,7 +24,7 @@ from lightning_persample.engine.reporting import Report, detached
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense, Outer, SampleGradient
-from lightning_persample.gradients.norms import dense_sq_norm
+from lightning_persample.gradients.norms import LONGEST_ROW, dense_sq_norm
 from lightning_persample.rules import rule_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ _CLASSES = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float64)
 _FIRST = (0, 1, 1, None, None)
 _READERS: list[Callable[[Tensor], Tensor]] = [detached]
-_LONG = 4096  # numbers in a row; longer ones are added up in parts, for their error grows with the length
 
 
 def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | None:
@@ -153,4 +152,4 @@ class _RowsReport(Report):
 
 
 def _row_norms(rows: Tensor) -> Tensor:
-    return vector_norm(rows, 2, 1) if rows.shape[1] <= _LONG else dense_sq_norm(rows).sqrt()
+    return vector_norm(rows, 2, 1) if rows.shape[1] <= LONGEST_ROW else dense_sq_norm(rows).sqrt()

@@ -58,9 +58,6 @@ class ShardedParameters:
         module: the module whose parameters are followed.
         dispatcher: knows the marks of tensors.
         adopt: is told the name and the tensor of each parameter found.
-
-    Attributes:
-        finds: whether there can be anything to find.
     """
 
     def __init__(self, module: nn.Module, dispatcher: Dispatcher, adopt: Callable[[str, Tensor], Weight]) -> None:
@@ -68,7 +65,6 @@ class ShardedParameters:
         self._dispatcher = dispatcher
         self._adopt = adopt
         self._foreign: WeakTensorKeyDictionary | None = None
-        self.finds = False
         self._handles: list[RemovableHandle] = []
         self._shards: dict[str, nn.Parameter] = {}
         self._before_backward: dict[str, object] = {}
@@ -79,9 +75,13 @@ class ShardedParameters:
             dispatcher.keep = _copied
         self._handles = [part.register_forward_pre_hook(self._unsharded) for part in parts]  # behind fully_shard's own
         self._shards = {name: p for name, p in module.named_parameters() if p.requires_grad} if parts else {}
-        self.finds = bool(parts)
         for name in sharded_elsewhere(module):
             dispatcher.refused.setdefault(name, _DISTRIBUTED)
+
+    @property
+    def finds(self) -> bool:
+        """Whether there can be anything to find."""
+        return bool(self._handles)
 
     def find(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Adopt the parameters among the arguments of a call, and all that the module holds beside them."""
@@ -115,7 +115,6 @@ class ShardedParameters:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.finds = False
 
     def _adopt_all(self) -> None:
         from torch.distributed.tensor import DTensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +26,7 @@ __all__ = ["Values", "has_value", "read_values", "why_no_factor"]
 class Values:
     """By parameter what was asked for, of each sample's own loss."""
 
-    sq_norms: Mapping[str, Tensor] = field(default_factory=dict)
+    sq_norms: dict[str, Tensor] = field(default_factory=dict)
     grad_samples: dict[str, Tensor] = field(default_factory=dict)
     square_sums: dict[str, Tensor] = field(default_factory=dict)
     structures: dict[str, SampleGradient] = field(default_factory=dict)

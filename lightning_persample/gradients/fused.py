@@ -109,7 +109,8 @@ def outer_sq_norm_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """
     dtype = accumulation_dtype(left, right)
     (B, _, p), d = left.shape, right.shape[2]
-    if B and fits(B * p * d * dtype.itemsize, left.device) and B * p * d * dtype.itemsize <= _IN_CACHE:
+    bytes_formed = B * p * d * dtype.itemsize
+    if B and bytes_formed <= _IN_CACHE and fits(bytes_formed, left.device):
         formed = torch.bmm(left.to(dtype).mT, right.to(dtype))
         return norms.dense_sq_norm(formed), formed.sum(0)
     squares, total = norms.zeros(left, dtype), left.new_zeros(p, d, dtype=dtype)

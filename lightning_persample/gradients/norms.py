@@ -21,6 +21,7 @@ from lightning_persample.gradients.options import current_options
 from lightning_persample.gradients.precision import accumulation_dtype
 
 __all__ = [
+    "LONGEST_ROW",
     "by_chunks",
     "dense_indexed_inner",
     "dense_inner",
@@ -36,10 +37,12 @@ __all__ = [
     "outer_gram_sq_norm",
     "outer_inner",
     "outer_terms_sq_norm",
+    "sum_and_trace",
     "zeros",
 ]
 
-_ROW = 4096  # numbers added up in a row; longer sums in float32 are split, for their error grows with the length
+LONGEST_ROW = 4096
+"""Numbers that are added up in a row; longer sums in float32 are split, for their error grows with the length."""
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -49,13 +52,13 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _sq_sum(tensor: Tensor) -> Tensor:
     """Sum |tensor[b]|^2 over all but the first axis, in the tensor's own precision: (b,)."""
-    if tensor.dim() == 2 and tensor.shape[1] <= _ROW and not tensor.is_complex():
+    if tensor.dim() == 2 and tensor.shape[1] <= LONGEST_ROW and not tensor.is_complex():
         return torch.linalg.vector_norm(tensor, dim=1).square()
     flat: Tensor = _real(tensor).unsqueeze(-1).flatten(1)
-    whole = flat.shape[1] // _ROW * _ROW
+    whole = flat.shape[1] // LONGEST_ROW * LONGEST_ROW
     if whole == 0:
         return torch.linalg.vector_norm(flat, dim=1).square()
-    rows = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _ROW)), dim=2).square().sum(1)
+    rows = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, LONGEST_ROW)), dim=2).square().sum(1)
     return rows if whole == flat.shape[1] else rows + torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
 
 
@@ -66,7 +69,7 @@ def _dot_sum(a: Tensor, b: Tensor) -> Tensor:
 
 def _row_sq_norms(tensor: Tensor) -> Tensor:
     """|tensor[b, t]|^2: (b, t, d) to (b, t)."""
-    if tensor.shape[2] <= _ROW and not tensor.is_complex():
+    if tensor.shape[2] <= LONGEST_ROW and not tensor.is_complex():
         return torch.linalg.vector_norm(tensor, dim=2).square()
     return _sq_sum(tensor.flatten(0, 1)).view(tensor.shape[:2])
 
@@ -156,7 +159,13 @@ def _gram_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """All entries of the product of both Gram matrices, and its diagonal, added up: (b,) and (b,)."""
     products = torch.bmm(left.conj(), left.mT)
     products *= torch.bmm(right.conj(), right.mT)
-    return products.sum((1, 2)).real, products.diagonal(dim1=1, dim2=2).sum(1).real
+    value, scale = sum_and_trace(products)
+    return value.real, scale.real
+
+
+def sum_and_trace(products: Tensor) -> tuple[Tensor, Tensor]:
+    """All entries of each matrix (b, m, m), and those of its diagonal, added up: (b,) and (b,)."""
+    return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1)
 
 
 def outer_gram_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:

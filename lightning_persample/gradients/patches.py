@@ -24,7 +24,7 @@ from lightning_persample.gradients.cost import (
     patch_kernel,
 )
 from lightning_persample.gradients.geometry import PatchGeometry
-from lightning_persample.gradients.norms import dense_sq_norm, zeros
+from lightning_persample.gradients.norms import dense_sq_norm, sum_and_trace, zeros
 from lightning_persample.gradients.options import current_options, kernel_options
 from lightning_persample.gradients.patch_kernels import DENSE, GRAM, Rows, layer_products
 from lightning_persample.gradients.precision import accumulation_dtype, suspect, wide_dtype
@@ -166,7 +166,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _gram_sums(products: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """All entries of (b G, m, m), and its diagonal, added up for each sample: (b,) and (b,)."""
-    sums, diagonal = products.flatten(1).sum(1), products.diagonal(dim1=1, dim2=2).sum(1)
+    sums, diagonal = sum_and_trace(products)
     return (sums, diagonal) if groups == 1 else (sums.view(-1, groups).sum(1), diagonal.view(-1, groups).sum(1))
 
 
