@@ -96,10 +96,10 @@ class Collector:
             for weight, gradient in alone:
                 weight.sq_norm, total = in_smaller_chunks(partial(sq_norms_and_sum, gradient))
                 sums.append((weight, total))
-            return sums
-        squares = in_smaller_chunks(lambda: sq_norms([gradient for _, gradient in alone]))
-        for (weight, _), sq_norm in zip(alone, squares, strict=True):
-            weight.sq_norm = sq_norm
+        elif alone:
+            squares = in_smaller_chunks(partial(sq_norms, [gradient for _, gradient in alone]))
+            for (weight, _), sq_norm in zip(alone, squares, strict=True):
+                weight.sq_norm = sq_norm
         return sums
 
     def wants_no_more(self, weights: Sequence[Weight]) -> bool:

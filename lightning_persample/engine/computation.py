@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, batch_first
 from lightning_persample.engine.failure import reason_of
 from lightning_persample.engine.following import POINTWISE
-from lightning_persample.engine.graph import boundary, nodes_between, saved_results
+from lightning_persample.engine.graph import boundary, edges_between, saved_results
 from lightning_persample.engine.observed import Description, ObservedCall
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, SampleGradient
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from lightning_persample.engine.weight import Weight
 
 __all__ = [
+    "ByRule",
     "Computation",
     "Contributions",
     "Placement",
-    "by_rule",
     "changed_text",
     "computation",
+    "not_tensors",
     "placement_of",
     "wrong_answer",
 ]
@@ -63,6 +64,8 @@ class Placement:
         kept: names of the tensors that the rule is given.
         axes: where the batch lies in those of them that hold it.
         output_axes: where it lies in each output that can get a gradient.
+        weights: `owners` as a set.
+        has_rows: whether results with an entry for every row of the first output hold those of a sample together.
         rank: number of axes that the op lays its operands out to, 0 where it does not.
         nested: see `rules.Call`.
     """
@@ -73,8 +76,15 @@ class Placement:
     kept: tuple[str, ...]
     axes: Mapping[str, BatchAxis]
     output_axes: tuple[BatchAxis, ...]
+    weights: frozenset[str] = field(init=False)
+    has_rows: bool = field(init=False)
     rank: int = 0
     nested: bool = False
+
+    def __post_init__(self) -> None:
+        first = self.output_axes[0] if self.output_axes else None
+        object.__setattr__(self, "weights", frozenset(self.owners))
+        object.__setattr__(self, "has_rows", first is not None and first.dim == 0 and first.owner is None)
 
 
 def placement_of(use: Use, rule: Rule) -> Placement:
@@ -113,11 +123,18 @@ def placement_of(use: Use, rule: Rule) -> Placement:
 def _by_rule(use: Use, rule: Rule) -> Computation:
     call = use.call
     owners = {name: use.weights[id(value)] for name, value in use.arguments.items() if id(value) in use.weights}
-    drawn: Drawn | None = None
-    if rule.reads_output or rule.draws is not None:
-        drawn = Drawn(call.outputs[0].detach(), use.followed.outputs[0], call.random_state)
     placement, output = placement_of(use, rule), call.outputs[0]
-    return by_rule(placement, use.arguments, owners, use.description, output, call.written, drawn)
+    values, others = {name: use.arguments[name] for name in placement.kept}, not_tensors(use.arguments)
+    memory = {t.data_ptr() for t in use.arguments.values() if isinstance(t, Tensor) and id(t) in call.written}
+    compute = ByRule(placement, values, others, owners, use.description, output, memory)
+    if rule.reads_output or rule.draws is not None:
+        compute.drawn = Drawn(output.detach(), use.followed.outputs[0], call.random_state)
+    return compute
+
+
+def not_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that are no tensors, by name."""
+    return {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,75 +152,79 @@ class Drawn:
     random_state: Tensor | None
 
 
-def by_rule(
-    placement: Placement,
-    given: Mapping[str, Any],
-    owners: Mapping[str, Weight],
-    description: Description,
-    first: Tensor,
-    written: frozenset[int] = frozenset(),
-    drawn: Drawn | None = None,
-) -> Computation:
-    """What to do in backward with the gradients of the outputs of a call that a rule answers.
+class ByRule:
+    """What to do in backward with the gradients of the outputs of a call that a rule answers; a `Computation`.
 
     Args:
         placement: where the call has weights and batch.
-        given: the arguments of the call, by name.
-        owners: the weights among them, by the same names.
-        description: the call in messages.
+        values: the tensors that the rule is given, by name.
+        others: the arguments of the call that are no tensors.
+        owners: the weights among the tensors, by the same names.
+        text: the call in messages.
         first: the first output of the call.
-        written: ids of the arguments that the call wrote into.
+        written: where memory begins that the call wrote into.
+
+    Attributes:
         drawn: what the rule may ask for beside the arguments.
-
-    Returns:
-        A function as `computation` returns it.
     """
-    rule, batch_size, axes, rank = placement.rule, placement.batch_size, placement.axes, placement.rank
-    tensors = {name: given[name].detach() for name in placement.kept}
-    others = {name: value for name, value in given.items() if not isinstance(value, Tensor)}
-    unchanged = _Unchanged(given.values(), tensors.values(), written, description)
-    weights = frozenset(owners)
-    rows_axis = _axis_of_rows(placement.output_axes[0]) if rule.saved else None
-    saved = saved_results(first, rule.saved) if rows_axis is not None else {}
 
-    def compute(grads: Sequence[Tensor | None]) -> Contributions:
-        unchanged.check()
-        arguments = {**others, **tensors}
+    __slots__ = ("_others", "_owners", "_placement", "_saved", "_tensors", "_text", "_versions", "drawn")
+
+    def __init__(
+        self,
+        placement: Placement,
+        values: Mapping[str, Tensor],
+        others: Mapping[str, Any],
+        owners: Mapping[str, Weight],
+        text: Description,
+        first: Tensor,
+        written: Collection[int] = (),
+    ) -> None:
+        self._placement, self._others, self._owners, self._text = placement, others, owners, text
+        self._tensors = {name: value.detach() for name, value in values.items()}
+        self._versions = _versions(self._tensors.values(), written)
+        self._saved = saved_results(first, placement.rule.saved) if placement.has_rows and placement.rule.saved else {}
+        self.drawn: Drawn | None = None
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> Contributions:
+        """What the weights get, by sample."""
+        placement, tensors, owners, text = self._placement, self._tensors, self._owners, self._text
+        _check_unchanged(self._versions, text)
+        rule, batch_size, axes = placement.rule, placement.batch_size, placement.axes
+        arguments: dict[str, Any] = {**self._others, **tensors}
         counts: dict[str, Tensor] = {}
         for name, where in axes.items():
             tensor = tensors[name]
-            if rank > tensor.dim():
-                extra = rank - tensor.dim()
+            if placement.rank > tensor.dim():
+                extra = placement.rank - tensor.dim()
                 tensor, where = tensor.reshape(*(1,) * extra, *tensor.shape), where.moved(where.dim + extra)
             arguments[name] = batch_first(tensor, where, batch_size)
             if where.owner is not None:
                 counts[name] = torch.bincount(where.owner.sample, minlength=batch_size) * where.rows
         output: Tensor | None = None
         draws: tuple[Tensor, ...] = ()
-        if drawn is not None:
-            again = _draw_again(rule, {**others, **tensors}, drawn)
-            if isinstance(drawn.axis, BatchAxis):
-                output = batch_first(drawn.output, drawn.axis, batch_size)
-                draws = tuple(batch_first(tensor, drawn.axis, batch_size) for tensor in again)
-        by_sample = tuple(
+        if self.drawn is not None:
+            again, axis = _draw_again(rule, {**self._others, **tensors}, self.drawn), self.drawn.axis
+            if isinstance(axis, BatchAxis):
+                output = batch_first(self.drawn.output, axis, batch_size)
+                draws = tuple(batch_first(tensor, axis, batch_size) for tensor in again)
+        by_sample = [
             None if grad is None else batch_first(grad, axis, batch_size, fill=False)
             for grad, axis in zip(grads, placement.output_axes, strict=True)
-        )
-        kept = {} if rows_axis is None else {n: batch_first(r, rows_axis, batch_size) for n, r in saved.items()}
-        seen = Call(batch_size, arguments, weights, counts, draws, output, placement.nested, kept)
+        ]
+        saved = {name: batch_first(r, placement.output_axes[0], batch_size) for name, r in self._saved.items()}
+        seen = Call(batch_size, arguments, placement.weights, counts, draws, output, placement.nested, saved)
         try:
-            found = rule.function(seen, by_sample if rule.several_outputs else by_sample[0])
+            found = rule.function(seen, tuple(by_sample) if rule.several_outputs else by_sample[0])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a rule of the user's raises, which the reason names
-            raise UnsupportedError(reason_of(error, description, rule.function)) from error
+            raise UnsupportedError(reason_of(error, text, rule.function)) from error
         sizes = {name: (*(() if name in axes else (batch_size,)), *arguments[name].shape) for name in owners}
         reason = wrong_answer(found, sizes)
         if reason:
-            raise UnsupportedError(f"{description}: the rule of {op_name(rule.op)} {reason}")
-        return [(weight, _placed(found[name], axes.get(name), description)) for name, weight in owners.items()]
-
-    return compute
+            raise UnsupportedError(f"{text}: the rule of {op_name(rule.op)} {reason}")
+        return [(weight, _placed(found[name], axes.get(name), text)) for name, weight in owners.items()]
 
 
 def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
@@ -248,15 +269,10 @@ def _answers(given: object, asked: Mapping[str, tuple[int, ...]]) -> bool:
     return True
 
 
-def _axis_of_rows(axis: BatchAxis | Lost | None) -> BatchAxis | None:
-    """Where the batch lies in results with an entry for every row of this output; None where rows are no sample's."""
-    return axis if isinstance(axis, BatchAxis) and axis.dim == 0 and axis.owner is None else None
-
-
 def _later_lies_below_earlier(call: ObservedCall) -> bool:
     stop = boundary(operand.tensor for operand in call.operands)
     first, *later = call.outputs
-    below = nodes_between([first], stop)
+    below = edges_between([first], stop)
     return any(output.grad_fn in below for output in later)
 
 
@@ -297,11 +313,12 @@ def _by_generic_rule(use: Use) -> Computation:
         elif isinstance(where, BatchAxis):
             axes[position] = where
     kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    unchanged = _Unchanged(leaves, kept, call.written, use.description)
+    memory = {leaf.data_ptr() for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in call.written}
+    versions = _versions(kept, memory)
     function, description = call.function, use.description
 
     def compute(grads: Sequence[Tensor | None]) -> Contributions:
-        unchanged.check()
+        _check_unchanged(versions, description)
         (grad,) = grads
         if grad is None:
             return []
@@ -325,31 +342,22 @@ def _first(tensor: Tensor, axis: BatchAxis | None, batch_size: int, *, fill: boo
     return tensor[None] if axis is None else batch_first(tensor, axis, batch_size, fill=fill)
 
 
-class _Unchanged:
-    """Guards the values that a rule reads in backward against in-place changes since the forward."""
+def _versions(tensors: Iterable[Any], written: Collection[int]) -> list[tuple[Tensor, int]]:
+    """How often each tensor was written to before the backward, but for those whose memory the call wrote into."""
+    return [
+        (tensor, tensor._version)
+        for tensor in tensors
+        if isinstance(tensor, Tensor)
+        and not tensor.is_inference()  # which does not count how often it is written to
+        and not (written and tensor.data_ptr() in written)
+    ]
 
-    def __init__(
-        self, given: Iterable[Any], kept: Iterable[Any], written: frozenset[int], description: Description
-    ) -> None:
-        memory = {t.data_ptr() for t in given if isinstance(t, Tensor) and id(t) in written} if written else ()
-        self._versions = [
-            (tensor, tensor._version)
-            for tensor in kept
-            if isinstance(tensor, Tensor)
-            and not tensor.is_inference()  # which does not count how often it is written to
-            and not (memory and tensor.data_ptr() in memory)
-        ]
-        self._text = description
 
-    def check(self) -> None:
-        """Raise if one of the tensors was written to.
-
-        Raises:
-            UnsupportedError: a tensor has another version than at the call.
-        """
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                raise UnsupportedError(changed_text(self._text, tensor))
+def _check_unchanged(versions: Iterable[tuple[Tensor, int]], text: Description) -> None:
+    """Guard the values that are read in backward against changes in place since the forward."""
+    for tensor, version in versions:
+        if tensor._version != version:
+            raise UnsupportedError(changed_text(text, tensor))
 
 
 def changed_text(description: Description, tensor: Tensor) -> str:

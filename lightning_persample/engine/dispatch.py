@@ -28,11 +28,12 @@ from lightning_persample.engine.kinds import (
     kind_of,
 )
 from lightning_persample.engine.layout import Plan, layout_of, recall, remember, remember_as
-from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
+from lightning_persample.engine.marks import KNOWN, Constant, Marks
 from lightning_persample.engine.notes import Notes
-from lightning_persample.engine.observed import ObservedCall, Operand, describe, operands_of, tensors_in, version_of
+from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, version_of
+from lightning_persample.engine.planned import note_as_planned
 from lightning_persample.engine.rows import LINEAR, linear_of_rows
-from lightning_persample.engine.use import Use, attach, attach_as_planned, note_term, refuse_where_used
+from lightning_persample.engine.use import Use, attach, note_term, refuse_where_used
 from lightning_persample.engine.watched_nodes import WatchedNodes
 from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.rules import rule_of
@@ -196,11 +197,13 @@ class Dispatcher(Collector):
         if self.fuse and Weight in kinds and torch.is_grad_enabled():
             axis_of = self.marks.of_operand
             fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
-        known = kind.by_layout and fused is None
-        layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if known else None
+        layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if kind.by_layout else None
         plan = recall(layout, kind.makes, args, kwargs) if layout is not None else None
         if plan is not None:
-            return self._as_planned(plan, function, args, kwargs, tensors, marks)
+            result = function(*args, **kwargs) if fused is None else fused.run()
+            self._inner = plan, id(result)
+            note_as_planned(self, plan, result, tensors, marks, fused)
+            return result
         if any(is_lazy(tensor) for tensor in tensors):
             return function(*args, **kwargs)
         if kind.composite:
@@ -208,7 +211,7 @@ class Dispatcher(Collector):
                 result = decomposed(function)(*args, **kwargs)
             inner, self._inner = self._inner, None
             if layout is not None and inner is not None and inner[1] == id(result):
-                remember_as(layout, inner[0])
+                remember_as(layout, inner[0], args, kwargs, tensors)
             return result
         marked = list(zip(tensors, marks, strict=True))
         weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
@@ -244,7 +247,7 @@ class Dispatcher(Collector):
                 own = live if part is call else {key: live[key] for key in map(id, part.args) if key in live}
                 self._note(part, own, stop)
         except FAILURES as error:
-            self._give_up(call.outputs, list(live.values()), reason_of(error, call.describe()))
+            self.give_up(call.outputs, list(live.values()), reason_of(error, call.describe()))
         return result
 
     def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
@@ -254,36 +257,6 @@ class Dispatcher(Collector):
             return result
         for output in tensors_in(result):
             self.marks.set_result(output, axis.moved(axis.dim + output.dim() - rank))
-        return result
-
-    def _as_planned(
-        self,
-        plan: Plan,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        tensors: list[Tensor],
-        marks: list[Mark | None],
-    ) -> Any:
-        """Run a call of which all was decided before, at one that was laid out alike."""
-        placement = plan.placement
-        stop = boundary(tensors) if placement is not None else set()
-        result = function(*args, **kwargs)
-        outputs = (result,) if isinstance(result, Tensor) else tuple(tensors_in(result))
-        for output, axis in zip(outputs, plan.outputs, strict=True):
-            self.marks[output] = axis
-        self._inner = plan, id(result)
-        if placement is not None:
-            involved = {id(t): m for t, m in zip(tensors, marks, strict=True) if isinstance(m, Weight)}
-            names = {name for weight in involved.values() for name in weight.names}
-            description = describe(str(placement.rule.op), tensors, names)
-            try:
-                self.nodes.watch_inside(outputs, stop)
-                for weight in involved.values():
-                    weight.uses += 1
-                attach_as_planned(placement, args, kwargs, outputs, involved, description, self)
-            except FAILURES as error:
-                self._give_up(outputs, list(involved.values()), reason_of(error, description._replace(parameters=())))
         return result
 
     def _note(self, call: ObservedCall, involved: Mapping[int, Weight], stop: set[Node]) -> None:
@@ -305,7 +278,8 @@ class Dispatcher(Collector):
         if call.inplace and (before is None or isinstance(before, Constant)) and not involved:
             self.marks.note_written(call.outputs[0])
 
-    def _give_up(self, outputs: tuple[Tensor, ...], weights: list[Weight], reason: str) -> None:
+    def give_up(self, outputs: tuple[Tensor, ...], weights: list[Weight], reason: str) -> None:
+        """Say, where a gradient reaches these outputs of a call, why there are no values for its weights."""
         for output in outputs:
             self.marks.set_result(output, Lost(reason))
         refuse_where_used(outputs, weights, reason, self)

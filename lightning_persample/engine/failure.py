@@ -30,10 +30,12 @@ def in_smaller_chunks(compute: Callable[[], Result]) -> Result:
     Returns:
         What it returns. The last failure is passed on.
     """
-    for times in range(_HALVINGS):
+    try:
+        return compute()  # as nearly always
+    except torch.OutOfMemoryError:
+        pass
+    for times in range(1, _HALVINGS):
         try:
-            if not times:
-                return compute()
             with halved_memory_budget(times):
                 return compute()
         except torch.OutOfMemoryError:

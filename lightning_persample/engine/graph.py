@@ -11,20 +11,22 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 __all__ = [
+    "Edges",
     "Node",
     "accumulator",
     "boundary",
+    "edges_between",
     "ends_below",
     "is_recomputing",
     "leaf_of",
     "node_below",
-    "nodes_between",
     "saved_results",
     "saved_tensors_are_hooked",
     "unseen_text",
 ]
 
 Nodes: TypeAlias = set[Node]
+Edges: TypeAlias = dict[Node, list[Node]]
 
 _ACCUMULATES: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 has no way to ask
@@ -46,25 +48,42 @@ def boundary(tensors: Iterable[Tensor]) -> Nodes:
     return found
 
 
-def nodes_between(outputs: Iterable[Tensor], stop: Nodes) -> Nodes:
-    """The nodes that one call added to the graph: from its outputs down to the nodes of its inputs."""
-    stack = [output.grad_fn for output in outputs if output.grad_fn is not None and output.grad_fn not in stop]
-    found: Nodes = set(stack)
+def edges_between(outputs: Iterable[Tensor], stop: Nodes) -> Edges:
+    """The nodes that one call added to the graph, from its outputs down to the nodes of its inputs, and their edges.
+
+    Args:
+        outputs: of the call.
+        stop: the nodes of its inputs.
+
+    Returns:
+        For each of its nodes those that follow it, whether they are the call's own or not.
+    """
+    found: Edges = {}
+    stack = []
+    for output in outputs:
+        node = output.grad_fn
+        if node is not None and node not in stop:
+            stack.append((node, node.next_functions))
     while stack:
-        for following, _ in stack.pop().next_functions:
-            if following is not None and following not in stop and following not in found and following.next_functions:
-                found.add(following)
-                stack.append(following)
+        node, edges = stack.pop()
+        if node in found:
+            continue
+        found[node] = following = [below for below, _ in edges if below is not None]
+        for below in following:
+            if below not in stop and below not in found:
+                edges = below.next_functions
+                if edges:
+                    stack.append((below, edges))
     return found
 
 
-def ends_below(node: Node, inside: Nodes) -> Nodes:
+def ends_below(node: Node, inside: Edges) -> Nodes:
     """The nodes outside of `inside` that a walk down from a node within it ends at."""
     found: Nodes = set()
     stack, visited = [node], {node}
     while stack:
-        for following, _ in stack.pop().next_functions:
-            if following is None or following in visited:
+        for following in inside[stack.pop()]:
+            if following in visited:
                 continue
             visited.add(following)
             if following in inside:

@@ -25,27 +25,46 @@ no plan holds a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
-from lightning_persample.engine.computation import Placement, placement_of
+from lightning_persample.engine.computation import Placement, not_tensors, placement_of
 from lightning_persample.engine.following import LOSSES, Followed, every_target_counts, is_plain
 from lightning_persample.engine.marks import Mark
-from lightning_persample.engine.observed import ObservedCall, user_place
+from lightning_persample.engine.observed import ObservedCall, tensors_in, user_place
 from lightning_persample.engine.use import Use
 from lightning_persample.engine.weight import Weight
 from lightning_persample.rules import Rule, rule_of
 
-__all__ = ["Plan", "layout_of", "recall", "remember", "remember_as"]
+__all__ = ["Plan", "Slots", "layout_of", "recall", "remember", "remember_as"]
 
 _MOST = 4096  # plans that are kept; a model has some hundreds
 _COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 _INDEXING = frozenset({Tensor.__getitem__})  # an index that is a tensor counts by its values
 _NESTED = (tuple, list, torch.Size)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slots:
+    """Where among the arguments of a call with weights its rule finds what it is given.
+
+    Attributes:
+        placement: what the rule is given, and where weights and batch are in it.
+        values: of each tensor that it is given its name, and its place among the tensors of the call.
+        owners: the same of those that are weights.
+        others: the arguments that are no tensors, by name.
+        sizes: of all tensors of the call.
+    """
+
+    placement: Placement
+    values: tuple[tuple[str, int], ...]
+    owners: tuple[tuple[str, int], ...]
+    others: Mapping[str, Any]
+    sizes: tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -55,13 +74,13 @@ class Plan:
     Attributes:
         rule: the op's rule when the plan was made.
         outputs: where the batch lies in each output.
-        placement: where the rule finds weights and batch; None for a call without weights.
+        slots: where the rule finds weights and batch; None for a call without weights.
         place: the line of the user's on which a loss stands; None for any other call.
     """
 
     rule: Rule | None
     outputs: tuple[BatchAxis | Lost, ...]
-    placement: Placement | None
+    slots: Slots | None
     place: tuple[str, int] | None = None
 
 
@@ -185,12 +204,57 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         plain = use.rule is rule is not None and not (rule.several_outputs or rule.reads_output or rule.draws)
         if not plain or len(axes) != 1 or use.not_additive is not None or use.reason_against() is not None:
             return
-    placement = None if use is None or rule is None else placement_of(use, rule)
-    remember_as(call.layout, Plan(rule, axes, placement, user_place() if is_loss else None))
+    slots = None
+    if use is not None and rule is not None:
+        tensors = [operand.tensor for operand in call.operands]
+        slots = _slots_of(placement_of(use, rule), call.args, call.kwargs, tensors)
+        if slots is None:
+            return
+    _keep(call.layout, Plan(rule, axes, slots, user_place() if is_loss else None))
 
 
-def remember_as(layout: Hashable, plan: Plan) -> None:
-    """Keep a plan under a key: that of its call, or of a function that makes this call alone."""
+def remember_as(
+    layout: Hashable, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> None:
+    """Keep a plan under the key of a function that makes the call alone that the plan is of.
+
+    Args:
+        layout: the key.
+        plan: of the call that it makes.
+        args: positional arguments of the function.
+        kwargs: its keyword arguments.
+        tensors: the tensors among them, in order.
+    """
+    if plan.slots is not None:
+        slots = _slots_of(plan.slots.placement, args, kwargs, tensors)
+        if slots is None:
+            return
+        plan = replace(plan, slots=slots)
+    _keep(layout, plan)
+
+
+def _keep(layout: Hashable, plan: Plan) -> None:
     if len(_PLANS) >= _MOST:
         _PLANS.clear()
     _PLANS[layout] = plan
+
+
+def _slots_of(
+    placement: Placement, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> Slots | None:
+    """Where the rule finds what it is given; None where it has no names for the arguments."""
+    given = placement.rule.bind(args, kwargs)
+    if given is None or any(name not in given for name in placement.kept):
+        return None
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    others = {name: _copied(value) for name, value in not_tensors(given).items()}
+    if next(tensors_in(list(others.values())), None) is not None:
+        return None
+    values = tuple((name, places[id(given[name])]) for name in placement.kept)
+    owners = tuple((name, place) for name, place in values if name in placement.weights)
+    return Slots(placement, values, owners, others, tuple(tensor.shape for tensor in tensors))
+
+
+def _copied(value: Any) -> Any:
+    """An argument that is no tensor; a list of the user's may have other numbers in it at the next call."""
+    return [_copied(item) for item in value] if isinstance(value, list) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_persample.engine.dispatch import Dispatcher
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["Report", "detached", "on_gradient"]
+__all__ = ["Report", "detached", "hooked_tensor", "on_gradient"]
 
 _FREED = (
     "a second backward goes through it, but the first one was to free the graph; pass retain_graph=True to the first"
@@ -41,7 +40,7 @@ class Report:
         keeps_values: whether `compute` holds what autograd holds, too, and lets go with it.
     """
 
-    __slots__ = ("_compute", "_dispatcher", "_keeps_values", "_kind", "_readers", "_text", "_weights")
+    __slots__ = ("_compute", "_dispatcher", "_keeps_values", "_kind", "_place", "_readers", "_text", "_weights")
 
     def __init__(
         self,
@@ -65,9 +64,14 @@ class Report:
             outputs: the outputs that can get a gradient.
         """
         if len(outputs) == 1:
-            on_gradient(outputs[0], lambda grad: self.hook((grad,)))
+            hooked = hooked_tensor(outputs[0])
+            if hooked.grad_fn is None:
+                hooked.register_hook(lambda grad: self.hook((grad,)))
+            else:
+                self._place = hooked.output_nr
+                hooked.grad_fn.register_prehook(self._before_node)
         else:
-            handle = register_multi_grad_hook([_hooked(output) for output in outputs], self.hook)
+            handle = register_multi_grad_hook([hooked_tensor(output) for output in outputs], self.hook)
             self._dispatcher.nodes.release_later(handle)
 
     def _freed(self, grads: Sequence[Tensor | None]) -> Contributions:
@@ -76,6 +80,18 @@ class Report:
     def hook(self, grads: Sequence[Tensor | None]) -> None:
         """Note what the samples contribute."""
         self.contribute(grads)
+
+    def _before_node(self, grads: Sequence[Tensor | None]) -> None:
+        grad = grads[self._place]
+        if grad is not None:
+            self.contribute((grad,))
+
+    def tell(self) -> None:
+        """Note that those weights get a gradient on which no hook has to wait for it."""
+        for weight in self._weights:
+            if weight.told:
+                for name in weight.names:
+                    self._dispatcher.got_gradient[name] = None
 
     def contribute(self, grads: Sequence[Tensor | None], wants_sums: bool = False) -> list[tuple[Weight, Tensor]]:
         """Note what the samples contribute.
@@ -87,38 +103,44 @@ class Report:
         Returns:
             Those sums that were formed on the way, by weight.
         """
-        sums: list[tuple[Weight, Tensor]] = []
-        dispatcher, text = self._dispatcher, self._text
+        dispatcher = self._dispatcher
         if not dispatcher.accepting:
-            return sums
-        if _is_refused(self._weights, dispatcher):
+            return []
+        self.tell()
+        if dispatcher.refused and _are_refused(self._weights, dispatcher):
             if dispatcher.frees:
                 self._compute = None
-            return sums
+            return []
         options = kernel_options(dispatcher.kernel_options)  # entered here: on CUDA this is another thread
-        with torch._C.DisableTorchFunction(), _without_gradient(), without_autocast(self._kind), options:
-            try:
-                pairs = zip(grads, self._readers, strict=True)
-                read = [None if grad is None else reader(grad) for grad, reader in pairs]
-                contributions = in_smaller_chunks(partial(self._compute or self._freed, read))
-                sums = dispatcher.collect(contributions, wants_sums)
-                if dispatcher.frees and self._keeps_values:
-                    self._compute = None  # autograd lets its saved tensors go now, too
-            except torch.OutOfMemoryError as error:
-                self._compute = None
-                _give_up(dispatcher, reason_of(error, text))
-            except FAILURES as error:
-                dispatcher.refuse(self._weights, reason_of(error, text))
-        return sums
+        with torch._C.DisableTorchFunction(), options:
+            if not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
+                return self._collect(grads, wants_sums)
+            with (
+                torch.no_grad(),
+                without_autocast(self._kind),
+            ):  # (a backward may create a graph, or run under autocast)
+                return self._collect(grads, wants_sums)
+
+    def _collect(self, grads: Sequence[Tensor | None], wants_sums: bool) -> list[tuple[Weight, Tensor]]:
+        dispatcher = self._dispatcher
+        try:
+            pairs = zip(grads, self._readers, strict=True)
+            read = [None if grad is None else reader(grad) for grad, reader in pairs]
+            contributions = in_smaller_chunks(partial(self._compute or self._freed, read))
+            sums = dispatcher.collect(contributions, wants_sums)
+            if dispatcher.frees and self._keeps_values:
+                self._compute = None  # autograd lets its saved tensors go now, too
+            return sums
+        except torch.OutOfMemoryError as error:
+            self._compute = None
+            _give_up(dispatcher, reason_of(error, self._text))
+        except FAILURES as error:
+            dispatcher.refuse(self._weights, reason_of(error, self._text))
+        return []
 
 
-def _without_gradient() -> AbstractContextManager[object]:
-    """Nothing is recorded inside; a backward records nothing anyway, unless it is to create a graph."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
-
-
-def _is_refused(weights: list[Weight], dispatcher: Dispatcher) -> bool:
-    return bool(dispatcher.refused) and all(weight.names <= dispatcher.refused.keys() for weight in weights)
+def _are_refused(weights: list[Weight], dispatcher: Dispatcher) -> bool:
+    return all(weight.names <= dispatcher.refused.keys() for weight in weights)
 
 
 def _give_up(dispatcher: Dispatcher, reason: str) -> None:
@@ -130,7 +152,7 @@ def _give_up(dispatcher: Dispatcher, reason: str) -> None:
 
 def on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call the hook with the output's gradient, after all hooks of the user's that may change it."""
-    hooked = _hooked(output)
+    hooked = hooked_tensor(output)
     node, place = hooked.grad_fn, hooked.output_nr
     if node is None:
         hooked.register_hook(hook)
@@ -144,7 +166,7 @@ def on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
     node.register_prehook(before_node)
 
 
-def _hooked(output: Tensor) -> Tensor:
+def hooked_tensor(output: Tensor) -> Tensor:
     """The tensor whose hook reports the output's gradient."""
     # An op whose output is a view (linear on three axes, einsum) may be followed by an in-place op, which gives the
     # view a new history and leaves a hook on it silent; the tensor behind the view keeps its gradient.
@@ -154,7 +176,7 @@ def _hooked(output: Tensor) -> Tensor:
 
 def _gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
     """How to read the output's gradient from the gradient that the hook receives."""
-    base = _hooked(output)
+    base = hooked_tensor(output)
     if base is output:
         return detached
     base_size, base_stride = tuple(base.shape), base.stride()

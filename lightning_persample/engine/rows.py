@@ -119,10 +119,7 @@ class _RowsReport(Report):
         grad, dispatcher, weights = grads[0], self._dispatcher, self._weights
         if grad is None or not dispatcher.accepting:
             return
-        for weight in weights:
-            if weight.told:
-                for name in weight.names:
-                    dispatcher.got_gradient[name] = None
+        self.tell()
         if dispatcher.wants_no_more(weights):
             with torch._C.DisableTorchFunction():  # (the mode would be offered every attribute, too)
                 done = self._note_norms(grad, self._compute)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
-from lightning_persample.engine.computation import Placement, by_rule, computation
+from lightning_persample.engine.computation import computation
 from lightning_persample.engine.following import Followed
+from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.observed import Description, ObservedCall
 from lightning_persample.engine.reporting import Report, on_gradient
 from lightning_persample.rules import Rule
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_persample.engine.dispatch import Dispatcher
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["Use", "attach", "attach_as_planned", "note_term", "refuse_where_used"]
+__all__ = ["Use", "attach", "note_term", "refuse_where_used", "wait"]
 
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
 
@@ -147,49 +148,27 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
     outputs = [output for output, _ in use.outputs]
     keeps_values = use.rule is None or bool(use.rule.reads)
     report = Report(dispatcher, outputs, weights, computation(use), use.description, keeps_values)
-    fused = use.call.fused
+    names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
+    wait(report, outputs, names, use.call.fused)
+
+
+def wait(report: Report, outputs: Sequence[Tensor], names: Mapping[Weight, str], fused: FusedCall | None) -> None:
+    """Let the report know of the gradients of a call: by hooks on its outputs, or from its own backward if it has one.
+
+    Args:
+        report: gives the contributions.
+        outputs: those that can get a gradient.
+        names: of which argument of the call each weight is.
+        fused: the call as it ran, if it ran fused.
+    """
     if fused is None:
         report.attach(outputs)
         return
-    names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
 
     def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
         return {names[weight]: total for weight, total in report.contribute((grad,), wanted and bool(names))}
 
     fused.sums = sums_by_name
-
-
-def attach_as_planned(
-    placement: Placement,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    outputs: Sequence[Tensor],
-    weights: Mapping[int, Weight],
-    description: Description,
-    dispatcher: Dispatcher,
-) -> None:
-    """Hook the gradient of the output of a call that its rule is known to answer.
-
-    Args:
-        placement: where the call has weights and batch.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        outputs: the one output.
-        weights: the weights among its operands, by the id of their tensor.
-        description: the call in messages.
-        dispatcher: receives contributions, or the reason why there are none.
-
-    Raises:
-        LookupError: the arguments are not those that the placement was made for.
-    """
-    rule = placement.rule
-    given = rule.bind(args, kwargs)
-    if given is None:
-        raise LookupError(f"the arguments of {description} have no names")
-    owners = {name: weights[id(given[name])] for name in placement.owners}
-    compute = by_rule(placement, given, owners, description, outputs[0])
-    weights_once = list(dict.fromkeys(owners.values()))
-    Report(dispatcher, outputs, weights_once, compute, description, bool(rule.reads)).attach(outputs)
 
 
 def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, dispatcher: Dispatcher) -> None:

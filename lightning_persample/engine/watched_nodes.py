@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_persample.engine.graph import Node, boundary, ends_below, leaf_of, nodes_between
+from lightning_persample.engine.graph import Edges, Node, boundary, edges_between, ends_below, leaf_of
 from lightning_persample.engine.marks import Marks
 from lightning_persample.engine.weight import Weight
 
@@ -27,7 +27,7 @@ class WatchedNodes:
         self._marks = marks
         self._weights: dict[Node, list[Weight]] = {}
         self._seen: set[Node] = set()
-        self._linear: dict[Node, tuple[Node | None, list[Weight]]] = {}
+        self._calls: dict[Node, tuple[list[Node], list[Weight]]] = {}
         self._handles: list[RemovableHandle] = []
 
     def watch(self, node: Node, weight: Weight) -> None:
@@ -40,19 +40,44 @@ class WatchedNodes:
         mark = self._marks.get(leaf) if known is None and leaf is not None else None
         return [mark] if isinstance(mark, Weight) else known or []
 
-    def watch_inside(self, outputs: tuple[Tensor, ...], stop: set[Node]) -> None:
+    def watch_inside(self, outputs: Sequence[Tensor], stop: set[Node]) -> Edges:
         """Gradients may enter a call through its outputs only, not through the nodes between them and the weights.
 
         Args:
             outputs: of a call that was seen.
             stop: the nodes of its operands.
+
+        Returns:
+            For each node that the call made those that follow it.
         """
-        nodes = nodes_between(outputs, stop)
-        self._seen |= nodes
-        for node in nodes - boundary(outputs):
-            for end in ends_below(node, nodes):
-                for weight in self.weights_of(end):
-                    self.watch(node, weight)
+        inside = edges_between(outputs, stop)
+        self._seen.update(inside)
+        entrances = boundary(outputs)
+        for node in inside:
+            if node not in entrances:
+                for end in ends_below(node, inside):
+                    for weight in self.weights_of(end):
+                        self.watch(node, weight)
+        return inside
+
+    def watch_call(self, output: Tensor, hooked: Node | None, tensors: Sequence[Tensor]) -> None:
+        """`watch_inside` of a call with one output.
+
+        Args:
+            output: of the call.
+            hooked: the node before which the call's contributions are found.
+            tensors: the tensors among its arguments.
+        """
+        inside = self.watch_inside((output,), boundary(tensors))
+        if hooked is not None and hooked in inside:
+            further: list[Node] = []
+            weights: list[Weight] = []
+            for end in ends_below(hooked, inside):
+                if leaf_of(end) is None:
+                    further.append(end)
+                else:
+                    weights += self.weights_of(end)
+            self._calls[hooked] = further, weights
 
     def watch_linear(self, output: Tensor, tensors: Sequence[Tensor], weights: list[Weight]) -> None:
         """`watch_inside` of a linear map of rows, which as a rule is a product with the transpose of its weight.
@@ -72,7 +97,7 @@ class WatchedNodes:
         self._seen.add(inner)
         self.watch(inner, weights[0])
         if all(weight.derivation is None for weight in weights):
-            self._linear[node] = edges[-2][0], weights
+            self._calls[node] = [] if edges[-2][0] is None else [edges[-2][0]], weights
 
     def below(self, tops: list[Tensor]) -> tuple[list[tuple[Node, list[Weight]]], list[Weight]]:
         """What a backward will meet.
@@ -82,7 +107,7 @@ class WatchedNodes:
 
         Returns:
             The nodes of no call that was seen, from which a gradient goes to weights, with these, from the tops down;
-            and the parameters of the linear maps of rows that are met.
+            and the parameters of the calls that are met whose own node gives all their gradients.
         """
         unseen: list[tuple[Node, list[Weight]]] = []
         met: list[Weight] = []
@@ -90,13 +115,13 @@ class WatchedNodes:
         visited = set(stack)
         while stack:
             node = stack.pop()
-            linear = self._linear.get(node)
-            if linear is not None:  # of what is below it only the way to the input is not known
-                following, weights = linear
-                met += weights
-                if following is not None and following not in visited:
-                    visited.add(following)
-                    stack.append(following)
+            call = self._calls.get(node)
+            if call is not None:  # what is below it is known as far as the nodes of its inputs
+                met += call[1]
+                for further in call[0]:
+                    if further not in visited:
+                        visited.add(further)
+                        stack.append(further)
                 continue
             is_unseen = node not in self._seen
             for following, _ in node.next_functions:
@@ -123,6 +148,6 @@ class WatchedNodes:
 
     def clear(self) -> None:
         """Forget every node."""
-        self._linear.clear()
+        self._calls.clear()
         self._weights.clear()
         self._seen.clear()

@@ -31,19 +31,27 @@ def sq_norms(gradients: Sequence[SampleGradient]) -> list[Tensor]:
     Returns:
         (B,) for each, as `SampleGradient.sq_norm` gives it.
     """
-    rows = next((g.grad for g in gradients if isinstance(g, Dense) and g.grad.dim() == 2), None)
-    if rows is None or len(gradients) < 2:
+    rows = _rows_among(gradients) if len(gradients) > 1 else None
+    if rows is None:
         return [gradient.sq_norm() for gradient in gradients]
     with precision.without_autocast(rows.device.type):
         of_rows = norms.dense_sq_norm(rows)
         return [_with_rows(gradient, rows, of_rows) for gradient in gradients]
 
 
+def _rows_among(gradients: Sequence[SampleGradient]) -> Tensor | None:
+    """The gradient (B, p) of a vector among those of other parameters."""
+    for gradient in gradients:
+        if type(gradient) is Dense and gradient.grad.dim() == 2:
+            return gradient.grad
+    return None
+
+
 def _with_rows(gradient: SampleGradient, rows: Tensor, of_rows: Tensor) -> Tensor:
     """The squared norm of a structure, given those of rows (B, p) that it may hold."""
-    if isinstance(gradient, Dense) and gradient.grad is rows:
+    if type(gradient) is Dense and gradient.grad is rows:
         return of_rows
-    if isinstance(gradient, Outer) and _same(gradient.left, rows) and gradient.right.dtype == rows.dtype:
+    if type(gradient) is Outer and _same(gradient.left, rows) and gradient.right.dtype == rows.dtype:
         return of_rows * norms.dense_sq_norm(gradient.right.squeeze(1))
     return gradient.sq_norm()
 

@@ -1,0 +1,78 @@
+"""What is noted of a call of which all was decided before, at one that was laid out alike (see `layout`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_persample.engine.computation import ByRule
+from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.fused import FusedCall
+from lightning_persample.engine.layout import Plan, Slots
+from lightning_persample.engine.marks import Mark
+from lightning_persample.engine.observed import Description, tensors_in, user_place
+from lightning_persample.engine.reporting import Report, hooked_tensor
+from lightning_persample.engine.use import wait
+from lightning_persample.engine.weight import Weight
+from lightning_persample.rules import op_name
+
+if TYPE_CHECKING:
+    from lightning_persample.engine.dispatch import Dispatcher
+
+__all__ = ["note_as_planned"]
+
+
+def note_as_planned(
+    dispatcher: Dispatcher,
+    plan: Plan,
+    result: Any,
+    tensors: Sequence[Tensor],
+    marks: Sequence[Mark | None],
+    fused: FusedCall | None,
+) -> None:
+    """Mark the outputs, and let the backward report what the weights among the arguments get.
+
+    Args:
+        dispatcher: the state of the capture.
+        plan: of the call.
+        result: what the call gave.
+        tensors: the tensors among its arguments, in order.
+        marks: what is known of each of them.
+        fused: the call as it ran, if it ran fused.
+    """
+    if type(result) is Tensor:
+        dispatcher.marks[result] = plan.outputs[0]
+    else:
+        for output, axis in zip(tensors_in(result), plan.outputs, strict=True):
+            dispatcher.marks[output] = axis
+    if plan.slots is not None:
+        (output,) = tensors_in(result)  # a call with weights has one
+        _wait_for_gradient(dispatcher, plan.slots, output, tensors, marks, fused)
+
+
+def _wait_for_gradient(
+    dispatcher: Dispatcher,
+    slots: Slots,
+    output: Tensor,
+    tensors: Sequence[Tensor],
+    marks: Sequence[Mark | None],
+    fused: FusedCall | None,
+) -> None:
+    rule = slots.placement.rule
+    owners = {name: mark for name, place in slots.owners if isinstance(mark := marks[place], Weight)}
+    weights = list(owners.values())
+    names = tuple([name for weight in weights for name in weight.names])
+    text = Description(op_name(rule.op), slots.sizes, user_place(), names)
+    try:
+        dispatcher.nodes.watch_call(output, hooked_tensor(output).grad_fn, tensors)
+        for weight in weights:
+            weight.uses += 1
+        values = {name: tensors[place] for name, place in slots.values}
+        compute = ByRule(slots.placement, values, slots.others, owners, text, output)
+        once = weights if len(weights) == 1 else list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
+        report = Report(dispatcher, (output,), once, compute, text, bool(rule.reads))
+        wait(report, (output,), {} if fused is None else {weight: name for name, weight in owners.items()}, fused)
+    except FAILURES as error:
+        dispatcher.give_up((output,), weights, reason_of(error, text._replace(parameters=())))
