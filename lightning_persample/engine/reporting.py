@@ -84,7 +84,7 @@ class Report:
     def _before_node(self, grads: Sequence[Tensor | None]) -> None:
         grad = grads[self._place]
         if grad is not None:
-            self.contribute((grad,))
+            self.hook((grad,))
 
     def tell(self) -> None:
         """Note that those weights get a gradient on which no hook has to wait for it."""
@@ -179,6 +179,8 @@ def _gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
     base = hooked_tensor(output)
     if base is output:
         return detached
+    if base.is_contiguous() and output.is_contiguous() and base.numel() == output.numel():
+        return partial(_reshaped, output.shape)
     base_size, base_stride = tuple(base.shape), base.stride()
     size, stride, offset = tuple(output.shape), output.stride(), output.storage_offset() - base.storage_offset()
 
@@ -189,6 +191,11 @@ def _gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
         return grad.as_strided(size, stride, grad.storage_offset() + offset)
 
     return read
+
+
+def _reshaped(size: torch.Size, grad: Tensor) -> Tensor:
+    """The gradient of an output that is the whole of a tensor in other sizes."""
+    return detached(grad).reshape(size)
 
 
 def detached(grad: Tensor) -> Tensor:

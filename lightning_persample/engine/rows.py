@@ -1,14 +1,14 @@
-"""A linear map of one row per sample, with the least that Python has to do.
+"""A linear map of rows, those of one sample side by side, with the least that Python has to do.
 
-Small models use nearly every weight in this way, and their training step takes little longer than the Python of a few
-calls. What `Dispatcher.call`, `Use`, `by_rule` and the structures do for any call comes to this here: weight and bias
-get ``g_b (x) x_b`` and ``g_b``, with the norms ``|g_b| |x_b|`` and ``|g_b|``. A call with anything out of
-the ordinary is left to them.
+Most weights are used in this way, and the training step of a small model takes little longer than the Python of a few
+calls. What `Dispatcher.call`, `Use`, `ByRule` and the structures do for any call comes to this here: with one row per
+sample, weight and bias get ``g_b (x) x_b`` and ``g_b``, with the norms ``|g_b| |x_b|`` and ``|g_b|``; with several,
+``sum_t g_bt (x) x_bt`` and ``sum_t g_bt``. A call with anything out of the ordinary is left to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,10 @@ from lightning_persample.engine.computation import changed_text
 from lightning_persample.engine.failure import FAILURES
 from lightning_persample.engine.following import is_plain
 from lightning_persample.engine.observed import Description, user_place
-from lightning_persample.engine.reporting import Report, detached
+from lightning_persample.engine.reporting import Report, hooked_tensor
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.gradients import Dense, Outer, SampleGradient
+from lightning_persample.gradients import Dense, Outer, SampleGradient, kernel_options
 from lightning_persample.gradients.norms import LONGEST_ROW, dense_sq_norm
 from lightning_persample.rules import rule_of
 
@@ -36,8 +36,6 @@ LINEAR = nn.functional.linear
 _RULE = rule_of("linear")
 _CLASSES = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float64)
-_FIRST = (0, 1, 1, None, None)
-_READERS: list[Callable[[Tensor], Tensor]] = [detached]
 
 
 def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | None:
@@ -56,13 +54,16 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
         return None
     tensors = args if len(args) == 2 or args[2] is not None else args[:2]
     x = tensors[0]
-    if type(x) not in _CLASSES or x.dim() != 2 or x.dtype not in _DTYPES or not is_plain(x):
+    if type(x) not in _CLASSES or x.dtype not in _DTYPES or not is_plain(x):
         return None
-    marks = dispatcher.marks
-    axis, dtype = marks.get(x), x.dtype
-    if type(axis) is not BatchAxis or (axis.dim, axis.outer, axis.inner, axis.owner, axis.mixing) != _FIRST:
+    marks, shape, dtype = dispatcher.marks, x.shape, x.dtype
+    axis = marks.get(x)
+    if type(axis) is not BatchAxis or axis.dim or axis.outer != 1 or axis.owner is not None or axis.mixing is not None:
         return None
-    weights, sizes = [], [x.shape]
+    is_single = len(shape) == 2 and axis.inner == 1
+    if not is_single and (dispatcher.fuse or len(shape) < 2 or not x.numel()):
+        return None
+    weights, sizes = [], [shape]
     for parameter in tensors[1:]:
         mark = marks.get(parameter) if type(parameter) in _CLASSES else None
         if type(mark) is not Weight or not parameter.requires_grad or parameter.dtype is not dtype:
@@ -76,13 +77,21 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
     rows = x.detach()
     output: Tensor = LINEAR(*args)
     marks[output] = axis
-    dispatcher.nodes.watch_linear(output, tensors, weights)
+    if is_single:
+        dispatcher.nodes.watch_linear(output, tensors, weights)
+    else:
+        dispatcher.nodes.watch_call(output, hooked_tensor(output).grad_fn, tensors)
     for weight in weights:
         weight.uses += 1
     names = tuple([name for weight in weights for name in weight.names])
     text = Description("linear", tuple(sizes), user_place(), names)
-    report = _RowsReport(dispatcher, weights, rows, text)
-    output.grad_fn.register_prehook(report.hook)  # type: ignore[union-attr]
+    if is_single:
+        report: _RowsReport = _RowsReport(dispatcher, output, weights, _OfRows(weights, rows, text))
+    else:
+        report = _SeveralRowsReport(
+            dispatcher, output, weights, _OfSeveralRows(weights, rows, text, dispatcher.batch_size)
+        )
+    report.attach((output,))
     return output
 
 
@@ -98,54 +107,90 @@ class _OfRows:
         (grad,) = grads
         if self.x._version != self.version:
             raise UnsupportedError(changed_text(self.text, self.x))
-        if grad is None:
-            return []
-        found: list[SampleGradient] = [Outer(grad.unsqueeze(1), self.x.unsqueeze(1)), Dense(grad)]
-        return list(zip(self.weights, found, strict=False))
+        return [] if grad is None else list(zip(self.weights, self.gradients(grad), strict=False))
+
+    def gradients(self, grad: Tensor) -> list[SampleGradient]:
+        """Those of weight and bias."""
+        return [Outer(grad.unsqueeze(1), self.x.unsqueeze(1)), Dense(grad)]
+
+
+class _OfSeveralRows(_OfRows):
+    """The same where a sample has several rows."""
+
+    __slots__ = ("batch_size",)
+
+    def __init__(self, weights: list[Weight], x: Tensor, text: Description, batch_size: int) -> None:
+        super().__init__(weights, x, text)
+        self.batch_size = batch_size
+
+    def outer(self, grad: Tensor) -> Outer:
+        """The gradient of the weight."""
+        rows = (self.batch_size, -1)
+        return Outer(grad.reshape(*rows, grad.shape[-1]), self.x.reshape(*rows, self.x.shape[-1]))
+
+    def gradients(self, grad: Tensor) -> list[SampleGradient]:
+        outer = self.outer(grad)
+        return [outer, Dense(outer.left.sum(1))]
 
 
 class _RowsReport(Report):
-    """What the backward does with the gradient of the output, which is no view."""
+    """What the backward does with the gradient of the output."""
 
     __slots__ = ()
 
-    def __init__(self, dispatcher: Dispatcher, weights: list[Weight], x: Tensor, text: Description) -> None:
-        self._dispatcher, self._weights, self._text = dispatcher, weights, text
-        self._compute = _OfRows(weights, x, text)
-        self._readers, self._keeps_values = _READERS, True
+    def __init__(self, dispatcher: Dispatcher, output: Tensor, weights: list[Weight], compute: _OfRows) -> None:
+        super().__init__(dispatcher, (output,), weights, compute, compute.text, keeps_values=True)
 
     def hook(self, grads: Sequence[Tensor | None]) -> None:
         """Note the norms; where more is asked for, or anything is unusual, go the general way."""
-        grad, dispatcher, weights = grads[0], self._dispatcher, self._weights
+        grad, dispatcher, weights, rows = grads[0], self._dispatcher, self._weights, self._compute
         if grad is None or not dispatcher.accepting:
             return
-        self.tell()
-        if dispatcher.wants_no_more(weights):
+        if dispatcher.wants_no_more(weights) and type(grad) is Tensor and isinstance(rows, _OfRows):
             with torch._C.DisableTorchFunction():  # (the mode would be offered every attribute, too)
-                done = self._note_norms(grad, self._compute)
+                done = self._note_norms(grad, rows)
             if done:
                 return
-        self._kind = grad.device.type
         self.contribute(grads)
 
-    def _note_norms(self, grad: Tensor, rows: object) -> bool:
+    def _note_norms(self, grad: Tensor, rows: _OfRows) -> bool:
         """Note the norms of weight and bias, unless the general way has to find them, or say what is wrong."""
-        if type(rows) is not _OfRows or type(grad) is not Tensor or grad.requires_grad:
-            return False
-        if grad.dtype is not rows.x.dtype or rows.x._version != rows.version:
+        if grad.dtype is not rows.x.dtype or grad.requires_grad or rows.x._version != rows.version:
             return False
         try:
-            of_grad = _row_norms(grad)
-            norm = of_grad * _row_norms(rows.x)
+            self.take_norms(grad, rows)
         except FAILURES:
             return False
+        self.tell()
+        if self._dispatcher.frees:
+            self._compute = None
+        return True
+
+    def take_norms(self, grad: Tensor, rows: _OfRows) -> None:
+        """Note the norms of weight and bias."""
+        of_grad = _row_norms(grad)
+        norm = of_grad * _row_norms(rows.x)
         weight, *biases = self._weights
         weight.norm = norm
         for bias in biases:
             bias.norm = of_grad
-        if self._dispatcher.frees:
-            self._compute = None
-        return True
+
+
+class _SeveralRowsReport(_RowsReport):
+    """The same where a sample has several rows."""
+
+    __slots__ = ()
+
+    def take_norms(self, grad: Tensor, rows: _OfSeveralRows) -> None:  # type: ignore[override]
+        """Note the norms of weight and bias."""
+        (reader,) = self._readers
+        outer = rows.outer(reader(grad))
+        with kernel_options(self._dispatcher.kernel_options):
+            norm = outer.sq_norm().sqrt_()
+        weight, *biases = self._weights
+        for bias in biases:
+            bias.norm = _row_norms(outer.left.sum(1))
+        weight.norm = norm
 
 
 def _row_norms(rows: Tensor) -> Tensor:

@@ -106,13 +106,18 @@ def read_values(
             squares = own.own_norms(list(norms.values())).square_()
             values.sq_norms = dict(zip(norms, squares.unbind(), strict=True))
             return values
-        sq_norms |= {name: norm.square() for name, norm in norms.items()}
+        sq_norms |= dict(zip(norms, _squares(list(norms.values())), strict=True))
         own_sq_norms = own.own_sq_norms(list(sq_norms.values()))
     found = {
         name: in_dtype_of(watched.weight(name).tensor, own) for name, own in zip(sq_norms, own_sq_norms, strict=True)
     }
     values.sq_norms = {name: found[name] for name in names if name in found}
     return values
+
+
+def _squares(norms: list[Tensor]) -> Sequence[Tensor]:
+    """The squares of norms (B,) of any dtypes and devices."""
+    return torch._foreach_mul(norms, norms) if norms else []
 
 
 def samples_with_values(followed: Tensor | None, in_loss: Sequence[int] | None) -> tuple[Tensor | None, Tensor | None]:
