@@ -66,6 +66,8 @@ class Placement:
         output_axes: where it lies in each output that can get a gradient.
         weights: `owners` as a set.
         has_rows: whether results with an entry for every row of the first output hold those of a sample together.
+        is_ordinary: whether all tensors of the batch hold the rows of a sample side by side along their first axis, and
+            there is one output.
         rank: number of axes that the op lays its operands out to, 0 where it does not.
         nested: see `rules.Call`.
     """
@@ -78,11 +80,15 @@ class Placement:
     output_axes: tuple[BatchAxis, ...]
     weights: frozenset[str] = field(init=False)
     has_rows: bool = field(init=False)
+    is_ordinary: bool = field(init=False)
     rank: int = 0
     nested: bool = False
 
     def __post_init__(self) -> None:
         first = self.output_axes[0] if self.output_axes else None
+        axes = (*self.axes.values(), *self.output_axes)
+        ordinary = all(axis.dim == 0 and axis.outer == 1 and axis.owner is None for axis in axes)
+        object.__setattr__(self, "is_ordinary", ordinary and not self.rank and len(self.output_axes) == 1)
         object.__setattr__(self, "weights", frozenset(self.owners))
         object.__setattr__(self, "has_rows", first is not None and first.dim == 0 and first.owner is None)
 
@@ -188,12 +194,43 @@ class ByRule:
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Contributions:
         """What the weights get, by sample."""
-        placement, tensors, owners, text = self._placement, self._tensors, self._owners, self._text
+        placement, owners, text = self._placement, self._owners, self._text
         _check_unchanged(self._versions, text)
-        rule, batch_size, axes = placement.rule, placement.batch_size, placement.axes
+        rule, axes = placement.rule, placement.axes
+        if placement.is_ordinary and self.drawn is None:
+            seen, by_sample = self._ordinary_call(grads[0])
+        else:
+            seen, by_sample = self._call(grads)
+        try:
+            found = rule.function(seen, by_sample)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a rule of the user's raises, which the reason names
+            raise UnsupportedError(reason_of(error, text, rule.function)) from error
+        given, batch = seen.arguments, (placement.batch_size,)
+        sizes = {name: (*(() if name in axes else batch), *given[name].shape) for name in owners}
+        reason = wrong_answer(found, sizes)
+        if reason:
+            raise UnsupportedError(f"{text}: the rule of {op_name(rule.op)} {reason}")
+        return [(weight, _placed(found[name], axes.get(name), text)) for name, weight in owners.items()]
+
+    def _ordinary_call(self, grad: Tensor | None) -> tuple[Call, Tensor | None]:
+        """The call as the rule sees it, with the gradient of its output, where nothing has to be moved."""
+        placement, batch_size = self._placement, self._placement.batch_size
+        arguments: dict[str, Any] = {**self._others, **self._tensors}
+        for name, axis in placement.axes.items():
+            arguments[name] = batch_first(arguments[name], axis, batch_size)
+        (axis,) = placement.output_axes
+        saved = {name: batch_first(result, axis, batch_size) for name, result in self._saved.items()}
+        by_sample = None if grad is None else batch_first(grad, axis, batch_size)
+        return Call(batch_size, arguments, placement.weights, saved=saved), by_sample
+
+    def _call(self, grads: Sequence[Tensor | None]) -> tuple[Call, Any]:
+        """The same of any call; with several outputs the rule gets all of their gradients."""
+        placement, tensors, batch_size = self._placement, self._tensors, self._placement.batch_size
         arguments: dict[str, Any] = {**self._others, **tensors}
         counts: dict[str, Tensor] = {}
-        for name, where in axes.items():
+        for name, where in placement.axes.items():
             tensor = tensors[name]
             if placement.rank > tensor.dim():
                 extra = placement.rank - tensor.dim()
@@ -204,27 +241,17 @@ class ByRule:
         output: Tensor | None = None
         draws: tuple[Tensor, ...] = ()
         if self.drawn is not None:
-            again, axis = _draw_again(rule, {**self._others, **tensors}, self.drawn), self.drawn.axis
+            again, axis = _draw_again(placement.rule, {**self._others, **tensors}, self.drawn), self.drawn.axis
             if isinstance(axis, BatchAxis):
                 output = batch_first(self.drawn.output, axis, batch_size)
                 draws = tuple(batch_first(tensor, axis, batch_size) for tensor in again)
-        by_sample = [
+        by_sample = tuple(
             None if grad is None else batch_first(grad, axis, batch_size, fill=False)
             for grad, axis in zip(grads, placement.output_axes, strict=True)
-        ]
+        )
         saved = {name: batch_first(r, placement.output_axes[0], batch_size) for name, r in self._saved.items()}
         seen = Call(batch_size, arguments, placement.weights, counts, draws, output, placement.nested, saved)
-        try:
-            found = rule.function(seen, tuple(by_sample) if rule.several_outputs else by_sample[0])
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a rule of the user's raises, which the reason names
-            raise UnsupportedError(reason_of(error, text, rule.function)) from error
-        sizes = {name: (*(() if name in axes else (batch_size,)), *arguments[name].shape) for name in owners}
-        reason = wrong_answer(found, sizes)
-        if reason:
-            raise UnsupportedError(f"{text}: the rule of {op_name(rule.op)} {reason}")
-        return [(weight, _placed(found[name], axes.get(name), text)) for name, weight in owners.items()]
+        return seen, by_sample if placement.rule.several_outputs else by_sample[0]
 
 
 def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:

@@ -21,6 +21,7 @@ from lightning_persample.engine.fused import fused_call
 from lightning_persample.engine.graph import Node, boundary, unseen_text
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
+    KINDS,
     SHAPE_OF_SECOND,
     adds_a_term,
     attribute_of,
@@ -167,10 +168,7 @@ class Dispatcher(Collector):
         Returns:
             What the function returns, unchanged.
         """
-        short = function is LINEAR and not kwargs and not (self.fuse and self.keep_structures)
-        if short and (rows := linear_of_rows(self, args)) is not None:
-            return rows
-        kind = kind_of(function)
+        kind = KINDS.get(function) or kind_of(function)
         op = kind.op
         if op is None:
             if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":
@@ -179,7 +177,15 @@ class Dispatcher(Collector):
         if kind.pointwise and "out" not in kwargs:
             common = self.marks.axis_of_all((*args, *kwargs.values()) if kwargs else args)
             if common is not None and not (kind.inplace and len(operands_of(args, kwargs)) > 1):
-                return self._beside(*common, function(*args, **kwargs))  # by far the most calls
+                result = function(*args, **kwargs)  # by far the most calls
+                if type(result) is not Tensor or result.dim() != common[1]:
+                    return self._beside(*common, result)
+                self.marks[result] = common[0]
+                return result
+        if function is LINEAR and not kwargs and not (self.fuse and self.keep_structures):
+            rows = linear_of_rows(self, args)
+            if rows is not None:
+                return rows
         tensors = operands_of(args, kwargs)
         if op in SHAPE_OF_SECOND:
             del tensors[1:]
@@ -252,9 +258,6 @@ class Dispatcher(Collector):
 
     def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
         """The output of a pointwise call holds the batch where its inputs do, counted from the right."""
-        if type(result) is Tensor and result.dim() == rank:
-            self.marks[result] = axis
-            return result
         for output in tensors_in(result):
             self.marks.set_result(output, axis.moved(axis.dim + output.dim() - rank))
         return result

@@ -89,17 +89,22 @@ class Marks:
         found: BatchAxis | None = None
         first: Tensor | None = None
         rank = 0
+        entries = self._entries
         for value in args:
-            if type(value) is not Tensor:
-                if type(value) in _NUMBERS:
-                    continue
-                return None
-            mark, dims = self.get(value), value.dim()
-            if type(mark) is not BatchAxis:
-                return None
-            if found is None or first is None:
-                first, found, rank = value, mark, dims
-            elif not mark.is_same(found) or dims != rank or not (is_plain(value) and is_plain(first)):
+            if type(value) is Tensor:
+                entry = entries.get(id(value))
+                if entry is None or entry[0]() is not value:
+                    return None
+                mark = entry[1]
+                if type(mark) is not BatchAxis:
+                    return None
+                if found is None or first is None:
+                    first, found, rank = value, mark, value.dim()
+                elif value.dim() != rank or not (
+                    (mark is found or mark.is_same(found)) and is_plain(value) and is_plain(first)
+                ):
+                    return None
+            elif type(value) not in _NUMBERS:
                 return None
         return None if found is None else (found, rank)
 

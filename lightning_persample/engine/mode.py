@@ -250,7 +250,7 @@ class Capture:
             return self._backward(function, args, kwargs)
         if function is mark_samples:
             return self._declare(*args, **kwargs)
-        if self._sharded.finds:
+        if self._sharded.hooks:
             self._sharded.find(function, args, kwargs)
         if function is not torch.autograd.grad:
             return self._dispatcher.call(function, args, kwargs, self._mode)

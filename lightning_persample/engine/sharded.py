@@ -58,6 +58,9 @@ class ShardedParameters:
         module: the module whose parameters are followed.
         dispatcher: knows the marks of tensors.
         adopt: is told the name and the tensor of each parameter found.
+
+    Attributes:
+        hooks: on the modules that gather parameters; none where there is nothing to find.
     """
 
     def __init__(self, module: nn.Module, dispatcher: Dispatcher, adopt: Callable[[str, Tensor], Weight]) -> None:
@@ -65,7 +68,7 @@ class ShardedParameters:
         self._dispatcher = dispatcher
         self._adopt = adopt
         self._foreign: WeakTensorKeyDictionary | None = None
-        self._handles: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
         self._shards: dict[str, nn.Parameter] = {}
         self._before_backward: dict[str, object] = {}
         if not _has_processes():
@@ -73,15 +76,10 @@ class ShardedParameters:
         parts = _sharded_modules(module).values()
         if parts:  # what is computed from weights is needed after their memory was freed
             dispatcher.keep = _copied
-        self._handles = [part.register_forward_pre_hook(self._unsharded) for part in parts]  # behind fully_shard's own
+        self.hooks = [part.register_forward_pre_hook(self._unsharded) for part in parts]  # behind fully_shard's own
         self._shards = {name: p for name, p in module.named_parameters() if p.requires_grad} if parts else {}
         for name in sharded_elsewhere(module):
             dispatcher.refused.setdefault(name, _DISTRIBUTED)
-
-    @property
-    def finds(self) -> bool:
-        """Whether there can be anything to find."""
-        return bool(self._handles)
 
     def find(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Adopt the parameters among the arguments of a call, and all that the module holds beside them."""
@@ -112,9 +110,9 @@ class ShardedParameters:
 
     def close(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
+        for handle in self.hooks:
             handle.remove()
-        self._handles.clear()
+        self.hooks.clear()
 
     def _adopt_all(self) -> None:
         from torch.distributed.tensor import DTensor

@@ -29,6 +29,8 @@ __all__ = [
     "meet",
 ]
 
+_STRIDED = torch.strided
+
 Alignment = Callable[[Tensor], BatchAxis | None]
 
 
@@ -125,7 +127,7 @@ def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether this is an ordinary tensor: neither sparse, nested nor wrapped by a torch.func transform."""
-    return tensor.layout == torch.strided and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is _STRIDED and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
 
 
 def dims_argument(value: object, ndim: int) -> tuple[int, ...] | None:
