@@ -67,7 +67,7 @@ class Placement:
         weights: `owners` as a set.
         has_rows: whether results with an entry for every row of the first output hold those of a sample together.
         is_ordinary: whether all tensors of the batch hold the rows of a sample side by side along their first axis, and
-            there is one output.
+            the rule gets the gradient of one output.
         rank: number of axes that the op lays its operands out to, 0 where it does not.
         nested: see `rules.Call`.
     """
@@ -88,7 +88,8 @@ class Placement:
         first = self.output_axes[0] if self.output_axes else None
         axes = (*self.axes.values(), *self.output_axes)
         ordinary = all(axis.dim == 0 and axis.outer == 1 and axis.owner is None for axis in axes)
-        object.__setattr__(self, "is_ordinary", ordinary and not self.rank and len(self.output_axes) == 1)
+        single = len(self.output_axes) == 1 and not self.rule.several_outputs
+        object.__setattr__(self, "is_ordinary", ordinary and single and not self.rank)
         object.__setattr__(self, "weights", frozenset(self.owners))
         object.__setattr__(self, "has_rows", first is not None and first.dim == 0 and first.owner is None)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightning_persample.engine.dispatch import Dispatcher
     from lightning_persample.engine.weight import Weight
 
-__all__ = ["Report", "detached", "hooked_tensor", "on_gradient"]
+__all__ = ["Report", "detached", "gradient_reader", "hooked_tensor", "on_gradient"]
 
 _FREED = (
     "a second backward goes through it, but the first one was to free the graph; pass retain_graph=True to the first"
@@ -54,7 +54,7 @@ class Report:
         self._dispatcher, self._weights, self._text = dispatcher, weights, description
         self._compute: Computation | None = compute
         self._keeps_values = keeps_values
-        self._readers = [_gradient_reader(output) for output in outputs]
+        self._readers = [gradient_reader(output) for output in outputs]
         self._kind = outputs[0].device.type
 
     def attach(self, outputs: Sequence[Tensor]) -> None:
@@ -174,7 +174,7 @@ def hooked_tensor(output: Tensor) -> Tensor:
     return output if base is None or not base.requires_grad else base
 
 
-def _gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
+def gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
     """How to read the output's gradient from the gradient that the hook receives."""
     base = hooked_tensor(output)
     if base is output:

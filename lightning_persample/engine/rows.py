@@ -8,7 +8,7 @@ sample, weight and bias get ``g_b (x) x_b`` and ``g_b``, with the norms ``|g_b| 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +20,7 @@ from lightning_persample.engine.computation import changed_text
 from lightning_persample.engine.failure import FAILURES
 from lightning_persample.engine.following import is_plain
 from lightning_persample.engine.observed import Description, user_place
-from lightning_persample.engine.reporting import Report, hooked_tensor
+from lightning_persample.engine.reporting import Report, detached, gradient_reader, hooked_tensor
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense, Outer, SampleGradient, kernel_options
@@ -36,6 +36,7 @@ LINEAR = nn.functional.linear
 _RULE = rule_of("linear")
 _CLASSES = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float64)
+_READERS: list[Callable[[Tensor], Tensor]] = [detached]
 
 
 def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | None:
@@ -86,12 +87,11 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
     names = tuple([name for weight in weights for name in weight.names])
     text = Description("linear", tuple(sizes), user_place(), names)
     if is_single:
-        report: _RowsReport = _RowsReport(dispatcher, output, weights, _OfRows(weights, rows, text))
+        report = _RowsReport(dispatcher, weights, _OfRows(weights, rows, text))
+        output.grad_fn.register_prehook(report.hook)  # type: ignore[union-attr]
     else:
-        report = _SeveralRowsReport(
-            dispatcher, output, weights, _OfSeveralRows(weights, rows, text, dispatcher.batch_size)
-        )
-    report.attach((output,))
+        compute = _OfSeveralRows(weights, rows, text, dispatcher.batch_size)
+        _SeveralRowsReport(dispatcher, weights, compute, output).attach((output,))
     return output
 
 
@@ -134,12 +134,14 @@ class _OfSeveralRows(_OfRows):
 
 
 class _RowsReport(Report):
-    """What the backward does with the gradient of the output."""
+    """What the backward does with the gradient of the output, which is no view."""
 
     __slots__ = ()
 
-    def __init__(self, dispatcher: Dispatcher, output: Tensor, weights: list[Weight], compute: _OfRows) -> None:
-        super().__init__(dispatcher, (output,), weights, compute, compute.text, keeps_values=True)
+    def __init__(self, dispatcher: Dispatcher, weights: list[Weight], compute: _OfRows) -> None:
+        self._dispatcher, self._weights, self._text = dispatcher, weights, compute.text
+        self._compute, self._kind = compute, compute.x.device.type
+        self._readers, self._keeps_values = _READERS, True
 
     def hook(self, grads: Sequence[Tensor | None]) -> None:
         """Note the norms; where more is asked for, or anything is unusual, go the general way."""
@@ -177,9 +179,13 @@ class _RowsReport(Report):
 
 
 class _SeveralRowsReport(_RowsReport):
-    """The same where a sample has several rows."""
+    """The same where a sample has several rows, and the output may be a view."""
 
     __slots__ = ()
+
+    def __init__(self, dispatcher: Dispatcher, weights: list[Weight], compute: _OfRows, output: Tensor) -> None:
+        super().__init__(dispatcher, weights, compute)
+        self._readers = [gradient_reader(output)]
 
     def take_norms(self, grad: Tensor, rows: _OfSeveralRows) -> None:  # type: ignore[override]
         """Note the norms of weight and bias."""
