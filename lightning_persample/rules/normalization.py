@@ -26,7 +26,7 @@ from lightning_persample.rules.registry import Call, register_rule
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 _STATISTICS = ("result1", "result2")  # mean and reciprocal standard deviation, as torch's nodes call them
-_LARGE = 8192  # numbers of a sample from which on a kernel for it alone is worth the call
+_LARGE = 2**18  # numbers of a sample from which on a kernel for it alone is worth the call
 
 
 def _kept(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -54,11 +54,15 @@ def layer_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """
     shape = call.arguments["normalized_shape"]
     known = _kept(call, widen(grad_output).dtype)
-    if known is not None and grad_output.device.type == "cpu" and grad_output[:1].numel() >= _LARGE:
-        return _sample_by_sample(call, grad_output, *known)
-    return _trailing(
-        "layer_norm", call, grad_output, lambda x: torch.layer_norm(x, shape, None, None, call.get("eps", 1e-5), False)
-    )
+    if known is not None and grad_output.device.type == "cpu":
+        if grad_output[:1].numel() >= _LARGE:
+            return _sample_by_sample(call, grad_output, *known)
+        return _trailing("layer_norm", call, grad_output, _sums_of_centred, *known)
+
+    def sums(x: Tensor, grad: Tensor) -> Tensor:
+        return _sums(torch.layer_norm(widen(x), shape, None, None, call.get("eps", 1e-5), False), grad, shape)
+
+    return _trailing("layer_norm", call, grad_output, sums)
 
 
 @register_rule(
@@ -81,7 +85,11 @@ def rms_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     shape, eps = call.arguments["normalized_shape"], call.get("eps")
     if eps is None:
         eps = _machine_epsilon(call.arguments["input"].dtype)
-    return _trailing("rms_norm", call, grad_output, lambda x: torch.rms_norm(x, shape, None, eps))
+
+    def sums(x: Tensor, grad: Tensor) -> Tensor:
+        return _sums(torch.rms_norm(widen(x), shape, None, eps), grad, shape)
+
+    return _trailing("rms_norm", call, grad_output, sums)
 
 
 @functools.cache
@@ -185,7 +193,10 @@ def batch_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     return _channelwise(call, grad_output, channels, lambda x: _statistics_of_batch(x, eps))
 
 
-def _trailing(op: str, call: Call, grad_output: Tensor, normalize: Callable[[Tensor], Tensor]) -> dict[str, Dense]:
+def _trailing(
+    op: str, call: Call, grad_output: Tensor, sums: Callable[..., Tensor], *statistics: Tensor
+) -> dict[str, Dense]:
+    """`sums` gives d scale (b, ...) of the input, the output's gradient and the statistics of b samples."""
     shape = tuple(call.arguments["normalized_shape"])
     if tuple(grad_output.shape[-len(shape) :]) != shape or grad_output.dim() < len(shape) + 2:
         raise UnsupportedError(
@@ -194,16 +205,30 @@ def _trailing(op: str, call: Call, grad_output: Tensor, normalize: Callable[[Ten
         )
     found = {}
     if "weight" in call.weights:
-        x = call.arguments["input"]
-        bytes_each = 4 * max(x.element_size(), 4) * (x.numel() // max(len(x), 1))
-        scales = []
-        for part in chunks(len(x), bytes_each, x.device):
-            scaled = normalize(widen(x[part])).mul_(widen(grad_output[part]))
-            scales.append(sum_to_shape(scaled, shape))
-        found["weight"] = Dense(torch.cat(scales) if scales else sum_to_shape(grad_output, shape))
+        tensors = (call.arguments["input"], grad_output, *statistics)
+        bytes_each = 4 * max(grad_output.element_size(), 4) * grad_output[:1].numel()
+        parts = list(chunks(len(grad_output), bytes_each, grad_output.device))
+        if not grad_output.numel():
+            scales = sum_to_shape(grad_output, shape)
+        elif len(parts) == 1:
+            scales = sums(*tensors)
+        else:
+            scales = torch.cat([sums(*(tensor[part] for tensor in tensors)) for part in parts])
+        found["weight"] = Dense(scales.view(len(scales), *shape))
     if "bias" in call.weights:
         found["bias"] = Dense(sum_to_shape(grad_output, shape))
     return found
+
+
+def _sums(normalized: Tensor, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """sum_t g_t xhat_t; xhat is written over."""
+    return sum_to_shape(normalized.mul_(grad), shape)
+
+
+def _sums_of_centred(x: Tensor, grad: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
+    """sum_t r_t g_t (x_t - m_t), (b, 1, d): a product with r sums in the pass in which it multiplies."""
+    weights = reciprocal.reshape(len(x), 1, -1)
+    return torch.bmm(weights, torch.sub(x, mean).mul_(grad).reshape(len(x), weights.shape[2], -1))
 
 
 def _sample_by_sample(call: Call, grad_output: Tensor, mean: Tensor, reciprocal: Tensor) -> dict[str, Dense]:
