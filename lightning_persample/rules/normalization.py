@@ -254,24 +254,24 @@ def _channelwise(
     if "weight" not in call.weights or not wide.numel():
         return {name: Dense(wide.flatten(3).sum((1, 3)) if wide.dim() > 3 else wide.sum(1)) for name in call.weights}
     rows = widen(call.arguments["input"]).flatten(0, 1)
-    mean, reciprocal = statistics(rows)
-    if groups == c:  # here torch subtracts the mean first, since the two sums may cancel, and so does this
-        rows, mean = rows - mean.view(*mean.shape, *(1,) * (rows.dim() - 2)), torch.zeros_like(mean)
-    # Group norm's own kernel adds up over the batch; with all rows as channels of one sample, only over positions.
-    _, scale, shift = torch.ops.aten.native_group_norm_backward(
+    mean, reciprocal = (
+        (one if groups == c else one.unsqueeze(2).expand(-1, -1, c // groups)).reshape(-1) for one in statistics(rows)
+    )
+    # Batch norm's own kernel adds up over the batch; with all rows as channels of one sample, only over positions.
+    _, scale, shift = torch.ops.aten.native_batch_norm_backward(
         wide.reshape(1, B * k * c, -1).contiguous(),
         rows.reshape(1, B * k * c, -1).contiguous(),
-        mean.reshape(1, -1).contiguous(),
-        reciprocal.reshape(1, -1).contiguous(),
-        rows.new_ones(B * k * c),  # (not read for these two results)
-        1,
-        B * k * c,
-        wide[0, 0, 0].numel(),
-        B * k * groups,
+        reciprocal,  # (in place of a scale, which is not read for these two results)
+        None,
+        None,
+        mean,
+        reciprocal,
+        True,
+        0.0,
         (False, True, True),
     )
     given = {"weight": scale, "bias": shift}
-    return {name: Dense(given[name].view(B, k, c).sum(1)) for name in call.weights}
+    return {name: Dense(given[name].view(B, c) if k == 1 else given[name].view(B, k, c).sum(1)) for name in call.weights}
 
 
 def _statistics_of_groups(rows: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
