@@ -3,8 +3,8 @@
 Each is ``y = xhat * scale + shift`` with xhat the normalized input: d scale = sum_t g_t xhat_t, d shift = sum_t g_t.
 Statistics are computed again, in float32 for float16 and bfloat16 inputs, as torch's own kernels do, unless autograd
 has kept them in this precision. Where they belong to channels, xhat is never written down: with m and r the mean and
-the reciprocal standard deviation, d scale = r (sum_t g_t x_t - m sum_t g_t), two sums that torch's group norm takes in
-one pass over g and x.
+the reciprocal standard deviation, d scale = r sum_t g_t (x_t - m), which torch's batch norm takes in one pass over g
+and x, and d shift with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_persample.rules.registry import Call, register_rule
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 _STATISTICS = ("result1", "result2")  # mean and reciprocal standard deviation, as torch's nodes call them
-_LARGE = 2**18  # numbers of a sample from which on a kernel for it alone is worth the call
+_LARGE = 2**15  # numbers of a sample from which on a kernel for it alone is worth the call
 
 
 def _kept(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -55,7 +55,7 @@ def layer_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     shape = call.arguments["normalized_shape"]
     known = _kept(call, widen(grad_output).dtype)
     if known is not None and grad_output.device.type == "cpu":
-        if grad_output[:1].numel() >= _LARGE:
+        if torch.get_num_threads() == 1 and grad_output[:1].numel() >= _LARGE:
             return _sample_by_sample(call, grad_output, *known)
         return _trailing("layer_norm", call, grad_output, _sums_of_centred, *known)
 
@@ -232,7 +232,7 @@ def _sums_of_centred(x: Tensor, grad: Tensor, mean: Tensor, reciprocal: Tensor) 
 
 
 def _sample_by_sample(call: Call, grad_output: Tensor, mean: Tensor, reciprocal: Tensor) -> dict[str, Dense]:
-    """Layer norm's own kernel sums over all rows in one pass over both tensors: here over those of each sample."""
+    """Layer norm's own kernel sums over all rows in one pass, here those of one sample: too few to share by threads."""
     shape = call.arguments["normalized_shape"]
     wanted = (False, "weight" in call.weights, "bias" in call.weights)
     x, grad = (widen(tensor).contiguous() for tensor in (call.arguments["input"], grad_output))
@@ -271,7 +271,9 @@ def _channelwise(
         (False, True, True),
     )
     given = {"weight": scale, "bias": shift}
-    return {name: Dense(given[name].view(B, c) if k == 1 else given[name].view(B, k, c).sum(1)) for name in call.weights}
+    return {
+        name: Dense(given[name].view(B, c) if k == 1 else given[name].view(B, k, c).sum(1)) for name in call.weights
+    }
 
 
 def _statistics_of_groups(rows: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
