@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.cost import chunks
+from lightning_persample.gradients.norms import LONGEST_ROW
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules.elementwise import sum_to_shape, widen
 from lightning_persample.rules.registry import Call, register_rule
@@ -85,9 +87,14 @@ def rms_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     shape, eps = call.arguments["normalized_shape"], call.get("eps")
     if eps is None:
         eps = _machine_epsilon(call.arguments["input"].dtype)
+    size, axes = prod(shape), tuple(range(-len(shape), 0))
 
     def sums(x: Tensor, grad: Tensor) -> Tensor:
-        return _sums(torch.rms_norm(widen(x), shape, None, eps), grad, shape)
+        x = widen(x)
+        if size > LONGEST_ROW or x.device.type != "cpu":
+            return _sums(torch.rms_norm(x, shape, None, eps), grad, shape)
+        squares = torch.linalg.vector_norm(x, dim=axes, keepdim=True).square_()
+        return _weighted(squares.div_(size).add_(eps).rsqrt_(), x * grad)
 
     return _trailing("rms_norm", call, grad_output, sums)
 
@@ -226,9 +233,14 @@ def _sums(normalized: Tensor, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _sums_of_centred(x: Tensor, grad: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
-    """sum_t r_t g_t (x_t - m_t), (b, 1, d): a product with r sums in the pass in which it multiplies."""
-    weights = reciprocal.reshape(len(x), 1, -1)
-    return torch.bmm(weights, torch.sub(x, mean).mul_(grad).reshape(len(x), weights.shape[2], -1))
+    """sum_t r_t g_t (x_t - m_t), (b, 1, d)."""
+    return _weighted(reciprocal, torch.sub(x, mean).mul_(grad))
+
+
+def _weighted(weights: Tensor, terms: Tensor) -> Tensor:
+    """sum_t weights_t terms_t, (b, 1, d): a product of matrices sums in the pass in which it multiplies."""
+    weights = weights.reshape(len(terms), 1, -1)
+    return torch.bmm(weights, terms.reshape(len(terms), weights.shape[2], -1))
 
 
 def _sample_by_sample(call: Call, grad_output: Tensor, mean: Tensor, reciprocal: Tensor) -> dict[str, Dense]:
