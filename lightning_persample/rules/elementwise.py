@@ -12,6 +12,7 @@ the op itself did. A weight whose own shape spans the batch axis does not come h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -47,6 +48,9 @@ def sum_to_shape(grad: Tensor, shape: Sequence[int]) -> Tensor:
         UnsupportedError: `shape` does not broadcast to ``out``.
     """
     extra = grad.dim() - 1 - len(shape)
+    if extra >= 0 and grad.shape[1 + extra :] == tuple(shape):  # repeated along axes of its own alone, as nearly always
+        repeats, grad = prod(grad.shape[1 : 1 + extra]), widen(grad)
+        return grad.sum(tuple(range(1, 1 + extra))) if repeats != 1 else grad.reshape(grad.shape[0], *shape)
     if extra < 0 or any(size not in (1, full) for size, full in zip(shape, grad.shape[1 + extra :], strict=True)):
         raise UnsupportedError(
             f"a weight of shape {tuple(shape)} does not broadcast to the per-sample shape {tuple(grad.shape[1:])}: "

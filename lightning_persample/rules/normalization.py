@@ -3,14 +3,15 @@
 Each is ``y = xhat * scale + shift`` with xhat the normalized input: d scale = sum_t g_t xhat_t, d shift = sum_t g_t.
 Statistics are computed again, in float32 for float16 and bfloat16 inputs, as torch's own kernels do, unless autograd
 has kept them in this precision. Where they belong to channels, xhat is never written down: with m and r the mean and
-the reciprocal standard deviation, d scale = r (sum_t g_t x_t - m sum_t g_t), two sums that torch's group norm takes in
-one pass over g and x.
+the reciprocal standard deviation, d scale = r sum_t g_t (x_t - m), which torch's batch norm takes in one pass over g
+and x, and d shift with it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.cost import chunks
+from lightning_persample.gradients.norms import LONGEST_ROW
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules.elementwise import sum_to_shape, widen
 from lightning_persample.rules.registry import Call, register_rule
@@ -26,7 +28,7 @@ from lightning_persample.rules.registry import Call, register_rule
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 _STATISTICS = ("result1", "result2")  # mean and reciprocal standard deviation, as torch's nodes call them
-_LARGE = 8192  # numbers of a sample from which on a kernel for it alone is worth the call
+_LARGE = 2**15  # numbers of a sample from which on a kernel for it alone is worth the call
 
 
 def _kept(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -54,11 +56,15 @@ def layer_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """
     shape = call.arguments["normalized_shape"]
     known = _kept(call, widen(grad_output).dtype)
-    if known is not None and grad_output.device.type == "cpu" and grad_output[:1].numel() >= _LARGE:
-        return _sample_by_sample(call, grad_output, *known)
-    return _trailing(
-        "layer_norm", call, grad_output, lambda x: torch.layer_norm(x, shape, None, None, call.get("eps", 1e-5), False)
-    )
+    if known is not None and grad_output.device.type == "cpu":
+        if torch.get_num_threads() == 1 and grad_output[:1].numel() >= _LARGE:
+            return _sample_by_sample(call, grad_output, *known)
+        return _trailing("layer_norm", call, grad_output, _sums_of_centred, *known)
+
+    def sums(x: Tensor, grad: Tensor) -> Tensor:
+        return _sums(torch.layer_norm(widen(x), shape, None, None, call.get("eps", 1e-5), False), grad, shape)
+
+    return _trailing("layer_norm", call, grad_output, sums)
 
 
 @register_rule(
@@ -81,7 +87,16 @@ def rms_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     shape, eps = call.arguments["normalized_shape"], call.get("eps")
     if eps is None:
         eps = _machine_epsilon(call.arguments["input"].dtype)
-    return _trailing("rms_norm", call, grad_output, lambda x: torch.rms_norm(x, shape, None, eps))
+    size, axes = prod(shape), tuple(range(-len(shape), 0))
+
+    def sums(x: Tensor, grad: Tensor) -> Tensor:
+        x = widen(x)
+        if size > LONGEST_ROW or x.device.type != "cpu":
+            return _sums(torch.rms_norm(x, shape, None, eps), grad, shape)
+        squares = torch.linalg.vector_norm(x, dim=axes, keepdim=True).square_()
+        return _weighted(squares.div_(size).add_(eps).rsqrt_(), x * grad)
+
+    return _trailing("rms_norm", call, grad_output, sums)
 
 
 @functools.cache
@@ -185,7 +200,10 @@ def batch_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     return _channelwise(call, grad_output, channels, lambda x: _statistics_of_batch(x, eps))
 
 
-def _trailing(op: str, call: Call, grad_output: Tensor, normalize: Callable[[Tensor], Tensor]) -> dict[str, Dense]:
+def _trailing(
+    op: str, call: Call, grad_output: Tensor, sums: Callable[..., Tensor], *statistics: Tensor
+) -> dict[str, Dense]:
+    """`sums` gives d scale (b, ...) of the input, the output's gradient and the statistics of b samples."""
     shape = tuple(call.arguments["normalized_shape"])
     if tuple(grad_output.shape[-len(shape) :]) != shape or grad_output.dim() < len(shape) + 2:
         raise UnsupportedError(
@@ -194,20 +212,39 @@ def _trailing(op: str, call: Call, grad_output: Tensor, normalize: Callable[[Ten
         )
     found = {}
     if "weight" in call.weights:
-        x = call.arguments["input"]
-        bytes_each = 4 * max(x.element_size(), 4) * (x.numel() // max(len(x), 1))
-        scales = []
-        for part in chunks(len(x), bytes_each, x.device):
-            scaled = normalize(widen(x[part])).mul_(widen(grad_output[part]))
-            scales.append(sum_to_shape(scaled, shape))
-        found["weight"] = Dense(torch.cat(scales) if scales else sum_to_shape(grad_output, shape))
+        tensors = (call.arguments["input"], grad_output, *statistics)
+        bytes_each = 4 * max(grad_output.element_size(), 4) * grad_output[:1].numel()
+        parts = list(chunks(len(grad_output), bytes_each, grad_output.device))
+        if not grad_output.numel():
+            scales = sum_to_shape(grad_output, shape)
+        elif len(parts) == 1:
+            scales = sums(*tensors)
+        else:
+            scales = torch.cat([sums(*(tensor[part] for tensor in tensors)) for part in parts])
+        found["weight"] = Dense(scales.view(len(scales), *shape))
     if "bias" in call.weights:
         found["bias"] = Dense(sum_to_shape(grad_output, shape))
     return found
 
 
+def _sums(normalized: Tensor, grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """sum_t g_t xhat_t; xhat is written over."""
+    return sum_to_shape(normalized.mul_(grad), shape)
+
+
+def _sums_of_centred(x: Tensor, grad: Tensor, mean: Tensor, reciprocal: Tensor) -> Tensor:
+    """sum_t r_t g_t (x_t - m_t), (b, 1, d)."""
+    return _weighted(reciprocal, torch.sub(x, mean).mul_(grad))
+
+
+def _weighted(weights: Tensor, terms: Tensor) -> Tensor:
+    """sum_t weights_t terms_t, (b, 1, d): a product of matrices sums in the pass in which it multiplies."""
+    weights = weights.reshape(len(terms), 1, -1)
+    return torch.bmm(weights, terms.reshape(len(terms), weights.shape[2], -1))
+
+
 def _sample_by_sample(call: Call, grad_output: Tensor, mean: Tensor, reciprocal: Tensor) -> dict[str, Dense]:
-    """Layer norm's own kernel sums over all rows in one pass over both tensors: here over those of each sample."""
+    """Layer norm's own kernel sums over all rows in one pass, here those of one sample: too few to share by threads."""
     shape = call.arguments["normalized_shape"]
     wanted = (False, "weight" in call.weights, "bias" in call.weights)
     x, grad = (widen(tensor).contiguous() for tensor in (call.arguments["input"], grad_output))
@@ -229,24 +266,26 @@ def _channelwise(
     if "weight" not in call.weights or not wide.numel():
         return {name: Dense(wide.flatten(3).sum((1, 3)) if wide.dim() > 3 else wide.sum(1)) for name in call.weights}
     rows = widen(call.arguments["input"]).flatten(0, 1)
-    mean, reciprocal = statistics(rows)
-    if groups == c:  # here torch subtracts the mean first, since the two sums may cancel, and so does this
-        rows, mean = rows - mean.view(*mean.shape, *(1,) * (rows.dim() - 2)), torch.zeros_like(mean)
-    # Group norm's own kernel adds up over the batch; with all rows as channels of one sample, only over positions.
-    _, scale, shift = torch.ops.aten.native_group_norm_backward(
+    mean, reciprocal = (
+        (one if groups == c else one.unsqueeze(2).expand(-1, -1, c // groups)).reshape(-1) for one in statistics(rows)
+    )
+    # Batch norm's own kernel adds up over the batch; with all rows as channels of one sample, only over positions.
+    _, scale, shift = torch.ops.aten.native_batch_norm_backward(
         wide.reshape(1, B * k * c, -1).contiguous(),
         rows.reshape(1, B * k * c, -1).contiguous(),
-        mean.reshape(1, -1).contiguous(),
-        reciprocal.reshape(1, -1).contiguous(),
-        rows.new_ones(B * k * c),  # (not read for these two results)
-        1,
-        B * k * c,
-        wide[0, 0, 0].numel(),
-        B * k * groups,
+        reciprocal,  # (in place of a scale, which is not read for these two results)
+        None,
+        None,
+        mean,
+        reciprocal,
+        True,
+        0.0,
         (False, True, True),
     )
     given = {"weight": scale, "bias": shift}
-    return {name: Dense(given[name].view(B, k, c).sum(1)) for name in call.weights}
+    return {
+        name: Dense(given[name].view(B, c) if k == 1 else given[name].view(B, k, c).sum(1)) for name in call.weights
+    }
 
 
 def _statistics_of_groups(rows: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:

@@ -84,35 +84,57 @@ def test_under_checkpointing_they_are_not_unpacked(computed: list[tuple[int, ...
 
 
 @not_in_the_oldest
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("frozen", [None, "weight", "bias"])
 @pytest.mark.parametrize("shape", [(8,), (3, 8)])
-def test_layer_norm_of_long_samples(
-    shape: tuple[int, ...], frozen: str | None, monkeypatch: pytest.MonkeyPatch
+def test_layer_norm_by_kept_statistics(
+    shape: tuple[int, ...], frozen: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel takes each sample's rows alone; time-major sequences and those of several rows go another way."""
+    """With one thread a kernel takes each sample's rows alone; where rows lie apart, statistics are computed again."""
     monkeypatch.setattr(normalization, "_LARGE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     samples = []
-    alone = normalization._sample_by_sample
-    monkeypatch.setattr(
-        normalization, "_sample_by_sample", lambda call, *rest: (samples.append(1), alone(call, *rest))[1]
-    )
+    kept = "_sample_by_sample" if threads == 1 else "_sums_of_centred"
+    used = getattr(normalization, kept)
+    monkeypatch.setattr(normalization, kept, lambda *given: (samples.append(1), used(*given))[1])
     norm = nn.LayerNorm(shape).double()
     nn.init.normal_(norm.weight)
     if frozen is not None:
         getattr(norm, frozen).requires_grad_(False)
+    each = 0 if threads > 1 and frozen == "weight" else 2
     assert_exact(norm, cubes, (images(5, 6, 3, 8),))
     assert_exact(norm, cubes, (images(5, 6, 3, 8).transpose(0, 1),))
-    assert len(samples) == 4
+    assert len(samples) == 2 * each
     assert_exact(
         norm, lambda m, x: m(x).movedim(1, 0).flatten(1).pow(3).mean(1).mean(), (images(6, 5, 3, 8),), batch_dim=1
     )
-    assert len(samples) == 4
+    assert len(samples) == 2 * each
 
     def rows(module: nn.Module, x: Tensor) -> Tensor:
         return module(x.flatten(0, 1)).unflatten(0, x.shape[:2]).flatten(1).pow(3).mean(1).mean()
 
     assert_exact(norm, rows, (images(5, 2, 6, 3, 8),))
-    assert len(samples) == 6
+    assert len(samples) == 3 * each
+
+
+@not_in_the_oldest
+@pytest.mark.parametrize("shape", [(8,), (3, 8)])
+@pytest.mark.parametrize("sizes", [(5, 6, 3, 8), (1, 6, 3, 8), (5, 1, 3, 8)])
+def test_layer_norm_a_sample_at_a_time(shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    norm = nn.LayerNorm(shape).double()
+    nn.init.normal_(norm.weight)
+    assert_exact(norm, cubes, (images(*sizes),), max_memory=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_layer_norm_far_from_zero(dtype: torch.dtype) -> None:
+    """The mean is subtracted before anything is added up; what has been rounded is the input, not the sums."""
+    norm, x = nn.LayerNorm(32).to(dtype), (images(5, 7, 32) + 100).to(dtype)
+    wide = nn.LayerNorm(32).double()
+    with expanded_weights(norm, x, loss_reduction="sum") as capture:
+        norm(x).float().sum().backward()
+    expected = loop(wide, lambda m, x: m(x).sum(), (x.double(),))["weight"].square().sum(1)
+    torch.testing.assert_close(capture.record.sq_norms["weight"].double(), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_graph_goes_with_its_output() -> None:

@@ -120,6 +120,7 @@ def generic_cases() -> Iterator[GenericCase]:
                     weight(2 * groups), at=(1, 2), stride=2, padding=1, output_padding=1, groups=groups,
                     dilation=2)  # fmt: skip
     yield _case("weight_with_rows", torch.pow, rows(2, 4), rows(2, 4), at=(1,))
+    yield from _arithmetic()
     yield _case("both_with_rows", torch.atan2, rows(2, 4), rows(2, 4), at=(0, 1))
     yield _case("weight_without_effect", without_effect, rows(2, 4), weight(4), at=(1,))
 
@@ -151,3 +152,31 @@ def generic_cases() -> Iterator[GenericCase]:
     yield _case("setitem", torch.Tensor.__setitem__, rows(2, 5, 4), (slice(None), 0), weight(4), at=(3,))
     yield _case("setitem-target_without_rows", torch.Tensor.__setitem__, weight(2, 5, 4), (slice(None), 0), rows(2, 4),
                 at=(0,))  # fmt: skip
+
+
+def _arithmetic() -> Iterator[GenericCase]:
+    """Weights with rows of their own for each sample, and others beside them."""
+    add, sub, mul = torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul
+    for function in (add, sub, torch.rsub, mul):
+        name = f"rows-{function.__name__}"
+        yield _case(f"{name}-right", function, rows(2, 4), rows(2, 4), at=(1,))
+        yield _case(f"{name}-left", function, rows(2, 4), rows(2, 4), at=(0,))
+        yield _case(f"{name}-broadcast", function, rows(5, 2, 4), rows(2, 1), at=(1,))
+        yield _case(f"{name}-of_more_axes", function, rows(4), rows(2, 1, 4), at=(1,))
+        yield _case(f"{name}-one_row", function, rows(2, 1), rows(1), at=(0,))
+        yield _case(f"{name}-beside_shared", function, rows(1, 4), weight(5, 1), at=(0,))
+        yield _case(f"{name}-both", function, rows(1, 4), weight(5, 1), at=(0, 1))
+        yield _case(f"{name}-both_with_rows", function, rows(1, 4), rows(5, 1), at=(0, 1))
+    for function in (add, sub, torch.rsub):
+        yield _case(f"rows-{function.__name__}-alpha", function, rows(2, 4), rows(4), at=(1,), alpha=-0.7)
+        yield _case(f"rows-{function.__name__}-alpha-both", function, rows(2, 4), rows(4), at=(0, 1), alpha=2)
+    complex_rows = Rows(torch.randn(B, 2, 4, dtype=torch.complex128))
+    for function in (add, sub, mul):
+        yield _case(f"rows-{function.__name__}-complex", function, rows(2, 4), complex_rows, at=(1,))
+        yield _case(f"rows-{function.__name__}-real_of_complex", function, rows(2, 1), complex_rows, at=(0,))
+    yield _case("rows-add_", torch.Tensor.add_, rows(2, 4), rows(4), at=(1,), alpha=0.5)
+    yield _case("rows-add_-target", torch.Tensor.add_, rows(2, 4), rows(4), at=(0,))
+    yield _case("rows-mul_-both", torch.Tensor.mul_, rows(2, 4), rows(4), at=(0, 1))
+    yield _case("rows-radd", torch.Tensor.__radd__, rows(2, 4), 1.5, at=(0,))
+    yield _case("rows-rsub_number", torch.Tensor.__rsub__, rows(2, 4), 1.5, at=(0,))
+    yield _case("rows-mul_number", mul, rows(2, 4), -1.5, at=(0,))

@@ -74,6 +74,17 @@ def test_rms_norm_without_eps_uses_the_epsilon_that_torch_uses(dtype):
 
 
 @LOW
+@pytest.mark.parametrize("width", [6, 5000])
+def test_rms_norm_of_low_precision_equals_that_of_the_rounded_input(low, width):
+    x, grad_output = torch.randn(3, 1, 4, width).to(low), torch.randn(3, 1, 4, width).to(low)
+    arguments = {"input": x, "normalized_shape": (width,), "weight": torch.ones(width, dtype=low), "eps": 1e-5}
+    found = _answer(torch.rms_norm, arguments, ["weight"], grad_output)["weight"].dense()
+    wide = {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
+    case = Case("rms", torch.rms_norm, lambda size, dtype: wide, weights=("weight",))
+    assert_close(found, reference(case, wide, grad_output.double())["weight"].float(), 1e-5)
+
+
+@LOW
 def test_norms_of_low_precision_equal_those_of_the_rounded_input(low):
     x, grad_output = torch.randn(3, 1, 4, 6).to(low), torch.randn(3, 1, 4, 6).to(low)
     scale = torch.ones(4, dtype=low)
