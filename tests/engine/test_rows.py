@@ -1,4 +1,4 @@
-"""Linear maps of rows, those of a sample side by side: the short way gives what the general one does, or steps aside."""
+"""Linear maps of rows, a sample's side by side: the short way gives what the general one does, or steps aside."""
 
 from __future__ import annotations
 
