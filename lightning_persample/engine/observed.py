@@ -151,7 +151,11 @@ def operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, (tuple, list, dict)):
+        elif isinstance(value, (tuple, list)):
+            for item in value:  # numbers, as a rule
+                if isinstance(item, (Tensor, tuple, list, dict)):
+                    found.extend(tensors_in(item))
+        elif isinstance(value, dict):
             found.extend(tensors_in(value))
     return found
 
