@@ -40,7 +40,17 @@ class Report:
         keeps_values: whether `compute` holds what autograd holds, too, and lets go with it.
     """
 
-    __slots__ = ("_compute", "_dispatcher", "_keeps_values", "_kind", "_place", "_readers", "_text", "_weights")
+    __slots__ = (
+        "_compute",
+        "_dispatcher",
+        "_handle",
+        "_keeps_values",
+        "_kind",
+        "_place",
+        "_readers",
+        "_text",
+        "_weights",
+    )
 
     def __init__(
         self,
@@ -71,8 +81,8 @@ class Report:
                 self._place = hooked.output_nr
                 hooked.grad_fn.register_prehook(self._before_node)
         else:
-            handle = register_multi_grad_hook([hooked_tensor(output) for output in outputs], self.hook)
-            self._dispatcher.nodes.release_later(handle)
+            self._handle = register_multi_grad_hook([hooked_tensor(output) for output in outputs], self._after_all)
+            self._dispatcher.nodes.release_later(self._handle)
 
     def _freed(self, grads: Sequence[Tensor | None]) -> Contributions:
         raise UnsupportedError(f"{self._text}: {_FREED}")
@@ -85,6 +95,11 @@ class Report:
         grad = grads[self._place]
         if grad is not None:
             self.hook((grad,))
+
+    def _after_all(self, grads: Sequence[Tensor | None]) -> None:
+        self.hook(grads)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._handle.remove()  # it holds nodes that hold it, a circle that no collector sees
 
     def tell(self) -> None:
         """Note that those weights get a gradient on which no hook has to wait for it."""

@@ -10,8 +10,10 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_persample import ExpandedWeight
 from lightning_persample.engine import expanded_weights, loop_per_sample_grads
 from tests.engine import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.engine.model_cases import CASES, mean_of_squares
@@ -293,3 +295,28 @@ def test_no_warning_where_there_is_nothing_to_say() -> None:
         warnings.simplefilter("error")
         with expanded_weights(module, batch):
             mean_of_squares(module, batch).backward()
+
+
+@pytest.mark.parametrize("retained", [False, True], ids=["one backward", "two backwards"])
+@pytest.mark.parametrize("name", ["lstm", "lstm cell", "gru"])
+def test_calls_with_several_outputs_leave_nothing_without_a_capture(name: str, retained: bool) -> None:
+    """The same where nothing closes: a backward ends what it goes through."""
+    build, call = SEVERAL_OUTPUTS[name]
+    module, batch = build(), torch.randn(5, 3, 6)
+
+    def step() -> None:
+        weights = {key: ExpandedWeight(parameter, 5, "sum") for key, parameter in module.named_parameters()}
+        outputs = call(lambda x: functional_call(module, weights, (x,)), batch)
+        loss = sum(output.square().sum() for output in (outputs if isinstance(outputs, tuple) else (outputs,)))
+        if retained:
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    for _ in range(3):
+        step()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(10):
+        step()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 10  # less than one for each
