@@ -5,6 +5,9 @@ size, positions repeated for every sample, learned queries expanded and sent thr
 Its gradient is then a `Block`. If f keeps the rows apart, as the rules for following the batch tell, f is read as a
 call on a batch: v gets a block again, and w the structure of its op. Otherwise the block is pulled back whole, at B
 times the cost.
+
+Rows that were looked up in a table, as position embeddings are, need none of this: a row of the gradient belongs to the
+row of the table that its index names.
 """
 
 from __future__ import annotations
@@ -22,13 +25,45 @@ from lightning_persample.engine.failure import FAILURES
 from lightning_persample.engine.following import Followed, follow
 from lightning_persample.engine.observed import ObservedCall, Operand, tensors_in
 from lightning_persample.engine.use import Use
-from lightning_persample.gradients import Block, SampleGradient
-from lightning_persample.rules import find_rule
+from lightning_persample.gradients import Block, Dense, SampleGradient
+from lightning_persample.rules import Call, find_rule
 
 if TYPE_CHECKING:
     from lightning_persample.engine.weight import Derivation, Weight
 
-__all__ = ["row_by_row"]
+__all__ = ["looked_up", "row_by_row"]
+
+
+def looked_up(derivation: Derivation, gradient: SampleGradient) -> SampleGradient | None:
+    """What the gradient of rows that were looked up in a table contributes to the table, by the rule for look-ups.
+
+    Args:
+        derivation: how the weight was computed.
+        gradient: its gradient: a block along an axis of the index, or one that has been formed.
+
+    Returns:
+        The contribution, or None where the weight was computed in another way.
+    """
+    if derivation.op != "embedding" or not isinstance(gradient, (Block, Dense)):
+        return None
+    rule, (args, kwargs) = find_rule(derivation.function), tree_unflatten(derivation.leaves, derivation.spec)
+    named = rule.bind(args, kwargs) if rule is not None else None
+    if rule is None or named is None or named.get("scale_grad_by_freq"):
+        return None
+    table, index = named["weight"], named["indices"]
+    if gradient.grad.is_complex() or any(derivation.leaves[place] is not table for place in derivation.parents):
+        return None
+    if isinstance(gradient, Dense):
+        own = index.expand(gradient.batch_size, *index.shape)
+    elif gradient.dim < index.dim():
+        sizes = gradient.outer_size, gradient.total, gradient.inner_size
+        own = torch.unflatten(index, gradient.dim, sizes).movedim(gradient.dim + 1, 0)[gradient.position]
+    else:
+        return None
+    call = Call(gradient.batch_size, {**named, "indices": own.flatten(1)}, frozenset({"weight"}))
+    found = rule.function(call, gradient.grad.flatten(1, -2))["weight"]
+    smaller = isinstance(gradient, Dense) and len(table) <= index.numel()
+    return Dense(found.dense()) if smaller else found
 
 
 def row_by_row(derivation: Derivation, gradient: Block) -> list[tuple[Weight, SampleGradient]] | None:

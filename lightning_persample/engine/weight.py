@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from lightning_persample.engine.blocks import row_by_row
+from lightning_persample.engine.blocks import looked_up, row_by_row
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
@@ -170,6 +170,11 @@ def pull_back(weight: Weight) -> None:
 
 def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
     parents = list(derivation.parents.values())
+    of_table = looked_up(derivation, gradient)
+    if of_table is not None:
+        _check_unchanged(derivation, parents_too=False)
+        parents[0].contributions.append(of_table)
+        return
     rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) else None
     if rows is not None:
         for parent, part in rows:
@@ -258,10 +263,15 @@ def _collapse(gradient: Block, shape: torch.Size) -> SampleGradient | None:
     return Dense(total.reshape(grad.size(0), *shape))
 
 
-def _check_unchanged(derivation: Derivation) -> None:
+def _check_unchanged(derivation: Derivation, *, parents_too: bool = True) -> None:
     """An optimizer that steps in the middle of the backward, for one, leaves other weights than the forward had."""
-    tensors = [leaf for leaf in derivation.leaves if isinstance(leaf, Tensor)]
-    changed = next((t for t, v in zip(tensors, derivation.versions, strict=True) if version_of(t) != v), None)
+    tensors = [(place, leaf) for place, leaf in enumerate(derivation.leaves) if isinstance(leaf, Tensor)]
+    read = (
+        (tensor, version)
+        for (place, tensor), version in zip(tensors, derivation.versions, strict=True)
+        if parents_too or place not in derivation.parents
+    )
+    changed = next((tensor for tensor, version in read if version_of(tensor) != version), None)
     if changed is not None:
         raise UnsupportedError(
             f"{derivation.text} computes a weight from a tensor of sizes {tuple(changed.shape)} that was changed in "

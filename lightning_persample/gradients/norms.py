@@ -31,7 +31,6 @@ __all__ = [
     "indexed_inner",
     "indexed_outer_inner",
     "indexed_sq_norm",
-    "indexed_terms_sq_norm",
     "outer_direct_sq_norm",
     "outer_gram_inner",
     "outer_gram_sq_norm",
@@ -118,10 +117,7 @@ def dense_sq_norm(grad: Tensor) -> Tensor:
 def dense_inner(a: Tensor, b: Tensor) -> Tensor:
     """Sum Re(conj(a[b]) b[b]), both (B, *shape): (B,)."""
     dtype = accumulation_dtype(a, b)
-    result = zeros(a, dtype)
-    for part in chunks(a.shape[0], _size(a, dtype), a.device):
-        result[part] = _dot_sum(a[part].to(dtype), b[part].to(dtype))
-    return result
+    return by_chunks(a, dtype, _size(a, dtype), lambda part: _dot_sum(a[part].to(dtype), b[part].to(dtype)))
 
 
 def outer_terms_sq_norm(left: Tensor, right: Tensor) -> Tensor:
@@ -309,17 +305,28 @@ def indexed_sq_norm(index: Tensor, right: Tensor) -> Tensor:
         (B,).
     """
     dtype = accumulation_dtype(right)
-    result = zeros(right, dtype)
-    for part in chunks(right.shape[0], 2 * _size(right, dtype), right.device):
-        group = _number_groups(index[part])
-        sums = _add_groups(group, right[part].to(dtype), group.numel())
-        result[part] = _sq_sum(sums.view(group.shape[0], -1))
-    return result
+    squares = _squares_by_repeats if right.device.type == "cpu" else _squares_by_groups
+    each = 3 * _size(right, dtype)
+    return by_chunks(right, dtype, each, lambda part: squares(index[part], right[part].to(dtype)))
 
 
-def indexed_terms_sq_norm(right: Tensor) -> Tensor:
-    """sum_t |right[t]|^2, the squared norm if no index came twice: (B, T, d) to (B,)."""
-    return dense_sq_norm(right)
+def _squares_by_groups(index: Tensor, right: Tensor) -> Tensor:
+    return _sq_sum(_add_groups(_number_groups(index), right, index.numel()).view(index.shape[0], -1))
+
+
+def _squares_by_repeats(index: Tensor, right: Tensor) -> Tensor:
+    """Only what comes twice is added up, which most often is little; its size decides what follows."""
+    ordered, order = index.sort(dim=1)
+    same, squares = ordered[:, 1:] == ordered[:, :-1], _row_sq_norms(right)
+    if not same.any():
+        return squares.sum(1)
+    first, last = ~F.pad(same, (1, 0)), ~F.pad(same, (0, 1))
+    sample, place = (~(first & last)).nonzero(as_tuple=True)
+    position, begins = order[sample, place], first[sample, place]
+    group, owner = begins.cumsum(0) - 1, sample[begins]
+    sums = right.new_zeros(len(owner), right.shape[2]).index_add_(0, group, right[sample, position])
+    squares[sample, position] = 0
+    return squares.sum(1).index_add_(0, owner, _sq_sum(sums))
 
 
 def indexed_inner(index: Tensor, right: Tensor, other_index: Tensor, other_right: Tensor) -> Tensor:
@@ -381,8 +388,9 @@ def dense_indexed_inner(grad: Tensor, index: Tensor, right: Tensor) -> Tensor:
         (B,).
     """
     dtype = accumulation_dtype(grad, right)
-    result = zeros(grad, dtype)
-    for part in chunks(grad.shape[0], 3 * _size(right, dtype), grad.device):
+
+    def inner(part: slice) -> Tensor:
         rows = grad[part].gather(1, index[part].unsqueeze(2).expand(-1, -1, grad.shape[2]))
-        result[part] = _dot_sum(rows.to(dtype), right[part].to(dtype))
-    return result
+        return _dot_sum(rows.to(dtype), right[part].to(dtype))
+
+    return by_chunks(grad, dtype, 3 * _size(right, dtype), inner)

@@ -190,7 +190,7 @@ class Indexed(SampleGradient):
         return norms.indexed_sq_norm(self.index, self.right)
 
     def _terms_sq_norm(self) -> Tensor:
-        return norms.indexed_terms_sq_norm(self.right)
+        return norms.dense_sq_norm(self.right)  # if no index came twice
 
     def _dot(self, vector: Tensor) -> Tensor:
         return dots.indexed_dot(self.index, self.right, vector)

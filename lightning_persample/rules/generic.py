@@ -122,10 +122,8 @@ def generic_rule(
 def _by_arithmetic(
     call: _Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: Tensor
 ) -> dict[int, Tensor] | None:
-    """The gradients of a sum, a difference or a product of two operands by the op's own rule, or None elsewhere.
-
-    To the rule a weight has the shape that it has for one sample, whether the samples share it or not.
-    """
+    """The gradients of a sum, a difference or a product of two operands by the op's own rule, or None elsewhere."""
+    # To the rule a weight has the shape that it has for one sample, whether the samples share it or not.
     rule = _ARITHMETIC.get(call.op)
     if rule is None or len(args) != 2 or kwargs.keys() - {"alpha"} or (rule is mul and len(call.weights) > 1):
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +169,41 @@ def test_rows_of_scaled_low_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(table.sq_norm().double(), sq_norm(rows), rtol=1e-5, atol=0)
     crossed = inner(rows, other)
     torch.testing.assert_close(table.inner(head).double(), crossed, rtol=1e-4, atol=1e-5 * float(crossed.abs().max()))
+
+
+INDEX = {
+    "all apart": [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]],
+    "all the same": [[2, 2, 2, 2], [0, 0, 0, 0], [2, 2, 2, 2]],
+    "in one sample": [[0, 1, 2, 3], [3, 0, 3, 3], [1, 0, 2, 3]],
+    "in pairs": [[0, 1, 0, 1], [3, 3, 1, 1], [2, 0, 0, 2]],
+    "one position": [[1], [1], [0]],
+    "no position": [[], [], []],
+}
+
+
+@pytest.mark.parametrize("memory", [None, 1])
+@pytest.mark.parametrize("squares", [norms._squares_by_repeats, norms._squares_by_groups])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", INDEX)
+def test_rows_with_the_same_index(
+    name: str, dtype: torch.dtype, squares: Any, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norms, "_squares_by_repeats", squares)
+    index = torch.tensor(INDEX[name], dtype=torch.int64).reshape(3, -1)
+    right = torch.randn(3, 5, index.shape[1], dtype=torch.promote_types(dtype, torch.float32)).to(dtype).mT
+    rows = torch.zeros(3, 4, 5, dtype=torch.promote_types(dtype, torch.float64))
+    for sample, position in itertools.product(range(3), range(index.shape[1])):
+        rows[sample, index[sample, position]] += right[sample, position]
+    before = right.clone()
+    with kernel_options(KernelOptions(memory)):
+        got = Indexed(index, right, 4).sq_norm()
+    assert torch.equal(right, before)
+    torch.testing.assert_close(
+        got.double(), rows.abs().square().sum((1, 2)), rtol=1e-5 if dtype in LOW else 1e-12, atol=0
+    )
+    if index.numel():
+        right[1, -1] = torch.nan
+        assert Indexed(index, right, 4).sq_norm().isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
