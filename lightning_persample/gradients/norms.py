@@ -161,7 +161,7 @@ def _gram_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 def sum_and_trace(products: Tensor) -> tuple[Tensor, Tensor]:
     """All entries of each matrix (b, m, m), and those of its diagonal, added up: (b,) and (b,)."""
-    return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1)
+    return products.flatten(1).sum(1), products.diagonal(dim1=1, dim2=2).sum(1)
 
 
 def outer_gram_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:
