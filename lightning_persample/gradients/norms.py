@@ -161,7 +161,7 @@ def _gram_sums(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 def sum_and_trace(products: Tensor) -> tuple[Tensor, Tensor]:
     """All entries of each matrix (b, m, m), and those of its diagonal, added up: (b,) and (b,)."""
-    return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1)
+    return products.flatten(1).sum(1), products.diagonal(dim1=1, dim2=2).sum(1)
 
 
 def outer_gram_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:
@@ -306,7 +306,7 @@ def indexed_sq_norm(index: Tensor, right: Tensor) -> Tensor:
     """
     dtype = accumulation_dtype(right)
     squares = _squares_by_repeats if right.device.type == "cpu" else _squares_by_groups
-    each = 3 * _size(right, dtype)
+    each = 3 * _size(right, dtype) // 2 + _widening(right, dtype=dtype)  # (at most half as many sums as rows)
     return by_chunks(right, dtype, each, lambda part: squares(index[part], right[part].to(dtype)))
 
 
@@ -320,9 +320,9 @@ def _squares_by_repeats(index: Tensor, right: Tensor) -> Tensor:
     same, squares = ordered[:, 1:] == ordered[:, :-1], _row_sq_norms(right)
     if not same.any():
         return squares.sum(1)
-    first, last = ~F.pad(same, (1, 0)), ~F.pad(same, (0, 1))
-    sample, place = (~(first & last)).nonzero(as_tuple=True)
-    position, begins = order[sample, place], first[sample, place]
+    as_before = F.pad(same, (1, 1))
+    sample, place = (as_before[:, :-1] | as_before[:, 1:]).nonzero(as_tuple=True)
+    position, begins = order[sample, place], ~as_before[sample, place]
     group, owner = begins.cumsum(0) - 1, sample[begins]
     sums = right.new_zeros(len(owner), right.shape[2]).index_add_(0, group, right[sample, position])
     squares[sample, position] = 0

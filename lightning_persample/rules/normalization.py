@@ -267,7 +267,8 @@ def _channelwise(
         return {name: Dense(wide.flatten(3).sum((1, 3)) if wide.dim() > 3 else wide.sum(1)) for name in call.weights}
     rows = widen(call.arguments["input"]).flatten(0, 1)
     mean, reciprocal = (
-        (one if groups == c else one.unsqueeze(2).expand(-1, -1, c // groups)).reshape(-1) for one in statistics(rows)
+        (one if groups == c else one.unsqueeze(2).expand(-1, -1, c // groups)).reshape(-1).contiguous()
+        for one in statistics(rows)
     )
     # Batch norm's own kernel adds up over the batch; with all rows as channels of one sample, only over positions.
     _, scale, shift = torch.ops.aten.native_batch_norm_backward(

@@ -81,10 +81,10 @@ def _channelwise(
     running = options.pop("running", None)
 
     def build(size: int, dtype: torch.dtype) -> Arguments:
-        arguments: Arguments = {"input": torch.randn((size, *shape), dtype=dtype), **_affine((C,), dtype, affine)}
+        arguments: Arguments = {"input": torch.randn((size, *shape), dtype=dtype), **_affine(shape[1:2], dtype, affine)}
         if running is not None:
-            arguments["running_mean"] = torch.randn(C, dtype=dtype) if running else None
-            arguments["running_var"] = torch.rand(C, dtype=dtype) + 0.5 if running else None
+            arguments["running_mean"] = torch.randn(shape[1], dtype=dtype) if running else None
+            arguments["running_var"] = torch.rand(shape[1], dtype=dtype) + 0.5 if running else None
         return {**arguments, **options}
 
     return Case(name, op, build, mixing=mixing)
@@ -118,7 +118,8 @@ def _instance_norm() -> Iterator[Case]:
 
 
 def _batch_norm() -> Iterator[Case]:
-    for name, shape in (("vector", (1, C)), ("vector_rows", (3, C)), ("image", (1, C, 3, 2)), ("rows", (2, C, 5))):
+    for name, shape in (("vector", (1, C)), ("vector_rows", (3, C)), ("image", (1, C, 3, 2)), ("rows", (2, C, 5)),
+                        ("one_channel", (1, 1)), ("image_of_one_channel", (1, 1, 3, 2))):  # fmt: skip
         for affine in AFFINE:
             for training, running in ((True, False), (True, True), (False, True)):
                 yield _channelwise(
