@@ -139,7 +139,7 @@ def batch_first(tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool 
         A view where strides allow it, shape (B, ..., rows, ...); rows of a sample keep their order.
     """
     if axis.dim == 0 and axis.outer == 1 and axis.owner is None:  # by far the most: rows of a sample lie together
-        if axis.inner == 1 and tensor.shape[0] == batch_size:
+        if axis.inner == 1 and tensor.shape[0] == batch_size and tensor.layout is torch.strided:
             return tensor.unsqueeze(1)
         return tensor.reshape(batch_size, axis.inner, *tensor.shape[1:])
     before, after = tensor.shape[: axis.dim], tensor.shape[axis.dim + 1 :]

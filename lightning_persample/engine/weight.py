@@ -177,6 +177,8 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
         return
     rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) else None
     if rows is not None:
+        _check_unchanged(derivation)
+        _check_repeats(derivation, derivation.compute(*(derivation.leaves[place] for place in derivation.parents)))
         for parent, part in rows:
             parent.contributions.append(part)
         return

@@ -19,7 +19,7 @@ from lightning_persample.engine.following.base import FOLLOWERS
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from lightning_persample.rules import find_rule, registry
 from tests.engine.model_cases import DoubledByNumpy, Model, mean_of_all, mean_of_squares, parameter
-from tests.engine.reference import assert_values, loop, record_of
+from tests.engine.reference import assert_exact, assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -323,3 +323,20 @@ def test_a_weight_stepped_during_the_backward_is_refused_where_it_has_to_be_comp
     text = "gives another value when it is repeated" if hidden else "was changed in place before the backward ended"
     names = [name for name, _ in module.named_parameters() if "original" in name]
     assert_missing(record, module, dict.fromkeys(names, text))
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["seen", "through-data"])
+def test_a_weight_stepped_during_the_backward_is_refused_where_rows_are_computed_of_it(hidden: bool) -> None:
+    queries = Model(lambda m, x: m.out(x * m.l(m.q.expand(len(x), 6)).tanh()), l=nn.Linear(6, 6), out=nn.Linear(6, 3))
+    queries.q = nn.Parameter(torch.randn(1, 6))
+
+    def step(weight: Tensor) -> None:
+        with torch.no_grad():
+            (weight.data if hidden else weight).sub_(weight.grad)
+
+    assert_exact(queries, mean_of_squares, (vectors(),))
+    for weight in queries.parameters():
+        weight.register_post_accumulate_grad_hook(step)
+    record = record_of(queries, mean_of_squares, vectors())
+    text = "gives another value when it is repeated" if hidden else "was changed in place before the backward ended"
+    assert_missing(record, queries, dict.fromkeys(("q", "l.weight", "l.bias"), text))
