@@ -228,17 +228,22 @@ class Patches(SampleGradient):
 
     def __post_init__(self) -> None:
         axes, groups = 3 + len(self.geometry.kernel_size), self.geometry.groups
-        shapes = _shapes(grad_out=self.grad_out, input=self.input)
-        if not (self.grad_out.ndim == self.input.ndim == axes) or self.grad_out.shape[:2] != self.input.shape[:2]:
+        of_output, of_input = self.grad_out.shape, self.input.shape
+        if not (len(of_output) == len(of_input) == axes) or of_output[:2] != of_input[:2]:
             raise ValueError(
                 f"Patches: grad_out has shape (B, k, O, *out) and input (B, k, C, *in) with {axes - 3} spatial axes, "
-                f"got {shapes}."
+                f"got {self._sizes()}."
             )
-        if self.grad_out.shape[2] % groups or self.input.shape[2] % groups:
-            raise ValueError(f"Patches: O and C are multiples of groups, got {shapes} and {groups} groups.")
-        most = self.geometry.output_size(tuple(self.input.shape[3:]))
-        if any(out > limit for out, limit in zip(self.grad_out.shape[3:], most, strict=True)):
-            raise ValueError(f"Patches: at most {most} patches fit into the input, got {shapes} and {self.geometry}.")
+        if of_output[2] % groups or of_input[2] % groups:
+            raise ValueError(f"Patches: O and C are multiples of groups, got {self._sizes()} and {groups} groups.")
+        most = self.geometry.output_size(tuple(of_input[3:]))
+        if of_output[3:] != most and any(out > limit for out, limit in zip(of_output[3:], most, strict=True)):
+            raise ValueError(
+                f"Patches: at most {most} patches fit into the input, got {self._sizes()} and {self.geometry}."
+            )
+
+    def _sizes(self) -> str:
+        return _shapes(grad_out=self.grad_out, input=self.input)
 
     @property
     def shape(self) -> torch.Size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from lightning_persample.rules.registry import Call, register_rule
 __all__ = ["convolution", "per_axis", "resolve_padding"]
 
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_OPTIONS = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
 
 
 @register_rule(torch.conv1d, arguments=_ARGUMENTS, batched=("input",), weights=("weight", "bias"))
@@ -44,19 +46,28 @@ def convolution(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
                 f"conv{axes}d was called on one sample without a batch axis (batch-first shape {tuple(x.shape)}); "
                 f"give it an input of {axes + 2} axes"
             )
-        dilation = per_axis(call.get("dilation", 1), axes)
-        geometry = PatchGeometry(
-            kernel_size=kernel_size,
-            stride=per_axis(call.get("stride", 1), axes),
-            padding=resolve_padding(call.get("padding", 0), kernel_size, dilation),
-            dilation=dilation,
-            groups=call.get("groups", 1),
-        )
+        options = (call.get(name, default) for name, default in _OPTIONS)
+        geometry = _geometry(kernel_size, *(tuple(o) if isinstance(o, list) else o for o in options))
         found["weight"] = Patches(grad_output, x, geometry)
     if "bias" in call.weights:
         channels = call.arguments["bias"].shape[0]
         found["bias"] = Dense(sum_to_shape(grad_output.flatten(3), (channels, 1)).squeeze(-1))
     return found
+
+
+@lru_cache(1024)
+def _geometry(
+    kernel_size: tuple[int, ...],
+    stride: int | tuple[int, ...],
+    padding: str | int | tuple[int, ...],
+    dilation: int | tuple[int, ...],
+    groups: int,
+) -> PatchGeometry:
+    axes = len(kernel_size)
+    steps = per_axis(dilation, axes)
+    return PatchGeometry(
+        kernel_size, per_axis(stride, axes), resolve_padding(padding, kernel_size, steps), steps, groups
+    )
 
 
 def resolve_padding(
