@@ -213,6 +213,7 @@ class Dispatcher(Collector):
         if any(is_lazy(tensor) for tensor in tensors):
             return function(*args, **kwargs)
         if kind.composite:
+            self._inner = None  # (another's result may be gone, and its id be given again)
             with visible:
                 result = decomposed(function)(*args, **kwargs)
             inner, self._inner = self._inner, None

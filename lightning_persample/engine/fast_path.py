@@ -9,8 +9,10 @@ A function that asks because it offers itself to overrides (`torch.overrides.wra
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,23 +22,61 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 __all__ = ["modules_do_not_see", "without_compilation"]
 
 
-def without_compilation() -> AbstractContextManager[object]:
-    """Run compiled code as it was written, because nothing of it can be seen; the next step is compiled again."""
+class _WhileAnyIsInside(AbstractContextManager[None]):
+    """A change of what belongs to the whole process, for as long as any thread is inside.
+
+    Args:
+        change: makes the context of the change.
+    """
+
+    def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
+        self._change, self._inside, self._lock = change, 0, threading.Lock()
+        self._changed: AbstractContextManager[object] = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                changed = self._change()
+                changed.__enter__()
+                self._changed = changed
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._changed.__exit__(None, None, None)
+
+
+def _eager() -> AbstractContextManager[object]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
-@contextmanager
-def modules_do_not_see(kind: type[TorchFunctionMode]) -> Iterator[None]:
+_WITHOUT_COMPILATION = _WhileAnyIsInside(_eager)
+
+
+def without_compilation() -> AbstractContextManager[object]:
+    """Run compiled code as it was written, because nothing of it can be seen; the next step is compiled again."""
+    return _WITHOUT_COMPILATION
+
+
+@cache
+def modules_do_not_see(kind: type[TorchFunctionMode]) -> AbstractContextManager[object]:
     """Within this context, modules that ask whether an override is active do not count modes of this kind.
 
     Args:
         kind: the class of the modes that only observe.
 
-    Yields:
-        Nothing.
+    Returns:
+        The context.
     """
+    return _WhileAnyIsInside(partial(_not_counted, kind))
+
+
+@contextmanager
+def _not_counted(kind: type[TorchFunctionMode]) -> Iterator[None]:
     asked = torch.overrides.has_torch_function
 
     def has_torch_function(args: Iterable[Any]) -> bool:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
-from lightning_persample.engine.computation import Placement, not_tensors, placement_of
+from lightning_persample.engine.by_rule import Placement, not_tensors, placement_of
 from lightning_persample.engine.following import LOSSES, Followed, every_target_counts, is_plain
 from lightning_persample.engine.marks import Mark
 from lightning_persample.engine.observed import ObservedCall, tensors_in, user_place
@@ -128,8 +128,10 @@ def _describe(values: Iterable[Any], marks: Iterator[Mark | None], key: list[Has
         key.append(kind)  # 1, 1.0 and True are equal, and not the same argument
         if kind is Tensor or kind is nn.Parameter:
             mark = next(marks)
+            if not is_plain(value):
+                return False
             dtype, shape = value.dtype, value.shape
-            if not is_plain(value) or not (dtype.is_floating_point or _is_no_index(value, mark)):
+            if not (dtype.is_floating_point or _is_no_index(value, mark)):
                 return False
             if type(mark) is BatchAxis:
                 if mark.owner is not None or mark.mixing is not None:
@@ -146,8 +148,10 @@ def _describe(values: Iterable[Any], marks: Iterator[Mark | None], key: list[Has
             if not _describe(value, marks, key):
                 return False
         elif kind is slice:
-            if not _describe((value.start, value.stop, value.step), marks, key):
+            bounds = value.start, value.stop, value.step
+            if not _COMPARED.issuperset(map(type, bounds)):  # (a tensor in it is a number, and no operand)
                 return False
+            key += (*map(type, bounds), *bounds)
         else:
             return False
     return True
@@ -247,14 +251,9 @@ def _slots_of(
     if given is None or any(name not in given for name in placement.kept):
         return None
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
-    others = {name: _copied(value) for name, value in not_tensors(given).items()}
+    others = not_tensors(given)
     if next(tensors_in(list(others.values())), None) is not None:
         return None
     values = tuple((name, places[id(given[name])]) for name in placement.kept)
     owners = tuple((name, place) for name, place in values if name in placement.weights)
     return Slots(placement, values, owners, others, tuple(tensor.shape for tensor in tensors))
-
-
-def _copied(value: Any) -> Any:
-    """An argument that is no tensor; a list of the user's may have other numbers in it at the next call."""
-    return [_copied(item) for item in value] if isinstance(value, list) else value

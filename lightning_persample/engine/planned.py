@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_persample.engine.computation import ByRule
+from lightning_persample.engine.by_rule import ByRule, not_tensors
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.layout import Plan, Slots
@@ -70,7 +70,7 @@ def _wait_for_gradient(
         for weight in weights:
             weight.uses += 1
         values = {name: tensors[place] for name, place in slots.values}
-        compute = ByRule(slots.placement, values, slots.others, owners, text, output)
+        compute = ByRule(slots.placement, values, not_tensors(slots.others), owners, text, output)
         once = weights if len(weights) == 1 else list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
         report = Report(dispatcher, (output,), once, compute, text, bool(rule.reads))
         wait(report, (output,), {} if fused is None else {weight: name for name, weight in owners.items()}, fused)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
-from lightning_persample.engine.computation import Computation, Contributions
+from lightning_persample.engine.by_rule import Computation, Contributions
 from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
 from lightning_persample.engine.observed import Description
 from lightning_persample.errors import UnsupportedError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from lightning_persample.engine.batch_axis import BatchAxis
-from lightning_persample.engine.computation import changed_text
+from lightning_persample.engine.by_rule import changed_text
 from lightning_persample.engine.failure import FAILURES
 from lightning_persample.engine.following import is_plain
 from lightning_persample.engine.observed import Description, user_place
@@ -71,7 +71,9 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
             return None
         weights.append(mark)
         sizes.append(parameter.shape)
-    if len(sizes[1]) != 2 or (len(sizes) == 3 and sizes[2] != sizes[1][:1]):  # (a bias may be broadcast)
+    if len(sizes[1]) != 2 or 0 in sizes[1]:
+        return None
+    if len(sizes) == 3 and sizes[2] != sizes[1][:1]:  # (a bias may be broadcast)
         return None
     if torch._C._is_any_autocast_enabled():
         return None

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_persample.engine.computation import wrong_answer
+from lightning_persample.engine.by_rule import wrong_answer
 from lightning_persample.engine.example_call import ExampleCall, Samples, relative_error
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.gradients import Dense, SampleGradient

@@ -65,7 +65,9 @@ def suspect(value: Tensor, scale: Tensor, gradients: Tensor | None = None) -> Te
         (B,) bool, or None where it is none of them.
     """
     tiny = 0.0 if gradients is None else float(torch.finfo(value.dtype).tiny) ** 0.8
-    if value.numel() == 0 or float(torch.sub(value, scale, alpha=_CANCELLATION).amin()) >= tiny:  # as nearly always
+    if (
+        value.numel() == 0 or value.is_meta or float(torch.sub(value, scale, alpha=_CANCELLATION).amin()) >= tiny
+    ):  # as nearly always
         return None
     found = ~(value >= _CANCELLATION * scale)
     if gradients is not None:

@@ -28,7 +28,6 @@ from lightning_persample.rules.registry import Call, register_rule
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
 _STATISTICS = ("result1", "result2")  # mean and reciprocal standard deviation, as torch's nodes call them
-_LARGE = 2**15  # numbers of a sample from which on a kernel for it alone is worth the call
 
 
 def _kept(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -57,8 +56,6 @@ def layer_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     shape = call.arguments["normalized_shape"]
     known = _kept(call, widen(grad_output).dtype)
     if known is not None and grad_output.device.type == "cpu":
-        if torch.get_num_threads() == 1 and grad_output[:1].numel() >= _LARGE:
-            return _sample_by_sample(call, grad_output, *known)
         return _trailing("layer_norm", call, grad_output, _sums_of_centred, *known)
 
     def sums(x: Tensor, grad: Tensor) -> Tensor:
@@ -241,20 +238,6 @@ def _weighted(weights: Tensor, terms: Tensor) -> Tensor:
     """sum_t weights_t terms_t, (b, 1, d): a product of matrices sums in the pass in which it multiplies."""
     weights = weights.reshape(len(terms), 1, -1)
     return torch.bmm(weights, terms.reshape(len(terms), weights.shape[2], -1))
-
-
-def _sample_by_sample(call: Call, grad_output: Tensor, mean: Tensor, reciprocal: Tensor) -> dict[str, Dense]:
-    """Layer norm's own kernel sums over all rows in one pass, here those of one sample: too few to share by threads."""
-    shape = call.arguments["normalized_shape"]
-    wanted = (False, "weight" in call.weights, "bias" in call.weights)
-    x, grad = (widen(tensor).contiguous() for tensor in (call.arguments["input"], grad_output))
-    ones = x.new_ones(tuple(shape))  # (not read for these two results)
-    found = [
-        torch.ops.aten.native_layer_norm_backward(*one, ones, ones, wanted)
-        for one in zip(grad, x, [shape] * len(x), mean.contiguous(), reciprocal.contiguous(), strict=True)
-    ]
-    places = [(name, place) for name, place in (("weight", 1), ("bias", 2)) if wanted[place]]
-    return {name: Dense(torch.stack([one[place] for one in found])) for name, place in places}
 
 
 def _channelwise(

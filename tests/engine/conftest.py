@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_persample.engine import reporting
 from lightning_persample.rules import registry
 
 
@@ -23,3 +25,17 @@ def double_precision() -> Iterator[None]:
 def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the gradients that went the general way."""
+    found: list[int] = []
+    contribute = reporting.Report.contribute
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(1)
+        return contribute(self, *args, **kwargs)
+
+    monkeypatch.setattr(reporting.Report, "contribute", counted)
+    return found

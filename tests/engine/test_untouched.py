@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import warnings
 import weakref
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -97,6 +99,31 @@ def test_a_teacher_in_evaluation_mode_takes_the_same_path() -> None:
     for mask in (None, padded):
         assert torch.equal(distil(False, mask), distil(True, mask))
     assert torch.overrides.has_torch_function is torch._C._has_torch_function
+
+
+def test_captures_that_overlap_in_two_threads_leave_the_process_as_it_was() -> None:
+    module, batch = nn.Linear(6, 4), torch.randn(5, 6)
+    asked, stance = torch.overrides.has_torch_function, torch._dynamo.eval_frame._stance
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def first() -> None:
+        with expanded_weights(copy.deepcopy(module), batch):
+            first_is_in.set()
+            second_is_in.wait(60)
+        first_is_out.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    first_is_in.wait(60)
+    with expanded_weights(module, batch) as seen:
+        second_is_in.set()
+        first_is_out.wait(60)
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+        mean_of_squares(module, batch).backward()
+    thread.join()
+    assert seen.record.coverage == 1.0
+    assert torch.overrides.has_torch_function is asked
+    assert torch._dynamo.eval_frame._stance == stance
 
 
 def test_double_backward_is_the_same() -> None:
