@@ -304,9 +304,10 @@ class Dispatcher(Collector):
         for position, output in enumerate(call.outputs):
             if not output.requires_grad:
                 continue
+            value = self.keep(output)
             derivation = Derivation(
-                call.op, call.function, detached, spec, parents, position, self.keep(output), call.inplace, text,
-                call.random_state, versions,
+                call.op, call.function, detached, spec, parents, position, value, call.inplace, text,
+                call.random_state, versions, version_of(value),
             )  # fmt: skip
             weight = Weight(names, output.detach(), derivation, outside=outside)
             for parent in parents.values():

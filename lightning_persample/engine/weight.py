@@ -55,6 +55,7 @@ class Derivation:
         text: op, sizes and the user's line, for messages.
         random_state: state of the generator before the call, where it drew random numbers.
         versions: how often each tensor among the leaves had been written to when the call was done.
+        made: the same of the derived weight itself.
     """
 
     op: object
@@ -68,6 +69,7 @@ class Derivation:
     text: Description
     random_state: Tensor | None = None
     versions: tuple[int, ...] = ()
+    made: int = 0
 
     def copied_leaves(self) -> list[Any]:
         """The leaves with copies of those that are no weights: the call may write into them (observers, statistics)."""
@@ -178,7 +180,8 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
     rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) else None
     if rows is not None:
         _check_unchanged(derivation)
-        _check_repeats(derivation, derivation.compute(*(derivation.leaves[place] for place in derivation.parents)))
+        if version_of(derivation.value) == derivation.made:  # (else there is nothing to compare with)
+            _check_repeats(derivation, derivation.compute(*(derivation.leaves[place] for place in derivation.parents)))
         for parent, part in rows:
             parent.contributions.append(part)
         return

@@ -30,7 +30,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +205,18 @@ GROWTH: dict[str, list[tuple[int, Callable[[], Built]]]] = {
 }
 
 
+def of_convolution_backward(
+    grad_shape: Sequence[int], input_shape: object, weight_shape: Sequence[int], *rest: Any, out_shape: object = None
+) -> int:
+    """Those of the gradients of input and weight; torch's own count forgets that groups do not see each other."""
+    for_input, for_weight, _ = rest[7]
+    return 2 * prod(grad_shape) * prod(weight_shape[1:]) * (for_input + for_weight)
+
+
 def operations(step: Step) -> int:
     """Multiplications and additions in products and convolutions."""
-    with FlopCounterMode(display=False) as counter:
+    counts = {torch.ops.aten.convolution_backward: of_convolution_backward}
+    with FlopCounterMode(display=False, custom_mapping=counts) as counter:
         step()
     return int(counter.get_total_flops())
 

@@ -84,24 +84,19 @@ def test_under_checkpointing_they_are_not_unpacked(computed: list[tuple[int, ...
 
 
 @not_in_the_oldest
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("frozen", [None, "weight", "bias"])
 @pytest.mark.parametrize("shape", [(8,), (3, 8)])
 def test_layer_norm_by_kept_statistics(
-    shape: tuple[int, ...], frozen: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], frozen: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one thread a kernel takes each sample's rows alone; where rows lie apart, statistics are computed again."""
-    monkeypatch.setattr(normalization, "_LARGE", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    samples = []
-    kept = "_sample_by_sample" if threads == 1 else "_sums_of_centred"
-    used = getattr(normalization, kept)
-    monkeypatch.setattr(normalization, kept, lambda *given: (samples.append(1), used(*given))[1])
+    """Where rows lie apart, statistics are computed again."""
+    samples, used = [], normalization._sums_of_centred
+    monkeypatch.setattr(normalization, "_sums_of_centred", lambda *given: (samples.append(1), used(*given))[1])
     norm = nn.LayerNorm(shape).double()
     nn.init.normal_(norm.weight)
     if frozen is not None:
         getattr(norm, frozen).requires_grad_(False)
-    each = 0 if threads > 1 and frozen == "weight" else 2
+    each = 0 if frozen == "weight" else 2
     assert_exact(norm, cubes, (images(5, 6, 3, 8),))
     assert_exact(norm, cubes, (images(5, 6, 3, 8).transpose(0, 1),))
     assert len(samples) == 2 * each
@@ -166,3 +161,15 @@ def test_statistics_in_low_precision_are_computed_in_single_precision(
     expected = normalized.sum(2)
     found = capture.record.sq_norms["weight"]
     torch.testing.assert_close(found.double(), expected.square().sum(1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_layer_norm_adds_up_many_rows_in_float32(threads: int) -> None:
+    before, norm, x = torch.get_num_threads(), nn.LayerNorm(4), torch.randn(2, 50_000, 4)
+    torch.set_num_threads(threads)
+    try:
+        with expanded_weights(norm, x) as capture:
+            (0.1 * norm(x)).sum((1, 2)).mean().backward()
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(capture.record.sq_norms["bias"], torch.full((2,), 4 * 5000.0**2), rtol=1e-5, atol=0)
