@@ -54,8 +54,6 @@ class Placement:
         output_axes: where it lies in each output that can get a gradient.
         weights: `owners` as a set.
         has_rows: whether results with an entry for every row of the first output hold those of a sample together.
-        is_ordinary: whether all tensors of the batch hold the rows of a sample side by side along their first axis, and
-            the rule gets the gradient of one output.
         rank: number of axes that the op lays its operands out to, 0 where it does not.
         nested: see `rules.Call`.
     """
@@ -68,16 +66,11 @@ class Placement:
     output_axes: tuple[BatchAxis, ...]
     weights: frozenset[str] = field(init=False)
     has_rows: bool = field(init=False)
-    is_ordinary: bool = field(init=False)
     rank: int = 0
     nested: bool = False
 
     def __post_init__(self) -> None:
         first = self.output_axes[0] if self.output_axes else None
-        axes = (*self.axes.values(), *self.output_axes)
-        ordinary = all(axis.dim == 0 and axis.outer == 1 and axis.owner is None for axis in axes)
-        single = len(self.output_axes) == 1 and not self.rule.several_outputs
-        object.__setattr__(self, "is_ordinary", ordinary and single and not self.rank)
         object.__setattr__(self, "weights", frozenset(self.owners))
         object.__setattr__(self, "has_rows", first is not None and first.dim == 0 and first.owner is None)
 
@@ -178,10 +171,7 @@ class ByRule:
         placement, owners, text = self._placement, self._owners, self._text
         check_unchanged(self._versions, text)
         rule, axes = placement.rule, placement.axes
-        if placement.is_ordinary and self.drawn is None:
-            seen, by_sample = self._ordinary_call(grads[0])
-        else:
-            seen, by_sample = self._call(grads)
+        seen, by_sample = self._call(grads)
         try:
             found = rule.function(seen, by_sample)
         except torch.OutOfMemoryError:
@@ -195,19 +185,8 @@ class ByRule:
             raise UnsupportedError(f"{text}: the rule of {op_name(rule.op)} {reason}")
         return [(weight, placed(found[name], axes.get(name), text)) for name, weight in owners.items()]
 
-    def _ordinary_call(self, grad: Tensor | None) -> tuple[Call, Tensor | None]:
-        """The call as the rule sees it, with the gradient of its output, where nothing has to be moved."""
-        placement, batch_size = self._placement, self._placement.batch_size
-        arguments: dict[str, Any] = {**self._others, **self._tensors}
-        for name, axis in placement.axes.items():
-            arguments[name] = batch_first(arguments[name], axis, batch_size)
-        (axis,) = placement.output_axes
-        saved = {name: batch_first(result, axis, batch_size) for name, result in self._saved.items()}
-        by_sample = None if grad is None else batch_first(grad, axis, batch_size)
-        return Call(batch_size, arguments, placement.weights, saved=saved), by_sample
-
     def _call(self, grads: Sequence[Tensor | None]) -> tuple[Call, Any]:
-        """The same of any call; with several outputs the rule gets all of their gradients."""
+        """The call as the rule sees it, with the gradient of its output, or of all where the rule knows several."""
         placement, tensors, batch_size = self._placement, self._tensors, self._placement.batch_size
         arguments: dict[str, Any] = {**self._others, **tensors}
         counts: dict[str, Tensor] = {}

@@ -21,7 +21,6 @@ from lightning_persample.engine.fused import fused_call
 from lightning_persample.engine.graph import Node, boundary, unseen_text
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
-    KINDS,
     SHAPE_OF_SECOND,
     adds_a_term,
     attribute_of,
@@ -168,7 +167,7 @@ class Dispatcher(Collector):
         Returns:
             What the function returns, unchanged.
         """
-        kind = KINDS.get(function) or kind_of(function)
+        kind = kind_of(function)
         op = kind.op
         if op is None:
             if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":

@@ -13,7 +13,7 @@ from lightning_persample.engine.following import BY_LAYOUT, LOSSES, POINTWISE
 from lightning_persample.engine.observed import ObservedCall
 from lightning_persample.rules import canonical_op
 
-__all__ = ["DATA_SOURCES", "KINDS", "SHAPE_OF_SECOND", "Kind", "adds_a_term", "attribute_of", "in_parts", "kind_of"]
+__all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "Kind", "adds_a_term", "attribute_of", "in_parts", "kind_of"]
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
@@ -81,13 +81,12 @@ class Kind:
     makes: object | None
 
 
-KINDS: dict[Callable[..., Any], Kind] = {}
-"""What was found out of functions of torch's own."""
+_KINDS: dict[Callable[..., Any], Kind] = {}
 
 
 def kind_of(function: Callable[..., Any]) -> Kind:
     """The kind of a call; that of a function of torch's own is found out once."""
-    kind = KINDS.get(function)
+    kind = _KINDS.get(function)
     if kind is None:
         op = op_of(function)
         inplace, composite = is_inplace(function), is_composite(function)
@@ -96,7 +95,7 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         by_layout = (known and not inplace and not composite) or function in _ONE_CALL
         kind = Kind(op, inplace, op in POINTWISE, composite, by_layout, makes)
         if op is None or isinstance(op, str):
-            KINDS[function] = kind
+            _KINDS[function] = kind
     return kind
 
 

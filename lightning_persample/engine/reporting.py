@@ -40,17 +40,7 @@ class Report:
         keeps_values: whether `compute` holds what autograd holds, too, and lets go with it.
     """
 
-    __slots__ = (
-        "_compute",
-        "_dispatcher",
-        "_handle",
-        "_keeps_values",
-        "_kind",
-        "_place",
-        "_readers",
-        "_text",
-        "_weights",
-    )
+    __slots__ = ("_compute", "_dispatcher", "_handle", "_keeps_values", "_kind", "_readers", "_text", "_weights")
 
     def __init__(
         self,
@@ -74,12 +64,7 @@ class Report:
             outputs: the outputs that can get a gradient.
         """
         if len(outputs) == 1:
-            hooked = hooked_tensor(outputs[0])
-            if hooked.grad_fn is None:
-                hooked.register_hook(lambda grad: self.hook((grad,)))
-            else:
-                self._place = hooked.output_nr
-                hooked.grad_fn.register_prehook(self._before_node)
+            on_gradient(outputs[0], lambda grad: self.hook((grad,)))
         else:
             self._handle = register_multi_grad_hook([hooked_tensor(output) for output in outputs], self._after_all)
             self._dispatcher.nodes.release_later(self._handle)
@@ -90,11 +75,6 @@ class Report:
     def hook(self, grads: Sequence[Tensor | None]) -> None:
         """Note what the samples contribute."""
         self.contribute(grads)
-
-    def _before_node(self, grads: Sequence[Tensor | None]) -> None:
-        grad = grads[self._place]
-        if grad is not None:
-            self.hook((grad,))
 
     def _after_all(self, grads: Sequence[Tensor | None]) -> None:
         self.hook(grads)

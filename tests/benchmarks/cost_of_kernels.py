@@ -10,7 +10,6 @@ multiply-adds of products and convolutions, as --scaling of `cost_of_norms` coun
 
 from __future__ import annotations
 
-import argparse
 import platform
 import warnings
 from functools import partial
@@ -33,7 +32,7 @@ from lightning_persample.gradients import (
     sq_norms_and_sum,
 )
 from lightning_persample.rules import Call, find_rule
-from tests.benchmarks.cost_of_norms import operations, prepared, times
+from tests.benchmarks.cost_of_norms import operations, parser_of, prepared, shown, times
 from tests.benchmarks.engines import ENGINES, Step
 from tests.benchmarks.timed_models import MODELS
 
@@ -150,11 +149,7 @@ def by_hand(module: nn.Module, x: Tensor, y: Tensor, fuse: bool = False) -> Step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--row", type=float, default=0.05, help="seconds of plain steps in a row, one step at least")
-    options = parser.parse_args()
+    options = parser_of(__doc__).parse_args()
     warnings.simplefilter("ignore")
     device = torch.device("cpu")
     ENGINES.update({BY_HAND: by_hand, FUSED_BY_HAND: partial(by_hand, fuse=True)})
@@ -170,7 +165,7 @@ def main() -> None:
             torch.testing.assert_close(other, norms[0], rtol=1e-4, atol=1e-6)
         plain, *counts = (operations(prepared(build, engine, device)) for engine in ("plain", COLUMNS[1], COLUMNS[3]))
         found = times(build, list(COLUMNS), options.pairs, device, options.row)
-        cells = [f"{found[e]['ratio']:.2f}x ({found[e]['low']:.2f} to {found[e]['high']:.2f})" for e in COLUMNS]
+        cells = [shown(found[engine]) for engine in COLUMNS]
         shares = ", ".join(f"{count / plain:.3f}x" for count in counts)
         print(f"| {title} | {found['plain']['ms']:.1f} ms | {shares} | {' | '.join(cells)} |", flush=True)
 

@@ -155,7 +155,7 @@ def table(models: list[str], pairs: int, device: torch.device, row: float) -> di
                 return "fails"
             one = result[engine]
             memory = f", {one['peak'] / base:.2f}x memory" if one["peak"] is not None and base else ""
-            return f"{one['ratio']:.2f}x ({one['low']:.2f} to {one['high']:.2f}){memory}"
+            return f"{shown(one)}{memory}"
 
         size = f", {base / 2**20:.0f} MiB" if base else ""
         print(f"| {title} | {result['plain']['ms']:.1f} ms{size} | {' | '.join(map(cell, engines))} |", flush=True)
@@ -239,11 +239,21 @@ def scaling(pairs: int, device: torch.device, row: float) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def shown(ratios: dict[str, Any]) -> str:
+    return f"{ratios['ratio']:.2f}x ({ratios['low']:.2f} to {ratios['high']:.2f})"
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """The options of every program that times pairs of steps."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--row", type=float, default=0.05, help="seconds of plain steps in a row, one step at least")
+    return parser
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--scaling", action="store_true")
