@@ -20,6 +20,7 @@ OUTSIDE = (
     "or pass it through mark_samples, and constants of a penalty into buffers of the module"
 )
 _NAMED = 8
+_REMEDIES = (": pass loss_reduction", ": go backward from", ": give the weight", ": take one of the two")
 _REMEDY = " Give the weight of each sample in the loss as loss_reduction, a function (outputs, batch) or a tensor."
 _NOT_THE_USERS = frozenset({
     "lightning_persample", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "contextlib", "functools",
@@ -135,7 +136,7 @@ def warn_user(text: str) -> None:
 
 
 def _has_remedy(text: str) -> bool:
-    return any(remedy in text for remedy in (": pass loss_reduction", ": go backward from", ": give the weight"))
+    return any(remedy in text for remedy in _REMEDIES)
 
 
 def _counted(parameters: Mapping[str, str]) -> str:

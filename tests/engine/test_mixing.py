@@ -171,6 +171,40 @@ def test_a_scaled_loss_is_taken_as_declared(scale: Callable[[Tensor], Tensor]) -
     assert record.weighting == ()
 
 
+TOGETHER = {
+    "added": lambda a, b: a + b,
+    "subtracted": lambda a, b: a - b,
+    "stacked": lambda a, b: torch.stack([a, b]).sum(),
+    "joined": lambda a, b: torch.cat([a[None], b.reshape(1)]).mean(),
+    "moved": lambda a, b: a.clone() + b.squeeze(),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("kinds", [("mean", "sum"), ("sum", "mean"), ("mean", "mean")])
+def test_a_mean_and_a_sum_over_the_samples_in_one_loss_are_named(name: str, kinds: tuple[str, str]) -> None:
+    def loss_of(module: nn.Module, x: Tensor) -> Tensor:
+        scores = module(x)
+        parts = [getattr(scores.square().mean((1, 2)), kinds[0])(), getattr(scores.abs().mean((1, 2)), kinds[1])()]
+        return TOGETHER[name](*parts)
+
+    module, batch = nn.Linear(6, 4), sequences()
+    record = record_of(module, loss_of, batch)
+    if kinds[0] == kinds[1]:
+        assert record.weighting == ()
+        assert_values(record, loop(module, loss_of, (batch,)))
+        return
+    (text,) = record.weighting
+    assert "puts a mean and a sum over the samples together at test_mixing.py:" in text
+    assert text.endswith(": take one of the two for both")
+
+
+def test_a_penalty_that_no_sample_is_in_is_no_second_reduction() -> None:
+    module, batch = nn.Linear(6, 4), sequences()
+    record = record_of(module, lambda m, x: m(x).square().mean() + m.weight.square().sum(), batch)
+    assert record.weighting == ()
+
+
 CLASSES_ALONG_THE_BATCH = {
     "cross-entropy": lambda scores: F.cross_entropy(scores, torch.tensor(1)),
     "multilabel-margin": lambda scores: F.multilabel_margin_loss(scores, torch.tensor([1, 3, -1, 0, 0])),

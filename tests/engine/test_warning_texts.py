@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -35,6 +36,15 @@ def test_a_sum_declared_as_a_mean() -> None:
         "The samples weigh in the loss otherwise than loss_reduction says, so their own gradients are off by a factor."
         "\n- the loss is a sum over the samples, but loss_reduction is 'mean': pass loss_reduction='sum'"
     ]
+
+
+def test_a_mean_and_a_sum_in_one_loss() -> None:
+    (both,) = said(nn.Linear(5, 3), lambda z: F.cross_entropy(z, LABELS) + F.cross_entropy(z, LABELS, reduction="sum"))
+    assert re.sub(r"py:\d+", "py:LINE", str(both.message)) == (
+        "The samples weigh in the loss otherwise than loss_reduction says, so their own gradients are off by a factor."
+        "\n- `add` puts a mean and a sum over the samples together at test_warning_texts.py:LINE: take one of the two "
+        "for both"
+    )
 
 
 def test_class_weights() -> None:

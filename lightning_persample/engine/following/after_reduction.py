@@ -85,6 +85,9 @@ def after_reduction(call: ObservedCall) -> Followed:
     alike = all((mark.samples, mark.averaged) == (first.samples, first.averaged) for mark in with_gradient)
     if not said and not alike and _are_means_over_others(with_gradient):
         weighting = f"`{call.name}` combines means over different numbers of samples, or over some twice{user_line()}"
+    if not said and weighting is None and linear and {mark.how for mark in with_gradient} == {"mean", "sum"}:
+        two = f"`{call.name}` puts a mean and a sum over the samples together{user_line()}"
+        weighting = f"{two}: take one of the two for both"
     apart = call.op in _MOVES and (first.apart or not alike)
     if apart and weighting is None and call.op in _PICKS:
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
