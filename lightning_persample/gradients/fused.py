@@ -6,8 +6,6 @@ the batch, which autograd then need not compute a second time.
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
 
@@ -29,7 +27,6 @@ from lightning_persample.gradients.structure import Dense, Outer, Patches, Sampl
 __all__ = ["convolution_is_fused", "linear_is_fused", "sq_norms_and_sum"]
 
 _IN_CACHE = 4 * 2**20  # bytes of gradients that are squared and summed before the next ones take their place
-_ROWS = 64  # a matrix product with fewer rows takes as long as with this many
 
 
 def linear_is_fused(positions: int, rows: int, columns: int) -> bool:
@@ -109,26 +106,17 @@ def outer_sq_norm_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """
     dtype = accumulation_dtype(left, right)
     (B, _, p), d = left.shape, right.shape[2]
-    bytes_formed = B * p * d * dtype.itemsize
+    bytes_formed, on_cpu = B * p * d * dtype.itemsize, left.device.type == "cpu"
     if B and bytes_formed <= _IN_CACHE and fits(bytes_formed, left.device):
         formed = torch.bmm(left.to(dtype).mT, right.to(dtype))
         return norms.dense_sq_norm(formed), formed.sum(0)
-    squares, total = norms.zeros(left, dtype), left.new_zeros(p, d, dtype=dtype)
-    numbers = min(memory_budget(left.device), _IN_CACHE) // dtype.itemsize
-    samples = max(1, min(B, numbers // max(1, _ROWS * d)))
-    rows = max(1, min(p, numbers // max(1, samples * d)))
-    memory = left.new_empty(samples * rows * d, dtype=dtype)
-    for start in range(0, B, samples):
-        part = slice(start, min(start + samples, B))
-        columns = right[part].to(dtype)
-        for first in range(0, p, rows):
-            place = slice(first, min(first + rows, p))
-            size = (columns.shape[0], place.stop - first, d)
-            formed = memory[: prod(size)].view(size)
-            torch.bmm(left[part, :, place].to(dtype).transpose(1, 2), columns, out=formed)
-            squares[part] += norms.dense_sq_norm(formed)
-            if samples == B:
-                torch.sum(formed, 0, out=total[place])
-            else:
-                total[place] += formed.sum(0)
-    return squares, total
+    most = memory_budget(left.device)
+    lengths = left.new_empty(B, p, dtype=dtype.to_real())  # of each row of each gradient
+    total = left.new_empty(p, d, dtype=dtype) if B else left.new_zeros(p, d, dtype=dtype)
+    for part, place, formed in norms.outer_parts(left, right, min(most, _IN_CACHE) if on_cpu else most):
+        norms.row_norms(formed, lengths[part, place])
+        if part.start == 0:
+            torch.sum(formed, 0, out=total[place])
+        else:
+            total[place] += formed.sum(0)
+    return lengths.square_().sum(1), total

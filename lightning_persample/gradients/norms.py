@@ -8,11 +8,11 @@ rounding errors; `precision.suspect` finds the samples for which this matters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_persample.gradients.autotune import fastest
@@ -23,19 +23,21 @@ from lightning_persample.gradients.precision import accumulation_dtype
 __all__ = [
     "LONGEST_ROW",
     "by_chunks",
-    "dense_indexed_inner",
+    "bytes_of_sample",
+    "bytes_to_widen",
     "dense_inner",
     "dense_outer_inner",
     "dense_sq_norm",
-    "indexed_dense",
-    "indexed_inner",
-    "indexed_outer_inner",
-    "indexed_sq_norm",
+    "dot_sum",
     "outer_direct_sq_norm",
     "outer_gram_inner",
     "outer_gram_sq_norm",
     "outer_inner",
+    "outer_parts",
     "outer_terms_sq_norm",
+    "row_norms",
+    "row_sq_norms",
+    "sq_sum",
     "sum_and_trace",
     "zeros",
 ]
@@ -43,16 +45,22 @@ __all__ = [
 LONGEST_ROW = 4096
 """Numbers that are added up in a row; longer sums in float32 are split, for their error grows with the length."""
 
+_FULL_ROWS = 256  # a matrix product with fewer rows takes longer for each
+_SHORTEST_ROW = 64  # shorter ones cost more each than they hold
+
 
 def _real(tensor: Tensor) -> Tensor:
     """The same numbers as reals: a complex tensor gets a last axis of size 2."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def _sq_sum(tensor: Tensor) -> Tensor:
+def sq_sum(tensor: Tensor) -> Tensor:
     """Sum |tensor[b]|^2 over all but the first axis, in the tensor's own precision: (b,)."""
     if tensor.dim() == 2 and tensor.shape[1] <= LONGEST_ROW and not tensor.is_complex():
         return torch.linalg.vector_norm(tensor, dim=1).square()
+    count, length = _rows_of(tensor.shape)
+    if length and tensor.is_contiguous() and not tensor.is_complex():
+        return torch.linalg.vector_norm(tensor.view(-1, count, length), dim=2).square_().sum(1)
     flat: Tensor = _real(tensor).unsqueeze(-1).flatten(1)
     whole = flat.shape[1] // LONGEST_ROW * LONGEST_ROW
     if whole == 0:
@@ -61,16 +69,35 @@ def _sq_sum(tensor: Tensor) -> Tensor:
     return rows if whole == flat.shape[1] else rows + torch.linalg.vector_norm(flat[:, whole:], dim=1).square()
 
 
-def _dot_sum(a: Tensor, b: Tensor) -> Tensor:
+@lru_cache(4096)
+def _rows_of(shape: torch.Size) -> tuple[int, int]:
+    """How many rows of which length the trailing axes of each sample make without a rest; no length if none fits."""
+    length = 1
+    for size in reversed(shape[1:]):
+        if length * size > LONGEST_ROW:
+            break
+        length *= size
+    return (prod(shape[1:]) // length, length) if length >= _SHORTEST_ROW and shape[0] else (0, 0)
+
+
+def dot_sum(a: Tensor, b: Tensor) -> Tensor:
     """Sum Re(conj(a[b]) b[b]) over all but the first axis: (b,)."""
     return (_real(a) * _real(b)).unsqueeze(-1).flatten(1).sum(1)
 
 
-def _row_sq_norms(tensor: Tensor) -> Tensor:
+def row_sq_norms(tensor: Tensor) -> Tensor:
     """|tensor[b, t]|^2: (b, t, d) to (b, t)."""
     if tensor.shape[2] <= LONGEST_ROW and not tensor.is_complex():
         return torch.linalg.vector_norm(tensor, dim=2).square()
-    return _sq_sum(tensor.flatten(0, 1)).view(tensor.shape[:2])
+    return sq_sum(tensor.flatten(0, 1)).view(tensor.shape[:2])
+
+
+def row_norms(tensor: Tensor, out: Tensor) -> None:
+    """Write |tensor[b, t]|, (b, t), for a tensor (b, t, d)."""
+    if tensor.shape[2] <= LONGEST_ROW:
+        torch.linalg.vector_norm(tensor, dim=2, out=out)
+    else:
+        torch.sqrt(row_sq_norms(tensor), out=out)
 
 
 def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,14 +105,14 @@ def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(like.shape[0], dtype=dtype.to_real(), device=like.device)
 
 
-def _size(tensor: Tensor, dtype: torch.dtype) -> int:
+def bytes_of_sample(tensor: Tensor, dtype: torch.dtype) -> int:
     """Bytes of one sample of the tensor in `dtype`."""
     return tensor[:1].numel() * dtype.itemsize if tensor.shape[0] else 0
 
 
-def _widening(*tensors: Tensor, dtype: torch.dtype) -> int:
+def bytes_to_widen(*tensors: Tensor, dtype: torch.dtype) -> int:
     """Bytes of one sample of those tensors that have to be copied to `dtype`."""
-    return sum(_size(tensor, dtype) for tensor in tensors if tensor.dtype != dtype)
+    return sum(bytes_of_sample(tensor, dtype) for tensor in tensors if tensor.dtype != dtype)
 
 
 def by_chunks(like: Tensor, dtype: torch.dtype, bytes_each: int, compute: Callable[[slice], Tensor]) -> Tensor:
@@ -110,14 +137,14 @@ def dense_sq_norm(grad: Tensor) -> Tensor:
     """Sum |grad[b]|^2, grad (B, *shape): (B,)."""
     dtype = accumulation_dtype(grad)
     if grad.dtype == dtype:  # nothing has to be copied
-        return _sq_sum(grad)
-    return by_chunks(grad, dtype, _widening(grad, dtype=dtype), lambda part: _sq_sum(grad[part].to(dtype)))
+        return sq_sum(grad)
+    return by_chunks(grad, dtype, bytes_to_widen(grad, dtype=dtype), lambda part: sq_sum(grad[part].to(dtype)))
 
 
 def dense_inner(a: Tensor, b: Tensor) -> Tensor:
     """Sum Re(conj(a[b]) b[b]), both (B, *shape): (B,)."""
     dtype = accumulation_dtype(a, b)
-    return by_chunks(a, dtype, _size(a, dtype), lambda part: _dot_sum(a[part].to(dtype), b[part].to(dtype)))
+    return by_chunks(a, dtype, bytes_of_sample(a, dtype), lambda part: dot_sum(a[part].to(dtype), b[part].to(dtype)))
 
 
 def outer_terms_sq_norm(left: Tensor, right: Tensor) -> Tensor:
@@ -125,10 +152,10 @@ def outer_terms_sq_norm(left: Tensor, right: Tensor) -> Tensor:
     dtype = accumulation_dtype(left, right)
 
     def terms(part: slice) -> Tensor:
-        products = _row_sq_norms(left[part].to(dtype)) * _row_sq_norms(right[part].to(dtype))
+        products = row_sq_norms(left[part].to(dtype)) * row_sq_norms(right[part].to(dtype))
         return products.squeeze(1) if products.shape[1] == 1 else products.sum(1)
 
-    return by_chunks(left, dtype, _widening(left, right, dtype=dtype), terms)
+    return by_chunks(left, dtype, bytes_to_widen(left, right, dtype=dtype), terms)
 
 
 def outer_gram_sq_norm(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +172,7 @@ def outer_gram_sq_norm(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     if B == 0 or not fits(3 * T * T * dtype.itemsize, left.device):
         return outer_gram_inner(left, right, left, right), outer_terms_sq_norm(left, right)
 
-    bytes_each = 2 * T * T * dtype.itemsize + _widening(left, right, dtype=dtype)
+    bytes_each = 2 * T * T * dtype.itemsize + bytes_to_widen(left, right, dtype=dtype)
     parts = [_gram_sums(left[part].to(dtype), right[part].to(dtype)) for part in chunks(B, bytes_each, left.device)]
     value, scale = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     return value, scale
@@ -190,15 +217,42 @@ def outer_gram_inner(left: Tensor, right: Tensor, other_left: Tensor, other_righ
 
 
 def outer_direct_sq_norm(left: Tensor, right: Tensor) -> Tensor:
-    """|left^T right|^2, left (B, T, p) and right (B, T, d), a block of rows at a time: (B,)."""
+    """|left^T right|^2, left (B, T, p) and right (B, T, d), formed a part at a time: (B,)."""
+    dtype, budget = accumulation_dtype(left, right), memory_budget(left.device)
+    lengths = left.new_empty(left.shape[0], left.shape[2], dtype=dtype.to_real())
+    for part, place, formed in outer_parts(left, right, budget):
+        row_norms(formed, lengths[part, place])
+    return lengths.square_().sum(1)
+
+
+def outer_parts(left: Tensor, right: Tensor, most: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Form sum_t left[t] (x) right[t] a part at a time, by few calls: on a CPU each costs as much as reading 200 KB.
+
+    Args:
+        left: (B, T, p).
+        right: (B, T, d).
+        most: bytes of one part; it is one row of one gradient at least.
+
+    Yields:
+        Which samples, which rows, and these rows of their gradients, (samples, rows, d); the next part is written over
+        them.
+    """
     dtype = accumulation_dtype(left, right)
-    p, d = left.shape[2], right.shape[2]
-    result = zeros(left, dtype)
-    for part in chunks(left.shape[0], p * d * dtype.itemsize, left.device):
-        samples, columns = part.stop - part.start, right[part].to(dtype)
-        for rows in chunks(p, samples * d * dtype.itemsize, left.device):
-            result[part] += _sq_sum(torch.bmm(left[part, :, rows].to(dtype).transpose(1, 2), columns))
-    return result
+    (B, _, p), d = left.shape, right.shape[2]
+    numbers = most // dtype.itemsize
+    samples = max(1, min(B, numbers // max(1, min(p, _FULL_ROWS) * d)))
+    rows = max(1, min(p, numbers // max(1, samples * d)))
+    memory = left.new_empty(samples * rows * d, dtype=dtype)
+    across = left.transpose(1, 2)
+    for start in range(0, B, samples):
+        part = slice(start, min(start + samples, B))
+        of_part, columns = (across, right.to(dtype)) if samples == B else (across[part], right[part].to(dtype))
+        for first in range(0, p, rows):
+            place = slice(first, min(first + rows, p))
+            size = (columns.shape[0], place.stop - first, d)
+            formed = memory[: prod(size)].view(size)
+            torch.bmm(of_part[:, place].to(dtype), columns, out=formed)
+            yield part, place, formed
 
 
 def outer_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:
@@ -233,7 +287,7 @@ def _outer_direct_inner(left: Tensor, right: Tensor, other_left: Tensor, other_r
         for rows in chunks(p, 3 * samples * d * dtype.itemsize, left.device):
             mine = torch.bmm(left[part, :, rows].to(dtype).transpose(1, 2), columns)
             others = torch.bmm(other_left[part, :, rows].to(dtype).transpose(1, 2), other_columns)
-            result[part] += _dot_sum(mine, others)
+            result[part] += dot_sum(mine, others)
     return result
 
 
@@ -250,147 +304,8 @@ def dense_outer_inner(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """
     dtype = accumulation_dtype(grad, left, right)
     result = zeros(grad, dtype)
-    each = 2 * _size(right, dtype) + (_size(grad, dtype) if grad.dtype != dtype else 0)
+    each = 2 * bytes_of_sample(right, dtype) + (bytes_of_sample(grad, dtype) if grad.dtype != dtype else 0)
     for part in chunks(grad.shape[0], each, grad.device):
         rows = torch.bmm(left[part].to(dtype).conj(), grad[part].to(dtype))
-        result[part] = _dot_sum(right[part].to(dtype), rows)
+        result[part] = dot_sum(right[part].to(dtype), rows)
     return result
-
-
-def _number_groups(index: Tensor) -> Tensor:
-    """Number the distinct indices of all samples: (b, T) int64 to (b, T) in range(b T).
-
-    Two positions get the same number if and only if sample and index are equal. The work does not depend on how many
-    numbers there are, so that an accelerator need not wait for the count.
-
-    Returns:
-        (b, T) int64.
-    """
-    ordered, order = index.sort(dim=1)
-    rank = F.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
-    first = torch.arange(index.shape[0], device=index.device).unsqueeze(1) * index.shape[1]
-    return torch.empty_like(index).scatter_(1, order, rank + first)
-
-
-def _add_groups(group: Tensor, right: Tensor, num_groups: int) -> Tensor:
-    """Sum right (b, T, d) over the positions of each group, group (b, T) in range(num_groups): (num_groups, d)."""
-    sums = torch.zeros(num_groups, right.shape[2], dtype=right.dtype, device=right.device)
-    return sums.index_add_(0, group.flatten(), right.flatten(0, 1))
-
-
-def indexed_dense(index: Tensor, right: Tensor, num_rows: int) -> Tensor:
-    """sum_t onehot(index[t]) (x) right[t].
-
-    Args:
-        index: (B, T) int64.
-        right: (B, T, d).
-        num_rows: V.
-
-    Returns:
-        (B, V, d).
-    """
-    first = torch.arange(index.shape[0], device=index.device).unsqueeze(1) * num_rows
-    rows = right.to(accumulation_dtype(right))
-    return _add_groups(index + first, rows, index.shape[0] * num_rows).view(-1, num_rows, right.shape[2])
-
-
-def indexed_sq_norm(index: Tensor, right: Tensor) -> Tensor:
-    """|sum_t onehot(index[t]) (x) right[t]|^2 in O(T d): what has the same index adds up before it is squared.
-
-    Args:
-        index: (B, T) int64.
-        right: (B, T, d).
-
-    Returns:
-        (B,).
-    """
-    dtype = accumulation_dtype(right)
-    squares = _squares_by_repeats if right.device.type == "cpu" else _squares_by_groups
-    each = 3 * _size(right, dtype) // 2 + _widening(right, dtype=dtype)  # (at most half as many sums as rows)
-    return by_chunks(right, dtype, each, lambda part: squares(index[part], right[part].to(dtype)))
-
-
-def _squares_by_groups(index: Tensor, right: Tensor) -> Tensor:
-    return _sq_sum(_add_groups(_number_groups(index), right, index.numel()).view(index.shape[0], -1))
-
-
-def _squares_by_repeats(index: Tensor, right: Tensor) -> Tensor:
-    """Only what comes twice is added up, which most often is little; its size decides what follows."""
-    ordered, order = index.sort(dim=1)
-    same, squares = ordered[:, 1:] == ordered[:, :-1], _row_sq_norms(right)
-    if not same.any():
-        return squares.sum(1)
-    as_before = F.pad(same, (1, 1))
-    sample, place = (as_before[:, :-1] | as_before[:, 1:]).nonzero(as_tuple=True)
-    position, begins = order[sample, place], ~as_before[sample, place]
-    group, owner = begins.cumsum(0) - 1, sample[begins]
-    sums = right.new_zeros(len(owner), right.shape[2]).index_add_(0, group, right[sample, position])
-    squares[sample, position] = 0
-    return squares.sum(1).index_add_(0, owner, _sq_sum(sums))
-
-
-def indexed_inner(index: Tensor, right: Tensor, other_index: Tensor, other_right: Tensor) -> Tensor:
-    """Inner product of two sums of onehot(index[t]) (x) right[t] in O((T + S) d).
-
-    Args:
-        index: (B, T) int64.
-        right: (B, T, d).
-        other_index: (B, S) int64.
-        other_right: (B, S, d).
-
-    Returns:
-        (B,).
-    """
-    dtype = accumulation_dtype(right, other_right)
-    T = right.shape[1]
-    result = zeros(right, dtype)
-    for part in chunks(right.shape[0], 4 * (_size(right, dtype) + _size(other_right, dtype)), right.device):
-        group = _number_groups(torch.cat([index[part], other_index[part]], 1))
-        mine = _add_groups(group[:, :T], right[part].to(dtype), group.numel())
-        others = _add_groups(group[:, T:], other_right[part].to(dtype), group.numel())
-        result[part] = _dot_sum(mine.view(group.shape[0], -1), others.view(group.shape[0], -1))
-    return result
-
-
-def indexed_outer_inner(index: Tensor, right: Tensor, left: Tensor, outer_right: Tensor) -> Tensor:
-    """sum_st left[t, index[s]] (right[s] . outer_right[t]), so that no (V, d) matrix is built.
-
-    Args:
-        index: (B, S) int64.
-        right: (B, S, d).
-        left: (B, T, V).
-        outer_right: (B, T, d).
-
-    Returns:
-        (B,).
-    """
-    dtype = accumulation_dtype(right, left, outer_right)
-    S, T = right.shape[1], left.shape[1]
-    result = zeros(right, dtype)
-    for part in chunks(right.shape[0], 3 * S * T * dtype.itemsize, right.device):
-        samples, transposed = part.stop - part.start, right[part].to(dtype).transpose(1, 2)
-        for rows in chunks(T, 3 * samples * S * dtype.itemsize, right.device):
-            columns = index[part].unsqueeze(1).expand(-1, rows.stop - rows.start, -1)
-            chosen = left[part, rows].gather(2, columns).to(dtype)
-            result[part] += _dot_sum(chosen, torch.bmm(outer_right[part, rows].to(dtype).conj(), transposed))
-    return result
-
-
-def dense_indexed_inner(grad: Tensor, index: Tensor, right: Tensor) -> Tensor:
-    """sum_t grad[index[t]] . right[t]: (B,).
-
-    Args:
-        grad: (B, V, d).
-        index: (B, T) int64.
-        right: (B, T, d).
-
-    Returns:
-        (B,).
-    """
-    dtype = accumulation_dtype(grad, right)
-
-    def inner(part: slice) -> Tensor:
-        rows = grad[part].gather(1, index[part].unsqueeze(2).expand(-1, -1, grad.shape[2]))
-        return _dot_sum(rows.to(dtype), right[part].to(dtype))
-
-    return by_chunks(grad, dtype, 3 * _size(right, dtype), inner)

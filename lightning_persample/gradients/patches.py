@@ -31,8 +31,6 @@ from lightning_persample.gradients.precision import accumulation_dtype, suspect,
 
 __all__ = ["patches_dense", "patches_sq_norm", "patches_sq_norm_and_sum", "patches_terms_sq_norm"]
 
-_SHARE = 3  # gradients that are summed as soon as they are formed stay in the cache where few are formed at a time
-
 
 def _choose(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, sizes: PatchSizes, dense: bool) -> PatchKernel:
     likely = patch_kernel(sizes, dense=dense)
@@ -203,7 +201,7 @@ def patches_sq_norm_and_sum(grad_out: Tensor, inputs: Tensor, geometry: PatchGeo
         return zeros(inputs, dtype), torch.zeros(whole.weight_shape, dtype=dtype, device=inputs.device)
     sizes = whole.sizes(dtype)
     kernel = forming_kernel(sizes)
-    bytes_each = _bytes_each(kernel, sizes, False) + _SHARE * sizes.result * sizes.item_size
+    bytes_each = _bytes_each(kernel, sizes, False)
     squares: list[Tensor] = []
     total: Tensor | None = None
     for part in chunks(inputs.shape[0], bytes_each, inputs.device):

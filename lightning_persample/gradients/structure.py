@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import dots, norms, precision, projected
+from lightning_persample.gradients import dots, indexed, norms, precision, projected
 from lightning_persample.gradients.autotune import fastest
 from lightning_persample.gradients.cost import MatrixKernel, memory_budget, outer_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
@@ -67,7 +67,7 @@ class Dense(SampleGradient):
         if isinstance(other, Outer):
             return norms.dense_outer_inner(self.grad, other.left, other.right)
         if isinstance(other, Indexed):
-            return norms.dense_indexed_inner(self.grad, other.index, other.right)
+            return indexed.dense_indexed_inner(self.grad, other.index, other.right)
         return None
 
 
@@ -184,10 +184,10 @@ class Indexed(SampleGradient):
         return torch.Size((self.num_rows, self.right.shape[2]))
 
     def _dense(self) -> Tensor:
-        return norms.indexed_dense(self.index, self.right, self.num_rows)
+        return indexed.indexed_dense(self.index, self.right, self.num_rows)
 
     def _sq_norm(self) -> Tensor:
-        return norms.indexed_sq_norm(self.index, self.right)
+        return indexed.indexed_sq_norm(self.index, self.right)
 
     def _terms_sq_norm(self) -> Tensor:
         return norms.dense_sq_norm(self.right)  # if no index came twice
@@ -200,9 +200,9 @@ class Indexed(SampleGradient):
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         if isinstance(other, Indexed):
-            return norms.indexed_inner(self.index, self.right, other.index, other.right)
+            return indexed.indexed_inner(self.index, self.right, other.index, other.right)
         if isinstance(other, Outer):
-            return norms.indexed_outer_inner(self.index, self.right, other.left, other.right)
+            return indexed.indexed_outer_inner(self.index, self.right, other.left, other.right)
         return None
 
 

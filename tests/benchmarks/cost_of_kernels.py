@@ -41,9 +41,13 @@ COLUMNS = (BY_HAND, "lightning_persample", FUSED_BY_HAND, "fuse_weight_grad=True
 
 
 def of_linear(layer: nn.Linear, x: Tensor, grad: Tensor) -> list[SampleGradient]:
-    if x.dim() == 2:
-        return [Outer(grad.unsqueeze(1), x.unsqueeze(1)), Dense(grad)]
     return [Outer(grad, x), Dense(grad.sum(1))]
+
+
+def of_one_row(x: Tensor, grad: Tensor) -> list[Tensor]:
+    """The squared norms of g (x) x and of g, by two kernels over rows."""
+    rows = torch.linalg.vector_norm(grad, dim=1).square()
+    return [torch.linalg.vector_norm(x, dim=1).square() * rows, rows]
 
 
 def geometry_of(layer: nn.Conv2d) -> PatchGeometry:
@@ -114,6 +118,9 @@ def by_hand(module: nn.Module, x: Tensor, y: Tensor, fuse: bool = False) -> Step
         saved = saved_results(output, ("result1", "result2")) if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)) else {}
 
         def note(grad: Tensor) -> None:
+            if isinstance(layer, nn.Linear) and read.dim() == 2:
+                squares.extend(of_one_row(read, grad))
+                return
             if isinstance(layer, nn.Linear):
                 found = of_linear(layer, read, grad)
             elif isinstance(layer, nn.Conv2d):

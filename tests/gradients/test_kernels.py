@@ -19,6 +19,7 @@ from lightning_persample.gradients import (
     PatchGeometry,
     Sum,
     autotune,
+    indexed,
     kernel_options,
     norms,
     patches,
@@ -182,13 +183,13 @@ INDEX = {
 
 
 @pytest.mark.parametrize("memory", [None, 1])
-@pytest.mark.parametrize("squares", [norms._squares_by_repeats, norms._squares_by_groups])
+@pytest.mark.parametrize("squares", [indexed._squares_by_repeats, indexed._squares_by_groups])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", INDEX)
 def test_rows_with_the_same_index(
     name: str, dtype: torch.dtype, squares: Any, memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norms, "_squares_by_repeats", squares)
+    monkeypatch.setattr(indexed, "_squares_by_repeats", squares)
     index = torch.tensor(INDEX[name], dtype=torch.int64).reshape(3, -1)
     right = torch.randn(3, 5, index.shape[1], dtype=torch.promote_types(dtype, torch.float32)).to(dtype).mT
     rows = torch.zeros(3, 4, 5, dtype=torch.promote_types(dtype, torch.float64))
