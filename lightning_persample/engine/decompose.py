@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+
+from lightning_persample.engine.observing import ObservingMode
 
 __all__ = ["decomposed", "decomposed_backward", "is_composite"]
 
@@ -24,6 +27,7 @@ _ENGINE = "_engine_run_backward"  # what torch.autograd.backward calls after it 
 _ASKING = {*_QUESTIONS, "handle_torch_function", "Tensor"}
 _MODULES = ("torch.nn.functional", "torch.functional")
 _visible: ContextVar[AbstractContextManager[Any]] = ContextVar("where a backward is seen", default=nullcontext())  # noqa: B039
+_inner: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar("where captures inside see it", default=())
 
 
 def _no(*_: object) -> bool:
@@ -48,6 +52,9 @@ def decomposed(function: types.FunctionType) -> types.FunctionType:
 def decomposed_backward(function: Callable[..., Any], visible: AbstractContextManager[Any]) -> Callable[..., Any]:
     """A copy of a function of torch that runs a backward, such as ``Tensor.backward``, that runs its body.
 
+    Where another capture is around this one, the function itself is called, so that this is offered to the other: each
+    has its record.
+
     Args:
         function: ``Tensor.backward``, ``torch.autograd.backward`` or ``torch.autograd.grad``.
         visible: context in which the calls of the backward pass itself are seen.
@@ -59,16 +66,34 @@ def decomposed_backward(function: Callable[..., Any], visible: AbstractContextMa
     copy, runs_engine = _backward_in_the_open(function)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = _visible.set(visible)
+        captures = (visible, *_inner.get())
+        if any(isinstance(mode, ObservingMode) for mode in _get_current_function_mode_stack()):
+            inside = _inner.set(captures)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _inner.reset(inside)
+        seen = visible if len(captures) == 1 else _within(captures)
+        inside, before = _inner.set(()), _visible.set(seen)
         try:
             if runs_engine:  # which alone is to be seen
                 return copy(*args, **kwargs)
-            with visible:
+            with seen:
                 return copy(*args, **kwargs)
         finally:
             _visible.reset(before)
+            _inner.reset(inside)
 
     return run
+
+
+@contextmanager
+def _within(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    """All of them, the first one outermost."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @functools.cache

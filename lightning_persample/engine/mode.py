@@ -264,7 +264,7 @@ class Capture:
         place = place_in_batch("the tensor given to mark_samples", tensor, batch_dim, self.batch_size)
         if place is not None and not tensor.requires_grad:
             self._dispatcher.mark_batch(tensor, place)
-        return tensor
+        return mark_samples(tensor, batch_dim)  # (which a capture around this one sees)
 
     def _keep_scale(self, grad: Tensor) -> None:
         if grad.numel() == 1:
