@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_persample.gradients import dots, indexed, norms, precision, projected
 from lightning_persample.gradients.autotune import fastest
-from lightning_persample.gradients.cost import MatrixKernel, memory_budget, outer_kernel
+from lightning_persample.gradients.cost import MatrixKernel, likely_outer_kernels, memory_budget, outer_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.options import current_options
 from lightning_persample.gradients.patches import patches_dense, patches_sq_norm, patches_terms_sq_norm
@@ -126,7 +126,8 @@ class Outer(SampleGradient):
             "gram": lambda: norms.outer_gram_sq_norm(left, right),
             "direct": lambda: norms.outer_direct_sq_norm(left, right),
         }
-        return fastest(work, kernels, left.device)
+        likely = likely_outer_kernels(left.shape[1], left.shape[1], *self.shape)
+        return fastest(work, {kernel: kernels[kernel] for kernel in likely}, left.device)
 
     def _terms_sq_norm(self) -> Tensor:
         return norms.outer_terms_sq_norm(self.left, self.right)

@@ -340,6 +340,19 @@ def test_measured_for_real_all_are_exact_and_each_shape_is_measured_once() -> No
         assert len(autotune._known) == known + 2
 
 
+def test_a_kernel_that_would_take_far_longer_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the Gram matrices of 20000 positions were computed")
+
+    for name in ("outer_gram_sq_norm", "outer_gram_inner"):
+        monkeypatch.setattr(f"lightning_persample.gradients.norms.{name}", never)
+    left, right = torch.randn(2, 20_000, 3), torch.randn(2, 20_000, 4)
+    long, expected = Outer(left, right), torch.stack([a.T @ b for a, b in zip(left, right, strict=True)])
+    with kernel_options(KernelOptions(autotune=True)):
+        torch.testing.assert_close(long.sq_norm(), expected.square().sum((1, 2)))
+        torch.testing.assert_close(long.inner(long), expected.square().sum((1, 2)))
+
+
 @pytest.mark.parametrize(("width", "expected"), [(8, LEAST_MEMORY_BUDGET), (1000, None), (5000, CPU_MEMORY_BUDGET)])
 def test_without_a_limit_a_kernel_takes_what_its_use_holds(
     width: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
