@@ -60,8 +60,9 @@ def looked_up(derivation: Derivation, gradient: SampleGradient) -> SampleGradien
         own = torch.unflatten(index, gradient.dim, sizes).movedim(gradient.dim + 1, 0)[gradient.position]
     else:
         return None
-    call = Call(gradient.batch_size, {**named, "indices": own.flatten(1)}, frozenset({"weight"}))
-    found = rule.function(call, gradient.grad.flatten(1, -2))["weight"]
+    rows = own.unsqueeze(-1).flatten(1)  # (the index of one row alone has no axis)
+    call = Call(gradient.batch_size, {**named, "indices": rows}, frozenset({"weight"}))
+    found = rule.function(call, gradient.grad.unsqueeze(1).flatten(1, -2))["weight"]
     smaller = isinstance(gradient, Dense) and len(table) <= index.numel()
     return Dense(found.dense()) if smaller else found
 

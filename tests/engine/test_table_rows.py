@@ -27,6 +27,7 @@ FIRST: dict[str, Index] = {
     "all-the-same": lambda x: torch.full((len(x), T), 2),
     "one-for-all-positions": lambda x: torch.full((len(x), 1), 3),
     "one-of-all": lambda x: torch.tensor([[2]]),
+    "one-number": lambda x: torch.tensor(2),
 }
 # Time first, x (T, B, D)
 SECOND: dict[str, Index] = {

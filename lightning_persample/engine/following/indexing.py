@@ -220,10 +220,10 @@ def _filled(
             return None
         owners = row_owners(own, call.batch_size, mask.device)[mask.nonzero()[:, own.dim]]
         return own if torch.equal(owners, row_owners(incoming, call.batch_size, mask.device)) else None
-    if any(isinstance(item, Tensor) for item in items):
+    if any(_is_mask(item) or (isinstance(item, Tensor) and call.axis_of(item) is not None) for item in items):
         return None
     place = _Place(items)
-    part_dims = sum(item is None or isinstance(item, slice) for item in items)
+    part_dims = place.width + sum(item is None or isinstance(item, slice) for item in items)
     for dim in range(target.dim()):
         item, position = place.item_of(dim)
         if isinstance(item, slice) and position == part_dims - value.dim() + incoming.dim:
