@@ -74,6 +74,20 @@ class BatchAxis:
         """The same layout with a note on where a value computed over the whole batch entered."""
         return self if mixing == self.mixing else BatchAxis(self.dim, self.outer, self.inner, mixing, self.owner)
 
+    def laid_over(self, size: int, batch_size: int) -> BatchAxis:
+        """The axis in a result that has `size` rows: those of one entry alone may have been repeated (broadcasting).
+
+        Args:
+            size: of the axis.
+            batch_size: number of samples B.
+
+        Returns:
+            The axis, of which all rows belong to the one entry if there is one.
+        """
+        if size == self.rows or (self.owner is None and batch_size != 1) or self.entries(batch_size) != 1:
+            return self
+        return replace(self, outer=1, inner=size)
+
     def same_layout(self, other: BatchAxis) -> bool:
         """Whether both give the rows of their axis to the samples alike."""
         if (self.outer, self.inner) != (other.outer, other.inner):

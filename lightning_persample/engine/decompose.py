@@ -52,8 +52,8 @@ def decomposed(function: types.FunctionType) -> types.FunctionType:
 def decomposed_backward(function: Callable[..., Any], visible: AbstractContextManager[Any]) -> Callable[..., Any]:
     """A copy of a function of torch that runs a backward, such as ``Tensor.backward``, that runs its body.
 
-    Where another capture is around this one, the function itself is called, so that this is offered to the other: each
-    has its record.
+    Where another capture is around this one, a function that fills ``.grad`` is called itself, so that this is offered to
+    the other: each has its record.
 
     Args:
         function: ``Tensor.backward``, ``torch.autograd.backward`` or ``torch.autograd.grad``.
@@ -67,7 +67,8 @@ def decomposed_backward(function: Callable[..., Any], visible: AbstractContextMa
 
     def run(*args: Any, **kwargs: Any) -> Any:
         captures = (visible, *_inner.get())
-        if any(isinstance(mode, ObservingMode) for mode in _get_current_function_mode_stack()):
+        around = (mode for mode in _get_current_function_mode_stack() if mode is not visible)
+        if function is not torch.autograd.grad and any(isinstance(mode, ObservingMode) for mode in around):
             inside = _inner.set(captures)
             try:
                 return function(*args, **kwargs)

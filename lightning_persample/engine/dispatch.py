@@ -259,7 +259,8 @@ class Dispatcher(Collector):
     def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
         """The output of a pointwise call holds the batch where its inputs do, counted from the right."""
         for output in tensors_in(result):
-            self.marks.set_result(output, axis.moved(axis.dim + output.dim() - rank))
+            moved = axis.moved(axis.dim + output.dim() - rank)
+            self.marks.set_result(output, moved.laid_over(output.size(moved.dim), self.batch_size))
         return result
 
     def _note(self, call: ObservedCall, involved: Mapping[int, Weight], stop: set[Node]) -> None:

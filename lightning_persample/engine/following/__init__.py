@@ -6,6 +6,9 @@ exactly one axis and hold the values that the whole call gave that sample. What 
 reason.
 """
 
+from dataclasses import replace
+
+from lightning_persample.engine.batch_axis import BatchAxis
 from lightning_persample.engine.following import (  # (registers the families)
     indexing,
     layers,
@@ -45,7 +48,18 @@ def follow(call: ObservedCall) -> Followed:
         return lost(call, "works on tensors that are nested, sparse or wrapped", mixes=True)
     known = FOLLOWERS.get(call.op)
     if known is not None:
-        return known(call)
+        return _laid_over(known(call), call)
     if all(output.dim() == 0 for output in call.outputs):
         return lost(call, "reduces over the batch axis", mixes=True)
     return try_on_one_sample(call)
+
+
+def _laid_over(followed: Followed, call: ObservedCall) -> Followed:
+    """The answer of a follower, where the rows of one sample alone may have been repeated by broadcasting."""
+    outputs = tuple(
+        place.laid_over(output.size(place.dim), call.batch_size)
+        if isinstance(place, BatchAxis) and place.dim < output.dim()
+        else place
+        for place, output in zip(followed.outputs, call.outputs, strict=False)
+    )
+    return followed if outputs == followed.outputs else replace(followed, outputs=outputs)
