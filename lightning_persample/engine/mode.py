@@ -153,6 +153,7 @@ class Capture:
         self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, buffers, fuse_weight_grad)
         self._dispatcher.kernel_options = KernelOptions(max_memory, autotune)
         self._dispatcher.samples = samples
+        self._dispatcher.accepting = False  # a backward that is not seen (of another thread) belongs to no record
         for path, tensor in tensors:
             place = place_in_batch(path, tensor, batch_dim, self.batch_size)
             if place is not None:
@@ -311,6 +312,7 @@ class Capture:
         create = bool(options.get("create_graph"))
         self._dispatcher.frees = not (create if options.get("retain_graph") is None else options["retain_graph"])
         self._depth += 1
+        self._dispatcher.accepting = True
         try:
             result = run(*args, **kwargs)
         except BaseException:
@@ -318,7 +320,7 @@ class Capture:
             raise
         finally:
             self._depth -= 1
-            self._dispatcher.frees = False
+            self._dispatcher.frees = self._dispatcher.accepting = False
         self._finish()
         if create:  # the step may make a term of its loss of them
             own = list(self._parameters.values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,3 +114,36 @@ def test_the_memory_budget_is_halved_for_a_while() -> None:
             assert memory_budget(device) == CPU_MEMORY_BUDGET // 2
         assert memory_budget(device) == CPU_MEMORY_BUDGET // 8
     assert memory_budget(device) == CPU_MEMORY_BUDGET
+
+
+def in_another_thread(loss: Tensor) -> None:
+    thread = threading.Thread(target=lambda: loss.backward(retain_graph=True))
+    thread.start()
+    thread.join()
+
+
+def with_nothing_seen(loss: Tensor) -> None:
+    with torch._C.DisableTorchFunction():
+        loss.backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse_weight_grad": True}, {"samples": torch.tensor([3, 0])}], ids=str)
+@pytest.mark.parametrize("rows", [(), (4,)], ids=["one-row", "several-rows"])
+@pytest.mark.parametrize("unseen", [in_another_thread, with_nothing_seen])
+def test_a_backward_that_is_not_seen_is_in_no_record(
+    unseen: Callable[[Tensor], None], rows: tuple[int, ...], options: dict[str, Any], module: nn.Module
+) -> None:
+    x = torch.randn(B, *rows, 3).double()
+    grads = expected(module, x)
+    for quantities in (("sq_norm",), ("sq_norm", "grad_sample")):
+        with expanded_weights(module, x, quantities=quantities, unsupported="error", **options) as capture:
+            loss = loss_of(module, x)
+            unseen(loss)
+            assert capture.records == []
+            loss.backward()
+        chosen = options.get("samples", slice(None))
+        assert sorted(capture.record.names) == sorted(grads)
+        for name, rows_of in grads.items():
+            torch.testing.assert_close(capture.record.sq_norms[name], rows_of[chosen].flatten(1).square().sum(1))
+        for name, found in (capture.record.grad_samples if len(quantities) > 1 else {}).items():
+            torch.testing.assert_close(found, grads[name][chosen])
