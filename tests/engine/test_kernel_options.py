@@ -72,7 +72,12 @@ def test_they_hold_in_the_thread_of_the_backward(options: dict[str, Any], monkey
     capture = expanded_weights(module, x, **options)
     with capture.observe():
         loss = module(x).square().mean()
-    thread = threading.Thread(target=loss.backward)
+
+    def backward() -> None:
+        with capture.observe():
+            loss.backward()
+
+    thread = threading.Thread(target=backward)
     thread.start()
     thread.join(timeout=60)
     capture.close()
