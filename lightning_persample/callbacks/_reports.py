@@ -56,8 +56,8 @@ class Reports:
         if record.grad_samples:
             parameters = dict(self._module.named_parameters(remove_duplicate=False))
             for name, grad_sample in record.grad_samples.items():
+                self._grad_samples[parameters[name]] = grad_sample  # first: an interrupt may come at any moment
                 parameters[name].grad_sample = grad_sample  # type: ignore[attr-defined]
-                self._grad_samples[parameters[name]] = grad_sample
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         for callback in receivers:
             callback.on_per_sample_gradients(self._trainer, self._module, record, batch, batch_idx)

@@ -44,6 +44,7 @@ class BatchIndices:
         self._trainer = trainer
         self._of_batch = callbacks[0].sample_index
         self._followed: Any = None
+        self._kind: Any = None
         self._is_installed = False
         self._has_warned = False
         self._why_not_followed = "the training data were made before the callbacks' setup"
@@ -82,10 +83,10 @@ class BatchIndices:
 
     def uninstall(self) -> None:
         """Leave Lightning's objects as they were. May be called twice."""
-        if self._is_installed:
-            self._is_installed = False
-            del self._trainer.fit_loop._load_combined_loader_states  # the instance's own: the method is seen again
+        if self._is_installed:  # until all is put back, so that what an interrupt keeps from it can be done again
+            vars(self._trainer.fit_loop).pop("_load_combined_loader_states", None)  # the method is seen again
             self._let_go()
+            self._is_installed = False
 
     def _install(self) -> None:
         # Lightning calls it when the training data are complete, right before it makes their iterators.
@@ -98,22 +99,23 @@ class BatchIndices:
             before_iterators()
             self._follow(self._trainer.fit_loop._combined_loader)
 
-        self._trainer.fit_loop._load_combined_loader_states = follow  # type: ignore[method-assign]
         self._is_installed = True
+        self._trainer.fit_loop._load_combined_loader_states = follow  # type: ignore[method-assign]
 
     def _follow(self, combined: Any) -> None:
         self._let_go()
         if combined is not None and _LOG not in vars(combined):
-            vars(combined)[_LOG] = deque(maxlen=_NOTED)
-            kind: Any = type(combined)
-            combined.__class__ = _following(kind)
+            self._kind = type(combined)
             self._followed = combined
+            vars(combined)[_LOG] = deque(maxlen=_NOTED)
+            combined.__class__ = _following(self._kind)
 
     def _let_go(self) -> None:
-        combined, self._followed = self._followed, None
+        combined = self._followed
         if combined is not None:
-            combined.__class__ = type(combined).__bases__[0]
-            del vars(combined)[_LOG]
+            combined.__class__ = self._kind
+            vars(combined).pop(_LOG, None)
+            self._followed = None
 
     def _of_current_batch(self) -> list[Drawn]:
         if self._followed is None:

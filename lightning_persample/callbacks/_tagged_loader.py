@@ -81,11 +81,11 @@ class TaggedLoader:
         # Not setattr: a DataLoader refuses to change its dataset, and a subclass may do more than set it.
         attributes = vars(self._loader)
         own = {name: attributes[name] for name in _REPLACED}
-        attributes["dataset"] = _KeyedDataset(own["dataset"])
-        attributes["collate_fn"] = _KeyedCollate(own["collate_fn"], self._loader.batch_sampler is not None)
-        if self._loader.num_workers > 0:
-            attributes["worker_init_fn"] = _ShowsOwnDataset(own["worker_init_fn"])
         try:
+            attributes["dataset"] = _KeyedDataset(own["dataset"])
+            attributes["collate_fn"] = _KeyedCollate(own["collate_fn"], self._loader.batch_sampler is not None)
+            if self._loader.num_workers > 0:
+                attributes["worker_init_fn"] = _ShowsOwnDataset(own["worker_init_fn"])
             iterator = iter(self._loader)
         finally:
             attributes.update(own)

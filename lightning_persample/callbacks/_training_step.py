@@ -161,18 +161,18 @@ class SharedCapture:
         self._methods = tuple(
             ObservedMethod(pl_module, name, run, self._is_live) for name, run in zip(names, runs, strict=True)
         )
+
+    def install(self) -> None:
+        """Take the methods' places; whatever goes wrong here, a warning that is an error, `uninstall` undoes it."""
         for method in self._methods:
             method.install()
-        self._say_what_to_know()
-
-    def _say_what_to_know(self) -> None:
         for callback in self._callbacks:
-            if not callback.receives_records():
+            if self._methods and not callback.receives_records():
                 self._reports.warn(
                     f"{type(callback).__name__} does not override on_per_sample_gradients, so that nothing is done "
                     "with its records"
                 )
-        if self._engine == "expanded" and holds_compiled_code(self._module):
+        if self._methods and self._engine == "expanded" and holds_compiled_code(self._module):
             self._reports.warn(
                 "captured steps run compiled code as it was written, because nothing of a compiled graph can be seen: "
                 "their results may differ from those of compiled steps in the last bits, and in random numbers"
@@ -201,10 +201,10 @@ class SharedCapture:
 
     def uninstall(self) -> None:
         """Leave the module as it was before the fit. May be called twice."""
-        self.end_batch()
-        methods, self._methods = self._methods, ()
-        for method in reversed(methods):
+        for method in reversed(self._methods):
             method.restore()
+        self._methods = ()
+        self.end_batch()
 
     def _run_training_step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A validation_step that calls self.training_step, and a training_step that calls itself, are not the step.

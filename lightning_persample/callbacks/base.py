@@ -224,6 +224,7 @@ class PerSampleCallback(Callback):
             return
         self._close()
         self._shared = SharedCapture(trainer, pl_module, callbacks, self._indices)
+        self._shared.install()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -248,14 +249,15 @@ class PerSampleCallback(Callback):
     def _end_capture(self) -> None:
         self._close()
         self._key = None
-        indices, self._indices = self._indices, None
-        if indices is not None:
-            indices.uninstall()
+        if self._indices is not None:
+            self._indices.uninstall()
+        self._indices = None
 
     def _close(self) -> None:
-        shared, self._shared = self._shared, None
-        if shared is not None:
-            shared.uninstall()
+        # Forgotten when all is put back: an interrupt in the middle leads to `on_exception`, which ends it.
+        if self._shared is not None:
+            self._shared.uninstall()
+        self._shared = None
 
     def _why_no_index(self, trainer: Trainer) -> str:
         indices = _per_sample_callbacks(trainer)[0]._indices

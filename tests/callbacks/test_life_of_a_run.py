@@ -13,8 +13,13 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_persample.callbacks import PerSampleGradientMonitor
+from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, _tagged_loader
+from lightning_persample.callbacks._observed_method import ObservedMethod
+from lightning_persample.callbacks._reports import Reports
+from lightning_persample.callbacks._sample_index import BatchIndices
+from lightning_persample.errors import PerSampleWarning
 from tests.callbacks.runs import Classifier, Recorder, fit, loader, logged, make_trainer
 
 # What a Trainer itself leaves in a module's instance dictionary.
@@ -93,6 +98,57 @@ def test_the_original_error_surfaces_and_the_module_is_as_before(where, error, s
     assert raised.value is error or raised.value.__context__ is error
     assert list(instance_dictionary(module)) == before
     assert not any(hasattr(parameter, "grad_sample") for parameter in module.parameters())
+
+
+class DoesNothing(PerSampleCallback):
+    pass
+
+
+@pytest.mark.filterwarnings("error::lightning_persample.PerSampleWarning")
+def test_a_warning_that_is_an_error_leaves_module_and_trainer_as_before():
+    module, trainer = Classifier(), make_trainer([DoesNothing()])
+    before = list(instance_dictionary(module))
+    with pytest.raises(PerSampleWarning, match="nothing is done"):
+        trainer.fit(module, loader())
+    assert list(instance_dictionary(module)) == before
+    assert "_load_combined_loader_states" not in vars(trainer.fit_loop)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(ObservedMethod, "restore"), (BatchIndices, "_let_go"), (Reports, "end_batch")]
+)
+def test_an_interrupt_while_things_are_put_back_leaves_nothing(kind, name, monkeypatch):
+    method = getattr(kind, name)
+    module, data, trainer = Classifier(), loader(), make_trainer([recorder()])
+    before = list(instance_dictionary(module))
+    raised: list[bool] = []
+
+    def interrupted(*args):
+        if trainer.global_step == 3 and not raised:
+            raised.append(True)
+            raise KeyboardInterrupt
+        method(*args)
+
+    monkeypatch.setattr(kind, name, interrupted)
+    with pytest.raises(SystemExit):
+        trainer.fit(module, data)
+    assert raised
+    assert list(instance_dictionary(module)) == before
+    assert "_load_combined_loader_states" not in vars(trainer.fit_loop)
+    assert type(trainer.fit_loop._combined_loader) is CombinedLoader
+    assert not any(hasattr(parameter, "grad_sample") for parameter in module.parameters())
+
+
+def test_an_interrupt_while_a_loader_is_prepared_leaves_it_as_it_was(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    data = loader()
+    before = dict(vars(data))
+    monkeypatch.setattr(_tagged_loader, "_KeyedCollate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        iter(_tagged_loader.TaggedLoader(data))
+    assert dict(vars(data)) == before
 
 
 class FailsInSetup(Classifier):
