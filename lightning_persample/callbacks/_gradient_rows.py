@@ -58,7 +58,7 @@ class _Captured(NamedTuple):
     """What is kept of a backward until its batch ends."""
 
     values: Tensor
-    rows: Mapping[str, Any]
+    rows: dict[str, Any]
 
 
 class GradientRows:
@@ -84,6 +84,7 @@ class GradientRows:
         self._writer: StoreWriter | None = None
         self._layout: tuple[ParameterColumns, ...] = ()
         self._current: list[_Captured] = []
+        self._ended: list[_Captured] = []
 
     def prepare(self, continued: Mapping[str, int], *, overwrite: bool) -> StoreManifest | None:
         """Make the folder ready; of several processes one alone calls this.
@@ -127,7 +128,7 @@ class GradientRows:
         step: int,
         rate: float | Tensor,
         divisor: float,
-    ) -> None:
+    ) -> dict[str, Any] | None:
         """Keep the gradients of a backward until its batch ends.
 
         Args:
@@ -135,11 +136,14 @@ class GradientRows:
             step: count of optimizer steps before it.
             rate: the learning rate, or that of each sample.
             divisor: what the record's factor has to be divided by to be a sample's weight.
+
+        Returns:
+            What is told of these rows, which may be changed until it is handed on and then is empty; None without rows.
         """
         if self._writer is None:
             self._open(record)
         if self._writer is None:
-            return
+            return None
         others = [name for name in record.names if name not in self._shapes and name not in self._left_out]
         if others:
             self._warn(f"gradients of {listed(others)} are not stored: they became trainable after the fit had started")
@@ -156,6 +160,7 @@ class GradientRows:
         if record.factor is not None:
             rows["weight"] = record.factor.double() / divisor
         self._current.append(_Captured(values_of(record, self._layout, self._projection), rows))
+        return rows
 
     def _open(self, record: PerSampleRecord) -> None:
         """The first record with values tells which parameters have none."""
@@ -178,21 +183,31 @@ class GradientRows:
             self._try(partial(write_store_manifest, self._dirpath, manifest))
 
     def end_batch(self) -> None:
-        """Take what was captured of the batch as rows."""
-        current, self._current = self._current, []
+        """Take what was captured of the batch as rows, which wait for the end of the optimizer step."""
+        self._ended += self._current
+        self._current = []
+
+    def end_step(self) -> None:
+        """Hand on the rows of the batches that have ended."""
+        ended, self._ended = self._ended, []
         writer = self._writer
         if writer is not None:
-            for found in current:
-                self._try(partial(writer.add, found.values, found.rows))
+            for found in ended:
+                self._try(partial(writer.add, found.values, dict(found.rows)))
+                found.rows.clear()
+
+    def forget(self) -> None:
+        """Drop the rows of a step that was not completed."""
+        self._current, self._ended = [], []
 
     def flush(self) -> None:
-        """Write the rows that wait."""
+        """Write the rows that were handed on."""
         if self._writer is not None:
             self._try(self._writer.flush)
 
     def finish(self) -> None:
-        """Write the rows that wait, but for those of a batch that did not end, and say what is missing."""
-        self._current = []
+        """Write the rows that were handed on, and say what is missing."""
+        self.forget()
         self.flush()
         writer, self._writer = self._writer, None
         if writer is not None and writer.lost + writer.waiting:

@@ -15,7 +15,9 @@ from lightning_persample.errors import OptionError
 from lightning_persample.influence._arrow import arrow
 from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
 
-__all__ = ["CapturedRows", "columns_and_types", "keys_of", "kind_of", "table_of"]
+__all__ = ["CapturedRows", "checked_types", "columns_of", "keys_of", "table_of"]
+
+_RESULTS = "per_sample"  # what training_step returns its columns under
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch does not join with other ints
 
@@ -135,6 +137,39 @@ def _is_of_a_loader(each: Any) -> bool:
     return each is None or isinstance(each, (Tensor, list, dict))
 
 
+def columns_of(outputs: Any, batch: Any, columns: Callable[[Any, Any], Any] | None) -> dict[str, Tensor]:
+    """The columns that a run adds to the rows of a batch.
+
+    Args:
+        outputs: what `training_step` returned, which may have some.
+        batch: the batch.
+        columns: gives further ones.
+
+    Returns:
+        The values by name, (B,) each, without graph.
+
+    Raises:
+        OptionError: it is no dict of tensors, or a name is there twice.
+    """
+    returned = outputs.get(_RESULTS) if isinstance(outputs, (dict, Mapping)) else None  # a dict is told faster
+    if returned is None and columns is None:
+        return {}
+    found: dict[str, Any] = {}
+    for place, given in (
+        (f"training_step returned under {_RESULTS!r}", returned),
+        ("columns(outputs, batch) returned", None if columns is None else columns(outputs, batch)),
+    ):
+        if given is None:
+            continue
+        if not isinstance(given, Mapping) or not all(isinstance(each, Tensor) for each in given.values()):
+            raise OptionError(f"{place} {type(given).__name__}, but it must be a dict of tensors (B,) by name")
+        twice = sorted(found.keys() & given.keys())
+        if twice:
+            raise OptionError(f"{place} a column {twice[0]!r} that training_step returned, too: rename one")
+        found.update(given)
+    return {str(name): values.detach() for name, values in found.items()}
+
+
 def kind_of(name: str, values: Tensor) -> str:
     """The Arrow type of a column that the run adds.
 
@@ -178,6 +213,36 @@ def columns_and_types(groups: Sequence[str], first: CapturedRows, columns: Mappi
     if taken:
         raise OptionError(f"the column {taken[0]!r} of the run has the name of a column of every ledger: rename it")
     return {**known, **{name: kind_of(name, values) for name, values in columns.items()}}
+
+
+def checked_types(
+    types: dict[str, str], groups: Sequence[str], rows: CapturedRows, columns: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """The types of all columns, which further rows have to fit.
+
+    Args:
+        types: those so far; none before the first rows.
+        groups: the names of the groups of parameters.
+        rows: the rows.
+        columns: by name what the run adds to them.
+
+    Returns:
+        The type of each column by name.
+
+    Raises:
+        OptionError: a column is new, or of another type than before.
+    """
+    types = types or columns_and_types(groups, rows, columns)
+    for name, values in columns.items():
+        before, now = types.get(name), kind_of(name, values)
+        if before is None:
+            raise OptionError(
+                f"the column {name!r} is new in step {rows.step}: the columns of a ledger are those of its first "
+                f"row, {', '.join(types)}; give it a value in every batch"
+            )
+        if before != now and (before, now) != ("double", "int64"):
+            raise OptionError(f"the column {name!r} was of type {before} in the first row and is {now} now")
+    return types
 
 
 def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str], rank: int) -> Any:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_persample.callbacks._gradient_rows import GradientRows, settle_gradients
 from lightning_persample.callbacks._learning_rates import LearningRates
-from lightning_persample.callbacks._ledger_rows import CapturedRows, columns_and_types, kind_of, table_of
+from lightning_persample.callbacks._ledger_rows import CapturedRows, checked_types, columns_of, table_of
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
+from lightning_persample.callbacks._training_step import window_continues
 from lightning_persample.callbacks.base import PerSampleCallback
 from lightning_persample.engine import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError, PerSampleError
@@ -26,8 +27,6 @@ from lightning_persample.influence._parts import Parts
 from lightning_persample.influence.ledger import Manifest, check_ledger, open_ledger, remove_empty, write_manifest
 
 __all__ = ["PerSampleGradientWriter"]
-
-_RESULTS = "per_sample"  # what training_step returns its columns under
 
 
 class PerSampleGradientWriter(PerSampleCallback):
@@ -155,14 +154,14 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._parts: Parts | None = None
         self._gradients: GradientRows | None = None
         self._rates: LearningRates | None = None
-        self._current: list[CapturedRows] = []
+        self._current: list[CapturedRows] = []  # of the batch that is running
+        self._held: list[CapturedRows] = []  # of batches whose optimizer step is still to come
         self._captured: list[CapturedRows] = []
         self._types: dict[str, str] = {}
         self._precision: Any = None
         self._processes = 1
         self._said: set[str] = set()
-        self._backwards = 0  # in the batch that is running
-        self._is_behind = False  # a checkpoint has a batch whose rows are not written
+        self._backwards, self._is_behind = 0, False  # runs in this batch; a checkpoint has a batch without its rows
 
     def _settings(self) -> dict[str, Any]:
         # The folder alone names the state: a fit may go on from a checkpoint with other settings.
@@ -191,7 +190,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         """Write, on all processes before one saves it, what a fit that goes on from here will not see again."""
         self._flush(trainer)
         self._settle()
-        self._is_behind = bool(self._current)
+        self._is_behind = bool(self._current or self._held)
         if not trainer.interrupted:  # a process that fails alone would wait for the others for ever
             trainer.strategy.barrier("PerSampleGradientWriter.on_save_checkpoint")
 
@@ -207,6 +206,8 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the folder ready: new, or as it was at the checkpoint."""
+        if self._rates is not None:  # of a fit that was not told of its end
+            self._rates.close()
         self._forget_rows()
         depth, names = self.per_layer, dict(pl_module.named_parameters())
         self._groups = () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
@@ -243,7 +244,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             told["settings"] = {name: manifest.settings[name] for name in ("loss_reduction", "step_unit")}
             self._gradients.start(found, told, pl_module)
         self._parts = Parts(self.dirpath, trainer.global_rank)
-        self._rates = LearningRates(pl_module, trainer.optimizers)
+        self._rates = LearningRates(pl_module, trainer.optimizers, self._warn)
         self._precision, self._processes = trainer.precision_plugin, trainer.world_size
 
     def _new_manifest(self, trainer: Trainer, pl_module: LightningModule) -> Manifest:
@@ -273,73 +274,70 @@ class PerSampleGradientWriter(PerSampleCallback):
         divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
         rows = CapturedRows.of_record(record, step, trainer.current_epoch, batch_idx, rate, divisor, self.per_layer)
         self._current.append(rows)
-        if self._gradients is not None:
-            self._gradients.capture(record, step=step, rate=rate, divisor=divisor)
+        gradients = self._gradients
+        told = None if gradients is None else gradients.capture(record, step=step, rate=rate, divisor=divisor)
+
+        def correct(rate: float | Tensor) -> None:
+            rows.rate = rate
+            if told is not None:
+                told["learning_rate"] = torch.as_tensor(rate, dtype=torch.float64)
+
+        rates.wait(rows, record, correct)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Complete the rows of the batch with the columns that the run adds."""
+        """Complete the rows of the batch, and release those of an optimizer step that is over."""
         self._batches += 1
-        ran_again = self._backwards > 1 and pl_module.automatic_optimization
+        automatic = pl_module.automatic_optimization
+        if self._current:
+            self._complete(outputs, batch, ran_again=self._backwards > 1 and automatic)
         self._backwards = 0
-        if not self._current:
+        if automatic and window_continues(trainer):  # an epoch that is broken off leaves it without its step
             return
-        current, self._current = self._current, []
-        columns = self._columns_of(outputs, batch)
-        own = [rows.own(columns) for rows in current] if columns else [{}]
-        self._check_types(current[0], own[0])
-        if columns and not ran_again:  # what was returned last is of other weights
-            for rows, values in zip(current, own, strict=True):
-                rows.columns = values
-        self._captured += current
+        self._captured += self._held
+        self._held = []
         if self._gradients is not None:
-            self._gradients.end_batch()
-        self._last_step = max(self._last_step, current[0].step)
+            self._gradients.end_step()
+        if self._rates is not None and automatic:
+            self._rates.forget()
+        elif self._rates is not None and self._gradients is not None:
+            self._rates.wrote(())
         if len(self._captured) >= self.flush_every or self._is_behind:
             self._flush(trainer)
         if self._is_behind:
             self._is_behind = False
             self._settle()
 
-    def _columns_of(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        returned = outputs.get(_RESULTS) if isinstance(outputs, (dict, Mapping)) else None  # a dict is told faster
-        if returned is None and self.columns is None:
-            return {}
-        found: dict[str, Any] = {}
-        for place, columns in (
-            (f"training_step returned under {_RESULTS!r}", returned),
-            ("columns(outputs, batch) returned", None if self.columns is None else self.columns(outputs, batch)),
-        ):
-            if columns is None:
-                continue
-            if not isinstance(columns, Mapping) or not all(isinstance(each, Tensor) for each in columns.values()):
-                raise OptionError(f"{place} {type(columns).__name__}, but it must be a dict of tensors (B,) by name")
-            twice = sorted(found.keys() & columns.keys())
-            if twice:
-                raise OptionError(f"{place} a column {twice[0]!r} that training_step returned, too: rename one")
-            found.update(columns)
-        return {str(name): values.detach() for name, values in found.items()}
-
-    def _check_types(self, rows: CapturedRows, columns: Mapping[str, Tensor]) -> None:
-        if not self._types:
-            self._types = columns_and_types(self._groups, rows, columns)
-        for name, values in columns.items():
-            before, now = self._types.get(name), kind_of(name, values)
-            if before is None:
-                raise OptionError(
-                    f"the column {name!r} is new in step {rows.step}: the columns of a ledger are those of its first "
-                    f"row, {', '.join(self._types)}; give it a value in every batch"
-                )
-            if before != now and (before, now) != ("double", "int64"):
-                raise OptionError(f"the column {name!r} was of type {before} in the first row and is {now} now")
-        if isinstance(rows.keys, list) and self._types["sample_index"] != "string":
+    def _complete(self, outputs: Any, batch: Any, *, ran_again: bool) -> None:
+        current, self._current = self._current, []
+        columns = columns_of(outputs, batch, self.columns)
+        own = [rows.own(columns) for rows in current] if columns else [{}]
+        self._types = checked_types(self._types, self._groups, current[0], own[0])
+        if isinstance(current[0].keys, list) and self._types["sample_index"] != "string":
             self._warn("the sampler drew keys that are no ints after it had drawn ints: their sample_index is null")
+        if columns and not ran_again:  # what was returned last is of other weights
+            for rows, values in zip(current, own, strict=True):
+                rows.columns = values
+        self._held += current
+        if self._gradients is not None:
+            self._gradients.end_batch()
+        self._last_step = max(self._last_step, current[0].step)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget what the last epoch left without an optimizer step: Lightning drops its gradients, too."""
+        self._held = []
+        if self._gradients is not None:
+            self._gradients.forget()
+        if self._rates is not None and pl_module.automatic_optimization:
+            self._rates.forget()
 
     def _flush(self, trainer: Trainer) -> None:
         if self._gradients is not None:
             self._gradients.flush()
         captured, self._captured = self._captured, []
+        if self._rates is not None:
+            self._rates.wrote([*self._current, *self._held])
         parts, manifest = self._parts, self._manifest
         if parts is None or manifest is None:
             return
@@ -383,12 +381,14 @@ class PerSampleGradientWriter(PerSampleCallback):
             remove_empty(self.dirpath, self._manifest.run)
 
     def _finish(self, trainer: Trainer) -> None:
-        self._current = []
+        self._current, self._held = [], []
         self._flush(trainer)
         self._settle()
         gradients, self._gradients = self._gradients, None
         if gradients is not None:
             gradients.finish()
+        if self._rates is not None:
+            self._rates.close()
         parts, self._parts, self._rates, self._precision = self._parts, None, None, None
         if parts is not None:
             self._has_stepped = trainer.global_step > self._last_step
@@ -397,4 +397,4 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         copied = {**super().__getstate__(), "_parts": None, "_rates": None, "_precision": None, "_gradients": None}
-        return {**copied, "_current": [], "_captured": []}
+        return {**copied, "_current": [], "_held": [], "_captured": []}
