@@ -1,4 +1,4 @@
-"""Take the place of a module's method for the time of a fit."""
+"""Take the place of a method of a module, or of a loop of Lightning, for the time of a fit."""
 
 from __future__ import annotations
 
@@ -7,41 +7,37 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
 __all__ = ["ObservedMethod"]
 
 _ABSENT = object()
 
 
 class ObservedMethod:
-    """Stands in a module's instance dictionary for one of its methods.
+    """Stands in an object's instance dictionary for one of its methods.
 
-    A deep copy and a pickle of it are the method it stands for, bound to the copied module, so that copies of a module
-    in the middle of a fit carry nothing of ours.
+    A deep copy and a pickle of it are the method it stands for, bound to the copied object, so that copies of a module
+    or a Trainer in the middle of a fit carry nothing of ours.
 
     Args:
-        module: the module whose method is replaced.
+        owner: the object whose method is replaced.
         name: the method's name.
         run: called instead of the method, with the method first and then the method's arguments.
         is_live: whether the fit that this belongs to is still running. What an interrupted fit left behind, because a
             hook of another callback kept ours from running, is removed by the next fit.
     """
 
-    def __init__(
-        self, module: LightningModule, name: str, run: Callable[..., Any], is_live: Callable[[], bool]
-    ) -> None:
-        left = module.__dict__.get(name)
+    def __init__(self, owner: Any, name: str, run: Callable[..., Any], is_live: Callable[[], bool]) -> None:
+        left = owner.__dict__.get(name)
         if isinstance(left, ObservedMethod) and not left._is_live():
             left.restore()
         self._is_live: Callable[[], bool] = is_live
-        method = getattr(module, name)
+        method = getattr(owner, name)
         functools.update_wrapper(self, method)
         # Lightning counts the arguments of one level of __wrapped__: it must find what it would find without us.
         self.__wrapped__ = getattr(method, "__wrapped__", method)
-        self._module = module
+        self._owner = owner
         self._name = name
-        self._own = module.__dict__.get(name, _ABSENT)
+        self._own = owner.__dict__.get(name, _ABSENT)
         self._method = method
         self._run: Callable[..., Any] | None = run
 
@@ -55,12 +51,12 @@ class ObservedMethod:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self._own is _ABSENT:
-            return getattr, (self._module, self._name)
+            return getattr, (self._owner, self._name)
         return _as_it_is, (self._own,)
 
     def install(self) -> None:
         """Take the method's place."""
-        self._module.__dict__[self._name] = self
+        self._owner.__dict__[self._name] = self
 
     def restore(self) -> None:
         """Put back exactly what was there; where somebody else has replaced the method since, leave theirs alone.
@@ -68,12 +64,12 @@ class ObservedMethod:
         Then theirs may call this one, or put it back later: from now on it is the method, and holds nothing else.
         """
         self._run, self._is_live = None, _never
-        if self._module.__dict__.get(self._name) is not self:
+        if self._owner.__dict__.get(self._name) is not self:
             return
         if self._own is _ABSENT:
-            del self._module.__dict__[self._name]
+            del self._owner.__dict__[self._name]
         else:
-            self._module.__dict__[self._name] = self._own
+            self._owner.__dict__[self._name] = self._own
 
 
 def _never() -> bool:

@@ -18,6 +18,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
+from lightning_persample.callbacks._observed_method import ObservedMethod
 from lightning_persample.callbacks._tagged_loader import Drawn, TaggedLoader, last_drawn, why_no_keys
 from lightning_persample.engine import PerSampleRecord
 from lightning_persample.errors import OptionError
@@ -45,7 +46,7 @@ class BatchIndices:
         self._of_batch = callbacks[0].sample_index
         self._followed: Any = None
         self._kind: Any = None
-        self._is_installed = False
+        self._observed: ObservedMethod | None = None
         self._has_warned = False
         self._why_not_followed = "the training data were made before the callbacks' setup"
         self.why_absent = ""
@@ -83,24 +84,24 @@ class BatchIndices:
 
     def uninstall(self) -> None:
         """Leave Lightning's objects as they were. May be called twice."""
-        if self._is_installed:  # until all is put back, so that what an interrupt keeps from it can be done again
-            vars(self._trainer.fit_loop).pop("_load_combined_loader_states", None)  # the method is seen again
+        if self._observed is not None:  # until all is put back, so that what an interrupt keeps from it is done again
+            self._observed.restore()
             self._let_go()
-            self._is_installed = False
+            self._observed = None
 
     def _install(self) -> None:
         # Lightning calls it when the training data are complete, right before it makes their iterators.
-        before_iterators = getattr(self._trainer.fit_loop, "_load_combined_loader_states", None)
-        if before_iterators is None:
+        loop, name = self._trainer.fit_loop, "_load_combined_loader_states"
+        if not hasattr(loop, name):
             self._why_not_followed = "this version of lightning makes its iterators in another way"
             return
 
-        def follow() -> None:
+        def follow(before_iterators: Callable[[], None]) -> None:
             before_iterators()
-            self._follow(self._trainer.fit_loop._combined_loader)
+            self._follow(loop._combined_loader)
 
-        self._is_installed = True
-        self._trainer.fit_loop._load_combined_loader_states = follow  # type: ignore[method-assign]
+        self._observed = ObservedMethod(loop, name, follow, lambda: self._observed is not None)
+        self._observed.install()
 
     def _follow(self, combined: Any) -> None:
         self._let_go()

@@ -342,6 +342,23 @@ def test_a_callback_can_be_copied_and_pickled_in_the_middle_of_a_fit():
     assert all(each.state_key == monitor.state_key for each in copies.copied)
 
 
+class CopiesTheTrainer(L.Callback):
+    copies = ()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.copies = copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))
+
+
+def test_a_trainer_can_be_copied_and_pickled_in_the_middle_of_a_fit():
+    copier = CopiesTheTrainer()
+    fit(Classifier(), [PerSampleGradientMonitor(), copier])
+    for trainer in copier.copies:
+        own = [*vars(trainer.fit_loop).values(), *vars(trainer.lightning_module).values()]
+        assert not any(isinstance(value, ObservedMethod) for value in own)
+        assert type(trainer.fit_loop._combined_loader) is CombinedLoader
+
+
 class WrapsLater(L.Callback):
     """Takes the place of training_step after ours did, and puts back what it found when ours has gone."""
 
