@@ -87,11 +87,11 @@ class ManualStep:
             Nothing.
         """
         handles = []
-        for place, optimizer in enumerate(self._optimizers):
-            if isinstance(optimizer, torch.optim.Optimizer):
-                before, after = partial(self._stepping, place), partial(self._stepped, place)
-                handles += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
         try:
+            for place, optimizer in enumerate(self._optimizers):
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    handles.append(optimizer.register_step_pre_hook(partial(self._stepping, place)))
+                    handles.append(optimizer.register_step_post_hook(partial(self._stepped, place)))
             yield
         finally:
             for handle in handles:

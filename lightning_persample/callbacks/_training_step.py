@@ -7,7 +7,7 @@ This is the one file that knows in which order Lightning calls things. In automa
 
 and the capture has to be open during `training_step` and during `backward`. No callback hook surrounds either of them,
 so both methods are replaced on the instance for the time of a fit; strategies look them up there by name. In manual
-optimization everything from zero_grad to step happens inside `training_step`; there `manual_backward` is replaced, too.
+optimization everything from zero_grad to step happens inside `training_step`; for it `manual_backward` is replaced.
 """
 
 from __future__ import annotations
@@ -156,11 +156,9 @@ class SharedCapture:
             if self._verify:
                 self._verify = False
                 self._reports.report(UnsupportedError(NOT_VERIFIED))
-        names = ("training_step", "manual_backward") if manual else ("training_step", "backward")
-        runs = (self._run_training_step, self._run_manual_backward if manual else self._run_backward)
-        self._methods = tuple(
-            ObservedMethod(pl_module, name, run, self._is_live) for name, run in zip(names, runs, strict=True)
-        )
+        runs: dict[str, Callable[..., Any]] = {"training_step": self._run_training_step, "backward": self._run_backward}
+        runs["manual_backward"] = self._run_manual_backward  # a module may go over to it, or back, in the middle
+        self._methods = tuple(ObservedMethod(pl_module, name, run, self._is_live) for name, run in runs.items())
 
     def install(self) -> None:
         """Take the methods' places; whatever goes wrong here, a warning that is an error, `uninstall` undoes it."""
@@ -228,7 +226,7 @@ class SharedCapture:
         self._quantities = frozenset().union(*(callback.needs(self._trainer) for callback in self._receivers))
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         self._step_aside = on_other_batches(training_step, args, kwargs)
-        if self._verify:
+        if self._verify and self._module.automatic_optimization:
             first = self._callbacks[0]
             verified = verify_values(
                 self._trainer, self._module, first, self._step_aside, self._batch, allow_missing=self._falls_back
@@ -262,12 +260,15 @@ class SharedCapture:
     def _optimized_manually(
         self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        step = self._open()
+        reason = why_not_manual(self._engine)
+        if reason is not None:
+            self._reports.report(UnsupportedError(f"{reason}: this step is not reported"))
+        step = self._open() if reason is None else None
         if step is None:
             return training_step(*args, **kwargs)
-        optimizers = self._trainer.optimizers
-        self._manual = ManualStep(step, optimizers, self._deliver, self._reports.warn, self._reports.report)
-        steps = self._trainer.global_step
+        trainer, reports = self._trainer, self._reports
+        self._manual = ManualStep(step, trainer.optimizers, self._deliver, reports.warn, reports.report)
+        steps = trainer.global_step
         with step.capture.observe(), self._manual.watching_optimizers():
             outputs = training_step(*args, **kwargs)
         stepped = self._manual.steps.stepped or self._trainer.global_step > steps
@@ -325,7 +326,7 @@ class SharedCapture:
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step = self._step
-        if not self._methods or (step is None and self._record is None):
+        if not self._methods or self._manual is not None or (step is None and self._record is None):
             return backward(*args, **kwargs)
         if step is None:
             result = backward(*args, **kwargs)

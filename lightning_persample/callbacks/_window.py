@@ -13,6 +13,7 @@ from lightning_persample.errors import UnsupportedError
 
 __all__ = ["Window", "captured"]
 
+_MANUAL = "optimization is manual"
 _MAY_PASS = (UNEQUAL, DEVICES_DIFFER, NOTHING)  # reasons that the last batch of an epoch has, and that alone
 
 
@@ -71,7 +72,10 @@ class Window:
         """Why the mean gradient of a logged step is not known, once in a fit, or "" where there is nothing to say."""
         if self._mean is None or self._has_said or step.coverage == 0:  # then there are no norms either, as was said
             return ""
-        reason = "" if is_known(step.gradient) else self._mean.reason or DEVICES_DIFFER
+        if not step.gradient.shape[1]:  # the module has gone over to it in the middle of the fit
+            reason = _MANUAL
+        else:
+            reason = "" if is_known(step.gradient) else self._mean.reason or DEVICES_DIFFER
         if reason == NOTHING and len(step.gradient) > 1:
             reason = DEVICES_DIFFER
         if self._cosines_absent and not reason:

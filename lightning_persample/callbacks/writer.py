@@ -132,22 +132,19 @@ class PerSampleGradientWriter(PerSampleCallback):
         check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
         is_projection = projection is None or isinstance(projection, Projection)
         check_option("projection", projection, is_projection, "None or a Projection as Projection(dim=64)")
-        kinds = ("float16", "float32", "float64")
-        check_option("dtype", dtype, dtype in kinds, "'float16', 'float32' or 'float64'")
+        check_option("dtype", dtype, dtype in ("float16", "float32", "float64"), "'float16', 'float32' or 'float64'")
         check_option("flush_every", flush_every, is_int(flush_every, 1), "an int >= 1")
         check_option("overwrite", overwrite, isinstance(overwrite, bool), "True or False")
         self.dirpath = Path(dirpath)
         self.columns = columns
         self.per_layer = per_layer
-        self.projection = projection
-        self.dtype = dtype
+        self.projection, self.dtype = projection, dtype
         self.flush_every = flush_every
         self.overwrite = overwrite
         self._manifest: Manifest | None = None
         self._loaded: dict[str, int] = {}
         self._groups: tuple[str, ...] = ()
-        self._batches = 0
-        self._last_step, self._has_stepped = -1, True
+        self._batches, self._last_step, self._has_stepped = 0, -1, True
         self._forget_rows()
 
     def _forget_rows(self) -> None:
@@ -159,7 +156,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._captured: list[CapturedRows] = []
         self._types: dict[str, str] = {}
         self._precision: Any = None
-        self._processes = 1
+        self._processes, self._was_automatic = 1, True
         self._said: set[str] = set()
         self._backwards, self._is_behind = 0, False  # runs in this batch; a checkpoint has a batch without its rows
 
@@ -246,6 +243,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._parts = Parts(self.dirpath, trainer.global_rank)
         self._rates = LearningRates(pl_module, trainer.optimizers, self._warn)
         self._precision, self._processes = trainer.precision_plugin, trainer.world_size
+        self._was_automatic = pl_module.automatic_optimization
 
     def _new_manifest(self, trainer: Trainer, pl_module: LightningModule) -> Manifest:
         reduction = self.loss_reduction
@@ -265,16 +263,18 @@ class PerSampleGradientWriter(PerSampleCallback):
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
     ) -> None:
         """Keep the norms of a backward until the batch ends."""
-        rates, automatic = self._rates, pl_module.automatic_optimization
+        rates, gradients, automatic = self._rates, self._gradients, pl_module.automatic_optimization
         # A closure that runs again does so at weights that are those of no step.
         if rates is None or (automatic and self._backwards > 1):
+            return
+        if automatic != self._was_automatic:  # Lightning counts the steps of each way on their own
+            self._warn("automatic_optimization was changed in the middle of the fit: batches since then have no rows")
             return
         step, rate = trainer.global_step if automatic else self._batches, rates.of_record(record)
         scaler = getattr(self._precision, "scaler", None)  # of mixed precision
         divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
         rows = CapturedRows.of_record(record, step, trainer.current_epoch, batch_idx, rate, divisor, self.per_layer)
         self._current.append(rows)
-        gradients = self._gradients
         told = None if gradients is None else gradients.capture(record, step=step, rate=rate, divisor=divisor)
 
         def correct(rate: float | Tensor) -> None:

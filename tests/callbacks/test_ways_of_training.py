@@ -11,8 +11,9 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import LearningRateFinder
 from torch import nn
 
-from lightning_persample.callbacks import PerSampleGradientMonitor
+from lightning_persample.callbacks import PerSampleGradientMonitor, PerSampleGradientWriter
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleWarning, UnsupportedError
+from lightning_persample.influence import read_ledger
 from tests.callbacks.runs import (
     CLASSES,
     FEATURES,
@@ -20,6 +21,7 @@ from tests.callbacks.runs import (
     Recorder,
     WithReference,
     as_loader,
+    column,
     fit,
     loader,
     logged,
@@ -338,3 +340,37 @@ def test_a_trial_run_without_the_callbacks_is_not_captured():
     leaves = Leaves()
     fit(Classifier(), [leaves])
     assert leaves.batch_indices == [0, 1, 2]
+
+
+class GoesOver(WithReference):
+    """Optimizes in one way in the first epoch, and in the other one in the second."""
+
+    def __init__(self, automatic):
+        super().__init__()
+        self.automatic_optimization = self.starts_automatic = automatic
+
+    def on_train_epoch_start(self):
+        self.automatic_optimization = self.starts_automatic == (self.current_epoch == 0)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        return optimizer.step()
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.filterwarnings("ignore:noise_scale, diversity")
+def test_a_module_may_go_over_to_the_other_way_to_optimize(automatic, tmp_path):
+    writer = PerSampleGradientWriter(tmp_path / "ledger")
+    callbacks = [PerSampleGradientMonitor(), writer]
+    with pytest.warns(PerSampleWarning, match="batches since then have no rows"):
+        trainer = fit(module := GoesOver(automatic), callbacks, tmp_path, max_epochs=2)
+    means = [float(norms.mean()) for norms in module.reference]
+    assert column(trainer, "per_sample_grad/norm_mean") == pytest.approx(means, rel=1e-5)
+    table = read_ledger(tmp_path / "ledger")
+    assert table["step"].to_pylist() == [step for step in range(3) for _ in range(8)]
+    assert table["norm"].to_pylist() == pytest.approx(torch.cat(module.reference[:3]).tolist(), rel=1e-5)
