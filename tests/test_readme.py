@@ -105,6 +105,13 @@ def test_listed_ops_are_those_with_a_rule_of_their_own():
     assert sorted(listed) == list(supported_ops())
 
 
-@pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)]+)\)", README))
+@pytest.mark.parametrize("target", re.findall(r"\]\((?!http|#)([^)]+)\)", README))
 def test_links_lead_to_files(target):
     assert (ROOT / target).is_file()
+
+
+def test_the_map_leads_to_every_section_but_that_for_developers():
+    headings = re.findall(r"^## (.+)$", README, flags=re.MULTILINE)
+    linked = re.findall(r"\[([^]]+)\]\(#([^)]+)\)", README)
+    assert sorted(name for name, _ in linked) == sorted(set(headings) - {"Develop"})
+    assert all(anchor == name.lower().replace(" ", "-") for name, anchor in linked)
