@@ -280,6 +280,10 @@ READ_FROM_OTHERS = {
         lambda scores, x: scores.index_put((of_other_samples(x),), torch.zeros(())).square().sum(),
         "`index_put`",
     ),
+    "entries": (
+        lambda scores, x: scores.take(of_other_samples(x)).square().sum(),
+        "`take` picks entries by indices that depend on the batch",
+    ),
     "places-written-to": (
         lambda scores, x: written(scores * 1, of_other_samples(x)).square().sum(),
         "`setitem` writes into places that depend on other samples",

@@ -94,8 +94,15 @@ def _follow_topk(call: ObservedCall) -> Followed:
     "as_strided",
     "as_strided_copy",
     "as_strided_scatter",
-    "take",
     "unique_consecutive",
 )
 def _follow_scattered(call: ObservedCall) -> Followed:
+    return lost(call, "gathers entries across the batch")
+
+
+@follower("take")
+def _follow_take(call: ObservedCall) -> Followed:
+    tensor, index = call.argument(0, "input", "self"), call.argument(1, "index")
+    if call.axis_of(tensor) is not None and call.axis_of(index) is not None:
+        return lost(call, "picks entries by indices that depend on the batch", mixes=True)
     return lost(call, "gathers entries across the batch")
