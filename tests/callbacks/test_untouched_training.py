@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_persample.callbacks import PerSampleGradientMonitor
 from lightning_persample.engine import fused
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, fit, loader
+from tests.torch_release import not_in_the_oldest
 
 STEPS = 50
 
@@ -126,6 +127,7 @@ def small_images():
     return nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(), nn.Linear(48, CLASSES))
 
 
+@not_in_the_oldest
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("quantities", [("sq_norm",), ("sq_norm", "grad_sample")])
 def test_fused_weight_gradients_train_alike_up_to_the_order_of_sums(quantities, accumulate, monkeypatch):
