@@ -55,12 +55,14 @@ class Truth:
             through the call on all samples, where the call on one sample alone means something else.
         gradients: by parameter name (B, *shape).
         outside: parameters that also get a gradient from entries that belong to no sample.
+        samples: those that the loss is made of, by place in the batch.
     """
 
     kind: str
     reference: str = ""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     outside: frozenset[str] = frozenset()
+    samples: tuple[int, ...] = ()
 
 
 def truth(trial: Trial) -> Truth:
@@ -91,14 +93,14 @@ def _truth(trial: Trial) -> Truth:
         rows = [row for row in looped if row is not None]
         if len(rows) == len(outputs):
             parts = [_by_loop(trial, module, outputs, rows, index, own) for index, own in enumerate(alone)]
-            return Truth("rows", "loop", _stacked(names, parts))
+            return Truth("rows", "loop", _stacked(names, parts), samples=_owners(rows))
     found = [_owned_by_experiment(part) for part in depends]
     owned = [each for each in found if each is not None]
     if len(owned) != len(outputs):
         return Truth("mixing")
     parts = [_by_mask(trial, module, outputs, owned, index) for index in range(-1, trial.batch_size)]
     outside = frozenset(name for name, grad in zip(names, parts[0], strict=True) if bool(grad.any()))
-    return Truth("rows", "whole batch", _stacked(names, parts[1:]), outside)
+    return Truth("rows", "whole batch", _stacked(names, parts[1:]), outside, _owners(owned))
 
 
 def _truth_of_number(
@@ -110,7 +112,7 @@ def _truth_of_number(
             weight = 1 / len(alone) if kind == "mean" else 1.0
             sums = zip(gradients.values(), _gradients(whole, module), strict=True)
             if all(close(weight * own.sum(0), batch) for own, batch in sums):
-                return Truth(kind, "loop", gradients)
+                return Truth(kind, "loop", gradients, samples=tuple(range(trial.batch_size)))
     return Truth("unknown" if _adds_up(trial, module) else "mixing")
 
 
@@ -159,6 +161,11 @@ def _adds_up(trial: Trial, module: nn.Module) -> bool:
         return all(close(value(i, j) + value(), value(i) + value(j)) for i, j in pairs)
     except REJECTED:
         return True
+
+
+def _owners(owned: Sequence[Rows | Entries]) -> tuple[int, ...]:
+    """The samples that have entries of the outputs."""
+    return tuple(sorted({owner for each in owned for owner in each.owners.flatten().tolist() if owner >= 0}))
 
 
 def _stacked(names: Sequence[str], parts: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:

@@ -145,11 +145,11 @@ def _compare(
         if live and not noted:
             return Verdict("wrong", detail=f"samples influence each other, unsaid, in {live}; {reasons}")
         return Verdict("noted" if noted else "unsupported" if reasons else "undecided", detail=noted or reasons)
-    size = trial.batch_size
-    norms = torch.stack([g.abs().square().reshape(size, -1).sum(1) for g in known.gradients.values()]).sum(0).sqrt()
+    size, own = record.num_values, _own(trial, known, record, reduction)
+    norms = torch.stack([g.abs().square().reshape(size, -1).sum(1) for g in own.values()]).sum(0).sqrt()
     allowed = tolerance * (norms + 0.01 * (1 + norms.max()))
     for name in record.names:
-        worst = (record.grad_samples[name] - known.gradients[name]).abs().reshape(size, -1)
+        worst = (record.grad_samples[name] - own[name]).abs().reshape(size, -1)
         if bool((worst > allowed[:, None]).any()):
             if (
                 noted and known.reference == "whole batch"
@@ -160,6 +160,22 @@ def _compare(
     if any(bool(g.any()) for name, g in known.gradients.items() if name in record.unused):
         return Verdict("wrong", known.reference, f"with a gradient, but unused: {record.unused}")
     return Verdict("unsupported" if reasons else "cautious" if noted else "exact", known.reference, reasons or noted)
+
+
+def _own(trial: Trial, known: Truth, record: PerSampleRecord, reduction: str) -> dict[str, Tensor]:
+    """By parameter, the truth for the samples that a record has values for, in the record's scale.
+
+    The loss is the sum over its samples, divided by the batch size B under a mean. Where it is made of m samples alone,
+    a mean is one over these m, and m/B a factor of the loss, which belongs to the samples' own losses.
+    """
+    rows = torch.arange(trial.batch_size) if record.samples is None else record.samples
+    factor = len(rows) / trial.batch_size if _is_mean_of_some(record, reduction) else 1.0
+    return {name: grad[rows] * factor for name, grad in known.gradients.items()}
+
+
+def _is_mean_of_some(record: PerSampleRecord, reduction: str) -> bool:
+    """Whether a record's values are of a mean over a part of the batch."""
+    return reduction == "mean" and record.samples is not None and not record.weighting
 
 
 def _inconsistency(
@@ -174,15 +190,21 @@ def _inconsistency(
         named = _NODE.search(reason) or (_OP.search(reason) and _SIZES.search(reason))
         if _OUTSIDE not in reason and not named:
             return f"the reason for {name} does not name op and sizes: {reason}"
-    weight = trial.batch_size if reduction == "mean" else 1
+    chosen = set(range(trial.batch_size) if record.samples is None else record.samples.tolist())
+    in_loss = set(known.samples) if known.samples or known.gradients else chosen
+    if len(chosen) != record.num_values or (record.samples is not None and chosen != in_loss):
+        return f"values are for {record.num_values} samples, {sorted(chosen)}, but the loss is of {sorted(in_loss)}"
+    weight = record.num_values if _is_mean_of_some(record, reduction) else trial.batch_size
+    weight = weight if reduction == "mean" else 1
+    own_gradients = _own(trial, known, record, reduction)
     for name in record.names:
         if name not in grads:
             return f"{name} has values, but no .grad"
         own = record.grad_samples[name].double()
-        expected = known.gradients[name].sum(0) / weight if name in known.gradients else grads[name]
+        expected = own_gradients[name].sum(0) / weight if name in own_gradients else grads[name]
         adds_up = name not in known.outside and close(expected, grads[name])  # (not where a scale counts the batch)
         if adds_up and not close(own.sum(0) / weight, grads[name], tolerance):
             return f"contributions to {name} do not sum to .grad"
-        if not close(record.sq_norms[name], own.reshape(trial.batch_size, -1).square().sum(1), tolerance):
+        if not close(record.sq_norms[name], own.reshape(record.num_values, -1).square().sum(1), tolerance):
             return f"sq_norm of {name} is not that of its grad_sample"
     return None
