@@ -13,6 +13,7 @@ from torchmetrics import MetricCollection
 from lightning_persample.errors import PerSampleError
 from lightning_persample.metrics import GradientNoiseScale
 from tests.metrics.inputs import CASES, batches, results
+from tests.torch_release import OLDEST, RELEASE
 
 SHARES = {  # rows of each batch of 6 that either process gets, in one call each
     "halves": ([[slice(0, 3)]], [[slice(3, 6)]]),
@@ -91,7 +92,8 @@ def main(folder: str) -> None:
     together = collected(slice(3 * rank, 3 * rank + 3))
     said = {"found": found, "on_step": on_step, "collected": together, "misread": misread()}
     torch.save(said, Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+    if RELEASE > OLDEST:  # torch 2.6 sometimes never returns from it
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
