@@ -50,7 +50,7 @@ class Truth:
 
     Attributes:
         kind: "rows" (the loss of each sample is over its own entries of the outputs), "sum" or "mean" (the call gives
-            the loss), "mixing" (no sample has a loss of its own), "unknown".
+            the loss), "mixing" (no sample has a loss of its own), "no sample" (outputs change with none), "unknown".
         reference: "loop" over single samples, or "whole batch": the loss of a sample's own entries, differentiated
             through the call on all samples, where the call on one sample alone means something else.
         gradients: by parameter name (B, *shape).
@@ -85,8 +85,10 @@ def _truth(trial: Trial) -> Truth:
     if is_number(outputs):
         return _truth_of_number(trial, outputs[0], alone, names, module)
     depends = _dependence(trial, module, outputs)
-    if depends is None or not any(bool(part.any()) for part in depends):
+    if depends is None:
         return Truth("unknown")
+    if not any(bool(part.any()) for part in depends):
+        return Truth("no sample")
     if alone is not None and all(len(own) == len(outputs) for own in alone):
         singles = list(zip(*alone, strict=True))
         looped = [_rows_by_loop(*each) for each in zip(outputs, singles, depends, strict=True)]

@@ -73,6 +73,8 @@ def judge(trial: Trial, loss_reduction: str, tolerance: float | None = None) -> 
             return Verdict("wrong", known.reference, f"raised {type(error).__name__}: {error}")
         if not _same(loss, seen_loss, grads, seen) and _repeats(trial, reduction, number):
             return Verdict("wrong", known.reference, "the loss or .grad is not bit for bit that of the plain call")
+    if record is None and known.kind == "no sample" and not any(bool(grad.any()) for grad in grads.values()):
+        return Verdict("undecided", detail="a loss of no sample, which has no record")
     if record is None:
         return Verdict("wrong", known.reference, "no record, though there are gradients")
     return _compare(trial, known, record, grads, reduction, trial.tolerance if tolerance is None else tolerance)
@@ -138,7 +140,7 @@ def _compare(
     fault = _inconsistency(trial, known, record, grads, reduction, tolerance)
     if fault is not None:
         return Verdict("wrong", known.reference, fault)
-    if known.kind == "unknown":
+    if known.kind in ("unknown", "no sample"):
         return Verdict("undecided", detail=noted or reasons or "no reference")
     if known.kind == "mixing":
         live = [name for name in record.names if bool(record.grad_samples[name].any())]
