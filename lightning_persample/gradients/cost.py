@@ -184,15 +184,7 @@ def outer_inner_kernel(positions: int, other_positions: int, rows: int, columns:
     Returns:
         "gram" (T S (p + d)) or "direct" ((T + S) p d / 2, the mean, so that a squared norm needs one of the two).
     """
-    costs = _matrix_costs(positions, other_positions, rows, columns)
-    return "gram" if costs["gram"] < costs["direct"] else "direct"
-
-
-def _matrix_costs(positions: int, other_positions: int, rows: int, columns: int) -> dict[MatrixKernel, int]:
-    return {
-        "gram": positions * other_positions * (rows + columns + _ELEMENTWISE),
-        "direct": rows * columns * ((positions + other_positions) // 2 + _ELEMENTWISE),
-    }
+    return likely_outer_kernels(positions, other_positions, rows, columns)[0]
 
 
 def likely_outer_kernels(positions: int, other_positions: int, rows: int, columns: int) -> list[MatrixKernel]:
@@ -211,10 +203,12 @@ def likely_outer_kernels(positions: int, other_positions: int, rows: int, column
     Returns:
         One or both, the cheaper one first.
     """
-    costs = _matrix_costs(positions, other_positions, rows, columns)
-    cheapest = outer_inner_kernel(positions, other_positions, rows, columns)
-    others = [kernel for kernel in costs if kernel != cheapest and costs[kernel] <= _HOPELESS * costs[cheapest]]
-    return [cheapest, *others]
+    costs: dict[MatrixKernel, int] = {
+        "direct": rows * columns * ((positions + other_positions) // 2 + _ELEMENTWISE),
+        "gram": positions * other_positions * (rows + columns + _ELEMENTWISE),
+    }
+    cheapest = min(costs.values())
+    return sorted((kernel for kernel in costs if costs[kernel] <= _HOPELESS * cheapest), key=costs.__getitem__)
 
 
 def outer_forms_gradients(positions: int, rows: int, columns: int) -> bool:

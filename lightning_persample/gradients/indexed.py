@@ -74,9 +74,8 @@ def indexed_sq_norm(index: Tensor, right: Tensor) -> Tensor:
     """
     dtype = accumulation_dtype(right)
     squares = _squares_by_repeats if right.device.type == "cpu" else _squares_by_groups
-    each = 3 * bytes_of_sample(right, dtype) // 2 + bytes_to_widen(
-        right, dtype=dtype
-    )  # (at most half as many sums as rows)
+    # There are at most half as many sums as rows.
+    each = 3 * bytes_of_sample(right, dtype) // 2 + bytes_to_widen(right, dtype=dtype)
     return by_chunks(right, dtype, each, lambda part: squares(index[part], right[part].to(dtype)))
 
 

@@ -305,7 +305,7 @@ def dense_outer_inner(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """
     dtype = accumulation_dtype(grad, left, right)
     result = zeros(grad, dtype)
-    each = 2 * bytes_of_sample(right, dtype) + (bytes_of_sample(grad, dtype) if grad.dtype != dtype else 0)
+    each = 2 * bytes_of_sample(right, dtype) + bytes_to_widen(grad, dtype=dtype)
     for part in chunks(grad.shape[0], each, grad.device):
         rows = torch.bmm(left[part].to(dtype).conj(), grad[part].to(dtype))
         result[part] = dot_sum(right[part].to(dtype), rows)
