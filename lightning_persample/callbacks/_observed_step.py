@@ -77,7 +77,6 @@ class ObservedStep:
                 unsupported="ignore",  # what there is to say is said where records are delivered
                 fuse_weight_grad=options.fuse_weight_grad,
                 max_memory=options.max_memory,
-                autotune=options.autotune,
                 samples=samples,
             )
         except PerSampleError:

@@ -20,7 +20,7 @@ __all__ = ["check_options_agree", "holds_compiled_code", "why_unsupported"]
 
 _CAPTURE_OPTIONS = (
     "loss_reduction", "batch_dim", "batch_size", "sample_index", "engine", "fuse_weight_grad", "max_memory",
-    "autotune", "max_samples",
+    "max_samples",
 )  # fmt: skip
 
 

@@ -55,7 +55,6 @@ class PerSampleCallback(Callback):
             their norms anyway (convolutions, long sequences), which spares autograd's own product. It changes the order
             in which captured steps sum ``.grad``, and so the last digits: this alone of all options touches training.
         max_memory: bytes that the temporaries of one kernel of the engine "expanded" may take, see `expanded_weights`.
-        autotune: measure which kernels are fastest at the first captured step, see `expanded_weights`.
         max_samples: the most samples of a batch that values are computed for; of a larger one, a random choice of so
             many, another one each time and the same in every run, drawn without the global random numbers. The record's
             `samples` says which; it saves the engine's work on the others. None is all.
@@ -88,7 +87,6 @@ class PerSampleCallback(Callback):
         verify: bool = False,
         fuse_weight_grad: bool = False,
         max_memory: int | None = None,
-        autotune: bool = False,
         max_samples: int | None = None,
     ) -> None:
         super().__init__()
@@ -111,7 +109,6 @@ class PerSampleCallback(Callback):
         check_option("fuse_weight_grad", fuse_weight_grad, isinstance(fuse_weight_grad, bool), "True or False")
         check_option("max_memory", max_memory, is_none_or_int(max_memory, 1), "None or an int >= 1")
         check_option("max_samples", max_samples, is_none_or_int(max_samples, 1), "None or an int >= 1")
-        check_option("autotune", autotune, autotune in (True, False), "True or False")
         if engine != "expanded":
             why = f"with engine={engine!r}, which runs the samples alone"
             check_option("unsupported", unsupported, unsupported != "vmap", f"'warn' or 'error' {why}")
@@ -130,7 +127,6 @@ class PerSampleCallback(Callback):
         self.verify = verify
         self.fuse_weight_grad = fuse_weight_grad
         self.max_memory = max_memory
-        self.autotune = bool(autotune)
         self.max_samples = max_samples
         self._shared: SharedCapture | None = None
         self._indices: BatchIndices | None = None
@@ -203,7 +199,7 @@ class PerSampleCallback(Callback):
     def _settings(self) -> dict[str, Any]:
         names = (
             "every_n_steps", "loss_reduction", "batch_dim", "batch_size", "sample_index", "unsupported", "engine",
-            "verify", "fuse_weight_grad", "max_memory", "autotune", "max_samples",
+            "verify", "fuse_weight_grad", "max_memory", "max_samples",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 

@@ -105,7 +105,6 @@ class PerSampleGradientMonitor(PerSampleCallback):
         verify: check the values on the first captured batch, see `PerSampleCallback`.
         fuse_weight_grad: form gradients once for norms and training, see `PerSampleCallback`.
         max_memory: bytes that the temporaries of one kernel may take, see `PerSampleCallback`.
-        autotune: measure which kernels are fastest, see `PerSampleCallback`.
         prefix: what the logged names start with.
         prog_bar: show ``<prefix>/norm_mean`` in the progress bar, where it is called ``norm_mean``, or ``norm_mean_0``
             and so on with several optimizers; of several monitors all but the first show theirs with their prefix.
@@ -134,7 +133,6 @@ class PerSampleGradientMonitor(PerSampleCallback):
         verify: bool = False,
         fuse_weight_grad: bool = False,
         max_memory: int | None = None,
-        autotune: bool = False,
         prefix: str = "per_sample_grad",
         prog_bar: bool = False,
         worst_samples: int | None = None,
@@ -150,7 +148,6 @@ class PerSampleGradientMonitor(PerSampleCallback):
             verify=verify,
             fuse_weight_grad=fuse_weight_grad,
             max_memory=max_memory,
-            autotune=autotune,
             max_samples=max_samples,
         )
         check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")

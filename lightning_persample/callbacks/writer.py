@@ -83,7 +83,6 @@ class PerSampleGradientWriter(PerSampleCallback):
         verify: check the values on the first captured batch, see `PerSampleCallback`.
         fuse_weight_grad: form gradients once for norms and training, see `PerSampleCallback`.
         max_memory: bytes that the temporaries of one kernel may take, see `PerSampleCallback`.
-        autotune: measure which kernels are fastest, see `PerSampleCallback`.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -110,7 +109,6 @@ class PerSampleGradientWriter(PerSampleCallback):
         verify: bool = False,
         fuse_weight_grad: bool = False,
         max_memory: int | None = None,
-        autotune: bool = False,
     ) -> None:
         super().__init__(
             every_n_steps,
@@ -123,7 +121,6 @@ class PerSampleGradientWriter(PerSampleCallback):
             verify=verify,
             fuse_weight_grad=fuse_weight_grad,
             max_memory=max_memory,
-            autotune=autotune,
             max_samples=max_samples,
         )
         check_option("dirpath", dirpath, is_path(dirpath), "the path of a folder")

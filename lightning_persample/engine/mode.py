@@ -46,7 +46,6 @@ def expanded_weights(
     unsupported: Literal["warn", "error", "ignore"] = "warn",
     fuse_weight_grad: bool = False,
     max_memory: int | None = None,
-    autotune: bool = False,
     samples: Tensor | None = None,
 ) -> Capture:
     """Let every trainable parameter behave as if it had one copy per sample, in forward and backward in this context.
@@ -79,8 +78,6 @@ def expanded_weights(
             from that of a run without it in the last digits, as the order of the sums is another.
         max_memory: bytes that the temporaries of one kernel may take; the batch is cut into parts that fit. None takes
             as much as the layer at hand holds in any case, within bounds.
-        autotune: measure all kernels on the first data of each shape, and stay with the fastest in this process, rather
-            than choose by operation count. No value depends on it but for its last bits.
         samples: the samples that values are computed for, by place in the batch, (m,) int64; None is all. The rest of
             the batch then costs nothing; not together with `fuse_weight_grad`, which needs all.
 
@@ -99,7 +96,6 @@ def expanded_weights(
         unsupported=unsupported,
         fuse_weight_grad=fuse_weight_grad,
         max_memory=max_memory,
-        autotune=autotune,
         samples=samples,
     )
 
@@ -128,13 +124,12 @@ class Capture:
         unsupported: Literal["warn", "error", "ignore"] = "warn",
         fuse_weight_grad: bool = False,
         max_memory: int | None = None,
-        autotune: bool = False,
         samples: Tensor | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise OptionError(f"module is {module!r}; allowed is an instance of torch.nn.Module")
         check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
-        check_kernel_options(max_memory, autotune, fuse_weight_grad)
+        check_kernel_options(max_memory, fuse_weight_grad)
         tensors = list(batch_tensors(batch))
         self.batch_size = read_batch_size(tensors, batch_dim) if batch_size is None else batch_size
         check_samples(samples, self.batch_size)
@@ -151,7 +146,7 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         keep = bool(self._quantities - {"sq_norm"})
         self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, buffers, fuse_weight_grad)
-        self._dispatcher.kernel_options = KernelOptions(max_memory, autotune)
+        self._dispatcher.kernel_options = KernelOptions(max_memory)
         self._dispatcher.samples = samples
         self._dispatcher.accepting = False  # a backward that is not seen (of another thread) belongs to no record
         for path, tensor in tensors:

@@ -19,12 +19,11 @@ def is_int(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def check_kernel_options(max_memory: object, autotune: object, fuse_weight_grad: object) -> None:
+def check_kernel_options(max_memory: object, fuse_weight_grad: object) -> None:
     """Refuse values of the kernels' options that are not allowed.
 
     Args:
         max_memory: None or bytes.
-        autotune: a bool.
         fuse_weight_grad: a bool.
 
     Raises:
@@ -32,9 +31,8 @@ def check_kernel_options(max_memory: object, autotune: object, fuse_weight_grad:
     """
     if max_memory is not None and not is_int(max_memory, 1):
         raise OptionError(f"max_memory is {max_memory!r}; allowed is None or an integer of at least 1, in bytes")
-    for name, value in (("autotune", autotune), ("fuse_weight_grad", fuse_weight_grad)):
-        if not isinstance(value, bool):
-            raise OptionError(f"{name} is {value!r}; allowed are True and False")
+    if not isinstance(fuse_weight_grad, bool):
+        raise OptionError(f"fuse_weight_grad is {fuse_weight_grad!r}; allowed are True and False")
 
 
 def check_samples(samples: object, batch_size: int) -> None:

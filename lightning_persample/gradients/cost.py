@@ -32,7 +32,6 @@ __all__ = [
     "forming_kernel",
     "halved",
     "halved_memory_budget",
-    "likely_outer_kernels",
     "memory_budget",
     "outer_forms_gradients",
     "outer_inner_kernel",
@@ -68,7 +67,6 @@ _GROUPED_OUTPUT = 100  # the same for the result of a grouped convolution's weig
 _KEPT = 90  # one number of the gradient, written to memory of its own
 _SUMMED = 24  # one number of a gradient added to the sum over the samples
 _FULL_COLUMNS = 32  # a matrix product with fewer columns takes as long as with this many
-_HOPELESS = 30  # how many times the multiply-adds of the cheapest kernel are too many for one to be the fastest
 _FULL_CHANNELS = 16  # a convolution with fewer channels takes as long as with this many
 
 
@@ -184,31 +182,11 @@ def outer_inner_kernel(positions: int, other_positions: int, rows: int, columns:
     Returns:
         "gram" (T S (p + d)) or "direct" ((T + S) p d / 2, the mean, so that a squared norm needs one of the two).
     """
-    return likely_outer_kernels(positions, other_positions, rows, columns)[0]
-
-
-def likely_outer_kernels(positions: int, other_positions: int, rows: int, columns: int) -> list[MatrixKernel]:
-    """The kernels of `outer_inner_kernel` that may be the fastest: only to measure the other might take hours.
-
-    Example:
-        >>> likely_outer_kernels(64, 64, 32, 32), likely_outer_kernels(100_000, 100_000, 4, 4)
-        (['direct', 'gram'], ['direct'])
-
-    Args:
-        positions: T, the number of terms of the one.
-        other_positions: S, the number of terms of the other.
-        rows: p.
-        columns: d.
-
-    Returns:
-        One or both, the cheaper one first.
-    """
     costs: dict[MatrixKernel, int] = {
         "direct": rows * columns * ((positions + other_positions) // 2 + _ELEMENTWISE),
         "gram": positions * other_positions * (rows + columns + _ELEMENTWISE),
     }
-    cheapest = min(costs.values())
-    return sorted((kernel for kernel in costs if costs[kernel] <= _HOPELESS * cheapest), key=costs.__getitem__)
+    return min(costs, key=lambda kernel: costs[kernel])
 
 
 def outer_forms_gradients(positions: int, rows: int, columns: int) -> bool:

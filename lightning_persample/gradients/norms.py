@@ -15,9 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients.autotune import fastest
-from lightning_persample.gradients.cost import MatrixKernel, chunks, fits, likely_outer_kernels, memory_budget
-from lightning_persample.gradients.options import current_options
+from lightning_persample.gradients.cost import MatrixKernel, chunks, fits, memory_budget, outer_inner_kernel
 from lightning_persample.gradients.precision import accumulation_dtype
 
 __all__ = [
@@ -272,12 +270,7 @@ def outer_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Te
         "gram": partial(outer_gram_inner, *terms),
         "direct": partial(_outer_direct_inner, *terms),
     }
-    likely = likely_outer_kernels(left.shape[1], other_left.shape[1], left.shape[2], right.shape[2])
-    name = likely[0]
-    if current_options().autotune and left.shape[0]:
-        work = "outer inner", tuple((term.shape, term.dtype) for term in terms), memory_budget(left.device)
-        name = fastest(work, {kernel: kernels[kernel] for kernel in likely}, left.device)
-    return kernels[name]()
+    return kernels[outer_inner_kernel(left.shape[1], other_left.shape[1], left.shape[2], right.shape[2])]()
 
 
 def _outer_direct_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a caller asks of the kernels: how much memory they may take, and whether to measure which one is fastest."""
+"""What a caller asks of the kernels: how much memory they may take."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ class KernelOptions:
         max_memory: bytes that the temporaries of one kernel may take; None leaves it to
             `lightning_persample.gradients.cost.memory_budget`. One sample's, or one row's where rows can be told
             apart, are taken in any case.
-        autotune: measure every kernel that fits the memory when shapes come for the first time, and stay with the
-            fastest, rather than choosing by operation count.
 
     Raises:
         ValueError: when max_memory is less than one byte.
     """
 
     max_memory: int | None = None
-    autotune: bool = False
 
     def __post_init__(self) -> None:
         if self.max_memory is not None and self.max_memory < 1:

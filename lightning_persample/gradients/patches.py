@@ -7,46 +7,25 @@ input under the kernel at output position t.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients.autotune import fastest
 from lightning_persample.gradients.cost import (
     PatchKernel,
     PatchSizes,
     chunks,
     fits,
     forming_kernel,
-    memory_budget,
     patch_kernel,
 )
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.norms import dense_sq_norm, sum_and_trace, zeros
-from lightning_persample.gradients.options import current_options, kernel_options
 from lightning_persample.gradients.patch_kernels import DENSE, GRAM, Rows, layer_products
 from lightning_persample.gradients.precision import accumulation_dtype, suspect, wide_dtype
 
 __all__ = ["patches_dense", "patches_sq_norm", "patches_sq_norm_and_sum", "patches_terms_sq_norm"]
-
-
-def _choose(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, sizes: PatchSizes, dense: bool) -> PatchKernel:
-    likely = patch_kernel(sizes, dense=dense)
-    if not current_options().autotune:
-        return likely
-    budget = memory_budget(inputs.device)
-    fitting = [
-        kernel
-        for kernel in (DENSE if dense else DENSE | GRAM)
-        if kernel == likely or _bytes_each(kernel, sizes, dense) <= budget
-    ]
-    run = _dense_by if dense else _squares_by
-    work = ("patches", dense, grad_out.shape, inputs.shape, grad_out.dtype, inputs.dtype, geometry, budget)
-    return fastest(
-        work, {kernel: partial(run, kernel, grad_out, inputs, geometry, sizes) for kernel in fitting}, inputs.device
-    )
 
 
 @lru_cache(4096)
@@ -91,7 +70,7 @@ def patches_dense(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> 
     if not (grad_out.numel() and inputs.numel()):
         return torch.zeros(size, dtype=dtype, device=inputs.device)
     sizes = whole.sizes(dtype)
-    return _dense_by(_choose(grad_out, inputs, geometry, sizes, True), grad_out, inputs, geometry, sizes)
+    return _dense_by(patch_kernel(sizes, dense=True), grad_out, inputs, geometry, sizes)
 
 
 def _dense_by(
@@ -126,13 +105,12 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -
     if not (grad_out.numel() and inputs.numel()):
         return zeros(inputs, dtype)
     sizes = Rows(grad_out, inputs, geometry).sizes(dtype)
-    kernel = _choose(grad_out, inputs, geometry, sizes, False)
+    kernel = patch_kernel(sizes, dense=False)
     value, scale = _squares_by(kernel, grad_out, inputs, geometry, sizes)
     again = None if scale is None else suspect(value, scale, grad_out)
     if again is not None:
         wide = wide_dtype(value)
-        with kernel_options(replace(current_options(), autotune=False)):  # each batch has another number of them
-            dense = patches_dense(grad_out[again].to(wide), inputs[again].to(wide), geometry)
+        dense = patches_dense(grad_out[again].to(wide), inputs[again].to(wide), geometry)
         value[again] = dense_sq_norm(dense).to(value.dtype)
     return value
 

@@ -5,17 +5,14 @@ A rule returns one of these structures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_persample.gradients import dots, indexed, norms, precision, projected
-from lightning_persample.gradients.autotune import fastest
-from lightning_persample.gradients.cost import MatrixKernel, likely_outer_kernels, memory_budget, outer_kernel
+from lightning_persample.gradients.cost import MatrixKernel, outer_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
-from lightning_persample.gradients.options import current_options
 from lightning_persample.gradients.patches import patches_dense, patches_sq_norm, patches_terms_sq_norm
 from lightning_persample.gradients.projection import Factors
 from lightning_persample.gradients.sample_gradient import SampleGradient
@@ -118,16 +115,7 @@ class Outer(SampleGradient):
         return value
 
     def _kernel(self) -> MatrixKernel:
-        left, right = self.left, self.right
-        if not current_options().autotune or not self.batch_size:
-            return outer_kernel(left.shape[1], *self.shape)
-        work = ("outer", left.shape, right.shape, left.dtype, right.dtype, memory_budget(left.device))
-        kernels: dict[MatrixKernel, Callable[[], object]] = {
-            "gram": lambda: norms.outer_gram_sq_norm(left, right),
-            "direct": lambda: norms.outer_direct_sq_norm(left, right),
-        }
-        likely = likely_outer_kernels(left.shape[1], left.shape[1], *self.shape)
-        return fastest(work, {kernel: kernels[kernel] for kernel in likely}, left.device)
+        return outer_kernel(self.left.shape[1], *self.shape)
 
     def _terms_sq_norm(self) -> Tensor:
         return norms.outer_terms_sq_norm(self.left, self.right)

@@ -41,7 +41,6 @@ EXPANDED = {
     "verify": False,
     "fuse_weight_grad": True,
     "max_memory": 2**20,
-    "autotune": True,
     "per_layer": 1,
     "quantiles": [0.25, 0.5],
     "statistics": ["diversity", "cosine_to_mean"],

@@ -51,8 +51,6 @@ BASE += [
     ("max_memory", 0, NONE_OR_POSITIVE),
     ("max_memory", True, NONE_OR_POSITIVE),
     ("max_memory", 2.0**20, NONE_OR_POSITIVE),
-    ("autotune", "yes", "True or False"),
-    ("autotune", None, "True or False"),
 ]
 MONITOR = [
     ("per_layer", 0, NONE_OR_POSITIVE),
@@ -112,7 +110,6 @@ def test_allowed_values_are_kept():
         {"verify": True},
         {"fuse_weight_grad": True},
         {"max_memory": 2**20},
-        {"autotune": True},
         {"prefix": "other"},
         {"prog_bar": True},
         {"histogram": True},
@@ -157,7 +154,6 @@ def test_callbacks_with_state_need_different_settings():
         ("sample_index", (None, len), ("None", "<built-in function len>")),
         ("engine", ("expanded", "loop"), ("'expanded'", "'loop'")),
         ("max_memory", (None, 4096), ("None", "4096")),
-        ("autotune", (False, True), ("False", "True")),
     ],
 )
 def test_callbacks_that_disagree_on_the_capture_raise_at_the_start_of_the_fit(option, values, shown):
@@ -197,21 +193,20 @@ class Untrained(LightningModule):
     pass
 
 
-def test_memory_and_measuring_reach_the_capture_and_leave_the_values(monkeypatch):
+def test_memory_reaches_the_capture_and_leave_the_values(monkeypatch):
     taken = []
 
     def recording(*args, **options):
-        taken.append((options["max_memory"], options["autotune"]))
+        taken.append(options["max_memory"])
         return expanded_weights(*args, **options)
 
     monkeypatch.setattr(_observed_step, "expanded_weights", recording)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     norms = []
-    for options in ({}, {"max_memory": 64}, {"autotune": True}):
+    for options in ({}, {"max_memory": 64}):
         recorder = Recorder(1, **options)
         fit(Classifier(copy.deepcopy(network)), [recorder])
         norms.append(torch.cat([record.norms() for record in recorder.records]))
-    assert list(dict.fromkeys(taken)) == [(None, False), (64, False), (None, True)]
+    assert list(dict.fromkeys(taken)) == [None, 64]
     torch.testing.assert_close(norms[1], norms[0])
-    torch.testing.assert_close(norms[2], norms[0])

@@ -1,4 +1,4 @@
-"""`max_memory` and `autotune` reach the kernels, in whatever thread the backward runs, and change no value."""
+"""`max_memory` reaches the kernels, in whatever thread the backward runs, and changes no value."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_persample import expanded_weights
-from lightning_persample.gradients import KernelOptions, autotune, patches
+from lightning_persample.gradients import KernelOptions, patches
 from lightning_persample.gradients.options import current_options
 from tests.engine.reference import assert_exact
 
-OPTIONS: list[dict[str, Any]] = [{"max_memory": 1}, {"max_memory": 3000}, {"autotune": True}]
+OPTIONS: list[dict[str, Any]] = [{"max_memory": 1}, {"max_memory": 3000}]
 CHOOSE = patches.patch_kernel
 
 
@@ -37,7 +37,6 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_values_are_the_same(options: dict[str, Any]) -> None:
-    autotune.forget_measurements()
     module, index = Shared().double(), torch.randint(0, 6, (5, 9))
     target = torch.randint(0, 6, (5, 9))
     assert_exact(module, lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y), (index, target), **options)

@@ -24,7 +24,6 @@ BAD_OPTIONS = {
     "quantities": ("sq_norm", "quantities is 'sq_norm'; allowed is a collection such as ('sq_norm', 'grad_sample')"),
     "unsupported": ("raise", "unsupported is 'raise'; allowed are 'warn', 'error' and 'ignore'"),
     "max_memory": (0, "max_memory is 0; allowed is None or an integer of at least 1, in bytes"),
-    "autotune": ("yes", "autotune is 'yes'; allowed are True and False"),
 }
 
 B = 5

@@ -1,9 +1,9 @@
-"""Every kernel against one sample at a time in float64, whole and in small parts, and the choice by measuring."""
+"""Every kernel against one sample at a time in float64, whole and in small parts."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from lightning_persample.gradients import (
     Patches,
     PatchGeometry,
     Sum,
-    autotune,
     indexed,
     kernel_options,
     norms,
@@ -50,13 +49,6 @@ ODD = {
 }
 EVERY = GEOMETRIES | ODD
 MEMORY = {"whole": None, "few-samples": 6000, "rows-of-one-sample": 1}
-
-
-@pytest.fixture(autouse=True)
-def nothing_measured() -> Iterator[None]:
-    autotune.forget_measurements()
-    yield
-    autotune.forget_measurements()
 
 
 def in_layout(tensor: Tensor, layout: str) -> Tensor:
@@ -253,104 +245,33 @@ def test_parts_are_of_one_size_and_keep_all_threads_busy(
     assert limit < 4 or lengths[0] % 4 == 0
 
 
-def candidates(calls: list[str], seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """Ways that take this long by a clock of their own, and note that they ran."""
-    now = 0.0
-
-    def run(name: str) -> None:
-        nonlocal now
-        calls.append(name)
-        now += seconds[name]
-
-    monkeypatch.setattr(autotune.time, "perf_counter", lambda: now)
-    return {name: lambda name=name: run(name) for name in seconds}
-
-
-def test_the_fastest_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    ways = candidates(calls, {"slow": 3.0, "fast": 1.0, "other": 2.0}, monkeypatch)
-    assert autotune.fastest("work", ways, CPU) == "fast"
-    assert {name: calls.count(name) for name in ways} == dict.fromkeys(ways, 1 + autotune._REPEATS)
-    assert autotune.fastest("work", ways, CPU) == "fast"
-    assert len(calls) == 3 * (1 + autotune._REPEATS)
-    assert autotune.fastest("other work", {"slow": ways["slow"]}, CPU) == "slow"  # nothing to choose
-    assert len(calls) == 3 * (1 + autotune._REPEATS)
-
-
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "_MOST", 3)
-    ways = candidates([], {"slow": 2.0, "fast": 1.0}, monkeypatch)
-    for work in range(10):
-        autotune.fastest(work, ways, CPU)
-    assert [work for work, _ in autotune._known] == [7, 8, 9]
-
-
 @pytest.mark.parametrize("memory", [None, 20_000])
-@pytest.mark.parametrize("winner", KERNELS)
-def test_whichever_convolution_kernel_wins_is_exact(
-    winner: str, memory: int | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_convolution_kernel_is_exact_where_terms_cancel(
+    kernel: PatchKernel, memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[set[str]] = []
-
-    def fastest(work: object, ways: dict[str, Callable[[], object]], device: torch.device) -> str:
-        seen.append(set(ways))
-        return winner if winner in ways else next(iter(ways))
-
-    monkeypatch.setattr(patches, "fastest", fastest)
-    gradient, expected = GEOMETRIES["2d"].build(torch.float64)
+    monkeypatch.setattr(
+        patches, "patch_kernel", lambda sizes, *, dense: "unfolded" if dense and kernel in GRAM else kernel
+    )
+    gradient, _ = GEOMETRIES["2d"].build(torch.float64)
     cancelling = Patches(
         torch.cat([gradient.grad_out, -gradient.grad_out], 1), gradient.input.repeat(1, 2, 1, 1, 1), gradient.geometry
     )
-    with kernel_options(KernelOptions(memory, autotune=True)):
-        assert_close(gradient.sq_norm(), sq_norm(expected))
-        assert_close(gradient.dense(), expected)
+    with kernel_options(KernelOptions(memory)):
         assert torch.all(cancelling.sq_norm() <= 1e-25)
-    assert seen[0] == set(KERNELS) - (set() if memory is None else GRAM)  # what does not fit is not tried
-    assert seen[1] == {"unfolded", "layers", "grouped"}
 
 
-@pytest.mark.parametrize("winner", ["gram", "direct"])
-def test_whichever_matrix_kernel_wins_is_exact(winner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("structure", "norms"):
-        monkeypatch.setattr(f"lightning_persample.gradients.{module}.fastest", lambda *_: winner)
+@pytest.mark.parametrize("kernel", ["gram", "direct"])
+def test_every_matrix_kernel_is_exact(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_persample.gradients.structure.outer_kernel", lambda *_: kernel)
+    monkeypatch.setattr("lightning_persample.gradients.norms.outer_inner_kernel", lambda *_: kernel)
     left, right = torch.randn(3, 6, 5), torch.randn(3, 6, 7)
     expected = torch.einsum("btp,btd->bpd", left, right)
     one, other = Outer(left, right), Outer(right[:, :2, :5], right[:, :2])
     cancelling = Outer(torch.cat([left, -left], 1), torch.cat([right, right], 1))
-    with kernel_options(KernelOptions(autotune=True)):
-        assert_close(one.sq_norm(), sq_norm(expected))
-        assert_close(one.inner(other), inner(expected, other.dense()))
-        assert torch.all(cancelling.sq_norm() <= 1e-8)
-
-
-def test_measured_for_real_all_are_exact_and_each_shape_is_measured_once() -> None:
-    with kernel_options(KernelOptions(autotune=True)):
-        for name, convolution in EVERY.items():
-            gradient, expected = convolution.build(torch.float64)
-            for _ in range(2):
-                assert_close(gradient.sq_norm(), sq_norm(expected))
-                assert_close(gradient.dense(), expected)
-            assert Patches(gradient.grad_out[:0], gradient.input[:0], gradient.geometry).sq_norm().shape == (0,), name
-        outer = Outer(torch.randn(3, 4, 5), torch.randn(3, 4, 6))
-        known = len(autotune._known)
-        for _ in range(2):
-            assert_close(outer.sq_norm(), sq_norm(outer.dense()))
-            assert_close(outer.inner(outer), sq_norm(outer.dense()))
-        assert outer.samples(0, 0).sq_norm().shape == (0,)
-        assert len(autotune._known) == known + 2
-
-
-def test_a_kernel_that_would_take_far_longer_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("the Gram matrices of 20000 positions were computed")
-
-    for name in ("outer_gram_sq_norm", "outer_gram_inner"):
-        monkeypatch.setattr(f"lightning_persample.gradients.norms.{name}", never)
-    left, right = torch.randn(2, 20_000, 3), torch.randn(2, 20_000, 4)
-    long, expected = Outer(left, right), torch.stack([a.T @ b for a, b in zip(left, right, strict=True)])
-    with kernel_options(KernelOptions(autotune=True)):
-        torch.testing.assert_close(long.sq_norm(), expected.square().sum((1, 2)))
-        torch.testing.assert_close(long.inner(long), expected.square().sum((1, 2)))
+    assert_close(one.sq_norm(), sq_norm(expected))
+    assert_close(one.inner(other), inner(expected, other.dense()))
+    assert torch.all(cancelling.sq_norm() <= 1e-8)
 
 
 @pytest.mark.parametrize(("width", "expected"), [(8, LEAST_MEMORY_BUDGET), (1000, None), (5000, CPU_MEMORY_BUDGET)])
