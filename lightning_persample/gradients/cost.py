@@ -71,17 +71,10 @@ _FULL_CHANNELS = 16  # a convolution with fewer channels takes as long as with t
 
 
 def memory_budget(device: torch.device) -> int:
-    """Bytes that the temporaries of one kernel may take on `device`.
-
-    Where the caller sets no limit, it is what the use at hand holds in any case (its input, output gradient, weight and
-    weight gradient), within bounds: the peak of a step, where all activations live, then grows by one layer's part.
-
-    Args:
-        device: where the temporaries live.
-
-    Returns:
-        Bytes, at least 1.
-    """
+    """Bytes that the temporaries of one kernel may take on `device`."""
+    # Where the caller sets no limit, it is what the use at hand holds in any case (its input, output gradient, weight
+    # and weight gradient), within bounds: the peak of a step, where all activations live, then grows by one layer's
+    # part.
     limit = current_options().max_memory
     if limit is not None:
         return halved(limit)
@@ -104,14 +97,7 @@ def halved(budget: int) -> int:
 
 @contextmanager
 def halved_memory_budget(times: int) -> Iterator[None]:
-    """Within this context, kernels take that many halves of their memory budget, in this thread.
-
-    Args:
-        times: how often to halve it.
-
-    Yields:
-        Nothing.
-    """
+    """Within this context, kernels take that many halves of their memory budget, in this thread."""
     before = _HALVINGS.set(times)
     try:
         yield
@@ -171,17 +157,7 @@ def outer_kernel(positions: int, rows: int, columns: int) -> MatrixKernel:
 
 
 def outer_inner_kernel(positions: int, other_positions: int, rows: int, columns: int) -> MatrixKernel:
-    """The cheaper way to the inner product of two sums of outer products, with T and S terms.
-
-    Args:
-        positions: T, the number of terms of the one.
-        other_positions: S, the number of terms of the other.
-        rows: p.
-        columns: d.
-
-    Returns:
-        "gram" (T S (p + d)) or "direct" ((T + S) p d / 2, the mean, so that a squared norm needs one of the two).
-    """
+    """The cheaper way to the inner product of two sums of outer products, with T and S terms."""
     costs: dict[MatrixKernel, int] = {
         "direct": rows * columns * ((positions + other_positions) // 2 + _ELEMENTWISE),
         "gram": positions * other_positions * (rows + columns + _ELEMENTWISE),
@@ -190,16 +166,7 @@ def outer_inner_kernel(positions: int, other_positions: int, rows: int, columns:
 
 
 def outer_forms_gradients(positions: int, rows: int, columns: int) -> bool:
-    """Whether forming each sum_t left[t] (x) right[t] costs less than its squared norm and the sum over samples apart.
-
-    Args:
-        positions: T, the number of terms.
-        rows: p, the size of left[t].
-        columns: d, the size of right[t].
-
-    Returns:
-        True where T p d, squares and sums beat the cheapest squared norm and another T p d.
-    """
+    """Whether forming each sum_t left[t] (x) right[t] costs less than its squared norm and their sum apart."""
     products = positions * rows * columns
     formed = products + (_ELEMENTWISE + _SUMMED) * rows * columns
     if positions == 1:
@@ -341,14 +308,7 @@ def _cheapest_forming(sizes: PatchSizes, budget: int) -> PatchKernel:
 
 
 def patches_form_gradients(sizes: PatchSizes) -> bool:
-    """Whether forming each weight gradient costs less than its squared norm and the sum over the samples apart.
-
-    Args:
-        sizes: of the convolution.
-
-    Returns:
-        True where the cheapest kernel that forms it and a sum beat the cheapest squared norm and one product more.
-    """
+    """Whether forming each weight gradient costs less than its squared norm and the sum over the samples apart."""
     return _forming_is_cheaper(sizes, memory_budget(sizes.device))
 
 

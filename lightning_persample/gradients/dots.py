@@ -66,17 +66,8 @@ def indexed_dot(index: Tensor, right: Tensor, vector: Tensor) -> Tensor:
 
 
 def convolved(inputs: Tensor, kernel: Tensor, geometry: PatchGeometry, out_size: tuple[int, ...]) -> Tensor:
-    """The convolution of inputs by a kernel, at the positions of the output.
-
-    Args:
-        inputs: (n, C, *in).
-        kernel: (O, C/groups, *kernel), O any number for each group.
-        geometry: where the patches lie.
-        out_size: number of output positions along each spatial axis.
-
-    Returns:
-        (n, O, *out_size).
-    """
+    """The convolution of inputs by a kernel, at the positions of the output."""
+    # inputs (n, C, *in), kernel (O, C/groups, *kernel) -> (n, O, *out_size)
     padding = tuple(before for before, _ in geometry.padding)
     if any(before != after for before, after in geometry.padding):
         inputs = F.pad(inputs, [number for pair in reversed(geometry.padding) for number in pair])
@@ -90,19 +81,9 @@ def convolved(inputs: Tensor, kernel: Tensor, geometry: PatchGeometry, out_size:
 
 
 def patches_dot(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, vector: Tensor) -> Tensor:
-    """Of sum_kt grad_out[b, k, :, t] (x) patch[b, k, t] with vector (O, C/groups, *kernel): (B,).
-
-    That is the convolution of the inputs by the vector, at the positions of the output, with grad_out.
-
-    Args:
-        grad_out: (B, k, O, *out).
-        inputs: (B, k, C, *in).
-        geometry: where the patches lie.
-        vector: (O, C/groups, *kernel).
-
-    Returns:
-        (B,).
-    """
+    """Of sum_kt grad_out[b, k, :, t] (x) patch[b, k, t] with vector (O, C/groups, *kernel): (B,)."""
+    # grad_out (B, k, O, *out), inputs (B, k, C, *in), vector (O, C/groups, *kernel) -> (B,)
+    # That is the convolution of the inputs by the vector, at the positions of the output, with grad_out.
     dtype = accumulation_dtype(grad_out, inputs, vector)
     kernel = vector.to(dtype).conj().resolve_conj()
     bytes_each = 2 * (grad_out[:1].numel() + inputs[:1].numel()) * dtype.itemsize if grad_out.shape[0] else 0

@@ -95,15 +95,8 @@ def sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
 
 
 def outer_sq_norm_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The squared norms of sum_t left[t] (x) right[t] and the sum over the samples, in one piece of memory.
-
-    Args:
-        left: (B, T, p).
-        right: (B, T, d).
-
-    Returns:
-        (B,) and (p, d).
-    """
+    """The squared norms of sum_t left[t] (x) right[t] and the sum over the samples, in one piece of memory."""
+    # left (B, T, p), right (B, T, d) -> (B,) and (p, d)
     dtype = accumulation_dtype(left, right)
     (B, _, p), d = left.shape, right.shape[2]
     bytes_formed, on_cpu = B * p * d * dtype.itemsize, left.device.type == "cpu"

@@ -26,14 +26,9 @@ __all__ = ["dense_indexed_inner", "indexed_dense", "indexed_inner", "indexed_out
 
 
 def _number_groups(index: Tensor) -> Tensor:
-    """Number the distinct indices of all samples: (b, T) int64 to (b, T) in range(b T).
-
-    Two positions get the same number if and only if sample and index are equal. The work does not depend on how many
-    numbers there are, so that an accelerator need not wait for the count.
-
-    Returns:
-        (b, T) int64.
-    """
+    """Number the distinct indices of all samples: (b, T) int64 to (b, T) in range(b T)."""
+    # Two positions get the same number if and only if sample and index are equal. The work does not depend on how many
+    # numbers there are, so that an accelerator need not wait for the count.
     ordered, order = index.sort(dim=1)
     rank = F.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
     first = torch.arange(index.shape[0], device=index.device).unsqueeze(1) * index.shape[1]
@@ -47,31 +42,15 @@ def _add_groups(group: Tensor, right: Tensor, num_groups: int) -> Tensor:
 
 
 def indexed_dense(index: Tensor, right: Tensor, num_rows: int) -> Tensor:
-    """sum_t onehot(index[t]) (x) right[t].
-
-    Args:
-        index: (B, T) int64.
-        right: (B, T, d).
-        num_rows: V.
-
-    Returns:
-        (B, V, d).
-    """
+    """sum_t onehot(index[t]) (x) right[t]; index (B, T), right (B, T, d) -> (B, V, d)."""
     first = torch.arange(index.shape[0], device=index.device).unsqueeze(1) * num_rows
     rows = right.to(accumulation_dtype(right))
     return _add_groups(index + first, rows, index.shape[0] * num_rows).view(-1, num_rows, right.shape[2])
 
 
 def indexed_sq_norm(index: Tensor, right: Tensor) -> Tensor:
-    """|sum_t onehot(index[t]) (x) right[t]|^2 in O(T d): what has the same index adds up before it is squared.
-
-    Args:
-        index: (B, T) int64.
-        right: (B, T, d).
-
-    Returns:
-        (B,).
-    """
+    """|sum_t onehot(index[t]) (x) right[t]|^2 in O(T d): what has the same index adds up before it is squared."""
+    # index (B, T), right (B, T, d) -> (B,)
     dtype = accumulation_dtype(right)
     squares = _squares_by_repeats if right.device.type == "cpu" else _squares_by_groups
     # There are at most half as many sums as rows.
@@ -99,17 +78,8 @@ def _squares_by_repeats(index: Tensor, right: Tensor) -> Tensor:
 
 
 def indexed_inner(index: Tensor, right: Tensor, other_index: Tensor, other_right: Tensor) -> Tensor:
-    """Inner product of two sums of onehot(index[t]) (x) right[t] in O((T + S) d).
-
-    Args:
-        index: (B, T) int64.
-        right: (B, T, d).
-        other_index: (B, S) int64.
-        other_right: (B, S, d).
-
-    Returns:
-        (B,).
-    """
+    """Inner product of two sums of onehot(index[t]) (x) right[t] in O((T + S) d)."""
+    # index (B, T), right (B, T, d), other_index (B, S), other_right (B, S, d) -> (B,)
     dtype = accumulation_dtype(right, other_right)
     T = right.shape[1]
     result = zeros(right, dtype)
@@ -123,17 +93,8 @@ def indexed_inner(index: Tensor, right: Tensor, other_index: Tensor, other_right
 
 
 def indexed_outer_inner(index: Tensor, right: Tensor, left: Tensor, outer_right: Tensor) -> Tensor:
-    """sum_st left[t, index[s]] (right[s] . outer_right[t]), so that no (V, d) matrix is built.
-
-    Args:
-        index: (B, S) int64.
-        right: (B, S, d).
-        left: (B, T, V).
-        outer_right: (B, T, d).
-
-    Returns:
-        (B,).
-    """
+    """sum_st left[t, index[s]] (right[s] . outer_right[t]), so that no (V, d) matrix is built."""
+    # index (B, S), right (B, S, d), left (B, T, V), outer_right (B, T, d) -> (B,)
     dtype = accumulation_dtype(right, left, outer_right)
     S, T = right.shape[1], left.shape[1]
     result = zeros(right, dtype)
@@ -147,16 +108,7 @@ def indexed_outer_inner(index: Tensor, right: Tensor, left: Tensor, outer_right:
 
 
 def dense_indexed_inner(grad: Tensor, index: Tensor, right: Tensor) -> Tensor:
-    """sum_t grad[index[t]] . right[t]: (B,).
-
-    Args:
-        grad: (B, V, d).
-        index: (B, T) int64.
-        right: (B, T, d).
-
-    Returns:
-        (B,).
-    """
+    """sum_t grad[index[t]] . right[t]: (B,); grad (B, V, d), index (B, T), right (B, T, d) -> (B,)."""
     dtype = accumulation_dtype(grad, right)
 
     def inner(part: slice) -> Tensor:

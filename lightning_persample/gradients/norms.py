@@ -114,17 +114,7 @@ def bytes_to_widen(*tensors: Tensor, dtype: torch.dtype) -> int:
 
 
 def by_chunks(like: Tensor, dtype: torch.dtype, bytes_each: int, compute: Callable[[slice], Tensor]) -> Tensor:
-    """One number per sample, some samples at a time.
-
-    Args:
-        like: any tensor (B, ...) on the device.
-        dtype: in which the sums are taken.
-        bytes_each: bytes of temporaries for one sample.
-        compute: gives the numbers of a slice of the samples.
-
-    Returns:
-        (B,).
-    """
+    """One number per sample, some samples at a time; -> (B,)."""
     parts = [compute(part) for part in chunks(like.shape[0], bytes_each, like.device)]
     if len(parts) == 1:
         return parts[0]
@@ -157,15 +147,8 @@ def outer_terms_sq_norm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def outer_gram_sq_norm(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The squared norm of sum_t left[t] (x) right[t] from the Gram matrices of both sides.
-
-    Args:
-        left: (B, T, p).
-        right: (B, T, d).
-
-    Returns:
-        The squared norm (B,), and what it would be if the terms were orthogonal (B,).
-    """
+    """The squared norm of sum_t left[t] (x) right[t] from the Gram matrices of both sides."""
+    # left (B, T, p), right (B, T, d)
     dtype, (B, T, _) = accumulation_dtype(left, right), left.shape
     if B == 0 or not fits(3 * T * T * dtype.itemsize, left.device):
         return outer_gram_inner(left, right, left, right), outer_terms_sq_norm(left, right)
@@ -190,17 +173,8 @@ def sum_and_trace(products: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def outer_gram_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:
-    """sum_ts Re(conj(left[t]) . other_left[s] conj(right[t]) . other_right[s]).
-
-    Args:
-        left: (B, T, p).
-        right: (B, T, d).
-        other_left: (B, S, p).
-        other_right: (B, S, d).
-
-    Returns:
-        (B,).
-    """
+    """sum_ts Re(conj(left[t]) . other_left[s] conj(right[t]) . other_right[s])."""
+    # left (B, T, p), right (B, T, d), other_left (B, S, p), other_right (B, S, d) -> (B,)
     dtype = accumulation_dtype(left, right, other_left, other_right)
     (B, T), S = left.shape[:2], other_left.shape[1]
     result = zeros(left, dtype)
@@ -224,17 +198,8 @@ def outer_direct_sq_norm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def outer_parts(left: Tensor, right: Tensor, most: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Form sum_t left[t] (x) right[t] a part at a time, by few calls: on a CPU each costs as much as reading 200 KB.
-
-    Args:
-        left: (B, T, p).
-        right: (B, T, d).
-        most: bytes of one part; it is one row of one gradient at least.
-
-    Yields:
-        Which samples, which rows, and these rows of their gradients, (samples, rows, d); the next part is written over
-        them.
-    """
+    """Form sum_t left[t] (x) right[t] a part at a time, by few calls: on a CPU each costs as much as reading 200 KB."""
+    # left (B, T, p), right (B, T, d)
     dtype = accumulation_dtype(left, right)
     (B, _, p), d = left.shape, right.shape[2]
     numbers = most // dtype.itemsize
@@ -254,17 +219,8 @@ def outer_parts(left: Tensor, right: Tensor, most: int) -> Iterator[tuple[slice,
 
 
 def outer_inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> Tensor:
-    """Inner product of sum_t left[t] (x) right[t] with sum_s other_left[s] (x) other_right[s], the cheaper way.
-
-    Args:
-        left: (B, T, p).
-        right: (B, T, d).
-        other_left: (B, S, p).
-        other_right: (B, S, d).
-
-    Returns:
-        (B,).
-    """
+    """Inner product of sum_t left[t] (x) right[t] with sum_s other_left[s] (x) other_right[s], the cheaper way."""
+    # left (B, T, p), right (B, T, d), other_left (B, S, p), other_right (B, S, d) -> (B,)
     terms = left, right, other_left, other_right
     kernels: dict[MatrixKernel, Callable[[], Tensor]] = {
         "gram": partial(outer_gram_inner, *terms),
@@ -286,16 +242,8 @@ def _outer_direct_inner(left: Tensor, right: Tensor, other_left: Tensor, other_r
 
 
 def dense_outer_inner(grad: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """sum_t left[t]^T grad right[t] (conjugated as it must be): (B,).
-
-    Args:
-        grad: (B, p, d).
-        left: (B, T, p).
-        right: (B, T, d).
-
-    Returns:
-        (B,).
-    """
+    """sum_t left[t]^T grad right[t] (conjugated as it must be): (B,)."""
+    # grad (B, p, d), left (B, T, p), right (B, T, d) -> (B,)
     dtype = accumulation_dtype(grad, left, right)
     result = zeros(grad, dtype)
     each = 2 * bytes_of_sample(right, dtype) + bytes_to_widen(grad, dtype=dtype)

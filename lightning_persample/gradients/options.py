@@ -94,12 +94,5 @@ def kernel_options(options: KernelOptions) -> AbstractContextManager[None]:
 
 
 def held_by_use(count: Callable[[], int]) -> AbstractContextManager[None]:
-    """Within this context, kernels work on a use that holds so many bytes; what is nested counts as part of it.
-
-    Args:
-        count: gives the bytes of the use's input, output gradient, weight and weight gradient.
-
-    Returns:
-        The context.
-    """
+    """Within this context, kernels work on a use that holds so many bytes; what is nested counts as part of it."""
     return _Within(_use, _use.get() or _Use(count))

@@ -74,15 +74,9 @@ class Rows:
         return read.as_strided(size, stride, read.storage_offset())
 
     def layers(self) -> tuple[Tensor, list[tuple[int, slice]]]:
-        """The input with its patches written out along all spatial axes but the first, for one row per sample.
-
-        Along the first axis, an offset of the kernel then only shifts the positions: those that fall together after a
-        stride lie in one layer.
-
-        Returns:
-            Layers (b G, C K' / G, phases, positions), with K' offsets of the kernel along the other axes; and for each
-            offset along the first axis its layer and the positions in it.
-        """
+        """The input with its patches written out along all spatial axes but the first, for one row per sample."""
+        # Along the first axis, an offset of the kernel then only shifts the positions: those that fall together after a
+        # stride lie in one layer.
         geometry, first = self.geometry, self.out_size[0]
         inner, others = prod(self.out_size[1:]), geometry.kernel_size[1:]
         stride, step = geometry.stride[0], math.gcd(geometry.stride[0], geometry.dilation[0])
@@ -113,15 +107,7 @@ def _dense_unfolded(rows: Rows) -> Tensor:
 
 
 def layer_products(rows: Rows, *, transposed: bool) -> Iterator[Tensor]:
-    """The gradient's entries (b G, O/G, C K' / G) for each offset of the kernel along the first axis.
-
-    Args:
-        rows: the samples.
-        transposed: give (b G, C K' / G, O/G), which is faster: both factors of the product then lie as it reads them.
-
-    Yields:
-        One tensor for each offset.
-    """
+    """The gradient's entries (b G, O/G, C K' / G) for each offset of the kernel along the first axis."""
     b, k, groups = rows.grad_out.shape[0], rows.grad_out.shape[1], rows.geometry.groups
     single = Rows(rows.grad_out.flatten(0, 1).unsqueeze(1), rows.input.flatten(0, 1).unsqueeze(1), rows.geometry)
     outputs = single.output_rows()
@@ -166,15 +152,11 @@ def _dense_grouped(rows: Rows) -> Tensor:
 
 
 def _products_autocorrelation(rows: Rows) -> Tensor:
-    """Products of the Gram matrices of output gradient and patches, (b G, m, m), without unfolding.
-
-    With x x^T over the n positions that are read, the Gram matrix of the patches is the sum of its copies shifted alike
-    along both sides by each offset of the kernel. In memory such a shift is one of n + 1 numbers for every position, so
-    that whole matrices are added, one axis of the kernel after the other; what crosses an edge lies at no output.
-
-    Returns:
-        One number for each pair of output positions, and zeros.
-    """
+    """Products of the Gram matrices of output gradient and patches, (b G, m, m), without unfolding."""
+    # With x x^T over the n positions that are read, the Gram matrix of the patches is the sum of its copies shifted
+    # alike along both sides by each offset of the kernel. In memory such a shift is one of n + 1 numbers for every
+    # position, so that whole matrices are added, one axis of the kernel after the other; what crosses an edge lies at
+    # no output.
     geometry, read = rows.geometry, rows.read()
     groups, _ = rows.group_shape
     positions = prod(read.shape[2:])

@@ -51,16 +51,8 @@ def _real_and_imaginary(grad_out: Tensor, inputs: Tensor) -> list[tuple[Tensor, 
 
 
 def patches_dense(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:
-    """sum_kt grad_out[k, :, t] (x) patch[k, t], by the cheapest kernel.
-
-    Args:
-        grad_out: (B, k, O, *out).
-        inputs: (B, k, C, *in).
-        geometry: where the patches lie.
-
-    Returns:
-        (B, O, C/groups, *kernel).
-    """
+    """sum_kt grad_out[k, :, t] (x) patch[k, t], by the cheapest kernel."""
+    # grad_out (B, k, O, *out), inputs (B, k, C, *in) -> (B, O, C/groups, *kernel)
     dtype = accumulation_dtype(grad_out, inputs)
     whole = Rows(grad_out, inputs, geometry)
     if dtype.is_complex:
@@ -88,16 +80,8 @@ def _dense_by(
 
 
 def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:
-    """|sum_kt grad_out[k, :, t] (x) patch[k, t]|^2, by the cheapest kernel.
-
-    Args:
-        grad_out: (B, k, O, *out).
-        inputs: (B, k, C, *in).
-        geometry: where the patches lie.
-
-    Returns:
-        (B,).
-    """
+    """|sum_kt grad_out[k, :, t] (x) patch[k, t]|^2, by the cheapest kernel."""
+    # grad_out (B, k, O, *out), inputs (B, k, C, *in) -> (B,)
     dtype = accumulation_dtype(grad_out, inputs)
     if dtype.is_complex:
         parts = _real_and_imaginary(grad_out.to(dtype), inputs.to(dtype))
@@ -163,16 +147,8 @@ def _output_channels(each: int, sizes: PatchSizes) -> list[slice]:
 
 
 def patches_sq_norm_and_sum(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> tuple[Tensor, Tensor]:
-    """The squared norms of sum_kt grad_out[k, :, t] (x) patch[k, t], and the sum over the samples, formed once.
-
-    Args:
-        grad_out: (B, k, O, *out).
-        inputs: (B, k, C, *in).
-        geometry: where the patches lie.
-
-    Returns:
-        (B,) and (O, C/groups, *kernel).
-    """
+    """The squared norms of sum_kt grad_out[k, :, t] (x) patch[k, t], and the sum over the samples, formed once."""
+    # grad_out (B, k, O, *out), inputs (B, k, C, *in) -> (B,) and (O, C/groups, *kernel)
     dtype = accumulation_dtype(grad_out, inputs)
     whole = Rows(grad_out, inputs, geometry)
     if not (grad_out.numel() and inputs.numel()):

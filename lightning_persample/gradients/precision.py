@@ -51,19 +51,9 @@ def autocast_is_on(device_type: str) -> bool:
 
 
 def suspect(value: Tensor, scale: Tensor, gradients: Tensor | None = None) -> Tensor | None:
-    """Which squared norms may be little but rounding errors.
-
-    Those are so much smaller than what was added up for them that rounding errors may show (NaN counts, since an
-    overflow may have made it), or so small that products on the way to them may have become zero.
-
-    Args:
-        value: (B,), squared norms.
-        scale: (B,), what they would be if the terms were orthogonal.
-        gradients: (B, ...), zero for a sample whose squared norm is zero; None where products cannot have become zero.
-
-    Returns:
-        (B,) bool, or None where it is none of them.
-    """
+    """Which squared norms may be little but rounding errors; value (B,), scale (B,), gradients (B, ...) -> (B,)."""
+    # Those are so much smaller than what was added up for them that rounding errors may show (NaN counts, since an
+    # overflow may have made it), or so small that products on the way to them may have become zero.
     tiny = 0.0 if gradients is None else float(torch.finfo(value.dtype).tiny) ** 0.8
     if (
         value.numel() == 0 or value.is_meta or float(torch.sub(value, scale, alpha=_CANCELLATION).amin()) >= tiny

@@ -51,18 +51,8 @@ def dense_projected(grad: Tensor, factors: Factors) -> Tensor:
 
 
 def outer_projected(left: Tensor, right: Tensor, factors: Factors) -> Tensor:
-    """Of sum_t left[b, t] (x) right[b, t], left (B, T, p), right (B, T, d): (B, a b).
-
-    Each side is projected before the sum over t, or after it where that takes fewer multiply-adds.
-
-    Args:
-        left: (B, T, p).
-        right: (B, T, d).
-        factors: of the parameter (p, d).
-
-    Returns:
-        (B, a b).
-    """
+    """Of sum_t left[b, t] (x) right[b, t], left (B, T, p), right (B, T, d): (B, a b)."""
+    # Each side is projected before the sum over t, or after it where that takes fewer multiply-adds.
     (T, p), d, a, b, dtype = left.shape[1:], right.shape[2], factors.rows, factors.columns, factors.dtype
     on_left, on_right = (0 if factors.left is None else T * p * a), (0 if factors.right is None else T * d * b)
     costs = {
@@ -84,19 +74,8 @@ def outer_projected(left: Tensor, right: Tensor, factors: Factors) -> Tensor:
 
 
 def indexed_projected(index: Tensor, right: Tensor, num_rows: int, factors: Factors) -> Tensor:
-    """Of sum_t onehot(index[b, t]) (x) right[b, t], index (B, T), right (B, T, d): (B, a b).
-
-    The projected one-hot vectors are columns of the left matrix.
-
-    Args:
-        index: (B, T) int64.
-        right: (B, T, d).
-        num_rows: V.
-        factors: of the parameter (V, d).
-
-    Returns:
-        (B, a b).
-    """
+    """Of sum_t onehot(index[b, t]) (x) right[b, t], index (B, T), right (B, T, d): (B, a b)."""
+    # The projected one-hot vectors are columns of the left matrix.
     T, d, a, b, dtype = index.shape[1], right.shape[2], factors.rows, factors.columns, factors.dtype
     numbers = T * (a + b) + _copied(right, dtype)
 
@@ -113,20 +92,10 @@ def indexed_projected(index: Tensor, right: Tensor, num_rows: int, factors: Fact
 
 
 def patches_projected(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, factors: Factors) -> Tensor:
-    """Of sum_kt grad_out[b, k, :, t] (x) patch[b, k, t]: (B, a b).
-
-    The projected patches are the convolution of the inputs by the right matrix, so that nothing is unfolded. Where few
-    channels see each other, forming the small gradients costs less.
-
-    Args:
-        grad_out: (B, k, O, *out).
-        inputs: (B, k, C, *in).
-        geometry: where the patches lie.
-        factors: of the parameter (O, C/groups * kernel).
-
-    Returns:
-        (B, a b).
-    """
+    """Of sum_kt grad_out[b, k, :, t] (x) patch[b, k, t]: (B, a b)."""
+    # grad_out (B, k, O, *out), inputs (B, k, C, *in) -> (B, a b)
+    # The projected patches are the convolution of the inputs by the right matrix, so that nothing is unfolded. Where
+    # few channels see each other, forming the small gradients costs less.
     a, b, dtype = factors.rows, factors.columns, factors.dtype
     rows = Rows(grad_out, inputs, geometry)
     if not (grad_out.numel() and inputs.numel()):
@@ -179,20 +148,9 @@ def _forming_is_cheaper(rows: Rows, factors: Factors) -> bool:
 
 
 def block_projected(grad: Tensor, dim: int, layout: tuple[int, int, int], position: Tensor, factors: Factors) -> Tensor:
-    """Of gradients that are zero outside the sample's own entries along one axis: (B, a b).
-
-    Each sample sees the columns of one matrix that belong to its own entries.
-
-    Args:
-        grad: (B, *shape with shape[dim] replaced by outer_size * inner_size), the own entries.
-        dim: the axis, counted without B.
-        layout: (outer_size, total, inner_size), as which the parameter's axis is read.
-        position: (B,) int64, the sample's place among the total.
-        factors: of the whole parameter.
-
-    Returns:
-        (B, a b).
-    """
+    """Of gradients that are zero outside the sample's own entries along one axis: (B, a b)."""
+    # layout (outer_size, total, inner_size), position (B,) -> (B, a b)
+    # Each sample sees the columns of one matrix that belong to its own entries.
     along_rows, dtype = dim == 0 and grad.dim() > 2, factors.dtype
     outer_size, total, inner_size = layout
     matrix, kept = (factors.left, factors.rows) if along_rows else (factors.right, factors.columns)

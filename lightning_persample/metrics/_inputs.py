@@ -18,20 +18,7 @@ def accumulation_dtype(device: torch.device) -> torch.dtype:
 
 
 def as_vector(value: Tensor, name: str, device: torch.device | None = None, size: int | None = None) -> Tensor:
-    """One number for each sample, without graph, in the accumulation dtype.
-
-    Args:
-        value: numbers (n,) of a floating dtype.
-        name: what the caller's argument is called.
-        device: where they have to be; None allows any device.
-        size: how many there have to be; None allows any number.
-
-    Returns:
-        The numbers (n,).
-
-    Raises:
-        OptionError: not a floating tensor with one axis, on another device, or another number of samples.
-    """
+    """One number for each sample, without graph, in the accumulation dtype."""
     _check_tensor(value, name, device)
     if value.dim() != 1:
         raise OptionError(f"{name} has shape {tuple(value.shape)}; one number for each sample, shape (n,), is needed")
@@ -41,19 +28,7 @@ def as_vector(value: Tensor, name: str, device: torch.device | None = None, size
 
 
 def as_scalar(value: Tensor | float, name: str, device: torch.device) -> Tensor:
-    """One number as a tensor without axes, without graph, in the accumulation dtype.
-
-    Args:
-        value: the number, or a floating tensor with one entry.
-        name: what the caller's argument is called.
-        device: where it has to be, if it is a tensor.
-
-    Returns:
-        The number, shape ().
-
-    Raises:
-        OptionError: a tensor with more than one entry, with none, of another dtype or on another device; not a number.
-    """
+    """One number as a tensor without axes, without graph, in the accumulation dtype."""
     if isinstance(value, Tensor):
         _check_tensor(value, name, device)
         if value.numel() != 1:
@@ -65,18 +40,7 @@ def as_scalar(value: Tensor | float, name: str, device: torch.device) -> Tensor:
 
 
 def as_batch_size(value: int | None, samples: int) -> int:
-    """The size B of the effective batch of which `samples` samples are at hand.
-
-    Args:
-        value: B; None if all of its samples are at hand.
-        samples: how many samples are at hand.
-
-    Returns:
-        B.
-
-    Raises:
-        OptionError: not an integer, or fewer than the samples at hand.
-    """
+    """The size B of the effective batch of which `samples` samples are at hand."""
     if value is None:
         return samples
     if not _is_count(value):
@@ -90,14 +54,7 @@ def as_batch_size(value: int | None, samples: int) -> int:
 
 
 def check_count(value: int) -> None:
-    """Refuse what is not a number of samples.
-
-    Args:
-        value: the caller's `count`.
-
-    Raises:
-        OptionError: not an integer of at least 0.
-    """
+    """Refuse what is not a number of samples."""
     if not _is_count(value):
         raise OptionError(f"count is {value!r}; the number of samples in the sums is needed")
 

@@ -23,19 +23,8 @@ _OPTIONS = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
 @register_rule(torch.conv2d, arguments=_ARGUMENTS, batched=("input",), weights=("weight", "bias"))
 @register_rule(torch.conv3d, arguments=_ARGUMENTS, batched=("input",), weights=("weight", "bias"))
 def convolution(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
-    """``y = conv(x, W) + b``: dW = sum over output positions t of g_t (x) patch_t(x), db = sum_t g_t.
-
-    Args:
-        call: input (B, k, c, *in); weight (o, c / groups, *kernel); bias (o,); stride, padding, dilation as integers or
-            sequences of them, padding also as "same" or "valid"; groups.
-        grad_output: (B, k, o, *out).
-
-    Returns:
-        weight: `Patches`; bias: `Dense`.
-
-    Raises:
-        UnsupportedError: the op saw an input without a batch axis of its own, (c, *in).
-    """
+    """``y = conv(x, W) + b``: dW = sum over output positions t of g_t (x) patch_t(x), db = sum_t g_t."""
+    # grad_output (B, k, o, *out)
     found: dict[str, SampleGradient] = {}
     if "weight" in call.weights:
         kernel_size = tuple(call.arguments["weight"].shape[2:])

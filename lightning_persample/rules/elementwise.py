@@ -35,18 +35,7 @@ def align_rank(tensor: Tensor, rank: int) -> Tensor:
 
 
 def sum_to_shape(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """Undo the broadcasting of a weight, one sample at a time.
-
-    Args:
-        grad: (B, *out), gradient with respect to the weight after it was broadcast to the per-sample shape ``out``.
-        shape: shape of the weight, which broadcasts to ``out`` from the right.
-
-    Returns:
-        (B, *shape), in float32 where `grad` is float16 or bfloat16.
-
-    Raises:
-        UnsupportedError: `shape` does not broadcast to ``out``.
-    """
+    """Undo the broadcasting of a weight, one sample at a time; grad (B, *out) -> (B, *shape)."""
     extra = grad.dim() - 1 - len(shape)
     if extra >= 0 and grad.shape[1 + extra :] == tuple(shape):  # repeated along axes of its own alone, as nearly always
         repeats, grad = prod(grad.shape[1 : 1 + extra]), widen(grad)
@@ -127,16 +116,8 @@ def mul(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     torch.div, arguments=("input", "other", "rounding_mode"), batched=("input", "other"), weights=("input", "other")
 )
 def div(call: Call, grad_output: Tensor) -> dict[str, Dense]:
-    """``input / other``: d input = sum g / conj(other), d other = -sum g conj(input / other^2), over broadcast axes.
-
-    Args:
-        call: input and other, either of them batched. With a rounding mode the op is constant almost everywhere, and
-            the gradient is zero.
-        grad_output: (B, *out).
-
-    Returns:
-        input, other: `Dense` of the weight's shape.
-    """
+    """``input / other``: d input = sum g / conj(other), d other = -sum g conj(input / other^2), over broadcast axes."""
+    # grad_output (B, *out)
     if call.get("rounding_mode") is not None:
         return {name: _contribution(torch.zeros_like(grad_output), call.arguments[name]) for name in call.weights}
     return _quotient(call, grad_output, numerator="input", denominator="other")

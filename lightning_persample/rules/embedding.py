@@ -22,20 +22,11 @@ _SUM, _MEAN, _MAX = range(3)
     weights=("weight",),
 )
 def embedding(call: Call, grad_output: Tensor) -> dict[str, Indexed]:
-    """``y_t = W[index_t]``: dW = sum_t onehot(index_t) (x) g_t.
-
-    The row `padding_idx` gets no gradient (the primitive's -1 means that there is no such row). With
-    `scale_grad_by_freq` each position is divided by how often its index occurs WITHIN THE SAMPLE, which is what a loop
-    over single samples gives; the batch gradient divides by the count in the whole batch instead, so the per-sample
-    gradients do not add up to it. `sparse` changes the layout of the batch gradient only, not a value.
-
-    Args:
-        call: weight (num_rows, d); indices (B, *t), int32 or int64.
-        grad_output: (B, *t, d).
-
-    Returns:
-        weight: `Indexed`, with index (B, T) and right (B, T, d).
-    """
+    """``y_t = W[index_t]``: dW = sum_t onehot(index_t) (x) g_t; grad_output (B, *t, d)."""
+    # The row `padding_idx` gets no gradient (the primitive's -1 means that there is no such row). With
+    # `scale_grad_by_freq` each position is divided by how often its index occurs WITHIN THE SAMPLE, which is what a
+    # loop over single samples gives; the batch gradient divides by the count in the whole batch instead, so the per-
+    # sample gradients do not add up to it. `sparse` changes the layout of the batch gradient only, not a value.
     if "weight" not in call.weights:
         return {}
     num_rows = call.arguments["weight"].shape[0]
@@ -61,22 +52,9 @@ def embedding(call: Call, grad_output: Tensor) -> dict[str, Indexed]:
     per_sample=("indices", "per_sample_weights"),
 )
 def embedding_bag(call: Call, grad_output: Tensor) -> dict[str, Indexed]:
-    """``y = sum_t a_t W[index_t]`` over a sample's bag: dW = sum_t onehot(index_t) (x) a_t g.
-
-    a_t is the position's weight for a sum, one over the number of positions that count for a mean; for a maximum, entry
-    j of g goes to the position whose row is largest there. Rows `padding_idx` do not count.
-
-    Args:
-        call: weight (num_rows, d); indices and per_sample_weights (B, T), of which the first ``counts["indices"]`` are
-            the sample's own.
-        grad_output: (B, 1, d).
-
-    Returns:
-        weight: `Indexed`.
-
-    Raises:
-        UnsupportedError: a sample has several bags, or `scale_grad_by_freq` is set.
-    """
+    """``y = sum_t a_t W[index_t]`` over a sample's bag: dW = sum_t onehot(index_t) (x) a_t g; grad_output (B, 1, d)."""
+    # a_t is the position's weight for a sum, one over the number of positions that count for a mean; for a maximum,
+    # entry j of g goes to the position whose row is largest there. Rows `padding_idx` do not count.
     table = call.arguments["weight"]
     sizes = f" on a table of sizes {tuple(table.shape)}, {call.batch_size} samples"
     if call.get("scale_grad_by_freq", False):

@@ -16,15 +16,8 @@ __all__ = ["linear", "matmul", "mm"]
 
 @register_rule(F.linear, arguments=("input", "weight", "bias"), batched=("input",), weights=("weight", "bias"))
 def linear(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
-    """``y = x W^T + b``: dW = sum_t g_t (x) x_t, db = sum_t g_t.
-
-    Args:
-        call: input (B, *t, d); weight (p, d) or (d,); bias broadcasts from the right to the output.
-        grad_output: (B, *t, p), or (B, *t) for a weight of shape (d,).
-
-    Returns:
-        weight: `Outer` of shape (p, d), `Dense` for a weight of shape (d,). bias: `Dense`.
-    """
+    """``y = x W^T + b``: dW = sum_t g_t (x) x_t, db = sum_t g_t."""
+    # grad_output (B, *t, p), or (B, *t) for a weight of shape (d,)
     found: dict[str, SampleGradient] = {}
     if "weight" in call.weights:
         x = call.arguments["input"].to(grad_output.dtype).conj()
@@ -41,15 +34,7 @@ def linear(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
 
 @register_rule(torch.matmul, arguments=("input", "other"), batched=("input",), weights=("other",))
 def matmul(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
-    """``y = x @ W``: dW = sum_t x_t (x) g_t.
-
-    Args:
-        call: input (B, *t, d); other (d, p), (d,), or a stack of matrices (*h, d, p) that broadcasts with input.
-        grad_output: (B, *t, p), or (B, *t) for a weight of shape (d,).
-
-    Returns:
-        other: `Outer` of shape (d, p) for a matrix, `Dense` for a vector or a stack.
-    """
+    """``y = x @ W``: dW = sum_t x_t (x) g_t; grad_output (B, *t, p), or (B, *t) for a weight of shape (d,)."""
     return _product("matmul", call, "other", grad_output)
 
 

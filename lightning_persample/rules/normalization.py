@@ -44,15 +44,7 @@ def _kept(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
     saved=_STATISTICS,
 )
 def layer_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
-    """Layer norm over the trailing axes.
-
-    Args:
-        call: input (B, *t, *normalized_shape); weight and bias of shape normalized_shape.
-        grad_output: (B, *t, *normalized_shape).
-
-    Returns:
-        weight, bias: `Dense` of shape normalized_shape.
-    """
+    """Layer norm over the trailing axes; grad_output (B, *t, *normalized_shape)."""
     shape = call.arguments["normalized_shape"]
     known = _kept(call, widen(grad_output).dtype)
     if known is not None and grad_output.device.type == "cpu":
@@ -71,16 +63,7 @@ def layer_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     weights=("weight",),
 )
 def rms_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
-    """Root mean square norm over the trailing axes.
-
-    Args:
-        call: input (B, *t, *normalized_shape); weight of shape normalized_shape. eps None is the machine epsilon of the
-            dtype in which torch computes: float32 for float16 and bfloat16, but their own in torch 2.6.
-        grad_output: (B, *t, *normalized_shape).
-
-    Returns:
-        weight: `Dense` of shape normalized_shape.
-    """
+    """Root mean square norm over the trailing axes; grad_output (B, *t, *normalized_shape)."""
     shape, eps = call.arguments["normalized_shape"], call.get("eps")
     if eps is None:
         eps = _machine_epsilon(call.arguments["input"].dtype)
@@ -114,15 +97,7 @@ def _machine_epsilon(dtype: torch.dtype) -> float:
     saved=_STATISTICS,
 )
 def group_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
-    """Group norm.
-
-    Args:
-        call: input (B, k, c, *t); weight and bias (c,).
-        grad_output: (B, k, c, *t).
-
-    Returns:
-        weight, bias: `Dense` of shape (c,).
-    """
+    """Group norm; grad_output (B, k, c, *t)."""
     groups, eps = call.arguments["num_groups"], call.get("eps", 1e-5)
 
     def statistics(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,17 +119,9 @@ def group_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     reads=("input", "running_mean", "running_var"),
 )  # fmt: skip
 def instance_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
-    """Instance norm, by the statistics of each instance or (use_input_stats False) by the running statistics.
-
-    The running statistics are not read where the instance's own are in use: the forward may have updated them.
-
-    Args:
-        call: input (B, k, c, *t); weight, bias, running_mean and running_var (c,).
-        grad_output: (B, k, c, *t).
-
-    Returns:
-        weight, bias: `Dense` of shape (c,).
-    """
+    """Instance norm, by the statistics of each instance or (use_input_stats False) by the running statistics."""
+    # grad_output (B, k, c, *t)
+    # The running statistics are not read where the instance's own are in use: the forward may have updated them.
     eps = call.arguments["eps"]
     channels = grad_output.shape[2]
     if not call.arguments["use_input_stats"]:
@@ -177,19 +144,10 @@ def _training(arguments: Mapping[str, Any]) -> bool:
     mixes_samples=_training,
 )  # fmt: skip
 def batch_norm(call: Call, grad_output: Tensor) -> dict[str, Dense]:
-    """Batch norm, by the running statistics in evaluation, by those of the whole batch in training.
-
-    In evaluation the values are those of a loop over single samples. In training the samples influence each other: the
-    value of sample i is its contribution to the gradient of the batch: the gradient when the output's gradient is zero
-    for all other samples. The running statistics are not read in training: the forward has updated them.
-
-    Args:
-        call: input (B, k, c) or (B, k, c, *t); weight, bias, running_mean and running_var (c,).
-        grad_output: of the input's shape.
-
-    Returns:
-        weight, bias: `Dense` of shape (c,).
-    """
+    """Batch norm, by the running statistics in evaluation, by those of the whole batch in training."""
+    # In evaluation the values are those of a loop over single samples. In training the samples influence each other:
+    # the value of sample i is its contribution to the gradient of the batch: the gradient when the output's gradient is
+    # zero for all other samples. The running statistics are not read in training: the forward has updated them.
     eps = call.arguments["eps"]
     channels = grad_output.shape[2]
     if not _training(call.arguments):

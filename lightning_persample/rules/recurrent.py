@@ -66,20 +66,8 @@ def _draws(arguments: Mapping[str, Any], output: Tensor) -> list[Tensor]:
 
 
 def recurrent_layer(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ...]) -> dict[str, SampleGradient]:
-    """``h_t = cell(x_t, h_{t-1})`` over time, layers and directions.
-
-    dW_ih = sum_t a_t (x) x_t, dW_hh = sum_t a_t (x) h_{t-1} with a_t the gradient of the gates' pre-activations.
-
-    Args:
-        kind: "lstm", "gru", "rnn_tanh" or "rnn_relu".
-        call: input (B, k, T, d) or (B, T, k, d), for a packed sequence (B, T, d) with ``counts["input"]`` steps of each
-            sample; hx (B, layers, k, H); params the flat list of weights.
-        grad_outputs: gradients of the output (B, ...), of h_n and of c_n (B, layers, k, H); None where there is none.
-
-    Returns:
-        `Outer` for matrices, `Dense` for biases and for initial states; an `UnsupportedError` where the replay does not
-        give what the layer gave.
-    """
+    """``h_t = cell(x_t, h_{t-1})`` over time, layers and directions."""
+    # dW_ih = sum_t a_t (x) x_t, dW_hh = sum_t a_t (x) h_{t-1} with a_t the gradient of the gates' pre-activations.
     arguments = call.arguments
     time_first = not arguments.get("batch_first", False)
     packed = "batch_sizes" in arguments
@@ -129,16 +117,7 @@ def recurrent_layer(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ..
 
 
 def recurrent_cell(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ...]) -> dict[str, SampleGradient]:
-    """One step of a recurrent layer.
-
-    Args:
-        kind: "lstm", "gru", "rnn_tanh" or "rnn_relu".
-        call: input (B, k, d); hx (B, k, H); the weights by name.
-        grad_outputs: gradients of h and, for an LSTM, of c, (B, k, H); None where there is none.
-
-    Returns:
-        `Outer` for matrices, `Dense` for biases and for initial states.
-    """
+    """One step of a recurrent layer."""
     arguments = call.arguments
     dtype = next(grad.dtype for grad in grad_outputs if grad is not None)
     states = [name for name in arguments if name.split("[")[0] == "hx"]
