@@ -23,7 +23,8 @@ from lightning_persample.engine.batch_axis import BatchAxis
 from lightning_persample.engine.computation import computation
 from lightning_persample.engine.failure import FAILURES
 from lightning_persample.engine.following import Followed, follow
-from lightning_persample.engine.observed import ObservedCall, Operand, tensors_in
+from lightning_persample.engine.kinds import data_of
+from lightning_persample.engine.observed import ObservedCall, Operand
 from lightning_persample.engine.use import Use
 from lightning_persample.gradients import Block, Dense, SampleGradient
 from lightning_persample.rules import Call, find_rule
@@ -107,7 +108,7 @@ def _readings(
 ) -> Iterator[tuple[ObservedCall, Followed]]:
     """The derivation as a call on a batch: one operand lies along the batch, and the result where the block says."""
     args, kwargs = tree_unflatten(leaves, derivation.spec)
-    tensors = list(tensors_in((args, kwargs)))
+    tensors = data_of(derivation.op, args, kwargs)
     result = derivation.value.detach().requires_grad_()
     size = gradient.shape[gradient.dim]
     for tensor in tensors:

@@ -16,14 +16,14 @@ from lightning_persample.engine.collector import Collector, Part
 from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.failure import FAILURES, reason_of
-from lightning_persample.engine.following import FACTORIES, common_axis, follow
+from lightning_persample.engine.following import common_axis, follow
 from lightning_persample.engine.fused import fused_call
 from lightning_persample.engine.graph import Node, boundary, unseen_text
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
-    SHAPE_OF_SECOND,
     adds_a_term,
     attribute_of,
+    data_of,
     in_parts,
     kind_of,
 )
@@ -185,9 +185,7 @@ class Dispatcher(Collector):
             rows = linear_of_rows(self, args)
             if rows is not None:
                 return rows
-        tensors = operands_of(args, kwargs)
-        if op in SHAPE_OF_SECOND:
-            del tensors[1:]
+        tensors = data_of(op, args, kwargs) if kind.converts else operands_of(args, kwargs)
         marks = [self.marks.of_operand(tensor) for tensor in tensors]
         kinds = set(map(type, marks))
         if kinds <= _OF_NO_SAMPLE:
@@ -295,11 +293,13 @@ class Dispatcher(Collector):
         outside = (
             any(parent.outside for parent in parents.values())
             or call.op in DATA_SOURCES
-            or not all(
-                self.marks.is_known(leaf) for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in involved
-            )
+            or not all(self.marks.is_known(o.tensor) for o in call.operands if id(o.tensor) not in involved)
         )
-        detached = tuple(self.keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        data = {id(operand.tensor) for operand in call.operands}
+        detached = tuple(
+            leaf if not isinstance(leaf, Tensor) else self.keep(leaf) if id(leaf) in data else _without_data(leaf)
+            for leaf in leaves
+        )
         text, versions = call.describe(), tuple(version_of(leaf) for leaf in detached if isinstance(leaf, Tensor))
         for position, output in enumerate(call.outputs):
             if not output.requires_grad:
@@ -328,9 +328,6 @@ class Dispatcher(Collector):
         for output, mark in zip(call.outputs, followed.outputs, strict=False):
             if mark is not None:
                 self.marks.set_result(output, mark)
-        if call.op in FACTORIES and call.op not in DATA_SOURCES:
-            for output in call.outputs:
-                self.marks.set_result(output, KNOWN)
         if not involved and (rule is None or rule.mixes_samples is None):
             remember(call, followed, None)
             return
@@ -376,3 +373,8 @@ class Dispatcher(Collector):
         self.weights.clear()
         self.nodes.clear()
         self._inner = None
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, dtype and device, for a call that converts to it; it holds one entry."""
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

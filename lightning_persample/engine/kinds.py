@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,22 @@ from torch import Tensor, nn
 
 from lightning_persample.engine.decompose import is_composite
 from lightning_persample.engine.following import BY_LAYOUT, LOSSES, POINTWISE
-from lightning_persample.engine.observed import ObservedCall
+from lightning_persample.engine.observed import ObservedCall, operands_of
 from lightning_persample.rules import canonical_op
 
-__all__ = ["DATA_SOURCES", "SHAPE_OF_SECOND", "Kind", "adds_a_term", "attribute_of", "in_parts", "kind_of"]
+__all__ = ["DATA_SOURCES", "Kind", "adds_a_term", "attribute_of", "data_of", "in_parts", "kind_of"]
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
-SHAPE_OF_SECOND = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
+# Ops that take a dtype, a device or a shape from their tensors, with the place and the name of the one argument that is
+# data, if there is one. Of any other op every tensor is data.
+_CONVERTS: dict[object, tuple[int, str] | None] = {
+    **dict.fromkeys(("to", "type_as", "expand_as", "view_as", "reshape_as", "resize_as"), (0, "self")),
+    **dict.fromkeys((
+        "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
+        "new_empty", "new_empty_strided",
+    )),
+    "full_like": (1, "fill_value"), "new_full": (2, "fill_value"), "new_tensor": (1, "data"), "new": (1, "data"),
+}  # fmt: skip
 _ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of the call, in its order
     nn.functional.cross_entropy: "cross_entropy_loss",
     nn.functional.layer_norm: "layer_norm",
@@ -59,6 +68,14 @@ def is_inplace(function: Callable[..., Any]) -> bool:
     return name.endswith("_") and not name.startswith("_")
 
 
+def data_of(op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments whose values the results are made of, in order."""
+    if op not in _CONVERTS:
+        return operands_of(args, kwargs)
+    place, name = _CONVERTS[op] or (len(args), "")
+    return operands_of(args[place : place + 1], {name: kwargs[name]} if name in kwargs else {})
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """What is known of a function before it is called.
@@ -69,6 +86,7 @@ class Kind:
         pointwise: whether each entry of its output is computed from the entries at its place.
         composite: whether it is one of torch's Python functions that can be run in the open.
         by_layout: whether what is decided of a call may be remembered under its layout.
+        converts: whether some of its tensors give but a dtype, a device or a shape.
         makes: the op of the one call that it makes, for a composite function that does nothing else; the op itself for
             any other.
     """
@@ -78,6 +96,7 @@ class Kind:
     pointwise: bool
     composite: bool
     by_layout: bool
+    converts: bool
     makes: object | None
 
 
@@ -90,10 +109,11 @@ def kind_of(function: Callable[..., Any]) -> Kind:
     if kind is None:
         op = op_of(function)
         inplace, composite = is_inplace(function), is_composite(function)
-        known = (op in BY_LAYOUT and op not in SHAPE_OF_SECOND) or op in LOSSES
+        converts = op in _CONVERTS
+        known = (op in BY_LAYOUT and not converts) or op in LOSSES
         makes = _ONE_CALL.get(function, op)
         by_layout = (known and not inplace and not composite) or function in _ONE_CALL
-        kind = Kind(op, inplace, op in POINTWISE, composite, by_layout, makes)
+        kind = Kind(op, inplace, op in POINTWISE, composite, by_layout, converts, makes)
         if op is None or isinstance(op, str):
             _KINDS[function] = kind
     return kind

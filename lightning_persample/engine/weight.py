@@ -30,7 +30,7 @@ from lightning_persample.rules import Pull, other_generators_kept, vector_jacobi
 __all__ = ["Derivation", "Weight", "pull_back", "settle"]
 
 _SAME_ENTRIES = frozenset(
-    {"clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16", "alias", "cuda", "cpu"}
+    {"clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "alias", "cuda", "cpu"}
 )
 _TRANSPOSES = frozenset(
     {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "H", "mH"}

@@ -42,6 +42,20 @@ def batch_norm():
     return nn.Sequential(*layers, nn.Dropout1d(0.2), nn.Flatten(), nn.Linear(16, CLASSES))
 
 
+class Converting(nn.Module):
+    """Has constants that are no buffers, and takes them to the batch's device and dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.temperature = torch.tensor(2.0)
+        self.mask = torch.arange(FEATURES) % 2
+
+    def forward(self, x):
+        logits = F.linear(x, self.layer.weight * self.mask.to(x), self.layer.bias)
+        return logits / self.temperature.to(logits)
+
+
 class Scheduled(Classifier):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9, weight_decay=1e-3)
@@ -72,7 +86,7 @@ def everything_after_training(network, accumulate, callbacks, **kwargs):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("network", [dropout, batch_norm, ResidualInPlace])
+@pytest.mark.parametrize("network", [dropout, batch_norm, ResidualInPlace, Converting])
 @pytest.mark.filterwarnings("ignore::lightning_persample.errors.PerSampleWarning")  # batch norm mixes samples
 def test_training_is_equal_bit_for_bit(network, accumulate, tmp_path):
     monitor = PerSampleGradientMonitor(1, per_layer=1)

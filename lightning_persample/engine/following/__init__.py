@@ -21,12 +21,12 @@ from lightning_persample.engine.following.added_up import LOSSES
 from lightning_persample.engine.following.after_reduction import after_reduction
 from lightning_persample.engine.following.base import BY_LAYOUT, FOLLOWERS, Followed, is_plain, lost
 from lightning_persample.engine.following.losses import every_target_counts
-from lightning_persample.engine.following.pointwise import FACTORIES, POINTWISE, common_axis
+from lightning_persample.engine.following.pointwise import POINTWISE, common_axis
 from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
 __all__ = [
-    "BY_LAYOUT", "FACTORIES", "LOSSES", "POINTWISE", "Followed", "common_axis", "every_target_counts", "follow",
+    "BY_LAYOUT", "LOSSES", "POINTWISE", "Followed", "common_axis", "every_target_counts", "follow",
     "indexing", "is_plain", "layers", "losses", "recurrence", "reductions", "shapes",
 ]  # fmt: skip
 
@@ -38,10 +38,8 @@ def follow(call: ObservedCall) -> Followed:
         call: the call, after it has run.
 
     Returns:
-        One `BatchAxis` or `Lost` per output tensor; none for ops that only take a size from their operand.
+        One `BatchAxis` or `Lost` per output tensor.
     """
-    if call.op in FACTORIES:
-        return Followed(())
     if not call.located:
         return after_reduction(call)
     if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):

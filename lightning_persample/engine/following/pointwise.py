@@ -1,4 +1,4 @@
-"""Ops that compute each output entry from the entries at its place, and ops that make new tensors of a given size."""
+"""Ops that compute each output entry from the entries at its place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_persample.engine.batch_axis import BatchAxis
 from lightning_persample.engine.following.base import Followed, broadcast, follower, is_plain, lost
 from lightning_persample.engine.observed import ObservedCall
 
-__all__ = ["FACTORIES", "POINTWISE", "common_axis"]
+__all__ = ["POINTWISE", "common_axis"]
 
 # fmt: off
 POINTWISE = frozenset({
@@ -74,11 +74,3 @@ def _follow_where(call: ObservedCall) -> Followed:
     if len(call.args) + len(call.kwargs) < 3:
         return lost(call, "gives positions across the batch")
     return broadcast(call)
-
-
-# fmt: off
-FACTORIES = frozenset({
-    "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros",
-    "new_ones", "new_full", "new_empty", "new_tensor", "new", "new_empty_strided",
-})
-# fmt: on
