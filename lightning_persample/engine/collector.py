@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from lightning_persample.engine.by_rule import Computation
 from lightning_persample.engine.failure import in_smaller_chunks
 from lightning_persample.engine.weight import Weight
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
@@ -43,7 +45,8 @@ class Collector:
         refused: by parameter the reason why it has no values.
         accepting: does the present backward count?
         frees: does it free the graph it has gone through?
-        kept: parameters of which all contributions are kept.
+        kept: parameters of which all contributions are kept, as their sum is compared with the batch's gradient.
+        dtypes: those of the gradients from which contributions to them were computed.
         kernel_options: under which contributions are computed.
         samples: the places in the batch of the samples that are followed, (m,); None follows all.
         penalized: parameters whose gradient in this backward has a term that belongs to no sample.
@@ -56,6 +59,7 @@ class Collector:
         self.frees = False
         self.keep_structures = keep_structures
         self.kept: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
         self.kernel_options = KernelOptions()
         self.samples: Tensor | None = None
         self.penalized: set[str] = set()
@@ -67,6 +71,15 @@ class Collector:
             weight.contributions.append(gradient)
         else:
             self.refuse([weight], USED_AGAIN)
+
+    def note_call(self, weights: Iterable[Weight], compute: Computation, grads: Sequence[Tensor | None]) -> None:
+        """Keep what computes the contributions of a call, as far as their sum is going to be compared."""
+        if not self.kept:
+            return
+        self.dtypes |= {grad.dtype for grad in grads if grad is not None}
+        for weight in weights:
+            if weight.derivation is None and weight.names <= self.kept:
+                weight.calls.append((compute, grads))
 
     def collect(
         self, contributions: list[tuple[Weight, SampleGradient]], wants_sums: bool = False

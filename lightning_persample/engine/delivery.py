@@ -18,15 +18,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.linalg import vector_norm
 
 from lightning_persample.engine.coverage import classify, say
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see
 from lightning_persample.engine.graph import accumulator
-from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.record import PerSampleRecord
+from lightning_persample.engine.sums import adds_up, size_of_terms
 from lightning_persample.engine.use import Use
 from lightning_persample.engine.weight import Weight, settle
 from lightning_persample.errors import BatchSizeError, UnsupportedError
@@ -89,6 +90,7 @@ class DeliveringDispatcher(Dispatcher):
 
     def __init__(self, weights: Mapping[str, Tensor], batch_size: int, buffers: Iterable[Tensor] = ()) -> None:
         super().__init__(weights, batch_size, True, buffers)
+        self.kept |= weights.keys()
         self.targets: dict[str, Target] = {}
         self.apart: set[Weight] = set()
         self.exposed: set[Weight] = set()
@@ -106,6 +108,7 @@ class DeliveringDispatcher(Dispatcher):
         """Follow a weight that other dispatchers know too, with the weights that it was derived from."""
         self.weights = list(dict.fromkeys((*self.weights, *lineage)))
         self.targets |= targets
+        self.kept |= targets.keys()
         self.marks[tensor] = weight
 
     def _register(self, use: Use, involved: Mapping[int, Weight]) -> None:
@@ -147,12 +150,7 @@ class DeliveringDispatcher(Dispatcher):
             if function in _OF_BACKWARD:
                 return function(*args, **kwargs)
             if function is torch.autograd.grad:
-                with self.aside():
-                    gradients = function(*args, **kwargs)
-                outputs = args[0] if args else kwargs.get("outputs")
-                inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-                self.mark_gradients(list(tensors_in((outputs,))), list(tensors_in((inputs,))), gradients)
-                return gradients
+                return self.differentiate(function, args, kwargs)
             return self.call(function, args, kwargs, mode)
 
         mode = ObservingMode(answer)
@@ -175,6 +173,8 @@ class Delivery:
         self._dispatchers: dict[DeliveringDispatcher, None] = {}
         self._touched: set[Weight] = set()
         self._gradients: dict[Target, Tensor] = {}
+        self._totals: dict[Target, Tensor] = {}
+        self._failed: dict[Target, str] = {}
         self._refused: dict[Weight, str] = {}
 
     @classmethod
@@ -190,9 +190,11 @@ class Delivery:
             return delivery
 
     def note(self, dispatcher: DeliveringDispatcher, target: Target, grad: Tensor) -> None:
-        """Keep the gradient over the whole batch that arrived for a weight."""
+        """Compare the gradient over the whole batch that arrived for a weight with what the calls contributed."""
         self._dispatchers.setdefault(dispatcher)
         self._gradients[target] = grad.detach()
+        if not target.weight.children:  # (what is derived from it contributes when all is done)
+            self._add_up(target)
 
     def expect(self, dispatcher: DeliveringDispatcher, weight: Weight) -> None:
         """Prepare for a contribution to a weight."""
@@ -214,20 +216,26 @@ class Delivery:
         weights = list(dict.fromkeys(weight for dispatcher in self._dispatchers for weight in dispatcher.weights))
         with torch.no_grad(), torch._C.DisableTorchFunction():
             settle(weights, self.refuse)
-            reasons = self._reasons()
-            totals: dict[Target, Tensor] = {}
-            for target, grad in self._gradients.items():
-                contributions = target.weight.contributions
-                if contributions and target not in reasons:
-                    try:
-                        totals[target] = self._total(target, grad)
-                    except FAILURES as error:
-                        reasons[target] = reason_of(error, f"the sum of the uses of `{target.name}`")
-            for weight in weights:
-                weight.forget()
+        for target in self._gradients:
+            self._add_up(target)
+        for weight in weights:
+            weight.forget()
+        reasons = self._failed | self._reasons()
+        totals = {target: total for target, total in self._totals.items() if target not in reasons}
         self._report(totals, reasons)
         for target, total in totals.items():
             target.deliver(total)
+
+    def _add_up(self, target: Target) -> None:
+        """Form the samples' gradients of a weight of which all contributions are there, and let those go."""
+        if not target.weight.contributions:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            try:
+                self._totals[target] = self._total(target, self._gradients[target])
+            except FAILURES as error:
+                self._failed[target] = reason_of(error, f"the sum of the uses of `{target.name}`")
+        target.weight.forget()
 
     def _reasons(self) -> dict[Target, str]:
         """Why targets have no value, from what was refused in this backward and before it."""
@@ -242,12 +250,13 @@ class Delivery:
         return reasons
 
     def _total(self, target: Target, grad: Tensor) -> Tensor:
-        total = add_up(target.weight.contributions).dense().to(target.original.dtype)
         weight = target.weight
+        total = add_up(weight.contributions).dense()
         additive = all(weight not in dispatcher.apart for dispatcher in self._dispatchers)
         exposed = any(weight in dispatcher.exposed for dispatcher in self._dispatchers)
         if additive and (exposed or not weight.children):  # what is derived from it may be a penalty, no sample's own
-            _check_sum(total, grad)
+            _check_sum(total, grad, weight)
+        total = total.to(target.original.dtype)
         return total if target.factor == 1 else total * target.factor
 
     def _report(self, totals: Mapping[Target, Tensor], reasons: Mapping[Target, str]) -> None:
@@ -274,15 +283,12 @@ def _drop_gradient(leaf: Tensor) -> None:
     leaf.grad = None
 
 
-def _check_sum(total: Tensor, grad: Tensor) -> None:
+def _check_sum(total: Tensor, grad: Tensor, weight: Weight) -> None:
     """The samples' gradients must add up to the batch's; what else reached the weight was not seen."""
-    if grad.layout != torch.strided or not total.numel():
-        return
-    apart = (total.sum(0) - grad).abs().amax()
-    tolerance = 10 * torch.finfo(total.dtype).eps ** 0.5
-    if apart <= tolerance * grad.abs().amax():
-        return
-    if apart > tolerance * torch.linalg.vector_norm(total, 1, dim=0).amax():  # they may cancel each other
+    grad = grad.to_dense()
+    dtypes = {grad.dtype, *(each.dtype for _, grads in weight.calls for each in grads if each is not None)}
+    sizes = (partial(vector_norm, grad), partial(vector_norm, total), partial(size_of_terms, weight))
+    if not adds_up(vector_norm(total.sum(0) - grad), dtypes, *sizes):
         raise UnsupportedError(
             "the samples' gradients do not add up to the gradient of the batch: part of that comes from elsewhere than "
             "the module's calls on its inputs (a weight that the module returns, a gradient of a gradient); call "

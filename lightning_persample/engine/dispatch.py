@@ -90,6 +90,15 @@ class Dispatcher(Collector):
         """Declare where the batch lies in a tensor of the batch."""
         self.marks[tensor] = mark
 
+    def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run ``torch.autograd.grad`` in the middle of a step, and note where the samples lie in what it gives."""
+        with self.aside():
+            gradients = function(*args, **kwargs)
+        asked = dict(zip(("outputs", "inputs"), args, strict=False)) | dict(kwargs)
+        outputs, inputs = ([*tensors_in((asked.get(name),))] for name in ("outputs", "inputs"))
+        self.mark_gradients(gradients, outputs, inputs)
+        return gradients
+
     def mark_gradients(self, found: Iterable[Tensor | None], outputs: list[Tensor], inputs: Sequence[Tensor]) -> None:
         """A gradient asked for aside lies where its input lies; of what is no sample's it belongs to the whole batch.
 
@@ -145,6 +154,7 @@ class Dispatcher(Collector):
             weight.forget()
         self.refused.clear()
         self.penalized.clear()
+        self.dtypes.clear()
         self.got_gradient = {}
         self.notes.forget()
         self.part = None

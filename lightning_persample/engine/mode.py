@@ -250,11 +250,7 @@ class Capture:
             self._sharded.find(function, args, kwargs)
         if function is not torch.autograd.grad:
             return self._dispatcher.call(function, args, kwargs, self._mode)
-        with self._dispatcher.aside():
-            gradients = function(*args, **kwargs)
-        given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
-        self._dispatcher.mark_gradients(gradients, *([*tensors_in((given.get(n),))] for n in ("outputs", "inputs")))
-        return gradients
+        return self._dispatcher.differentiate(function, args, kwargs)
 
     def _declare(self, tensor: Tensor, batch_dim: int = 0) -> Tensor:
         place = place_in_batch("the tensor given to mark_samples", tensor, batch_dim, self.batch_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.dispatch import Dispatcher
+from lightning_persample.engine.sums import adds_up, size_of_terms
 from lightning_persample.engine.weight import Weight
 from lightning_persample.gradients import SampleGradient
 
@@ -106,8 +108,10 @@ class WatchedParameters:
         added = torch.zeros_like(grad, dtype=total.dtype)
         for sample in range(total.batch_size):
             added += total.samples(sample, sample + 1).dense()[0]
-        tolerance = 1e-6 if added.dtype == torch.float64 else 1e-2
-        if torch.allclose(added.to(grad.dtype), grad, rtol=tolerance, atol=tolerance * float(grad.abs().max())):
+        rest = torch.linalg.vector_norm(added - grad)
+        sizes = (partial(torch.linalg.vector_norm, grad), lambda: total.sq_norm().sum().sqrt())
+        dtypes = {grad.dtype} | self._dispatcher.dtypes
+        if adds_up(rest, dtypes, *sizes, partial(size_of_terms, self._weights[name])):
             return None
         return (
             "a hook registered on it changes its gradient, or part of its gradient belongs to no sample; remove the "

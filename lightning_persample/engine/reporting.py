@@ -121,8 +121,10 @@ class Report:
         try:
             pairs = zip(grads, self._readers, strict=True)
             read = [None if grad is None else reader(grad) for grad, reader in pairs]
-            contributions = in_smaller_chunks(partial(self._compute or self._freed, read))
+            compute = self._compute or self._freed
+            contributions = in_smaller_chunks(partial(compute, read))
             sums = dispatcher.collect(contributions, wants_sums)
+            dispatcher.note_call(self._weights, compute, read)
             if dispatcher.frees and self._keeps_values:
                 self._compute = None  # autograd lets its saved tensors go now, too
             return sums

@@ -19,6 +19,7 @@ from torch.func import vmap
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_persample.engine.blocks import looked_up, row_by_row
+from lightning_persample.engine.by_rule import Computation
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
@@ -102,6 +103,7 @@ class Weight:
         uses: arguments of calls seen that use it together with the batch.
         children: weights derived from it.
         contributions: what those calls contributed in the present backward.
+        calls: what computes it and from which gradients of the outputs, where the sum is going to be compared.
         sq_norm: the squared norm (B,), where it could be taken at once and the structure let go.
         norm: the norm (B,) in its place.
         told: whether the call that uses it tells that it gets a gradient, so that no hook on it has to.
@@ -114,6 +116,7 @@ class Weight:
     uses: int = 0
     children: int = 0
     contributions: list[SampleGradient] = field(default_factory=list)
+    calls: list[tuple[Computation, Sequence[Tensor | None]]] = field(default_factory=list)
     sq_norm: Tensor | None = None
     norm: Tensor | None = None
     told: bool = False
@@ -131,6 +134,7 @@ class Weight:
     def forget(self) -> None:
         """Drop what the last backward left."""
         self.contributions.clear()
+        self.calls.clear()
         self.sq_norm = self.norm = None
 
 

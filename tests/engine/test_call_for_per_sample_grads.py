@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import re
@@ -21,6 +22,8 @@ import tests.engine.recurrent_cases  # noqa: F401  (adds its cases)
 import tests.engine.twice_cases  # noqa: F401  (adds its cases)
 from lightning_persample import PerSampleWarning, UnsupportedError, call_for_per_sample_grads
 from lightning_persample.engine.batch import batch_tensors
+from lightning_persample.gradients import Dense
+from lightning_persample.rules import registry
 from tests.engine.model_cases import CASES, Model
 from tests.engine.reference import loop
 
@@ -337,3 +340,123 @@ def test_a_penalty_that_the_module_returns_belongs_to_no_sample() -> None:
     out, penalty = call_for_per_sample_grads(module)(x)
     (out.sin().sum() + penalty).backward()
     assert_same(grad_samples(module), expected)
+
+
+# Sums that are compared with the gradient of the batch ----------------------------------------------------------------
+
+
+class Attending(nn.Module):
+    """Attention by hand: softmax does not see what all keys have in common, so the bias of the keys gets nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1) @ self.v(x)
+
+
+def minus_itself(module: Any, x: Tensor) -> Tensor:
+    return module.a(x).sum(1) - module.a(x.flip(1)).sum(1)
+
+
+CANCELLED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "conv-instance-norm": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.InstanceNorm1d(4)), (3, 9)),
+    "conv-group-norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(4, 4)), (3, 6, 6)),
+    "conv-layer-norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm((4, 4))), (3, 6, 6)),
+    "bias-of-keys": (Attending, (5, 6)),
+    "shared-shift": (
+        lambda: Model(lambda m, x: (m.a(x) + m.b).softmax(-1), a=nn.Linear(6, 9), b=nn.Parameter(torch.randn(()))),
+        (6,),
+    ),
+    "two-uses": (lambda: Model(minus_itself, a=nn.Linear(6, 4)), (5, 6)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CANCELLED)
+def test_a_gradient_that_is_zero_but_for_rounding_is_given(name: str, dtype: torch.dtype) -> None:
+    build, shape = CANCELLED[name]
+    for seed in range(5):
+        torch.manual_seed(seed)
+        module, x = build(), torch.randn(B, *shape)
+        expected = rows(module, [module(x[i : i + 1]).sin().sum() for i in range(B)])
+        module.to(dtype)
+        call_for_per_sample_grads(module)(x.to(dtype)).sin().sum().backward()
+        bound = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 0.2)
+        for parameter_name, grads in grad_samples(module).items():
+            allowed = bound * max(1.0, float(expected[parameter_name].abs().max()))
+            assert (grads.double() - expected[parameter_name]).abs().max() <= allowed, parameter_name
+
+
+FACTORS = {torch.float64: 1 - 1e-5, torch.float32: 0.99, torch.float16: 0.5, torch.bfloat16: 0.5}
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    """The rule of linear gives another gradient of the bias."""
+    rule = registry.find_rule(torch.nn.functional.linear)
+
+    def wrong(call: Any, grad_output: Tensor) -> dict[str, Any]:
+        found = rule.function(call, grad_output)
+        return {**found, "bias": Dense(change(found["bias"].dense()))}
+
+    monkeypatch.setitem(registry._RULES, rule.op, dataclasses.replace(rule, function=wrong))
+
+
+@pytest.mark.parametrize("dtype", FACTORS, ids=str)
+@pytest.mark.parametrize("what", ["factor", "one-sample", "doubled", "cancelled"])
+def test_a_wrong_sum_is_refused_in_every_precision(
+    what: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = nn.Linear(6, 4).to(dtype), torch.rand(B, 5, 6).to(dtype)
+    loss = lambda: call_for_per_sample_grads(module)(x).square().sum()  # noqa: E731
+    if what == "cancelled":  # then the gradient of the bias is rounding alone, and something else is added to it
+        loss = lambda: call_for_per_sample_grads(module)(x).softmax(1)[..., 0].square().sum()  # noqa: E731
+    size = 1.0 if dtype.itemsize == 2 else 100 * (1 - FACTORS[dtype])
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "factor": lambda grads: FACTORS[dtype] * grads,
+        "one-sample": lambda grads: torch.cat([grads[1:], 0 * grads[:1]]),
+        "doubled": lambda grads: 2 * grads,
+        "cancelled": lambda grads: grads + size * (torch.arange(B)[:, None] == 1),
+    }
+    loss().backward()
+    clear(module)
+    planted(monkeypatch, changes[what])
+    with pytest.raises(UnsupportedError, match="`bias`: the samples' gradients do not add up to the gradient of the"):
+        loss().backward()
+    assert grad_samples(module) == {}
+
+
+# Gradients that the module computes itself ----------------------------------------------------------------------------
+
+
+class Forces(nn.Module):
+    """An energy and its slope along the input, of which a further layer makes something."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.further, self.twice = nn.Linear(3, 2), twice
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        energy = self.energy(x)
+        (slope,) = torch.autograd.grad(energy.sum(), inputs=x, create_graph=self.twice, retain_graph=True)
+        return energy, self.further(slope)
+
+
+def test_a_slope_that_the_module_computes_holds_the_samples() -> None:
+    module, x = Forces(twice=False), torch.randn(B, 3)
+    expected = rows(module, [sum(out.sin().sum() for out in module(x[i : i + 1])) for i in range(B)])  # type: ignore[misc]
+    sum(out.sin().sum() for out in call_for_per_sample_grads(module)(x)).backward()
+    assert_same(grad_samples(module), expected)
+
+
+def test_a_gradient_of_a_gradient_is_refused_by_its_name() -> None:
+    module = Forces(twice=True)
+    loss = sum(out.sin().sum() for out in call_for_per_sample_grads(module)(torch.randn(B, 3)))
+    text = "`energy.0.weight`: its gradient also arrives through TBackward0, which is not a torch call that can be seen"
+    with pytest.raises(UnsupportedError, match=re.escape(text)) as raised:
+        loss.backward()
+    assert "(a gradient of a gradient" in str(raised.value)
+    assert "`further" not in str(raised.value)

@@ -141,6 +141,13 @@ def test_a_result_of_weights_alone_is_an_expanded_weight() -> None:
         assert type(F.linear(rand(B, 6), weight)) is Tensor
 
 
+def test_a_gradient_that_is_zero_but_for_rounding() -> None:
+    weight, x = parameter(3), rand(B, 3, 7)
+    F.instance_norm(x, weight=ExpandedWeight(weight, B, "sum")).sum().backward()
+    assert weight.grad_sample.shape == (B, 3)
+    assert weight.grad_sample.abs().max() < 1e-12
+
+
 def test_two_calls_add_up_and_so_do_two_backwards() -> None:
     weight, x = parameter(3, 6), rand(B, 6)
     form = ExpandedWeight(weight, B, "sum")

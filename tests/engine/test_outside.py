@@ -121,6 +121,18 @@ def test_a_hook_that_changes_the_gradient_of_a_parameter_is_named() -> None:
     assert record.names == ("bias",)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_hook_on_a_gradient_that_is_zero_but_for_rounding(dtype: torch.dtype) -> None:
+    for seed in range(5):
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Conv1d(3, 4, 3), nn.InstanceNorm1d(4)).to(dtype)
+        module[0].bias.register_hook(lambda grad: None)
+        assert record_of(module, mean_of_squares, torch.randn(B, 3, 9, dtype=dtype)).unsupported == {}
+    module[0].bias.register_hook(lambda grad: grad + 1e-2)
+    record = record_of(module, mean_of_squares, torch.randn(B, 3, 9, dtype=dtype))
+    assert "a hook registered on it changes its gradient" in record.unsupported["0.bias"]
+
+
 def test_an_index_that_is_an_array_of_numpy() -> None:
     module, batch = nn.Linear(6, 3), torch.randn(B, B, 6)
 
