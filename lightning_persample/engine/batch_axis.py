@@ -109,7 +109,7 @@ class BatchAxis:
         return self.dim == other.dim and self.same_layout(other)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lost:
     """The tensor depends on the batch, but no axis of it holds the samples one by one.
 
@@ -117,21 +117,24 @@ class Lost:
         reason: since where.
         reduced: it is a weighted sum over the samples of what each gives alone, as a loss is.
         noted: it has been said already that it is not.
-        uneven: the samples in it gave unequal numbers of rows to that sum.
-        how: "sum" or "mean" where it is a plain one over the samples, as far as can be told.
+        uneven: the number of rows in that sum, where the samples gave unequal numbers of them; else 0.
+        parts: n where it may be the n-th part of a plain sum over the samples, up to a number that is the user's: 1
+            for a sum, the number of samples for a mean; several where that cannot be told, none where it is neither.
+        counts: products of the shape of one sample in that sum, which a user may divide by to average its entries.
         samples: the samples that it is made of, each alone or added up; empty where they are all or not known.
-        averaged: the number of samples that it is a mean over, up to a factor; 0 where that is not known.
         apart: its entries are of different samples.
+        totals: of a sum of data, what each sample adds to it, (B,); None where that is not known.
     """
 
     reason: str
     reduced: bool = False
     noted: bool = False
-    uneven: bool = False
-    how: str | None = None
+    uneven: int = 0
+    parts: frozenset[int] = frozenset()
+    counts: frozenset[int] = frozenset()
     samples: frozenset[int] = frozenset()
-    averaged: int = 0
     apart: bool = False
+    totals: Tensor | None = None
 
     @property
     def alone(self) -> int | None:

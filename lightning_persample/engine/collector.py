@@ -26,12 +26,12 @@ class Part:
 
     Attributes:
         samples: which.
-        is_mean: it is their mean, up to a factor.
+        mean_of: it is their sum over this number, up to a number of the user's; 0 where it is not.
         is_sum: it is their sum.
     """
 
     samples: tuple[int, ...]
-    is_mean: bool
+    mean_of: int
     is_sum: bool
 
 

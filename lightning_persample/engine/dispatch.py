@@ -17,6 +17,7 @@ from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.following import common_axis, follow
+from lightning_persample.engine.following.added_up import scaled
 from lightning_persample.engine.fused import fused_call
 from lightning_persample.engine.graph import Node, boundary, unseen_text
 from lightning_persample.engine.kinds import (
@@ -116,7 +117,7 @@ class Dispatcher(Collector):
             whole = Lost("it is a gradient of the whole batch, computed in the step", reduced=of_batch)
             self.marks.set_result(gradient, mark if isinstance(mark, BatchAxis) else whole)
 
-    def start_backward(self, losses: list[Tensor], weights: Tensor | None) -> None:
+    def start_backward(self, losses: list[Tensor]) -> None:
         """Take note of what backward starts from."""
         marks = [self.marks.get(loss) for loss in losses]
         self.of_no_sample = bool(marks) and all(isinstance(mark, Weight) and not mark.outside for mark in marks)
@@ -126,27 +127,50 @@ class Dispatcher(Collector):
                 self.penalized |= mark.names
                 if mark.outside:
                     self.refuse([mark], OUTSIDE)
-            if isinstance(mark, BatchAxis) and weights is not None and weights.numel() > 1:
-                self.notes.add_of_loss("`backward` was given a gradient that weighs the samples")
 
-    def check_reduction(self, loss: Tensor, declared: object) -> None:
-        """Note a loss that is plainly a sum over the samples where a mean was declared, or the reverse."""
-        self._read_part(loss)
+    def is_by_sample(self, loss: Tensor) -> bool:
+        """Whether a loss (B,) has one entry for each sample, in order."""
         mark = self.marks.get(loss)
-        if not isinstance(mark, Lost) or mark.how is None or declared not in ("mean", "sum") or self.batch_size == 1:
+        return isinstance(mark, BatchAxis) and mark.owner is None and mark.mixing is None
+
+    def check_reduction(self, losses: list[Tensor], weights: list[Tensor | None], declared: object) -> None:
+        """Note a loss that is a sum over the samples, times a number, where a mean was declared, or the reverse.
+
+        Args:
+            losses: what backward starts from, to be added up.
+            weights: what each is multiplied by, of its shape; None is 1.
+            declared: "mean", "sum" or weights.
+        """
+        if declared not in ("mean", "sum") or self.batch_size == 1:
             return
-        if mark.how != declared:
-            self.notes.add_of_loss(
-                f"the loss is a {mark.how} over the samples, but loss_reduction is {declared!r}: pass "
-                f"loss_reduction={mark.how!r}"
-            )
+        for loss, weight in zip(losses, weights, strict=True):
+            self._read_part(loss)
+            size, mark = self.batch_size, self.marks.get(loss)
+            if isinstance(mark, BatchAxis) and mark.mixing is None and mark.owner is None:  # (of no one number)
+                parts, counts = frozenset({1}), frozenset({loss.numel() // size})
+                if weight is None or not bool((weight == weight.flatten()[0]).all()):
+                    continue
+            elif isinstance(mark, Lost) and mark.parts and mark.alone is None:
+                size, parts, counts = len(mark.samples) or size, mark.parts, mark.counts
+            else:
+                continue
+            if weight is not None and weight.numel():
+                factor = float(weight.flatten()[0])
+                parts = scaled(parts, [factor], size, self.batch_size, counts, divides=True)
+            kind = "sum" if max(parts) == 1 else "mean"
+            if declared != kind and not (declared == "sum" and 1 in parts):
+                self.notes.add_of_loss(
+                    f"the loss is a {kind} over the samples, but loss_reduction is {declared!r}: pass "
+                    f"loss_reduction={kind!r}"
+                )
 
     def _read_part(self, loss: Tensor) -> None:
         """Note that a loss is made of some of the samples alone, where that can be told."""
         mark = self.marks.get(loss)
         if isinstance(mark, Lost) and not mark.noted and 0 < len(mark.samples) < self.batch_size:
-            is_mean = mark.alone is not None or mark.averaged > 0
-            self.part = Part(tuple(sorted(mark.samples)), is_mean, is_sum=mark.how == "sum")
+            size = len(mark.samples)
+            mean_of = next((n for n in (size, self.batch_size) if n in mark.parts), 1 if size == 1 else 0)
+            self.part = Part(tuple(sorted(mark.samples)), mean_of, is_sum=1 in mark.parts)
 
     def forget_backward(self) -> None:
         """Drop what a backward left, also one that was broken off."""

@@ -25,7 +25,13 @@ from lightning_persample.engine.own_scale import OwnScale
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.sharded import ShardedParameters
-from lightning_persample.engine.values import has_value, read_values, samples_with_values, why_no_factor
+from lightning_persample.engine.values import (
+    has_value,
+    read_values,
+    samples_in_loss,
+    samples_with_values,
+    why_no_factor,
+)
 from lightning_persample.engine.weight import settle
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients import KernelOptions, kernel_options
@@ -214,7 +220,7 @@ class Capture:
             self._check_weighting(weights)
             self._weighting = weights
         self._loss_is_known = True
-        self._dispatcher.check_reduction(loss, self._weighting)
+        self._dispatcher.check_reduction([loss], [None], self._weighting)
         if loss.requires_grad:
             self._handles.append(loss.register_hook(self._keep_scale))
 
@@ -264,10 +270,27 @@ class Capture:
         elif tuple(grad.shape) == (self.batch_size,):  # one loss per sample: this is what each weighs
             self._read_weights = grad.detach()
         else:
-            self._dispatcher.notes.add_of_loss(
-                f"the loss has sizes {tuple(grad.shape)}, so that what a sample weighs in it cannot be read: go "
-                "backward from one number, or from one per sample"
-            )
+            self._cannot_read(grad)
+
+    def _read_gradients(self, losses: list[Tensor], gradients: list[Tensor | None]) -> None:
+        """Read what each sample weighs from what `backward` is given: of one loss per sample, its weight."""
+        gradients += [None] * (len(losses) - len(gradients))
+        for loss, gradient in zip(losses, gradients, strict=True):
+            if gradient is None or loss.numel() == 1 or self.batch_size == 1:
+                continue
+            if len(losses) == 1 and tuple(loss.shape) == (self.batch_size,) and self._dispatcher.is_by_sample(loss):
+                self._read_weights = gradient.detach()
+                return
+            if not bool((gradient == gradient.flatten()[0]).all()):
+                self._cannot_read(loss)
+                return
+        self._dispatcher.check_reduction(losses, gradients, self._weighting)
+
+    def _cannot_read(self, loss: Tensor) -> None:
+        self._dispatcher.notes.add_of_loss(
+            f"the loss has shape {tuple(loss.shape)}, so that what a sample weighs in it cannot be read: go backward "
+            "from one number, or from one per sample"
+        )
 
     def _forget_loss(self) -> None:
         for handle in self._handles:
@@ -295,10 +318,10 @@ class Capture:
         apart = len(args) > 4 or kwargs.get("inputs") is not None
         self._watched.watch(() if apart else met)  # (to these inputs alone a gradient comes)
         self._sharded.start_backward()
-        weighted = next(tensors_in((args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors"))), None)
-        self._dispatcher.start_backward(losses, weighted)
-        if not self._loss_is_known and len(losses) == 1:
-            self._dispatcher.check_reduction(losses[0], self._weighting)
+        self._dispatcher.start_backward(losses)
+        if not self._loss_is_known:
+            given = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
+            self._read_gradients(losses, list(given) if isinstance(given, (tuple, list)) else [given])
         options = dict(zip(("gradient", "retain_graph", "create_graph"), args[1:], strict=False)) | kwargs
         create = bool(options.get("create_graph"))
         self._dispatcher.frees = not (create if options.get("retain_graph") is None else options["retain_graph"])
@@ -342,15 +365,16 @@ class Capture:
         dispatcher, watched, scale = self._dispatcher, self._watched, self._scale
         weights = self._weighting if self._read_weights is None else self._read_weights
         part = dispatcher.part
-        self.counted = len(part.samples) if part is not None and part.is_mean else self.batch_size
+        self.counted = part.mean_of if part is not None and part.mean_of else self.batch_size
         trainable = watched.trainable()
         reported = [name for name in trainable if name in dispatcher.got_gradient and has_value(watched.weight(name))]
-        samples, places = samples_with_values(dispatcher.samples, None if part is None else part.samples)
+        in_loss = samples_in_loss(None if part is None else part.samples, weights)
+        samples, places = samples_with_values(dispatcher.samples, in_loss)
         own = OwnScale(weights, self.counted, scale).of_samples(samples)
         values = read_values(watched, dispatcher, reported, self._quantities, own, places)
         coverage = classify(trainable, dispatcher.got_gradient, reported, dispatcher.refused)
         reached = coverage.reached
-        if part is not None and not (part.is_mean or part.is_sum) and weights == "mean":
+        if part is not None and not (part.mean_of or part.is_sum) and weights == "mean":
             dispatcher.notes.add_of_loss(
                 f"the loss takes {len(part.samples)} of the {self.batch_size} samples alone, and not by one mean: give "
                 "the weight of each sample in the loss as loss_reduction"
@@ -380,7 +404,7 @@ class Capture:
             not_additive=not_additive,
             backward_index=len(self.records),
             samples=samples,
-            in_loss=self.batch_size if part is None else len(part.samples),
+            in_loss=self.batch_size if in_loss is None else len(in_loss),
             why_no_factor=reason,
             _factor=None if reason else own.factor(),
             _kept=values.kept(reached, own, self._quantities),

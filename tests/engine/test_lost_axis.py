@@ -132,8 +132,7 @@ def test_a_loss_of_some_samples_alone_is_said() -> None:
     record = record_of(network(), lambda m, x: m(x)[0].square().sum() + m(x)[2].square().sum(), torch.randn(4, 5))
     assert record.mixing == ()
     assert record.weighting == (
-        "the loss takes 2 of the 4 samples alone, and not by one mean: give the weight of each sample in the loss as "
-        "loss_reduction",
+        "the loss is a sum over the samples, but loss_reduction is 'mean': pass loss_reduction='sum'",
     )
     assert record.samples is not None
     assert (record.samples.tolist(), record.norms().shape) == ([0, 2], (2,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -165,10 +166,147 @@ def test_a_loss_reduced_otherwise_than_declared_is_named(name: str, declared: st
         )
 
 
-@pytest.mark.parametrize("scale", [lambda loss: loss / B, lambda loss: 0.5 * loss])
-def test_a_scaled_loss_is_taken_as_declared(scale: Callable[[Tensor], Tensor]) -> None:
-    record = record_of(nn.Linear(6, 4), lambda m, x: scale(m(x).square().sum()), sequences())
-    assert record.weighting == ()
+def squares(m: nn.Module, x: Tensor) -> Tensor:
+    return m(x).square().sum((1, 2))
+
+
+def halves(m: nn.Module, x: Tensor, weight: float = 1.0) -> list[Tensor]:
+    return [weight * squares(m, part).sum() for part in (x[: len(x) // 2], x[len(x) // 2 :]) if len(part)]
+
+
+SUMS = {  # what one sample gives is what it adds to the loss of the batch
+    "scaled": lambda m, x: 0.5 * squares(m, x).sum(),
+    "divided": lambda m, x: squares(m, x).sum() / 1000,
+    "by-a-tensor": lambda m, x: squares(m, x).sum() * torch.tensor(0.5),
+    "by-one-entry": lambda m, x: squares(m, x).sum() * torch.tensor([0.3]),
+    "in-place": lambda m, x: squares(m, x).sum().div_(7),
+    "negated": lambda m, x: -(-3.0 * squares(m, x).sum()),
+    "added": lambda m, x: squares(m, x).sum() + 0.1 * m(x).abs().sum(),
+    "subtracted": lambda m, x: squares(m, x).sum() - 0.5 * m(x).abs().sum(),
+    "alpha": lambda m, x: torch.add(squares(m, x).sum(), m(x).abs().sum(), alpha=0.1),
+    "reflected": lambda m, x: 1.0 - squares(m, x).sum(),
+    "between": lambda m, x: torch.lerp(squares(m, x).sum(), m(x).abs().sum(), 0.1),
+    "stacked": lambda m, x: torch.stack([squares(m, x).sum(), 0.1 * m(x).abs().sum()]).sum(),
+    "stacked-and-weighted": lambda m, x: (
+        torch.stack([squares(m, x).sum(), m(x).abs().sum()]) @ torch.tensor([1.0, 0.1])
+    ),
+    "autoencoder": lambda m, x: (
+        F.binary_cross_entropy_with_logits(m(x), (x[..., :4] > 0).double(), reduction="sum")
+        - 0.5 * torch.sum(1 + m(x) - m(x).square() - m(x).exp())
+    ),
+    "one-by-one": lambda m, x: sum(0.5 * squares(m, each[None]).sum() for each in x),
+    "unbound": lambda m, x: sum(squares(m, x).unbind()),
+    "in-halves": lambda m, x: sum(halves(m, x, 0.5)),
+    "mean-times-B": lambda m, x: squares(m, x).mean() * len(x),
+    "entries-times-their-number": lambda m, x: F.mse_loss(m(x), x[..., :4]) * m(x).numel(),
+    "product-with-ones": lambda m, x: squares(m, x).dot(torch.ones(len(x))),
+    "inner-with-ones": lambda m, x: torch.inner(squares(m, x), torch.ones(len(x))),
+    "matmul-with-ones": lambda m, x: torch.full((len(x),), 0.3) @ squares(m, x),
+    "einsum-over-entries": lambda m, x: torch.einsum("btd,d->", m(x), torch.arange(4.0)),
+    "ctc": lambda m, x: F.ctc_loss(
+        m(x).permute(1, 0, 2).log_softmax(-1), torch.ones(len(x), 1).long(), [B] * len(x), [1] * len(x), reduction="sum"
+    ),
+    "rows-picked": lambda m, x: 0.5 * m(x)[x[..., 0] > 0].square().sum(),
+}  # fmt: skip
+MEANS = {
+    "divided": lambda m, x: squares(m, x).sum() / len(x),
+    "divided-by-twice": lambda m, x: squares(m, x).sum() / (2 * len(x)),
+    "scaled-and-divided": lambda m, x: 0.5 * squares(m, x).sum() / len(x),
+    "by-a-share": lambda m, x: squares(m, x).sum() * (1 / len(x)),
+    "by-a-tensor": lambda m, x: squares(m, x).sum() / torch.tensor(float(len(x))),
+    "by-the-entries": lambda m, x: m(x).square().sum() / m(x).numel(),
+    "by-the-images": lambda m, x: m(x).square().sum() / (len(x) * 784),
+    "by-positions": lambda m, x: m(x).square().sum() / (len(x) * x.size(1)),
+    "mean-scaled": lambda m, x: squares(m, x).mean() / 1000,
+    "terms": lambda m, x: (squares(m, x).sum() - 0.5 * m(x).abs().sum()) / len(x),
+    "a-mean-and-a-divided-sum": lambda m, x: squares(m, x).mean() + 0.1 * m(x).abs().sum() / len(x),
+    "one-by-one": lambda m, x: sum(squares(m, each[None]).mean() for each in x) / len(x),
+    "one-by-one-divided": lambda m, x: sum(squares(m, each[None]).mean() / len(x) for each in x),
+    "in-halves": lambda m, x: sum(halves(m, x)) / len(x),
+    "in-halves-divided": lambda m, x: sum(halves(m, x, 1 / len(x))),
+    "product-with-shares": lambda m, x: squares(m, x).dot(torch.full((len(x),), 1 / len(x))),
+    "stacked": lambda m, x: torch.stack([squares(m, x).mean(), m(x).abs().mean()]).mean(),
+    "equal-masks": lambda m, x: (m(x).square() * same_mask(x)).sum() / (same_mask(x).expand_as(m(x))).sum(),
+    "equal-masks-of-means": lambda m, x: (m(x).square() * same_mask(x)).mean() / same_mask(x).mean(),
+    "equal-masks-and-a-guard": lambda m, x: (
+        (m(x).square().sum(-1, keepdim=True) * same_mask(x)).sum() / (same_mask(x).sum().clamp(min=1) + 1e-12)
+    ),
+    "rows-picked": lambda m, x: (m(x)[x[..., 0] > 0]).square().sum() / len(x),
+}  # fmt: skip
+
+
+def same_mask(x: Tensor) -> Tensor:
+    """As many positions of each sample, at other places."""
+    return torch.zeros_like(x[..., :1]).scatter(1, x[..., :1].topk(2, dim=1).indices, 1.0)
+
+
+@pytest.mark.parametrize("size", [3, B, 10, 16])
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+@pytest.mark.parametrize(("true", "name"), [*(("sum", n) for n in SUMS), *(("mean", n) for n in MEANS)])
+def test_a_multiple_of_a_sum_or_of_a_mean_is_known_as_one(true: str, name: str, declared: str, size: int) -> None:
+    """Declared as it is, values are those of the loop in silence; a sum that is declared as a mean is named."""
+    torch.manual_seed(2)
+    module, batch, loss = nn.Linear(6, 4), torch.randn(size, B, 6), (SUMS if true == "sum" else MEANS)[name]
+    record = record_of(module, loss, batch, loss_reduction=declared)
+    assert record.mixing == ()
+    if declared == true:
+        assert record.weighting == ()
+        assert_values(record, loop(module, loss, (batch,)))
+    elif declared == "mean":
+        text = "the loss is a sum over the samples, but loss_reduction is 'mean': pass loss_reduction='sum'"
+        assert record.weighting == (text,)
+
+
+GRADIENTS = {
+    "ones": lambda losses: torch.ones_like(losses),
+    "shares": lambda losses: torch.full_like(losses, 1 / len(losses)),
+    "weights": lambda losses: torch.arange(1.0, 1 + len(losses)),
+}
+
+
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_what_backward_is_given_for_each_sample_is_what_it_weighs(name: str, declared: str) -> None:
+    module, batch = nn.Linear(6, 4), sequences()
+    options = {"loss_reduction": declared, "quantities": ("sq_norm", "grad_sample")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with expanded_weights(module, batch, **options) as capture:
+            losses = squares(module, batch)
+            losses.backward(GRADIENTS[name](losses))
+    assert_values(capture.record, loop(module, lambda m, x: squares(m, x).sum(), (batch,)))
+
+
+@pytest.mark.parametrize(("weight", "declared"), [(1.0, "sum"), (1 / B, "mean"), (1 / B**2, "mean"), (0.3, "mean")])
+def test_a_backward_from_entries_that_all_weigh_alike_is_one_from_their_sum(weight: float, declared: str) -> None:
+    module, batch = nn.Linear(6, 4), sequences()
+    with expanded_weights(
+        module, batch, loss_reduction=declared, unsupported="ignore", quantities=("grad_sample",)
+    ) as seen:
+        losses = module(batch).square().sum(-1)
+        torch.autograd.backward([losses], [torch.full_like(losses, weight)])
+    assert (seen.record.weighting == ()) is (weight != 0.3)
+    if weight != 0.3:
+        share = weight * (B if declared == "mean" else 1)
+        expected = loop(module, lambda m, x: share * m(x).square().sum(), (batch,))
+        torch.testing.assert_close(seen.record.grad_samples["weight"], expected["weight"])
+
+
+def test_a_backward_from_entries_that_weigh_unequally_is_named() -> None:
+    module, batch = nn.Linear(6, 4), sequences()
+    with expanded_weights(module, batch, unsupported="ignore") as seen:
+        losses = module(batch).square().sum(-1)
+        losses.backward(torch.rand_like(losses))
+    (text,) = seen.record.weighting
+    assert text.startswith("the loss has shape (5, 5), so that what a sample weighs in it cannot be read")
+
+
+def test_a_mean_that_leaves_unequal_numbers_of_entries_out_is_named() -> None:
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.where(x[..., :4] > 0, m(x), torch.nan).nanmean()
+
+    (text,) = record_of(nn.Linear(6, 4), loss, sequences()).weighting
+    assert "`nanmean` averages over unequal numbers of rows from sample to sample at test_mixing.py" in text
 
 
 TOGETHER = {

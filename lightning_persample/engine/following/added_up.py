@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Sequence
+from itertools import combinations
 
-from lightning_persample.engine.batch_axis import Lost
-from lightning_persample.engine.following.base import Followed
+import torch
+from torch import Tensor
+
+from lightning_persample.engine.batch_axis import Lost, batch_first
+from lightning_persample.engine.following.base import Followed, is_plain
 from lightning_persample.engine.observed import ObservedCall, user_line
 
-__all__ = ["LOSSES", "MEAN", "added_up", "averages", "reduction_of"]
+__all__ = ["LOSSES", "MEAN", "added_up", "averages", "factors_beside", "reduction_of", "scaled"]
 
 # Losses, each with the place of `reduction` among its positional arguments.
 LOSSES = {
@@ -17,43 +22,154 @@ LOSSES = {
     "soft_margin_loss": 2, "multi_margin_loss": 5, "multilabel_margin_loss": 2, "poisson_nll_loss": 5,
     "hinge_embedding_loss": 3, "margin_ranking_loss": 4, "cosine_embedding_loss": 4, "triplet_margin_loss": 7,
 }  # fmt: skip
+_REDUCTIONS = {**LOSSES, "ctc_loss": 5}
+_MOST = 1 << 22  # numbers in data of the batch that are added up once more
 MEAN = 1  # the number by which torch's primitives know reduction="mean"
 
 
 def averages(call: ObservedCall) -> bool:
     """Whether the call takes a mean over everything it is given."""
-    return call.op == "mean" or (call.op in LOSSES and reduction_of(call) == MEAN)
+    return call.op in ("mean", "nanmean") or (call.op in _REDUCTIONS and reduction_of(call) == MEAN)
 
 
 def reduction_of(call: ObservedCall) -> int:
     """The reduction of a loss, as torch's primitives number them."""
-    return int(call.argument(LOSSES[str(call.op)], "reduction", default=MEAN))
+    return int(call.argument(_REDUCTIONS[str(call.op)], "reduction", default=MEAN))
 
 
 def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     """The samples were added up: the outputs are a weighted sum over the batch; `weighs`: by weights of the caller."""
     sizes = [tuple(o.tensor.shape) for o in call.operands]
     what = f"`{call.name}` reduces over the batch axis (sizes {sizes}{user_line()})"
-    with_gradient = [axis for tensor, axis in call.located if tensor.requires_grad]
+    with_gradient = [(tensor, axis) for tensor, axis in call.located if tensor.requires_grad]
+    if not with_gradient:
+        parts = frozenset({call.batch_size if averages(call) else 1})
+        return Followed((Lost(what, reduced=True, parts=parts, totals=_totals(call)),) * len(call.outputs))
     counts = [
-        torch.bincount(axis.owner.sample, minlength=call.batch_size) for axis in with_gradient if axis.owner is not None
+        torch.bincount(axis.owner.sample, minlength=call.batch_size)
+        for _, axis in with_gradient
+        if axis.owner is not None
     ]
-    uneven = any(not bool((each[each > 0] == each.max()).all()) for each in counts)
+    differ = [each for each in counts if not bool((each[each > 0] == each.max()).all())]
+    if call.op == "nanmean":
+        tensor, axis = call.located[0]
+        there = batch_first((~tensor.isnan()).long(), axis, call.batch_size, fill=False).flatten(1).sum(1)
+        differ += [there] if bool((there != there[0]).any()) else []
+    uneven = int(differ[0].sum()) * with_gradient[0][1].rows if differ else 0
     samples = frozenset[int]()
-    if len(counts) == len(with_gradient) > 0 and not any(axis.mixing for axis in with_gradient):
+    mixing = next((axis.mixing for _, axis in with_gradient if axis.mixing), None)
+    if len(counts) == len(with_gradient) and mixing is None:
         present = (sum(counts) > 0).nonzero().flatten().tolist()  # type: ignore[union-attr]
         samples = frozenset(present) if len(present) < call.batch_size else samples
-    if len(samples) == 1:
-        return Followed((Lost(what, samples=samples),) * len(call.outputs))
+    size = len(samples) or call.batch_size
     mean = averages(call)
-    note = None
-    if any(output.requires_grad for output in call.outputs):
-        note = next((axis.mixing for axis in with_gradient if axis.mixing), None)
-        if note is None and weighs:
-            note = f"`{call.name}` weighs the samples by a tensor{user_line()}"
-        if note is None and mean and uneven:
-            note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
-    how = "mean" if mean else "sum" if call.op in ("sum", "nansum") or call.op in LOSSES else None
-    averaged = (len(samples) or call.batch_size) if mean and not uneven and not weighs else 0
-    mark = Lost(what, reduced=True, uneven=uneven, how=None if weighs else how, samples=samples, averaged=averaged)
-    return Followed((mark,) * len(call.outputs), weighting=note)
+    parts = frozenset({size if mean else 1} if mixing is None and not (mean and uneven) else ())
+    note = mixing
+    if weighs and parts:
+        factors = factors_beside(call)
+        parts = scaled(parts, factors, size, call.batch_size, frozenset())
+        if factors is None or len(set(factors)) > 1:
+            parts, note = frozenset(), f"`{call.name}` weighs the samples by a tensor{user_line()}"
+    if note is None and mean and uneven:
+        note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
+    one = len(samples) == 1 and not weighs
+    silent = one or not any(output.requires_grad for output in call.outputs)
+    mark = Lost(what, reduced=not one, uneven=0 if one else uneven, parts=parts, counts=_counts(call), samples=samples)
+    return Followed((mark,) * len(call.outputs), weighting=None if silent else note)
+
+
+def scaled(
+    parts: frozenset[int],
+    factors: Sequence[float] | None,
+    samples: int,
+    batch_size: int,
+    counts: frozenset[int],
+    *,
+    divides: bool = False,
+) -> frozenset[int]:
+    """Which parts of a sum over the samples a loss may be after it was multiplied.
+
+    Args:
+        parts: which it may be before.
+        factors: by what it was multiplied, one number or one for each of its entries; None where that is not known.
+        samples: how many it is made of.
+        batch_size: number of samples B.
+        counts: see `Lost`.
+        divides: a number was divided by, as one does by the number of samples; else that is not sure.
+
+    Returns:
+        One for a sum, the number of samples for a mean. A number that is none of the ways to count them is the user's.
+    """
+    found = [
+        frozenset[int]().union(*(_scaled(n, abs(factor), samples, batch_size, counts, divides) for n in parts))
+        for factor in set(factors or ())
+    ]
+    return (frozenset.intersection(*found) or frozenset.union(*found)) if found else parts
+
+
+def _scaled(
+    n: int, factor: float, samples: int, batch_size: int, counts: frozenset[int], divides: bool
+) -> frozenset[int]:
+    if factor in (0.0, 1.0) or not math.isfinite(factor):
+        return frozenset({n})
+    for size in (samples, batch_size, 1):
+        if size != n and math.isclose(n / factor, size, rel_tol=1e-5):
+            by_chance = not divides or (n == samples < batch_size and _is_whole(1 / factor))
+            return frozenset({n, size} if size > 1 and by_chance else {size})
+    if n > 1:
+        each = factor / n
+        return frozenset({1}) if _is_whole(each) and round(each) in counts else frozenset({n})
+    each = 1 / factor / samples  # a mean over samples, times one over this
+    if each < 1:
+        return frozenset({1})
+    whole = divides and _is_whole(each) and (round(each) == 2 or round(each) in counts)
+    digits, of_divisor = _digits(each), _digits(1 / factor)
+    is_count = _is_whole(each) and digits == of_divisor > 2
+    return frozenset({1, samples}) if whole or digits < of_divisor or is_count else frozenset({1})
+
+
+def _is_whole(number: float) -> bool:
+    return number > 0.5 and math.isclose(number, round(number), rel_tol=1e-5)
+
+
+def _digits(number: float) -> int:
+    """With how many digits a number, or one over it, is written: people write few, counts of samples have any."""
+    return min(len(f"{each:.6e}".partition("e")[0].replace(".", "").rstrip("0")) for each in (number, 1 / number))
+
+
+def factors_beside(call: ObservedCall, most: int = 65536) -> list[float] | None:
+    """The numbers, `most` of them, that a product has beside its one operand with a gradient; None where unknown."""
+    followed = {id(operand.tensor) for operand in call.operands if operand.axis is not None}
+    others = [operand.tensor for operand in call.operands if id(operand.tensor) not in followed]
+    found: list[float] = []
+    for tensor in others:
+        if tensor.numel() > most or tensor.is_complex() or not is_plain(tensor) or tensor.is_meta:
+            return None
+        found += tensor.detach().flatten().tolist()
+    numbers = [each for each in call.args if isinstance(each, (int, float)) and not isinstance(each, bool)]
+    if len(others) + len(numbers) != 1:
+        return None
+    return found or [float(each) for each in numbers]
+
+
+def _counts(call: ObservedCall) -> frozenset[int]:
+    """Products of axes of one sample's part in the operands."""
+    found: set[int] = set()
+    for tensor, axis in call.located:
+        sizes = [size for dim, size in enumerate(tensor.shape) if dim != axis.dim]
+        sizes.append(tensor.size(axis.dim) // max(axis.entries(call.batch_size), 1))
+        for taken in range(1, len(sizes) + 1):
+            found |= {math.prod(some) for some in combinations(sizes, taken)}
+    return frozenset(found - {0, 1})
+
+
+def _totals(call: ObservedCall) -> Tensor | None:
+    """What each sample adds to a sum of data that has no axes left: (B,)."""
+    if call.op not in ("sum", "mean", "count_nonzero") or len(call.located) != 1 or call.outputs[0].dim():
+        return None
+    tensor, axis = call.located[0]
+    if axis.mixing is not None or tensor.is_complex() or tensor.numel() > _MOST:
+        return None
+    tensor = tensor != 0 if call.op == "count_nonzero" else tensor
+    rows = batch_first(tensor, axis, call.batch_size, fill=False).flatten(1).sum(1, dtype=torch.float64)
+    return rows / max(tensor.numel(), 1) if averages(call) else rows

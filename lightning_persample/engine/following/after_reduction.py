@@ -12,13 +12,14 @@ from one sample alone stays that sample's, whatever is done to it, and samples s
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import Lost, picked
-from lightning_persample.engine.following.added_up import LOSSES, reduction_of
+from lightning_persample.engine.following.added_up import LOSSES, factors_beside, reduction_of, scaled
 from lightning_persample.engine.following.base import Followed
 from lightning_persample.engine.following.pointwise import POINTWISE
 from lightning_persample.engine.observed import ObservedCall, user_line
@@ -26,7 +27,7 @@ from lightning_persample.engine.observed import ObservedCall, user_line
 __all__ = ["after_reduction"]
 
 # fmt: off
-_ADDS = frozenset({"add", "sub", "rsub"})
+_ADDS = frozenset({"add", "sub", "rsub", "lerp", "where"})
 _SUMS = frozenset({
     "sum", "mean", "nansum", "cumsum", "diff", "trace", "matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "inner",
     "outer", "einsum", "tensordot", "linear",
@@ -49,7 +50,8 @@ _ENTRYWISE_LOSSES = frozenset({
     "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
 })
 # fmt: on
-_KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES | {"where"}
+_SCALED = "`{name}` scales the loss by a number computed over the whole batch{line}"
+_KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
 
 
 def after_reduction(call: ObservedCall) -> Followed:
@@ -73,38 +75,82 @@ def after_reduction(call: ObservedCall) -> Followed:
     noted = next((mark for mark in with_gradient if mark.noted), None)
     if one is not None or noted is not None or not with_gradient or not call.outputs[0].requires_grad:
         mark = noted or (first if one is not None else replace(first, samples=frozenset()))
+        if one is not None and with_gradient:
+            mark = replace(mark, parts=_parts(call, with_gradient) or frozenset({1}))
         return Followed((mark,) * len(call.outputs))
     reduced = any(mark.reduced for mark in with_gradient)
     mixing, weighting = _notes(call, first, len(with_gradient), reduced)
     said = mixing is not None or weighting is not None
-    linear = call.op in _ADDS | _SUMS | _MOVES
-    how = first.how if linear and all(mark.how == first.how for mark in with_gradient) else None
     known = all(mark.samples for mark in with_gradient)
     samples = frozenset().union(*(mark.samples for mark in with_gradient)) if known else frozenset()
     reduced = reduced or _adds_up(call, len(with_gradient))
-    alike = all((mark.samples, mark.averaged) == (first.samples, first.averaged) for mark in with_gradient)
-    if not said and not alike and _are_means_over_others(with_gradient):
-        weighting = f"`{call.name}` combines means over different numbers of samples, or over some twice{user_line()}"
-    if not said and weighting is None and linear and {mark.how for mark in with_gradient} == {"mean", "sum"}:
-        two = f"`{call.name}` puts a mean and a sum over the samples together{user_line()}"
-        weighting = f"{two}: take one of the two for both"
+    alike = all((mark.samples, mark.parts) == (first.samples, first.parts) for mark in with_gradient)
+    parts = _parts(call, with_gradient)
+    if not said and parts is None:
+        weighting = _why_unequal(call, with_gradient)
     apart = call.op in _MOVES and (first.apart or not alike)
     if apart and weighting is None and call.op in _PICKS:
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
     result = replace(
-        first, noted=said, reduced=reduced, how=how, samples=samples if reduced else frozenset(),
-        averaged=first.averaged if alike and reduced else 0, apart=apart,
+        first, noted=said, reduced=reduced, parts=(parts or frozenset()) if reduced and not said else frozenset(),
+        samples=samples if reduced else frozenset(), apart=apart,
+        counts=frozenset().union(*(mark.counts for mark in with_gradient)),
     )  # fmt: skip
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)
 
 
-def _are_means_over_others(marks: list[Lost]) -> bool:
-    """Whether means over different samples, put together, weigh these unequally."""
-    if not any(mark.averaged and mark.samples for mark in marks):
-        return False
+def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
+    """Which parts of a sum over the samples the result may be, see `Lost`; None where its terms are different ones."""
+    if not all(mark.parts for mark in marks):
+        return frozenset()
+    sizes = [len(mark.samples) or call.batch_size for mark in marks]
+    terms = [mark.parts for mark in marks]
+    alpha = call.kwargs.get("alpha", 1)
+    if call.op in ("add", "sub") and alpha != 1 and isinstance(alpha, (int, float)):
+        scales = [[1.0 if tensor is call.args[0] else float(alpha)] for tensor, _ in call.lost if tensor.requires_grad]
+        terms = [
+            scaled(mark.parts, scale, size, call.batch_size, mark.counts)
+            for mark, size, scale in zip(marks, sizes, scales, strict=True)
+        ]
+    together = frozenset.intersection(*terms)
+    if not together:
+        return None
+    if len(marks) > 1 and not together & {1, call.batch_size} and _overlap(marks):
+        return None
+    if call.op in ("mul", "div", "rmul") or (call.op in _SUMS and len(marks) == 1):
+        divisor = next((mark for tensor, mark in call.lost if not tensor.requires_grad), None)
+        if divisor is not None:
+            return _after_division(marks[0], divisor, call.batch_size)
+        factors = _factors(call)
+        samples = frozenset().union(*(mark.samples for mark in marks))
+        size = len(samples) or call.batch_size
+        return scaled(together, factors, size, call.batch_size, marks[0].counts, divides=call.op == "div")
+    return together if call.op in _ADDS | _MOVES | _SUMS else frozenset()
+
+
+def _factors(call: ObservedCall) -> list[float] | None:
+    """By what a loss is multiplied; None where that is not known."""
+    if call.op == "mean":
+        return [call.outputs[0].numel() / max(call.lost[0][0].numel(), 1)]
+    found = factors_beside(call, 64) if call.op not in ("sum", "nansum") else None
+    return [1 / each if each else 0.0 for each in found] if found and call.op == "div" else found
+
+
+def _overlap(marks: list[Lost]) -> bool:
+    """Whether terms of some samples alone have samples in common, and are not all of the same ones."""
     together = frozenset().union(*(mark.samples for mark in marks))
-    equal = all(mark.averaged == marks[0].averaged and mark.samples for mark in marks)
-    return not equal or len(together) < sum(len(mark.samples) for mark in marks)
+    return any(mark.samples != marks[0].samples for mark in marks) and (
+        not all(mark.samples for mark in marks) or len(together) < sum(len(mark.samples) for mark in marks)
+    )
+
+
+def _why_unequal(call: ObservedCall, marks: list[Lost]) -> str:
+    """Terms of a loss that are different parts of a sum over the samples."""
+    kinds = {mark.parts == {1} and len(mark.samples) != 1 for mark in marks}
+    if kinds == {True, False}:
+        two = f"`{call.name}` puts a mean and a sum over the samples together{user_line()}"
+        return f"{two}: take one of the two for both"
+    return f"`{call.name}` combines means over different numbers of samples, or over some twice{user_line()}"
 
 
 Notes = tuple[str | None, str | None]
@@ -136,18 +182,39 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Not
     data = [(tensor, mark) for tensor, mark in call.lost if not tensor.requires_grad]
     if operands == 1 and _scales(call) and (reduced or all(mark.reduced for _, mark in data)):
         if data:
-            return None, f"`{call.name}` scales the loss by a number computed over the whole batch{user_line()}"
-        uneven = reduced and first.uneven
-        return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if uneven else None
+            return None, _why_scaled(call, first, [mark for _, mark in data])
+        rows = [1 / each / first.uneven for each in _factors(call) or () if each] if reduced and first.uneven else []
+        counts = any(math.isclose(each, n, rel_tol=1e-5) for each in rows for n in (1, *first.counts))
+        return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if counts else None
     if call.op in _MOVES and any(_is_index(tensor) for tensor, _ in data):
         return f"`{call.name}` picks entries by values computed over the whole batch{user_line()}", None
-    if call.op in _ADDS | _MOVES or (call.op in _SUMS and len(call.lost) == 1):
+    chosen = bool(data) and call.op in ("where", "lerp")  # by values of the batch
+    if (call.op in _ADDS | _MOVES and not chosen) or (call.op in _SUMS and len(call.lost) == 1):
         return None, None
     if reduced:
         return f"`{call.name}` of a value computed over the whole batch is not a sum over samples{user_line()}", None
     if call.op in _KEEPS_ENTRIES and len(call.lost) == 1:
         return None, None
     return f"`{call.name}` combines values of the batch that may belong to different samples{user_line()}", None
+
+
+def _why_scaled(call: ObservedCall, loss: Lost, data: list[Lost]) -> str | None:
+    """What to say of a loss that is divided by a sum of data: nothing where each sample adds the same to that sum."""
+    (_, divisor), *others = [(tensor, mark) for tensor, mark in call.lost if not tensor.requires_grad]
+    totals = divisor.totals
+    number = next(tensor for tensor, _ in call.lost if not tensor.requires_grad)
+    known = call.op == "div" and not others and totals is not None and number.numel() == 1 and not loss.samples
+    if known and totals is not None and math.isclose(float(number), float(totals.sum()), rel_tol=1e-5):
+        if bool(totals.isclose(totals[0], rtol=1e-9).all()) and _after_division(loss, divisor, call.batch_size):
+            return None
+        return f"`{call.name}` scales the loss by a sum to which the samples add unequally{user_line()}"
+    return _SCALED.format(name=call.name, line=user_line())
+
+
+def _after_division(loss: Lost, divisor: Lost, batch_size: int) -> frozenset[int]:
+    """Which parts of a sum over the samples a loss is, after it was divided by a sum to which all add alike."""
+    found = {n * batch_size // m for n in loss.parts for m in divisor.parts}
+    return frozenset(found & {1, batch_size})
 
 
 def _scales(call: ObservedCall) -> bool:

@@ -122,7 +122,7 @@ def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
     if axis.mixing is not None:
         return Followed((Lost(reason),) * len(call.outputs))
     owners = row_owners(axis, call.batch_size).tolist()
-    return Followed(tuple(Lost(reason, samples=frozenset({owners[row]})) for row in rows))
+    return Followed(tuple(Lost(reason, samples=frozenset({owners[row]}), parts=frozenset({1})) for row in rows))
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -258,7 +258,8 @@ def _follow_einsum(call: ObservedCall) -> Followed:
     letter = letters_of_batch.pop()
     _, axis = call.located[0]
     if letter not in result_letters:
-        return _contracted(call, alone=len(call.located) == 1 and len(terms) > 1, mixed=False)
+        beside = sum(letter in letters for letters in spelled) > len(call.located)
+        return _contracted(call, alone=beside, mixed=False)
     if any(not other.same_layout(axis) for _, other in call.located):
         return lost(call, _MEET, mixes=True)
     by_tensor = {id(o.tensor): letters for o, letters in zip(call.operands, spelled, strict=True)}

@@ -13,9 +13,11 @@ __all__: list[str] = []
 _SUMS = frozenset({"sum", "mean", "nansum", "nanmean"})
 
 
-@follower("dot", "vdot")
+@follower("dot", "vdot", "inner")
 def _follow_dot(call: ObservedCall) -> Followed:
     located = call.located
+    if any(operand.tensor.dim() != 1 for operand in call.operands):
+        return lost(call, "multiplies along an axis that may be the batch's", mixes=True)
     if any(not axis.same_layout(located[0][1]) for _, axis in located) or call.lost:
         return lost(call, "multiplies different samples", mixes=True)
     return added_up(call, weighs=len(located) == 1 and len(call.operands) > 1)
