@@ -401,6 +401,16 @@ class Dispatcher(Collector):
             self.refuse(weights, unseen_text(node))
         return met
 
+    def find_unseen_inside(self, tops: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """The same for a backward in the midst of another, whose gradients come from what runs after a checkpoint."""
+        if not self.accepting:
+            return
+        self.find_unseen(tops)
+        for top, gradient in zip(tops, gradients, strict=False):
+            mark = self.marks.get(top)
+            if isinstance(mark, Weight) and gradient is not None and bool(gradient.any()):
+                self.refuse([mark], _handed_on(mark, top))
+
     def close(self) -> None:
         """Forget every mark, weight and node."""
         self.marks.clear()
@@ -412,3 +422,13 @@ class Dispatcher(Collector):
 def _without_data(tensor: Tensor) -> Tensor:
     """A tensor of the same shape, dtype and device, for a call that converts to it; it holds one entry."""
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _handed_on(weight: Weight, tensor: Tensor) -> str:
+    """Why nothing is known of the gradient that a checkpoint gets for a tensor that it made of weights alone."""
+    made = f"{weight.derivation.text} makes" if weight.derivation is not None else "its forward returns"
+    return (
+        f"{made} a tensor of shape {tuple(tensor.shape)} from weights alone inside an activation checkpoint that "
+        "computes its forward again in the backward (use_reentrant=True), and what runs after the checkpoint uses it; "
+        "use checkpoint(..., use_reentrant=False)"
+    )

@@ -17,7 +17,7 @@ from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.engine.batch_statistics import batch_statistics_explained
 from lightning_persample.engine.delivery import DeliveringDispatcher, stand_in
 from lightning_persample.engine.expanded_weight import check_batch_size, check_loss_reduction
-from lightning_persample.engine.graph import node_below
+from lightning_persample.engine.graph import REENTRANT, node_below
 from lightning_persample.engine.inputs import call_inputs, mark_inputs, shared_batch_size
 from lightning_persample.engine.use import refuse_where_used
 from lightning_persample.engine.weight import Weight
@@ -245,7 +245,7 @@ def _refuse_left_over(module: nn.Module) -> None:
 def _look_through(outputs: Any, dispatcher: DeliveringDispatcher) -> None:
     """Find what the backward will not see to be wrong: gradients that reach weights by another way than a call."""
     tensors = [tensor for _, tensor in batch_tensors(outputs)]
-    if node_below(tensors, "CheckpointFunctionBackward"):
+    if node_below(tensors, REENTRANT):
         raise UnsupportedError(
             "the module uses activation checkpointing with use_reentrant=True, which runs the forward again with "
             "parameters that are not expanded; use checkpoint(..., use_reentrant=False)"

@@ -11,6 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 __all__ = [
+    "REENTRANT",
     "Edges",
     "Node",
     "accumulator",
@@ -27,6 +28,9 @@ __all__ = [
 
 Nodes: TypeAlias = set[Node]
 Edges: TypeAlias = dict[Node, list[Node]]
+
+REENTRANT = "CheckpointFunctionBackward"
+"""Name of the node of an activation checkpoint that runs its forward again as a backward inside the backward."""
 
 _ACCUMULATES: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 has no way to ask
@@ -104,6 +108,11 @@ def unseen_text(node: Node) -> str:
         return (
             f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen (a "
             "gradient of a gradient, a tensor from before, or a forward outside)"
+        )
+    if node.name() == REENTRANT:
+        return (
+            "a tensor made of it is an input of an activation checkpoint with use_reentrant=True, which torch does not "
+            "show; use checkpoint(..., use_reentrant=False)"
         )
     name = node.name().removesuffix("Backward")
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -308,10 +308,13 @@ class Capture:
     def _backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = decomposed_backward(function, self._mode)
         if self._depth:
-            if torch._C._current_graph_task_id() >= 0:  # in the midst of another: what it goes through is not known
+            if (
+                torch._C._current_graph_task_id() >= 0
+            ):  # in the midst of another, which has not met what it goes through
+                self._dispatcher.find_unseen_inside(*_tops_and_gradients(args, kwargs))
                 self._watched.watch()
             return run(*args, **kwargs)
-        losses = list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors")))
+        losses, gradients = _tops_and_gradients(args, kwargs)
         if self.before_backward is not None:
             self.before_backward(losses)
         met = self._dispatcher.find_unseen(losses)
@@ -320,8 +323,7 @@ class Capture:
         self._sharded.start_backward()
         self._dispatcher.start_backward(losses)
         if not self._loss_is_known:
-            given = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
-            self._read_gradients(losses, list(given) if isinstance(given, (tuple, list)) else [given])
+            self._read_gradients(losses, gradients)
         options = dict(zip(("gradient", "retain_graph", "create_graph"), args[1:], strict=False)) | kwargs
         create = bool(options.get("create_graph"))
         self._dispatcher.frees = not (create if options.get("retain_graph") is None else options["retain_graph"])
@@ -409,3 +411,10 @@ class Capture:
             _factor=None if reason else own.factor(),
             _kept=values.kept(reached, own, self._quantities),
         )
+
+
+def _tops_and_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Any]]:
+    """What a backward starts from, and the gradients that it is started with, if any."""
+    tops = list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors")))
+    found = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
+    return tops, list(found) if isinstance(found, (tuple, list)) else [found]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.engine.diagnosis import PENALTY, Comparison, default_tolerance, why_different
+from lightning_persample.engine.graph import REENTRANT, node_below
 from lightning_persample.engine.mode import expanded_weights
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.report import ParameterCheck, VerificationReport
@@ -23,6 +24,12 @@ from lightning_persample.engine.untouched import ModuleState, untouched
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError
 
 __all__ = ["check_per_sample_gradients"]
+
+_CHECKPOINT = (
+    "the check takes gradients with torch.autograd.grad, so that no hook of the training runs, and activation "
+    "checkpointing with use_reentrant=True gives none to it; use checkpoint(..., use_reentrant=False), or check with "
+    "checkpointing off"
+)
 
 Step: TypeAlias = Callable[[Any], Any]
 Rows: TypeAlias = dict[str, Tensor]
@@ -102,7 +109,8 @@ def check_per_sample_gradients(
             reason = f"running the loss {doing} failed with {type(error).__name__}: {str(error).strip()}"
             mixing = record.mixing if record is not None else ()
             noted = f"samples influence each other: {'; '.join(mixing)}" if mixing else ""
-            reason = "; ".join(text for text in (reason, noted, other_axes) if text)
+            hint = other_axes if str(error) != _CHECKPOINT else ""
+            reason = "; ".join(text for text in (reason, noted, hint) if text)
             return _nothing(trainable, count, allowed, reason, error)
         loop = {name: torch.stack([row[name] for row in rows]) for name in trainable}
 
@@ -138,6 +146,8 @@ class _Check:
         ) as capture:
             outputs = self._step(batch)
             loss = _checked_loss(outputs)
+            if node_below([loss], REENTRANT):
+                raise RuntimeError(_CHECKPOINT)
             if callable(self._weighting):
                 with torch.no_grad():
                     capture.attach_loss(loss, self._weighting(outputs, batch))
