@@ -41,7 +41,7 @@ def test_a_custom_op_is_one_op_in_all_its_forms():
 
 @pytest.mark.parametrize(
     ("op", "name", "inside"),
-    [(plain, "plain", "addcmul"), (Affine.apply, "Function.apply", "mul, add")],
+    [(plain, "plain", "addcmul"), (Affine.apply, Affine.apply.__qualname__, "mul, add")],
     ids=["plain", "apply"],
 )
 def test_forms_of_ops_that_are_not_seen(op, name: str, inside: str):

@@ -262,7 +262,9 @@ class Inside(nn.Module):
         return self.layer(x) + getattr(torch.func, self.transform)(function)(t).detach()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # (torch's own, of forward differentiation)
+@pytest.mark.filterwarnings(  # (torch's own, of forward differentiation)
+    "ignore:`torch.jit.script:DeprecationWarning", "ignore:`torch.jit.script:FutureWarning"
+)
 @pytest.mark.parametrize("transform", ["grad", "jvp", "jacrev", "jacfwd", "hessian"])
 def test_a_layer_inside_a_transform_runs_as_without(transform):
     module, x = Inside(transform), torch.randn(B, D, dtype=torch.float64)
