@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -32,7 +33,7 @@ def run_ranks(module: str, *arguments: str, ranks: int = 2, timeout: float = 90,
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
     shared |= {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return _run(module, arguments, each, timeout, on_gpu)
+    return _run("tests.processes", (module, *arguments), each, timeout, on_gpu)
 
 
 def run_alone(module: str, *arguments: str, timeout: float = 90) -> Ended:
@@ -95,3 +96,13 @@ def saved_by_ranks(ended: Ended, folder: Path, ranks: int = 2) -> Callable[[str]
         return [torch.load(file, weights_only=False) for file in files]
 
     return saved
+
+
+if (
+    __name__ == "__main__"
+):  # one of several processes: runs the module, and leaves as soon as it has ended without error
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's destructors may abort where another process has left first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from lightning_persample.callbacks._adam_states import AdamState, adam_states
 from lightning_persample.callbacks._aside import muted
 from lightning_persample.callbacks._batch_gradients import BatchGradients, GradientOptions
 from lightning_persample.callbacks._checkpoints import Checkpoints
+from lightning_persample.callbacks._lightning_names import is_a, lightning_module_for
 from lightning_persample.callbacks._sample_index import checked_index
 from lightning_persample.callbacks._samples_once import Fetched, SamplesOnce
 from lightning_persample.engine import warn_user
@@ -31,10 +32,15 @@ from lightning_persample.influence.store import (
     read_store_manifest,
 )
 
-__all__ = ["Collecting", "WritesInAnyCase"]
+__all__ = ["Collecting", "WritesInAnyCase", "collecting_with"]
+
+if TYPE_CHECKING:
+    _Base = LightningModule
+else:
+    _Base = object
 
 
-class Collecting(LightningModule):
+class _Collecting(_Base):
     """Holds the module that gradients are of, and stores those of the batches that it is given.
 
     Args:
@@ -93,6 +99,9 @@ class Collecting(LightningModule):
             stage: of the Trainer.
         """
         trainer = self.trainer
+        if is_a(self.module, "LightningModule"):  # Lightning does it for modules under its own package name alone
+            self.module.to(trainer.strategy.root_device)
+            self.module.trainer = trainer
         self._samples.check_processes(trainer.world_size)
         self._manifest = self._opened(trainer)
         rows = GradientStore(self._dirpath).rows
@@ -246,19 +255,19 @@ class Collecting(LightningModule):
 
     def on_before_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
         """As the module does it."""
-        if not isinstance(self.module, LightningModule):
+        if not is_a(self.module, "LightningModule"):
             return super().on_before_batch_transfer(batch, dataloader_idx)
         return batch._replace(batch=self.module.on_before_batch_transfer(batch.batch, dataloader_idx))
 
     def transfer_batch_to_device(self, batch: Fetched, device: torch.device, dataloader_idx: int) -> Any:
         """As the module does it."""
-        if not isinstance(self.module, LightningModule):
+        if not is_a(self.module, "LightningModule"):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         return batch._replace(batch=self.module.transfer_batch_to_device(batch.batch, device, dataloader_idx))
 
     def on_after_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
         """As the module does it."""
-        if not isinstance(self.module, LightningModule):
+        if not is_a(self.module, "LightningModule"):
             return super().on_after_batch_transfer(batch, dataloader_idx)
         return batch._replace(batch=self.module.on_after_batch_transfer(batch.batch, dataloader_idx))
 
@@ -271,12 +280,22 @@ def _as_before(now: dict[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
     return {**now, **{name: was.get(name) for name in ("path", *known)}}
 
 
+class Collecting(_Collecting, LightningModule):
+    """For Trainers of the package `lightning`; at the top of a file, so that it can be sent to other processes."""
+
+
+def collecting_with(trainer: Trainer) -> type[_Collecting]:
+    """The class of a module that a Trainer predicts with: Trainers of `pytorch_lightning` take no other modules."""
+    base = lightning_module_for(trainer)
+    return Collecting if base is LightningModule else type("Collecting", (_Collecting, base), {})
+
+
 class WritesInAnyCase(Callback):
     """Writes what was collected before an error: the next call goes on behind it."""
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the rows that wait."""
-        if isinstance(pl_module, Collecting):
+        if isinstance(pl_module, _Collecting):
             pl_module.write()
 
 

@@ -32,6 +32,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightning_persample.callbacks._histogram_figure import draw_histogram
+from lightning_persample.callbacks._lightning_names import ranked_bases
 from lightning_persample.engine import warn_user
 
 if TYPE_CHECKING:
@@ -143,11 +144,7 @@ def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]])
 
 
 def _kind_of(logger: Logger) -> _Kind:
-    # By name, because `lightning` and `pytorch_lightning` have a class each.
-    for each in type(logger).__mro__:
-        if each.__name__ in _KINDS and each.__module__.split(".")[0] in ("lightning", "pytorch_lightning"):
-            return _KINDS[each.__name__]
-    return "other"
+    return next((_KINDS[name] for name in ranked_bases(logger) if name in _KINDS), "other")
 
 
 def _experiment(logger: Logger) -> Any:

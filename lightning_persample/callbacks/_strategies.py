@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_persample.callbacks._lightning_names import is_a
 from lightning_persample.engine import sharded_elsewhere
 
 __all__ = ["why_no_mean_gradient", "why_strategy_is_unsupported"]
@@ -49,9 +51,9 @@ def why_strategy_is_unsupported(trainer: Trainer, pl_module: LightningModule) ->
         if name in kinds:
             stage = getattr(strategy, "zero_stage_3", False)
             return f"{type(strategy).__name__}{' at ZeRO stage 3' if stage else ''} is not supported, because {reason}"
-    if isinstance(strategy, ModelParallelStrategy):
+    if is_a(strategy, "ModelParallelStrategy"):
         return _why_model_parallel_is_unsupported(strategy, pl_module)
-    if trainer.world_size > 1 and not isinstance(strategy, DDPStrategy):
+    if trainer.world_size > 1 and not is_a(strategy, "DDPStrategy"):
         return f"{type(strategy).__name__} on {trainer.world_size} devices is not supported"
     if strategy.model is not pl_module and not isinstance(strategy.model, DistributedDataParallel):
         wrapper = type(strategy.model).__name__
@@ -59,7 +61,7 @@ def why_strategy_is_unsupported(trainer: Trainer, pl_module: LightningModule) ->
     return None
 
 
-def _why_model_parallel_is_unsupported(strategy: ModelParallelStrategy, pl_module: LightningModule) -> str | None:
+def _why_model_parallel_is_unsupported(strategy: Any, pl_module: LightningModule) -> str | None:
     name, size = type(strategy).__name__, strategy.device_mesh["tensor_parallel"].size()
     if size > 1:
         return (

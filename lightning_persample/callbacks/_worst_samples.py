@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
+from lightning_persample.callbacks._lightning_names import is_a
 from lightning_persample.callbacks._logger_media import log_table, save_table
 from lightning_persample.engine import PerSampleRecord, warn_user
 from lightning_persample.errors import UnsupportedError
@@ -259,7 +259,7 @@ def write_worst_samples(trainer: Trainer, norms: SampleNorms, k: int) -> None:
         ]
         rows = [*worst.rows(), *others[:k]]
         save_table(f"{folder}/worst_samples.csv", worst.columns, rows)
-        loggers = [logger for logger in trainer.loggers if not isinstance(logger, CSVLogger)]
+        loggers = [logger for logger in trainer.loggers if not is_a(logger, "CSVLogger")]
         log_table(loggers, "worst_samples", worst.columns, rows, trainer.global_step)
 
 

@@ -11,15 +11,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning import __version__ as lightning_version
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_persample.callbacks._batch_gradients import GradientOptions
 from lightning_persample.callbacks._borrowed_trainer import borrowed, quiet_trainer
 from lightning_persample.callbacks._checkpoints import Checkpoints, Source
-from lightning_persample.callbacks._collecting import Collecting, WritesInAnyCase
+from lightning_persample.callbacks._collecting import WritesInAnyCase, collecting_with
 from lightning_persample.callbacks._gradient_values import layout_of
+from lightning_persample.callbacks._lightning_names import is_a
 from lightning_persample.callbacks._named_callables import is_told, named
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
 from lightning_persample.callbacks._requires_grad import requiring_gradients
@@ -130,12 +130,17 @@ def collect_gradients(
         overwrite=overwrite,
     )
     module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
-    if loss is None and not isinstance(module, LightningModule):
+    if loss is None and not is_a(module, "LightningModule"):
         raise OptionError("loss=None takes module.training_step: pass a LightningModule, or loss=...")
     if loss is None and not module.automatic_optimization:
         raise OptionError("loss=None takes module.training_step, which steps the optimizers itself: pass loss=...")
     chosen = _chosen(module, parameters)
     places = _places(checkpoints)
+    if is_a(dataloader, "LightningDataModule"):
+        raise OptionError(
+            f"dataloader is the LightningDataModule {type(dataloader).__name__}, which has several: call its "
+            "setup('fit') and pass one of its loaders, e.g. dataloader=datamodule.train_dataloader()"
+        )
     samples = SamplesOnce(dataloader, sample_index is not None)
     known = dict(module.named_parameters())
     refused = [name for name in chosen if known[name].is_complex()]
@@ -166,7 +171,7 @@ def collect_gradients(
         libraries={"torch": torch.__version__, "lightning": lightning_version, "numpy": np.__version__},
         samples=None if sample_index is not None else samples.size,
     )
-    if is_sharded(module) or not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+    if is_sharded(module) or not is_a(trainer.strategy, "SingleDeviceStrategy", "DDPStrategy"):
         held = f"{type(module).__name__} is sharded" if is_sharded(module) else type(trainer.strategy).__name__
         raise UnsupportedError(f"{held}: gradients are collected on one device, or under strategy='ddp'")
     required = dict.fromkeys(chosen, True)
@@ -177,7 +182,7 @@ def collect_gradients(
         untouched(module),
         requiring_gradients(module, required),
     ):
-        collecting = Collecting(
+        collecting = collecting_with(trainer)(
             module,
             samples,
             Checkpoints(places, weights_only),

@@ -19,6 +19,7 @@ from lightning_persample.engine.delivery import DeliveringDispatcher, stand_in
 from lightning_persample.engine.expanded_weight import check_batch_size, check_loss_reduction
 from lightning_persample.engine.graph import REENTRANT, node_below
 from lightning_persample.engine.inputs import call_inputs, mark_inputs, shared_batch_size
+from lightning_persample.engine.members import unwrapped
 from lightning_persample.engine.use import refuse_where_used
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
@@ -137,6 +138,7 @@ def vmap_per_sample_grads(
     read_batch_size(list(batch_tensors(batch)), 0)
     leaves, spec = tree_flatten(_splittable(batch))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    module = unwrapped(module)  # Fabric's wrapper holds it twice, and functional_call would put back one of both alone
     parameters = {name: parameter.detach() for name, parameter in _trainable(module).items()}
     buffers = dict(module.named_buffers())
     holder = _LossOf(module, loss_fn)
@@ -178,7 +180,7 @@ def loop_per_sample_grads(
     sample alone has one value per channel an `UnsupportedError`.
     """
     batch_size = read_batch_size(list(batch_tensors(_splittable(batch))), 0)
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     losses: list[Tensor] = []
     rows: dict[str, list[Tensor]] = {name: [] for name in parameters}

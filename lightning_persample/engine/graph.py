@@ -32,7 +32,7 @@ Edges: TypeAlias = dict[Node, list[Node]]
 REENTRANT = "CheckpointFunctionBackward"
 """Name of the node of an activation checkpoint that runs its forward again as a backward inside the backward."""
 
-_ACCUMULATES: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+_ACCUMULATES: type = vars(torch._C._functions)["AccumulateGrad"]
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 has no way to ask
 
 

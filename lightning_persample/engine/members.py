@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-__all__ = ["parameters_and_buffers"]
+__all__ = ["parameters_and_buffers", "unwrapped"]
 
 _OF_ROOT = tuple((name, getattr(nn.Module, name)) for name in ("named_parameters", "named_buffers", "_named_members"))
 _OF_EACH = nn.Module.named_modules
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's module, where ``fabric.setup`` has wrapped it: parameters have the names that they have in it."""
+    inner: Any = module.module if type(module).__name__ == "_FabricModule" else module
+    return inner
 
 
 def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[Tensor]]:

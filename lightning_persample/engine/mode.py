@@ -17,7 +17,7 @@ from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.graph import is_recomputing
-from lightning_persample.engine.members import parameters_and_buffers
+from lightning_persample.engine.members import parameters_and_buffers, unwrapped
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.options import QUANTITIES, check_kernel_options, check_options, check_samples
@@ -134,6 +134,7 @@ class Capture:
     ) -> None:
         if not isinstance(module, nn.Module):
             raise OptionError(f"module is {module!r}; allowed is an instance of torch.nn.Module")
+        module = unwrapped(module)
         check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
         check_kernel_options(max_memory, fuse_weight_grad)
         tensors = list(batch_tensors(batch))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.engine.diagnosis import PENALTY, Comparison, default_tolerance, why_different
 from lightning_persample.engine.graph import REENTRANT, node_below
+from lightning_persample.engine.members import unwrapped
 from lightning_persample.engine.mode import expanded_weights
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.report import ParameterCheck, VerificationReport
@@ -79,7 +80,7 @@ def check_per_sample_gradients(
         PerSampleError: the loss is not one number, or an option has a value that is not allowed (`OptionError`).
     """
     _check_options(samples, loss_reduction, batch_dim, batch_size, tolerance)
-    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    trainable = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
     allowed = _tolerance(list(trainable.values())) if tolerance is None else tolerance
     tensors = list(batch_tensors(batch))
     try:

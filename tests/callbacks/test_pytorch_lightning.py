@@ -8,10 +8,12 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule
 from torch import nn
 
-from lightning_persample import PerSampleGradientMonitor, loop_per_sample_grads
-from tests.callbacks.runs import CLASSES, FEATURES, Recorder, loader
+from lightning_persample import PerSampleGradientMonitor, collect_gradients, loop_per_sample_grads
+from lightning_persample.errors import OptionError
+from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, loader, make_trainer
 
 # (its own warnings on import are not ours)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -91,3 +93,40 @@ def test_after_an_error_the_module_is_as_before(tmp_path):
     with pytest.raises(KeyError, match="mine"):
         trainer.fit(module, loader())
     assert not {"training_step", "backward"} & vars(module).keys()
+
+
+class Collected(Foreign):
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.predicting
+        self.log("loss", 1.0)
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+
+def quiet(**settings):
+    return pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Collected, Classifier])
+@pytest.mark.parametrize("of", [lambda: None, make_trainer, quiet], ids=["none", "lightning", "pytorch_lightning"])
+def test_gradients_of_either_name_are_collected_by_either_trainer(kind, of, tmp_path):
+    module, data = kind(), loader()
+    store = collect_gradients(module, data, tmp_path / "store", projection=None, trainer=of())
+    batch = next(iter(torch.utils.data.DataLoader(data.dataset, 24)))
+    _, expected = loop_per_sample_grads(module, lambda m, x, y: F.cross_entropy(m.network(x), y), *batch)
+    found = torch.cat([values for _, values in store.blocks()])
+    torch.testing.assert_close(found, torch.cat([grads.flatten(1) for grads in expected.values()], 1))
+    assert module._trainer is None
+
+
+@pytest.mark.parametrize("base", [LightningDataModule, pl.LightningDataModule])
+def test_a_data_module_is_no_loader(base, tmp_path):
+    with pytest.raises(OptionError) as refused:
+        collect_gradients(Foreign(), type("Data", (base,), {})(), tmp_path / "store")
+    assert str(refused.value) == (
+        "dataloader is the LightningDataModule Data, which has several: call its setup('fit') and pass one of its "
+        "loaders, e.g. dataloader=datamodule.train_dataloader()"
+    )
+    assert not (tmp_path / "store").exists()

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from lightning_persample import expanded_weights, loop_per_sample_grads, vmap_per_sample_grads
 from lightning_persample.engine.members import parameters_and_buffers
 
 
@@ -78,3 +81,22 @@ def test_they_are_those_that_torch_lists(build):
     listed: list[tuple[str, Tensor]] = list(module.named_parameters())
     assert [(name, id(parameter)) for name, parameter in parameters.items()] == [(n, id(p)) for n, p in listed]
     assert list(map(id, buffers)) == list(map(id, module.buffers()))
+
+
+def test_names_of_a_module_that_fabric_has_set_up_are_its_own() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    network = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    wrapped, _ = fabric.setup(network, torch.optim.SGD(network.parameters(), 0.1))
+    x, y = torch.randn(6, 5), torch.randint(0, 3, (6,))
+    _, expected = loop_per_sample_grads(network, lambda m, x, y: F.cross_entropy(m(x), y), x, y)
+    with expanded_weights(wrapped, (x, y), quantities=("sq_norm", "grad_sample")) as seen:
+        fabric.backward(F.cross_entropy(wrapped(x), y))
+    assert seen.record.names == tuple(expected)
+    assert list(seen.record.group_norms(1)) == ["0", "2"]
+    passes = (vmap_per_sample_grads, loop_per_sample_grads)
+    others = [f(wrapped, lambda m, x, y: F.cross_entropy(m(x), y), x, y)[1] for f in passes]
+    assert all(isinstance(each, nn.Parameter) for layer in network for each in layer.parameters(recurse=False))
+    for found in (seen.record.grad_samples, *others):
+        assert list(found) == list(expected)
+        for name, grads in expected.items():
+            torch.testing.assert_close(found[name], grads)

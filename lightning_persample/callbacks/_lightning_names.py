@@ -1,0 +1,28 @@
+"""Lightning has two package names, `lightning` and `pytorch_lightning`, and under each a class of its own."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = ["is_a", "lightning_module_for", "ranked_bases"]
+
+_PACKAGES = ("lightning", "pytorch_lightning")
+
+
+def ranked_bases(value: Any) -> list[str]:
+    """The names of Lightning's own classes that a value is an instance of, the nearest first."""
+    return [each.__name__ for each in type(value).__mro__ if each.__module__.partition(".")[0] in _PACKAGES]
+
+
+def is_a(value: Any, *names: str) -> bool:
+    """Whether a value is an instance of one of Lightning's classes of these names, under either package name."""
+    return not set(names).isdisjoint(ranked_bases(value))
+
+
+def lightning_module_for(trainer: Any) -> type[Any]:
+    """The class LightningModule of the package that a Trainer is of: it runs no module of the other one."""
+    packages = [each.__module__.partition(".")[0] for each in type(trainer).__mro__]
+    package = next((each for each in packages if each in _PACKAGES), "lightning")
+    found: type[Any] = importlib.import_module(package).LightningModule
+    return found
