@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor, nn
 
-from lightning_persample.callbacks._lightning_names import is_a
+from lightning_persample.callbacks._lightning_names import is_lightning_module
 from lightning_persample.callbacks._requires_grad import requiring_gradients
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.influence.less import adam_direction
@@ -139,7 +139,7 @@ def _orders(
         return [own[start : start + count] for start, count in zip(starts, counts, strict=True)]
     places = {id(parameter): name for name, parameter in module.named_parameters()}
     optimizers = [each for each in trainer.optimizers if _is_of(each, places)]
-    if not optimizers and is_a(module, "LightningModule"):
+    if not optimizers and is_lightning_module(module):
         optimizers = _configured(module, trainer, requires_grad)
     sizes = [[len(group["params"]) for group in state["param_groups"]] for state in states]
     now = [[len(group["params"]) for group in each.param_groups] for each in optimizers]

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_persample.callbacks._fingerprints import fingerprint_of_states, fingerprint_of_weights
-from lightning_persample.callbacks._lightning_names import is_a
+from lightning_persample.callbacks._lightning_names import is_lightning_module
 from lightning_persample.errors import OptionError
 
 __all__ = ["Checkpoints", "Source", "learning_rate_of"]
@@ -90,7 +90,7 @@ class Checkpoints:
             self._given = copy.deepcopy(dict(module.state_dict()))
         elif self._given is not None:
             module.load_state_dict(self._given)
-        if _is_of_a_trainer(checkpoint) and is_a(module, "LightningModule"):
+        if _is_of_a_trainer(checkpoint) and is_lightning_module(module):
             checkpoint = {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
             module.on_load_checkpoint(checkpoint)  # which may change it
         weights, own = _fitting(_weights(checkpoint), module), module.state_dict()

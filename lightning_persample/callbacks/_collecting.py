@@ -16,7 +16,7 @@ from lightning_persample.callbacks._adam_states import AdamState, adam_states
 from lightning_persample.callbacks._aside import muted
 from lightning_persample.callbacks._batch_gradients import BatchGradients, GradientOptions
 from lightning_persample.callbacks._checkpoints import Checkpoints
-from lightning_persample.callbacks._lightning_names import is_a, lightning_module_for
+from lightning_persample.callbacks._lightning_names import is_lightning_module, lightning_module_for
 from lightning_persample.callbacks._sample_index import checked_index
 from lightning_persample.callbacks._samples_once import Fetched, SamplesOnce
 from lightning_persample.engine import warn_user
@@ -99,7 +99,7 @@ class _Collecting(_Base):
             stage: of the Trainer.
         """
         trainer = self.trainer
-        if is_a(self.module, "LightningModule"):  # Lightning does it for modules under its own package name alone
+        if is_lightning_module(self.module):  # Lightning does it for modules under its own package name alone
             self.module.to(trainer.strategy.root_device)
             self.module.trainer = trainer
         self._samples.check_processes(trainer.world_size)
@@ -255,19 +255,19 @@ class _Collecting(_Base):
 
     def on_before_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
         """As the module does it."""
-        if not is_a(self.module, "LightningModule"):
+        if not is_lightning_module(self.module):
             return super().on_before_batch_transfer(batch, dataloader_idx)
         return batch._replace(batch=self.module.on_before_batch_transfer(batch.batch, dataloader_idx))
 
     def transfer_batch_to_device(self, batch: Fetched, device: torch.device, dataloader_idx: int) -> Any:
         """As the module does it."""
-        if not is_a(self.module, "LightningModule"):
+        if not is_lightning_module(self.module):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         return batch._replace(batch=self.module.transfer_batch_to_device(batch.batch, device, dataloader_idx))
 
     def on_after_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
         """As the module does it."""
-        if not is_a(self.module, "LightningModule"):
+        if not is_lightning_module(self.module):
             return super().on_after_batch_transfer(batch, dataloader_idx)
         return batch._replace(batch=self.module.on_after_batch_transfer(batch.batch, dataloader_idx))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, TypeGuard
 
-__all__ = ["is_a", "lightning_module_for", "ranked_bases"]
+from lightning.pytorch import LightningModule
+
+__all__ = ["is_a", "is_lightning_module", "lightning_module_for", "ranked_bases"]
 
 _PACKAGES = ("lightning", "pytorch_lightning")
 
@@ -18,6 +20,11 @@ def ranked_bases(value: Any) -> list[str]:
 def is_a(value: Any, *names: str) -> bool:
     """Whether a value is an instance of one of Lightning's classes of these names, under either package name."""
     return not set(names).isdisjoint(ranked_bases(value))
+
+
+def is_lightning_module(value: Any) -> TypeGuard[LightningModule]:
+    """Whether a value is a LightningModule under either package name."""
+    return is_a(value, "LightningModule")
 
 
 def lightning_module_for(trainer: Any) -> type[Any]:

@@ -19,7 +19,7 @@ from lightning_persample.callbacks._borrowed_trainer import borrowed, quiet_trai
 from lightning_persample.callbacks._checkpoints import Checkpoints, Source
 from lightning_persample.callbacks._collecting import WritesInAnyCase, collecting_with
 from lightning_persample.callbacks._gradient_values import layout_of
-from lightning_persample.callbacks._lightning_names import is_a
+from lightning_persample.callbacks._lightning_names import is_a, is_lightning_module
 from lightning_persample.callbacks._named_callables import is_told, named
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
 from lightning_persample.callbacks._requires_grad import requiring_gradients
@@ -130,7 +130,7 @@ def collect_gradients(
         overwrite=overwrite,
     )
     module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
-    if loss is None and not is_a(module, "LightningModule"):
+    if loss is None and not is_lightning_module(module):
         raise OptionError("loss=None takes module.training_step: pass a LightningModule, or loss=...")
     if loss is None and not module.automatic_optimization:
         raise OptionError("loss=None takes module.training_step, which steps the optimizers itself: pass loss=...")
