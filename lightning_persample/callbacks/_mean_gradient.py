@@ -2,8 +2,8 @@
 
 Training adds ``factor * sum_i g_i`` to ``.grad`` in every backward of a step, and averages over the processes. So the
 mean over all samples of the step is there for nothing, before clipping and the optimizer change it, if ``.grad`` was
-empty when the step began, nothing else was added, and all samples weigh alike. Each of this is looked at, and where it
-does not hold there is no mean, and a reason.
+empty when the step began, nothing else was added, and all samples weigh alike, or each as a callable says: then the
+mean is one of ``B w_i g_i``. Each of this is looked at, and where it does not hold there is no mean, and a reason.
 """
 
 from __future__ import annotations
@@ -21,9 +21,19 @@ from lightning_persample.engine import PerSampleRecord, group_name
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums
 
-__all__ = ["DEVICES_DIFFER", "NOTHING", "UNEQUAL", "MeanGradient", "is_known", "joined_sq_norms"]
+__all__ = [
+    "DEVICES_DIFFER",
+    "NOTHING",
+    "UNEQUAL",
+    "MeanGradient",
+    "is_known",
+    "joined_sq_norms",
+    "norm_of_loss_gradient",
+    "without_mean",
+]
 
-_HEAD = 5  # numbers that say whether the mean is known, the factor, the samples, their share, the parameters that count
+_OF_MEAN = 5  # whether the mean is known, the factor, the samples, their share, the parameters that count
+_HEAD = 8  # and whether ``.grad`` is the gradient of the loss, times what, and this process's share of its squared norm
 UNEQUAL = "the samples of an optimizer step weigh unequally: its batches differ in size"
 DEVICES_DIFFER = "the devices have numbers of samples, or parameters with values, that differ"
 _CHANGED = "gradients were changed between the backward passes of an optimizer step"
@@ -64,6 +74,10 @@ class MeanGradient:
     def start(self) -> None:
         """An optimizer step begins."""
         self._checks: list[tuple[Tensor, str]] = []  # what must hold, and what is wrong where it does not
+        self._of_samples: list[
+            tuple[Tensor, str]
+        ] = []  # the same, where the gradient of the loss is known all the same
+        self._scale: Tensor | None = None
         self._parameters: dict[str, Tensor] = {}
         self._last: list[tuple[Tensor, int]] = []
         self._sizes: Tensor | None = None
@@ -101,38 +115,49 @@ class MeanGradient:
             if unchanged and self._sizes is not None:  # what is done to ``.grad.data`` changes no version
                 self._checks.append(((_sq_norms(held) == self._sizes).all(), _CHANGED))
 
-    def after_backward(self, record: PerSampleRecord, *, keep: bool, is_last: bool) -> None:
+    def after_backward(self, record: PerSampleRecord | None, *, keep: bool, is_last: bool) -> None:
         """Take note of a backward that has run; to be called before anything else can change ``.grad``.
 
         Args:
-            record: its record.
+            record: its record; None of a batch without samples.
             keep: whether dots or sums of squares of it will be asked for.
             is_last: whether the optimizer steps after this batch.
         """
-        samples = record.batch_size if record.in_loss is None else record.in_loss
-        self._samples += samples
-        share = record.num_values / max(samples, 1)
-        self._refuse(_SHARES if self._share not in (None, share) else "")
-        self._share = share
-        unsupported = tuple(record.unsupported)
-        self._refuse(_DIFFERENT if self._unsupported not in (None, unsupported) else "")
-        self._unsupported = unsupported
-        factor = record.factor
-        if factor is None:
-            self._refuse(record.why_no_factor)
-        elif self._factor is None:
-            self._factor = factor
-        else:
-            self._checks.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), UNEQUAL))
+        if record is not None:
+            self._count(record)
         held = [p.grad for p in self._parameters.values() if p.grad is not None]
         self._last = [(grad, grad._version) for grad in held]
         self._sizes = None if is_last else _sq_norms(held)
-        if keep:
+        if keep and record is not None:
             self._records.append(record)
+
+    def _count(self, record: PerSampleRecord) -> None:
+        """Add the samples of a backward to those of the step."""
+        samples = record.batch_size if record.in_loss is None else record.in_loss
+        self._samples += samples
+        share = record.num_values / max(samples, 1)
+        self._refuse_mean(_SHARES if self._share not in (None, share) else "")
+        self._share = share
+        unsupported = tuple(record.unsupported)
+        self._refuse_mean(_DIFFERENT if self._unsupported not in (None, unsupported) else "")
+        self._unsupported = unsupported
+        factor, scale = record.mean_factor, record.loss_scale
+        if factor is None:
+            self._refuse_mean(record.why_no_factor)
+        elif self._factor is None:
+            self._factor = factor
+        else:
+            self._of_samples.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), UNEQUAL))
+        if scale is not None:
+            self._scale = scale if self._scale is None else self._scale + scale.to(self._scale)
 
     def refuse_record(self, record: PerSampleRecord) -> None:
         """Note that another record took the place of the backward's own."""
         self.reason = record.why_no_factor
+
+    def _refuse_mean(self, reason: str) -> None:
+        if reason:
+            self._of_samples.append((torch.tensor(False), reason))
 
     def _refuse(self, reason: str) -> None:
         if reason:
@@ -161,23 +186,33 @@ class MeanGradient:
 
         Returns:
             1 if the mean is known, the factor, the samples, the share of them that have values, the parameters that
-            count as one number, and this process's share of the squared norm of ``.grad`` over all parameters and over
-            each group: (5 + 1 + groups,).
+            count as one number; 1 if ``.grad`` is the gradient of the loss, times what, its squared norm; and this
+            process's share of the squared norm of the mean over all parameters and over each group: (8 + 1 + groups,).
         """
-        grads = self._grads()
-        factor = self._factor
+        numbers = self.nothing()
+        grads = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.reason = next((text for holds, text in self._checks if not bool(holds)), "")
-        if self.reason or factor is None or not grads:
+        if self.reason or not grads:
             self.reason = self.reason or NOTHING
-            return self.nothing()
+            return numbers
         shares = _shares(grads.values(), self.processes)
         squares = _sq_norms(grads.values()).cpu()  # first: groups are then summed without further transfers
         if any(share != 1 for share in shares):
             squares = squares / torch.tensor(shares, dtype=torch.float32)
-        parts = [squares.sum(), *(squares[own].sum() for own in self._members(grads))]
+        if self._scale is not None:
+            numbers[_OF_MEAN:_HEAD] = torch.tensor([1.0, float(self._scale), float(squares.sum())], dtype=torch.float64)
+        self.reason = next((text for holds, text in self._of_samples if not bool(holds)), "")
+        counted = self._grads()
+        if self.reason or self._factor is None or not counted:
+            self.reason = self.reason or NOTHING
+            return numbers
+        squares = squares[[place for place, name in enumerate(grads) if name in counted]]
+        parts = [squares.sum(), *(squares[own].sum() for own in self._members(counted))]
         kind = zlib.crc32("\n".join(self._unsupported or ()).encode())
-        head = torch.tensor([1.0, float(factor), self._samples, self._share or 1.0, kind], dtype=torch.float64)
-        return torch.cat([head, torch.stack(parts).double()])
+        head = [1.0, float(self._factor), self._samples, self._share or 1.0, kind]
+        numbers[:_OF_MEAN] = torch.tensor(head, dtype=torch.float64)
+        numbers[_HEAD:] = torch.stack(parts)
+        return numbers
 
     def cosines(self) -> list[Tensor]:
         """Cosines of the samples with the mean gradient, g_i . gbar / (||g_i|| ||gbar||).
@@ -204,7 +239,11 @@ class MeanGradient:
         """
         ratios: dict[str, Tensor] = {}
         for name, grad in self._grads().items():
-            squares = [record.square_sums[name] for record in self._records if name in record.square_sums]
+            squares = [
+                record._weighted_square_sums.get(name, record.square_sums[name])
+                for record in self._records
+                if name in record.square_sums
+            ]
             if squares and self._factor is not None:
                 sums = local(grad).to_dense().double() / self._factor.to(grad.device).double()
                 wide = torch.stack([each.double() for each in squares]).sum(0) / (self._share or 1.0)
@@ -217,7 +256,7 @@ class MeanGradient:
 
 def is_known(numbers: Tensor) -> bool:
     """Whether the processes with these `MeanGradient.numbers` hold one mean gradient over all their samples."""
-    heads = numbers[:, :_HEAD].tolist()
+    heads = numbers[:, :_OF_MEAN].tolist()
     _, first, _, *alike = heads[0]
     return all(
         known and parts == alike and math.isclose(factor, first, rel_tol=1e-5) for known, factor, _, *parts in heads
@@ -228,17 +267,32 @@ def joined_sq_norms(numbers: Tensor) -> Tensor:
     """Squared norm of the mean gradient over the samples of all processes.
 
     Args:
-        numbers: for each process its `MeanGradient.numbers`, (processes, 5 + 1 + groups).
+        numbers: for each process its `MeanGradient.numbers`, (processes, 8 + 1 + groups).
 
     Returns:
         ||gbar||^2 over all parameters and over each group, (1 + groups,); nan where the mean is not known.
     """
     if not is_known(numbers):
         return numbers.new_full((numbers.shape[1] - _HEAD,), math.nan)
-    _, factor, samples, *_ = numbers[:, :_HEAD].unbind(1)
+    _, factor, samples, *_ = numbers[:, :_OF_MEAN].unbind(1)
     scale = numbers.shape[0] / (factor[0] * samples.sum())
     joined: Tensor = numbers[:, _HEAD:].sum(0) * scale.square()
     return joined
+
+
+def without_mean(numbers: Tensor) -> Tensor:
+    """`MeanGradient.numbers` of a step of which the gradient of the loss alone is known."""
+    found = torch.zeros_like(numbers)
+    found[_OF_MEAN:_HEAD] = numbers[_OF_MEAN:_HEAD]
+    return found
+
+
+def norm_of_loss_gradient(numbers: Tensor) -> float:
+    """Norm of the gradient of the loss over all processes, of a sum over its number of samples; nan where unknown."""
+    if not numbers.shape[1] or not bool(numbers[:, _OF_MEAN].all()):
+        return math.nan
+    _, scale, squares = numbers[:, _OF_MEAN:_HEAD].unbind(1)
+    return float(squares.sum().sqrt() / scale.mean().abs())
 
 
 def _finite_mean(parts: Iterable[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_persample.callbacks._mean_gradient import joined_sq_norms
+from lightning_persample.callbacks._mean_gradient import joined_sq_norms, norm_of_loss_gradient
 from lightning_persample.callbacks._step_norms import StepNorms, percent
 from lightning_persample.metrics import PerSampleNorm
 from lightning_persample.metrics.functional import (
@@ -159,7 +159,7 @@ class Statistics:
         size = numbers[:, 2].sum() if numbers.shape[1] else torch.tensor(math.nan)
         empty = torch.full((len(self._running),), math.nan, dtype=torch.float64)
         means = joined_sq_norms(numbers) if numbers.shape[1] else empty
-        sums = torch.cat([norms.square().sum()[None], step.group_sums[:, 2]])
+        sums = torch.cat([torch.tensor([step.sq_sum], dtype=torch.float64), step.group_sums[:, 2]])
         # A sample that is not finite is in the mean gradient, too, which is then not finite either.
         # (A sample whose batch has no use of a group has a gradient of zero there.)
         of_batch = sums / norms.numel() * size  # of some of the samples alone (max_samples), an unbiased estimate
@@ -168,7 +168,7 @@ class Statistics:
             values["cosine_to_mean"] = cosines.mean().item() if cosines.numel() else math.nan
             values["cosine_to_mean_min"] = cosines.min().item() if cosines.numel() else math.nan
         if self._chosen & {"noise_scale", "diversity"}:
-            values["norm_of_mean"] = means[0].sqrt().item()
+            values["norm_of_mean"] = norm_of_loss_gradient(numbers)
         if "noise_scale" in self._chosen:
             terms, count = torch.stack(terms_of_sums(of_batch, size, size, means), dim=1).tolist(), float(size)
             for place, (S, G2) in enumerate(terms):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["CapturedBatch", "NormsOfAllProcesses", "StepNorms", "percent"]
 
-_HEAD = 5  # numbers that say how many norms and cosines, samples and batches, and the coverage
+_HEAD = 6  # numbers that say how many norms and cosines, samples and batches, the coverage, the sum of squares
 _ROOM = 1024  # norms of a process that the first exchange has room for
 
 
@@ -19,13 +19,14 @@ _ROOM = 1024  # norms of a process that the first exchange has room for
 class CapturedBatch:
     """What is kept of one batch: norms (B,), or None if no parameter was captured, and norms (B,) by group.
 
-    `batch_size` counts the samples that have values.
+    `batch_size` counts the samples that have values, `weights` are B times theirs in the loss, (B,), where they differ.
     """
 
     batch_size: int
     norms: Tensor | None
     groups: Mapping[str, Tensor]
     coverage: float
+    weights: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +36,14 @@ class StepNorms:
     Attributes:
         norms: of each sample, over all parameters, (samples,).
         group_sums: for each group the sum of its finite norms, their number and the sum of their squares, (groups, 3),
-            of samples whose norm over all parameters is finite.
+            of samples whose norm over all parameters is finite; the squares times that of the samples' weights.
         samples: number of samples captured, those without a norm included.
         batches: number of batches captured.
         coverage: the least of the batches; infinite where there is none.
         gradient: what each process knows of the mean gradient, see `MeanGradient.numbers`, (processes, numbers); no
             numbers where it is not asked for.
         cosines: of each sample with the mean gradient, (samples,); empty where they are not asked for.
+        sq_sum: sum of the squares of the finite norms, times the samples' weights.
     """
 
     norms: Tensor
@@ -51,6 +53,7 @@ class StepNorms:
     coverage: float
     gradient: Tensor = field(default_factory=lambda: torch.empty(1, 0, dtype=torch.float64))
     cosines: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    sq_sum: float = 0.0
 
     @classmethod
     def of_window(
@@ -72,14 +75,16 @@ class StepNorms:
             The norms of their samples.
         """
         rows = _to_host(window, groups)
-        norms, by_group = rows[0], rows[1:]
+        norms, by_group, weights = rows[0], rows[1:-1], rows[-1]
+        sq_sum = float((norms * weights)[norms.isfinite()].square().sum())
         sums = norms.new_empty(0, 3)
         if groups:
             counted = norms.isfinite() & ~by_group.isnan()
             finite = by_group.where(counted, 0.0)
-            sums = torch.stack([finite.sum(1), counted.sum(1).double(), finite.square().sum(1)], dim=1)
+            sums = torch.stack([finite.sum(1), counted.sum(1).double(), (finite * weights).square().sum(1)], dim=1)
         coverage = min((captured.coverage for captured in window), default=math.inf)
-        step = cls(norms, sums, sum(captured.batch_size for captured in window), len(window), coverage)
+        samples = sum(captured.batch_size for captured in window)
+        step = cls(norms, sums, samples, len(window), coverage, sq_sum=sq_sum)
         if gradient is None:
             return step
         joined = torch.cat([each.cpu().double() for each in cosines]) if cosines else step.cosines
@@ -123,7 +128,7 @@ class NormsOfAllProcesses:
         return torch.stack(received).cpu().split([numbers.numel() for numbers in sent], dim=1)
 
     def _numbers(self, own: StepNorms) -> Tensor:
-        counts = [own.norms.numel(), own.cosines.numel(), own.samples, own.batches, own.coverage]
+        counts = [own.norms.numel(), own.cosines.numel(), own.samples, own.batches, own.coverage, own.sq_sum]
         head = own.norms.new_tensor(counts)
         fixed = torch.cat([head, own.group_sums.flatten(), own.gradient.flatten()])
         whole = torch.cat([fixed, own.norms, own.cosines])
@@ -148,6 +153,7 @@ def _joined(rows: Tensor, own: StepNorms) -> StepNorms:
         coverage=float(rows[:, 4].min()),
         gradient=rows[:, behind : behind + known],
         cosines=torch.cat(cosines),
+        sq_sum=float(rows[:, 5].sum()),
     )
 
 
@@ -157,13 +163,14 @@ def percent(quantile: float) -> str:
 
 
 def _to_host(window: Sequence[CapturedBatch], groups: Sequence[str]) -> Tensor:
-    """Norms of all samples and below them those of each group, (1 + groups, samples), in one transfer."""
+    """Norms of all samples, below them those of each group, and weights, (1 + groups + 1, samples), in one transfer."""
     blocks = []
     for captured in window:
         if captured.norms is not None:
             absent = torch.full_like(captured.norms, math.nan)
-            rows = [captured.norms, *(captured.groups.get(group, absent).to(absent.dtype) for group in groups)]
+            weights = torch.ones_like(absent) if captured.weights is None else captured.weights.to(absent)
+            rows = [captured.norms, *(captured.groups.get(g, absent).to(absent.dtype) for g in groups), weights]
             blocks.append(torch.stack(rows))
     if not blocks:
-        return torch.empty(1 + len(groups), 0, dtype=torch.float64)
+        return torch.empty(1 + len(groups) + 1, 0, dtype=torch.float64)
     return torch.cat(blocks, dim=1).cpu().double()

@@ -43,6 +43,7 @@ from lightning_persample.callbacks._sample_index import BatchIndices
 from lightning_persample.callbacks._second_engine import SecondEngine
 from lightning_persample.callbacks._verification import verify_values
 from lightning_persample.engine import PerSampleRecord, is_sharded, warning_texts
+from lightning_persample.engine.batch import EmptyBatchError
 from lightning_persample.engine.samples import loss_of
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 
@@ -131,6 +132,7 @@ class SharedCapture:
         self._receivers: list[PerSampleCallback] = []
         self._quantities: frozenset[str] = frozenset()
         self._step: ObservedStep | None = None
+        self._is_empty = False
         self._manual: ManualStep | None = None
         self._optimizer_steps: Mapping[int, Sequence[PerSampleRecord]] = {}
         self._record: PerSampleRecord | None = None
@@ -195,6 +197,7 @@ class SharedCapture:
         self._receivers = []
         self._optimizer_steps = {}
         self._record = self._step_aside = self._manual = self._batch = None
+        self._is_empty = False
         self._reports.end_batch()
 
     def uninstall(self) -> None:
@@ -308,6 +311,7 @@ class SharedCapture:
         return self._second.record_or_reason(engine, self._step_aside, self._batch, self._quantities)
 
     def _open(self) -> ObservedStep | None:
+        self._is_empty = False
         try:
             self._step = ObservedStep(  # kept before the step runs, so that an error in it finds something to close
                 self._module,
@@ -321,11 +325,17 @@ class SharedCapture:
         except OptionError:  # a callback's own mistake, not the model's
             raise
         except PerSampleError as error:
+            self._is_empty = isinstance(error, EmptyBatchError)
             self._reports.report(error)
         return self._step
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step = self._step
+        if self._is_empty and self._methods and self._manual is None:  # no samples, and a part in the optimizer step
+            self._backward_starts([])
+            result = backward(*args, **kwargs)
+            self._after_backward(None)
+            return result
         if not self._methods or self._manual is not None or (step is None and self._record is None):
             return backward(*args, **kwargs)
         if step is None:
@@ -356,9 +366,12 @@ class SharedCapture:
 
     def _backward_ended(self, record: PerSampleRecord | None) -> None:
         if record is not None:
-            with unseen(self._module.device.type):
-                for callback in self._receivers:
-                    callback._backward_ended(self._trainer, record)
+            self._after_backward(record)
+
+    def _after_backward(self, record: PerSampleRecord | None) -> None:
+        with unseen(self._module.device.type):
+            for callback in self._receivers:
+                callback._backward_ended(self._trainer, record)
 
     def _complete(self, record: PerSampleRecord) -> PerSampleRecord:
         """The record, or with ``unsupported="vmap"`` that of the second engine where parameters are missing."""

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_persample.callbacks._mean_gradient import DEVICES_DIFFER, NOTHING, UNEQUAL, MeanGradient, is_known
+from lightning_persample.callbacks._mean_gradient import (
+    DEVICES_DIFFER,
+    NOTHING,
+    UNEQUAL,
+    MeanGradient,
+    is_known,
+    without_mean,
+)
 from lightning_persample.callbacks._step_norms import CapturedBatch, StepNorms
 from lightning_persample.engine import PerSampleRecord
 from lightning_persample.errors import UnsupportedError
@@ -29,7 +36,7 @@ def captured(record: PerSampleRecord, depth: int | None) -> CapturedBatch:
     """
     groups = {} if depth is None else record.group_norms(depth)
     norms = record.norms() if record.names else None
-    return CapturedBatch(record.num_values, norms, groups, record.coverage)
+    return CapturedBatch(record.num_values, norms, groups, record.coverage, record.relative_weights)
 
 
 class Window:
@@ -56,12 +63,18 @@ class Window:
         """An optimizer step begins."""
         self._batches: dict[int, CapturedBatch] = {}
         self._seen: set[int] = set()
+        self._empty: set[int] = set()
         self._found_cosines: list[Tensor] = []
         self._is_whole = True
         self.signal_to_noise: Tensor | None = None
         self._numbers: Tensor | None = None
         if self._mean is not None:
             self._mean.start()
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether statistics of the mean gradient are chosen."""
+        return self._mean is not None
 
     @property
     def is_empty(self) -> bool:
@@ -91,16 +104,18 @@ class Window:
             others = bool(self._seen - {batch_idx})
             self._mean.before_backward(first=not others, again=batch_idx in self._seen)
 
-    def after_backward(self, batch_idx: int, record: PerSampleRecord, *, is_last: bool) -> None:
+    def after_backward(self, batch_idx: int, record: PerSampleRecord | None, *, is_last: bool) -> None:
         """That backward has run, and nothing else since.
 
         Args:
             batch_idx: index of the batch.
-            record: its record.
+            record: its record; None of a batch without samples.
             is_last: whether the optimizer steps after this batch.
         """
         mean = self._mean
         self._seen.add(batch_idx)
+        if record is None:
+            self._empty.add(batch_idx)
         if mean is None:
             return
         mean.after_backward(record, keep=self._keeps, is_last=is_last)
@@ -125,9 +140,9 @@ class Window:
             record: its record.
         """
         self._batches[batch_idx] = captured(record, self._depth)
-        if self._mean is not None and record.factor is None:  # that of another engine, perhaps
+        if self._mean is not None and record.mean_factor is None:  # that of another engine, perhaps
             self._mean.refuse_record(record)
-            self._numbers = None
+            self._numbers = None if self._numbers is None else without_mean(self._numbers)
 
     def end_batch(self, batch_idx: int | None) -> None:
         """A batch has ended; None for one that has no part in the gradient."""
@@ -144,4 +159,4 @@ class Window:
         return StepNorms.of_window(batches, self._groups, numbers, self._found_cosines if whole else ())
 
     def _holds(self, batch_idx: int | None) -> bool:
-        return batch_idx is None or batch_idx in self._batches
+        return batch_idx is None or batch_idx in self._batches or batch_idx in self._empty

@@ -172,11 +172,12 @@ class SampleNorms:
         """Count on from a state: what comes now is later than what it holds."""
         self._clock = max(self._clock, loaded.get("clock", 0))
 
-    def worst(self, k: int) -> WorstSamples:
+    def worst(self, k: int, why_nothing: str = "") -> WorstSamples:
         """The samples with the largest mean of their finite norms.
 
         Args:
             k: how many.
+            why_nothing: why no step was captured, where none was.
 
         Returns:
             At most k samples.
@@ -185,11 +186,12 @@ class SampleNorms:
             UnsupportedError: no sample has an index.
         """
         state = self.state()
+        if not state and not self._why_absent:
+            raise UnsupportedError(f"no step was captured: {why_nothing or 'no batch of a captured step had a record'}")
         if not state:
             raise UnsupportedError(
-                f"no captured sample has an index in the dataset: {self._why_absent or 'no step was captured yet'}; "
-                "pass sample_index=<function of the batch that returns the index of each sample> to the callback if "
-                "the data carry it"
+                f"no captured sample has an index in the dataset: {self._why_absent}; pass sample_index=<function of "
+                "the batch that returns the index of each sample> to the callback if the data carry it"
             )
         index, sums, counts = state["index"], state["sums"], state["counts"]
         if isinstance(index, Tensor):  # samples that tie come in the order of the dataset
@@ -234,7 +236,7 @@ class SampleNorms:
         return torch.tensor(places, dtype=torch.int64)
 
 
-def write_worst_samples(trainer: Trainer, norms: SampleNorms, k: int) -> None:
+def write_worst_samples(trainer: Trainer, norms: SampleNorms, k: int, why_nothing: str = "") -> None:
     """Write ``worst_samples.csv`` to the Trainer's `log_dir`, and a table to loggers that have tables.
 
     To be called on every process alike. A table without samples is not written.
@@ -246,10 +248,11 @@ def write_worst_samples(trainer: Trainer, norms: SampleNorms, k: int) -> None:
         trainer: the Trainer, at the end of its training loop.
         norms: those of all processes.
         k: how many samples.
+        why_nothing: why no step was captured, where none was.
     """
     folder = trainer.log_dir  # asks all processes
     try:
-        worst = norms.worst(k)
+        worst = norms.worst(k, why_nothing)
     except UnsupportedError as error:
         warn_user(f"worst_samples.csv is not written: {error}")
         return

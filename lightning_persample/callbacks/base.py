@@ -180,8 +180,8 @@ class PerSampleCallback(Callback):
     def _backward_starts(self, trainer: Trainer) -> None:
         """The backward of a captured batch is about to run, in automatic optimization."""
 
-    def _backward_ended(self, trainer: Trainer, record: PerSampleRecord) -> None:
-        """It has run, and nothing else since: gradients are as it left them."""
+    def _backward_ended(self, trainer: Trainer, record: PerSampleRecord | None) -> None:
+        """It has run, and nothing else since: gradients are as it left them; None of a batch without samples."""
 
     def receives_records(self) -> bool:
         """Whether this class does anything with the records."""

@@ -36,6 +36,8 @@ from lightning_persample.errors import OptionError
 
 __all__ = ["PerSampleGradientMonitor"]
 
+NOT_IN_A_FIT = "this callback was in no fit; where a library copies callbacks, ask the one in `trainer.callbacks`"
+
 
 class PerSampleGradientMonitor(PerSampleCallback):
     """Logs statistics of the per-sample gradient norms ||g_i|| of an optimizer step.
@@ -58,15 +60,17 @@ class PerSampleGradientMonitor(PerSampleCallback):
     ========================= =====================================================================================
     ``<prefix>/noise_scale``  simple noise scale B_simple = S / |G|^2, in samples, a ratio of running averages over the
                               logged steps (each 0.95 times the weight of the next); nan before |G|^2 is positive
-    ``<prefix>/norm_of_mean`` ||gbar||, norm of the mean gradient of the step, before clipping
+    ``<prefix>/norm_of_mean`` ||gbar||, norm of the gradient of the loss (the mean over the batches of the step), with
+                              penalties, before clipping; with ``loss_reduction="sum"`` divided by the number of samples
     ========================= =====================================================================================
 
     with "diversity", as by default, ``<prefix>/diversity``, sum ||g_i||^2 / ||sum g_i||^2: 1/B if all gradients are
     equal, 1 if they are orthogonal; with "cosine_to_mean" the mean of g_i . gbar / (||g_i|| ||gbar||) over the samples
     and ``<prefix>/cosine_to_mean_min``; with "signal_to_noise" the mean over the weights of (E g)^2 / Var(g). All of
-    these are of the mean gradient that the optimizer step uses, over all accumulated batches and all devices; where it
-    is not the mean of the samples' gradients (samples weigh unequally, the loss has a penalty) they are nan, and a
-    warning says why. In manual optimization and with ``engine="vmap"`` or
+    these are of the mean gradient that the optimizer step uses, over all accumulated batches and all devices. With a
+    callable `loss_reduction` g_i stands for B w_i g_i in them, whose mean is the gradient of the loss. Where the
+    gradient of the loss is not that mean (weights that are not given, a penalty) they are nan, but for norm_of_mean,
+    and a warning says why. In manual optimization and with ``engine="vmap"`` or
     "loop", whose passes have random numbers of their own, they are left out.
 
     With `per_layer` there is also ``<prefix>/<group>/norm_mean`` for each group of parameters, nan where a group has
@@ -170,22 +174,25 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self.prefix = prefix
         self.prog_bar = prog_bar
         self.worst_samples = worst_samples
-        self._norms = SampleNorms()
+        self._norms, self._logged = SampleNorms(), False
         self._loaded_norms: dict[str, Any] = {}
         self._parts: tuple[Part, ...] = ()
         self._window: Window | None = None
         self._joined: NormsOfAllProcesses | None = None
         self._of_all: list[StepNorms] | None = None
+        self._why_nothing, self._said_coverage = NOT_IN_A_FIT, False
         self._loaded_averages: dict[str, Any] = {}
 
     def _settings(self) -> dict[str, Any]:
-        names = ("per_layer", "quantiles", "statistics", "histogram", "prefix", "prog_bar", "worst_samples")
-        return {**super()._settings(), **{name: getattr(self, name) for name in names}}
+        # What its state is of: a fit may go on from a checkpoint with another choice of what is logged and shown.
+        names = ("loss_reduction", "batch_dim", "batch_size", "sample_index", "engine", "prefix")
+        return {name: getattr(self, name) for name in names}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the samples of an earlier fit."""
         if stage == "fit":
             self._norms, self._loaded_norms, self._loaded_averages, self._joined = SampleNorms(), {}, {}, None
+            self._why_nothing, self._said_coverage, self._logged = "no step has run yet", False, False
 
     def worst(self, k: int = 10) -> WorstSamples:
         """The samples with the largest mean gradient norm so far in this fit, with their indices in the dataset.
@@ -202,7 +209,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             Where no captured sample has an index, an `UnsupportedError` says why.
         """
         check_option("k", k, is_int(k, 1), "an int >= 1")
-        return self._norms_of_all().worst(k)
+        return self._norms_of_all().worst(k, self._why_nothing)
 
     def _norms_of_all(self) -> SampleNorms:
         return self._norms.of_all_processes(self._loaded_norms, together=self._joined is not None)
@@ -221,9 +228,22 @@ class PerSampleGradientMonitor(PerSampleCallback):
             part.statistics.load_state_dict(self._loaded_averages.get(part.prefix, []))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the table of the worst samples, if it is asked for."""
+        """Write the table of the worst samples, if it is asked for; say so where no step was logged."""
+        self._why_nothing = self._why_no_step(trainer)
         if self.worst_samples is not None:
-            write_worst_samples(trainer, self._norms_of_all(), self.worst_samples)
+            write_worst_samples(trainer, self._norms_of_all(), self.worst_samples, self._why_nothing)
+        if self._why_nothing and not self._logged and shared_capture(trainer) is not None:
+            warn_user(f"`{self.prefix}` has logged nothing: {self._why_nothing}")
+
+    def _why_no_step(self, trainer: Trainer) -> str:
+        """Why no step of the fit was due to be captured, or "" where one was."""
+        every, name = self.every_n_steps, "every_n_steps"
+        if every is None:
+            every, name = trainer.log_every_n_steps, "the Trainer's log_every_n_steps"  # type: ignore[attr-defined]
+        steps, overridden = logging_step(trainer), type(self).should_capture is not PerSampleCallback.should_capture
+        if trainer.fast_dev_run or overridden or steps == 0 or (every and steps >= every):  # type: ignore[attr-defined]
+            return ""
+        return f"the fit had {steps} optimizer steps, and {name} is {every}; every_n_steps=1 captures all of them"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fix the groups, so that every logged step has the same names."""
@@ -281,7 +301,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if self._window is not None:
             self._window.before_backward(trainer.fit_loop.epoch_loop.batch_idx)
 
-    def _backward_ended(self, trainer: Trainer, record: PerSampleRecord) -> None:
+    def _backward_ended(self, trainer: Trainer, record: PerSampleRecord | None) -> None:
         if self._window is not None:
             last = not window_continues(trainer)
             self._window.after_backward(trainer.fit_loop.epoch_loop.batch_idx, record, is_last=last)
@@ -356,6 +376,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def _log_step(self, trainer: Trainer, steps: Mapping[int, StepNorms]) -> None:
         metrics: dict[str, float] = {}
         new: list[str] = []
+        self._logged = True
         for place, part in enumerate(self._parts):
             step = steps.get(place)
             if step is None:  # this optimizer rests
@@ -379,6 +400,14 @@ class PerSampleGradientMonitor(PerSampleCallback):
             means = [metrics[f"{part.prefix}/norm_mean"] if n in steps else None for n, part in enumerate(self._parts)]
             first = next(each for each in _monitors(trainer) if each.prog_bar)
             show_means(trainer, "norm_mean" if self is first else f"{self.prefix}/norm_mean", means)
+        share = min(step.coverage for step in steps.values())
+        if 0 < share < 1 and self._window is not None and self._window.has_mean and not self._said_coverage:
+            self._said_coverage = True
+            names = ", ".join(self.statistics)
+            warn_user(
+                f"{names} of `{self.prefix}` are those of the weights that have per-sample gradients alone, "
+                f"{share:.2g} of all that got a gradient (see coverage): they say little of the others"
+            )
         reason = "" if self._window is None else self._window.why_unknown(steps[min(steps)])
         if reason:
             text = f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}"

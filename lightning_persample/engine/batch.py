@@ -11,7 +11,11 @@ from torch import Tensor
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.errors import BatchSizeError
 
-__all__ = ["batch_tensors", "place_in_batch", "read_batch_size"]
+__all__ = ["EmptyBatchError", "batch_tensors", "place_in_batch", "read_batch_size"]
+
+
+class EmptyBatchError(BatchSizeError):
+    """The batch has no samples."""
 
 
 def batch_tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
@@ -59,7 +63,8 @@ def read_batch_size(tensors: list[tuple[str, Tensor]], batch_dim: int) -> int:
         The number of samples B, at least 1.
 
     Raises:
-        BatchSizeError: there is no tensor to read it from, the sizes differ, or there is no sample.
+        BatchSizeError: there is no tensor to read it from, or the sizes differ.
+        EmptyBatchError: there is no sample.
     """
     if tensors and all(not tensor.is_nested and tensor.dim() > batch_dim for _, tensor in tensors):
         (size, *others) = {tensor.shape[batch_dim] for _, tensor in tensors}
@@ -84,7 +89,7 @@ def read_batch_size(tensors: list[tuple[str, Tensor]], batch_dim: int) -> int:
         )
     (size,) = {size for size in sizes.values() if size is not None}
     if size == 0:
-        raise BatchSizeError("the batch is empty: its tensors have size 0 along the batch axis")
+        raise EmptyBatchError("the batch is empty: its tensors have size 0 along the batch axis")
     return size
 
 

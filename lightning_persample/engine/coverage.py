@@ -21,7 +21,12 @@ OUTSIDE = (
 )
 _NAMED = 8
 _REMEDIES = (": pass loss_reduction", ": go backward from", ": give the weight", ": take one of the two")
-_REMEDY = " Give the weight of each sample in the loss as loss_reduction, a function (outputs, batch) or a tensor."
+_REMEDY = " Give the weight of each sample in the loss as loss_reduction, {weights}."
+OF_CAPTURE = "a tensor of shape (B,)"
+OF_CALLBACK = (
+    "a function (outputs, batch) that returns a tensor of shape (B,); outputs is what training_step returns, so let it "
+    "return what the weights are made of"
+)
 _NOT_THE_USERS = frozenset({
     "lightning_persample", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "contextlib", "functools",
 })  # fmt: skip
@@ -71,8 +76,8 @@ def classify(
     return Coverage(reached, unsupported, unused, share)
 
 
-def warning_texts(record: PerSampleRecord) -> list[str]:
-    """What a user must know about a record: at most one text on each kind of trouble."""
+def warning_texts(record: PerSampleRecord, weights: str = OF_CALLBACK) -> list[str]:
+    """What a user must know about a record, at most one text on each kind of trouble; `weights`: how to give them."""
     texts = []
     if record.unsupported:
         reasons: dict[str, list[str]] = {}
@@ -94,7 +99,9 @@ def warning_texts(record: PerSampleRecord) -> list[str]:
     if record.weighting:
         texts.append(
             "The samples weigh in the loss otherwise than loss_reduction says, so their own gradients are off by a "
-            f"factor.{'' if all(map(_has_remedy, record.weighting)) else _REMEDY}\n" + _bullets(record.weighting)
+            "factor: reported is each sample's share of the batch gradient, times B where loss_reduction is 'mean'."
+            f"{'' if all(map(_has_remedy, record.weighting)) else _REMEDY.format(weights=weights)}\n"
+            + _bullets(record.weighting)
         )
     if record.not_additive:
         texts.append(
@@ -114,7 +121,7 @@ def say(record: PerSampleRecord, unsupported: str) -> None:
     Raises:
         UnsupportedError: parameters have no values, and this is to be an error.
     """
-    texts = warning_texts(record)
+    texts = warning_texts(record, OF_CAPTURE)
     if unsupported == "error" and record.unsupported:
         raise UnsupportedError(texts[0])
     if unsupported != "ignore":

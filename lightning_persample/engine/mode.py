@@ -373,7 +373,8 @@ class Capture:
         reported = [name for name in trainable if name in dispatcher.got_gradient and has_value(watched.weight(name))]
         in_loss = samples_in_loss(None if part is None else part.samples, weights)
         samples, places = samples_with_values(dispatcher.samples, in_loss)
-        own = OwnScale(weights, self.counted, scale).of_samples(samples)
+        counted = len(in_loss) if in_loss is not None and isinstance(weights, Tensor) else self.counted
+        own = OwnScale(weights, counted, scale).of_samples(samples)
         values = read_values(watched, dispatcher, reported, self._quantities, own, places)
         coverage = classify(trainable, dispatcher.got_gradient, reported, dispatcher.refused)
         reached = coverage.reached
@@ -409,7 +410,8 @@ class Capture:
             samples=samples,
             in_loss=self.batch_size if in_loss is None else len(in_loss),
             why_no_factor=reason,
-            _factor=None if reason else own.factor(),
+            _own=own,
+            _weighted_square_sums=values.weighted_square_sums,
             _kept=values.kept(reached, own, self._quantities),
         )
 

@@ -112,6 +112,11 @@ class OwnScale:
             weight = torch.tensor(share, dtype=torch.float64)
         return weight if self.scale is None else weight * self.scale
 
+    def loss_scale(self) -> Tensor | float:
+        """What the gradient of the mean over the samples was multiplied by: of the loss itself, where it is no sum."""
+        samples = float(self.batch_size) if self.weighting == "sum" else 1.0
+        return samples if self.scale is None else samples * self.scale
+
 
 @cache
 def _number(value: float, dtype: torch.dtype) -> Tensor:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.kept_gradients import KeptGradients
-from lightning_persample.engine.own_scale import summed
+from lightning_persample.engine.own_scale import OwnScale, summed
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients import Projection
 
-__all__ = ["PerSampleRecord", "SampleIndex"]
+__all__ = ["UNEQUAL_WEIGHTS", "PerSampleRecord", "SampleIndex"]
+
+UNEQUAL_WEIGHTS = "the samples weigh unequally in the loss"
 
 SampleIndex: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any] | None"
 
@@ -75,16 +77,17 @@ class PerSampleRecord:
         mixing: the calls by which samples influence each other (batch normalisation in training): each value is then
             the sample's contribution to the batch gradient, divided by w_i, not what the sample alone would give. Empty
             where there are none, as the next two.
-        weighting: the calls by which the loss gives samples unequal weights w_i that `loss_reduction` does not tell:
-            each gradient is then off by the factor between the true w_i and the assumed one, a squared norm by its
-            square.
+        weighting: the calls by which the loss gives samples weights w_i that `loss_reduction` does not tell: each value
+            is then the sample's share of the batch gradient over the assumed weight (B times it for a mean), and off
+            by the factor between the true w_i and the assumed one, a squared norm by its square.
         not_additive: the calls through which the batch gradient is not the weighted sum of these values (an embedding
             that divides by how often an index occurs in the batch): each value is what the sample alone would give.
         backward_index: which backward of the training step this is, counted from 0; those that reach no parameter do
             not count.
         samples: the places in the batch of the samples that values are for, (m,) int64; then (B,) is (m,) everywhere
             here. They are those chosen, or those that the loss of this backward is made of, as when each part of a
-            batch has a backward of its own (a mean is then one over these). None where they are all.
+            batch has a backward of its own (a mean is then one over these), or samples have a weight of 0. None where
+            they are all.
         in_loss: number of samples that the loss of this backward is made of, as far as can be told.
         why_no_factor: the reason, where `factor` is None.
         sample_index: which samples these are: the indices of the dataset that the train dataloader has, (B,), int64, on
@@ -113,7 +116,8 @@ class PerSampleRecord:
     in_loss: int | None = None
     why_no_factor: str = ""
     _kept: KeptGradients | None = field(default=None, repr=False)
-    _factor: Tensor | float | None = field(default=None, repr=False)
+    _own: OwnScale | None = field(default=None, repr=False)
+    _weighted_square_sums: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     sample_index: SampleIndex = None
 
     def __repr__(self) -> str:
@@ -135,8 +139,31 @@ class PerSampleRecord:
         The sum is over all samples of its loss, and the factor w_i times every factor of the loss (accumulation, loss
         scaling), 0-dimensional. None where it is something else.
         """
-        known = self._factor
-        return torch.tensor(known, dtype=torch.float64) if isinstance(known, float) else known
+        return None if self.why_no_factor or self._own is None else _as_tensor(self._own.factor())
+
+    @property
+    def relative_weights(self) -> Tensor | None:
+        """What the samples weigh in the mean that their weighted loss is, ``B w_i``, (B,); None where w is no tensor.
+
+        B counts the samples of the loss. With these, the gradient of the loss is the mean of ``B w_i g_i``.
+        """
+        if self._own is None or not isinstance(self._own.weighting, Tensor):
+            return None
+        return self._own.weighting.detach() * self._own.batch_size
+
+    @property
+    def mean_factor(self) -> Tensor | None:
+        """By what `.grad` got the sum of the samples' gradients, each times its relative weight; None if otherwise."""
+        if self._own is None or self.why_no_factor not in ("", UNEQUAL_WEIGHTS):
+            return None
+        if self.relative_weights is None:
+            return _as_tensor(self._own.factor())
+        return _as_tensor(self._own.loss_scale()) / self._own.batch_size
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """What the gradient of the loss, of a sum divided by its number of samples, was multiplied by in `.grad`."""
+        return None if self._own is None else _as_tensor(self._own.loss_scale())
 
     @property
     def num_values(self) -> int:
@@ -238,6 +265,10 @@ class PerSampleRecord:
         for name, sq_norm in self.sq_norms.items():
             groups.setdefault(group_name(name, depth), []).append(sq_norm)
         return {group: _root_of_sum(terms, self.num_values) for group, terms in groups.items()}
+
+
+def _as_tensor(number: Tensor | float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64) if isinstance(number, float) else number
 
 
 def group_name(parameter: str, depth: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reas
 from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
 from lightning_persample.engine.own_scale import OwnScale, in_dtype_of
 from lightning_persample.engine.parameters import WatchedParameters
+from lightning_persample.engine.record import UNEQUAL_WEIGHTS
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients import SampleGradient, add_up
@@ -29,6 +30,7 @@ class Values:
     sq_norms: dict[str, Tensor] = field(default_factory=dict)
     grad_samples: dict[str, Tensor] = field(default_factory=dict)
     square_sums: dict[str, Tensor] = field(default_factory=dict)
+    weighted_square_sums: dict[str, Tensor] = field(default_factory=dict)  # of B w_i g_i, where w_i differ
     structures: dict[str, SampleGradient] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
@@ -98,6 +100,9 @@ def read_values(
                 if "square_sum" in quantities:
                     squares = in_smaller_chunks(partial(_square_sum_of, total, own))
                     values.square_sums[name] = in_dtype_of(weight.tensor, squares)
+                    if isinstance(own.weighting, Tensor):
+                        (squares,) = replace(own, weighting="sum").own([total.square_sum()], power=2)
+                        values.weighted_square_sums[name] = in_dtype_of(weight.tensor, squares * own.batch_size**2)
                 if OF_KEPT.intersection(quantities):
                     values.structures[name], values.dtypes[name] = total, weight.tensor.dtype
             except FAILURES as error:
@@ -167,7 +172,7 @@ def why_no_factor(
     if not_additive:
         return not_additive[0]
     if isinstance(own.weighting, Tensor):
-        return "" if own.is_equal() else "the samples weigh unequally in the loss"
+        return "" if own.is_equal() else UNEQUAL_WEIGHTS
     return weighting[0] if weighting else ""
 
 

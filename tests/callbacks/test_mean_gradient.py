@@ -19,36 +19,126 @@ from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, 
 from tests.callbacks.step_statistics import ALL, WithGradients, check, windows
 from tests.callbacks.unseen_models import Hidden
 
-UNKNOWN = {
-    "penalty": (
-        lambda self, x, y: F.cross_entropy(self.network(x), y) + self.network[0].weight.square().sum(),
-        "the loss has a term that belongs to no sample, made of `network.0.weight`",
-    ),
-    "weights": (
-        lambda self, x, y: F.cross_entropy(self.network(x), y, weight=torch.arange(1.0, 1 + CLASSES)),
-        "the samples weigh unequally in the loss",
-    ),
-}
+CLASS_WEIGHTS = torch.arange(1.0, 1 + CLASSES)
 
 
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_where_the_mean_is_not_in_grad_it_is_absent_and_said_so(name, tmp_path):
-    loss_fn, reason = UNKNOWN[name]
+def test_where_the_mean_is_not_in_grad_it_is_absent_and_said_so(tmp_path):
+    """The norm of the gradient of the loss is there all the same."""
+    norms = []
 
-    class Other(Classifier):
+    class Penalized(Classifier):
         def training_step(self, batch, batch_idx):
-            return loss_fn(self, *batch)
+            return F.cross_entropy(self.network(batch[0]), batch[1]) + self.network[0].weight.square().sum()
 
-    weights = torch.arange(1.0, 1 + CLASSES)
-    options = {"loss_reduction": lambda outputs, batch: weights[batch[1]] / weights[batch[1]].sum()}
-    text = f"noise_scale, diversity of `per_sample_grad` are nan at steps where {reason}; statistics=() leaves them out"
+        def on_after_backward(self):
+            norms.append(torch.cat([parameter.grad.flatten() for parameter in self.parameters()]).norm().item())
+
+    text = (
+        "noise_scale, diversity of `per_sample_grad` are nan at steps where the loss has a term that belongs to no "
+        "sample, made of `network.0.weight`; statistics=() leaves them out"
+    )
     with pytest.warns(PerSampleWarning, match=re.escape(text)) as warned:
-        trainer = fit(Other(), [PerSampleGradientMonitor(**(options if name == "weights" else {}))], tmp_path)
+        trainer = fit(Penalized(), [PerSampleGradientMonitor()], tmp_path)
     assert sum(each.category is PerSampleWarning for each in warned) == 1
+    assert [row["per_sample_grad/norm_of_mean"] for row in logged(trainer)] == pytest.approx(norms)
     for row in logged(trainer):
         assert math.isnan(row["per_sample_grad/noise_scale"])
         assert math.isnan(row["per_sample_grad/diversity"])
         assert row["per_sample_grad/norm_mean"] > 0
+
+
+class OfClasses(WithGradients):
+    """Its samples weigh in the loss as their classes."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.network(batch[0]), batch[1], weight=CLASS_WEIGHTS.to(batch[0]))
+
+    def weighted(self, data, accumulate):
+        weights = [CLASS_WEIGHTS[labels].numpy().astype(float) for _, labels in data]
+        rows = [(len(w) * w / w.sum())[:, None] * g for w, g in zip(weights, self.batches, strict=True)]
+        return windows(rows, accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weighted_samples_have_all_statistics(accumulate, tmp_path):
+    """Of B w_i g_i, whose mean is the gradient of the loss; norms are of the samples' own losses."""
+
+    def weights(outputs, batch):
+        return CLASS_WEIGHTS[batch[1]] / CLASS_WEIGHTS[batch[1]].sum()
+
+    module, data = OfClasses().double(), loader(32)
+    monitor = PerSampleGradientMonitor(statistics=ALL, loss_reduction=weights, per_layer=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PerSampleWarning)
+        trainer = fit(module, [monitor], tmp_path, data, precision="64-true", accumulate_grad_batches=accumulate)
+    steps = module.weighted(data, accumulate)
+    check(trainer, steps, rtol=1e-6)
+    first = FEATURES * 8 + 8
+    check(trainer, steps, 1e-6, "per_sample_grad/network.0", columns=slice(0, first))
+    for row, grads in zip(logged(trainer), windows(module.batches, accumulate), strict=True):
+        assert row["per_sample_grad/norm_mean"] == pytest.approx(np.linalg.norm(grads, axis=1).mean())
+
+
+def test_samples_of_weight_zero_are_in_nothing(tmp_path):
+    """They have no part in the loss: no norm, no count among those that are not finite, no place among the worst."""
+
+    class Masked(WithGradients):
+        def training_step(self, batch, batch_idx):
+            losses = F.cross_entropy(self.network(batch[0]), batch[1], reduction="none")
+            kept = (batch[1] > 0).to(losses)
+            return (losses * kept).sum() / kept.sum()
+
+    def weights(outputs, batch):
+        kept = (batch[1] > 0).double()
+        return kept / kept.sum()
+
+    module, data = Masked().double(), loader(24)
+    monitor = PerSampleGradientMonitor(1, statistics=ALL, loss_reduction=weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PerSampleWarning)
+        trainer = fit(module, [monitor], tmp_path, data, precision="64-true")
+    steps = [grads[(labels > 0).numpy()] for grads, (_, labels) in zip(module.batches, data, strict=True)]
+    check(trainer, steps)
+    for row, grads in zip(logged(trainer), steps, strict=True):
+        assert row["per_sample_grad/nonfinite"] == 0
+        assert row["per_sample_grad/norm_min"] == pytest.approx(np.linalg.norm(grads, axis=1).min())
+    worst = monitor.worst(100)
+    assert (sorted(worst.index), worst.nonfinite) == (
+        [place for place, label in enumerate(data.dataset.tensors[1].tolist()) if label > 0],
+        {},
+    )
+    assert "nan" not in str(worst)
+
+
+def test_weights_that_are_not_given_leave_the_norm_of_the_gradient(tmp_path):
+    module, norms = OfClasses().double(), []
+
+    class Norms(L.Callback):
+        def on_after_backward(self, trainer, pl_module):
+            norms.append(torch.cat([p.grad.flatten() for p in pl_module.parameters()]).norm().item())
+
+    text = (
+        "factor: reported is each sample's share of the batch gradient, times B where loss_reduction is 'mean'. Give "
+    )
+    text += (
+        "the weight of each sample in the loss as loss_reduction, a function (outputs, batch) that returns a tensor "
+    )
+    text += "of shape (B,); outputs is what training_step returns, so let it return what the weights are made of"
+    with pytest.warns(PerSampleWarning) as caught:
+        trainer = fit(module, [PerSampleGradientMonitor(), Norms()], tmp_path, precision="64-true")
+    assert any(text in str(each.message) for each in caught)
+    assert [row["per_sample_grad/norm_of_mean"] for row in logged(trainer)] == pytest.approx(norms)
+    assert all(math.isnan(row["per_sample_grad/diversity"]) for row in logged(trainer))
+
+
+def test_statistics_of_a_small_part_of_the_weights_come_with_a_remark(tmp_path):
+    text = "noise_scale, diversity of `per_sample_grad` are those of the weights that have per-sample gradients alone, "
+    with pytest.warns(PerSampleWarning) as caught:
+        trainer = fit(Classifier(Hidden()), [PerSampleGradientMonitor()], tmp_path)
+    share = logged(trainer)[0]["per_sample_grad/coverage"]
+    assert 0 < share < 1
+    said = [str(each.message) for each in caught if "they say little of the others" in str(each.message)]
+    assert said == [f"{text}{share:.2g} of all that got a gradient (see coverage): they say little of the others"]
 
 
 def test_gradients_that_were_not_dropped(tmp_path):

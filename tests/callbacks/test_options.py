@@ -96,31 +96,37 @@ def test_allowed_values_are_kept():
     assert (monitor.per_layer, monitor.quantiles, monitor.unsupported) == (2, (0.25,), "error")
 
 
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize(
-    "setting",
+    ("setting", "counts"),
     [
-        {"every_n_steps": 3},
-        {"loss_reduction": "sum"},
-        {"batch_dim": 1},
-        {"batch_size": 2},
-        {"per_layer": 1},
-        {"quantiles": (0.1,)},
-        {"unsupported": "error"},
-        {"engine": "loop"},
-        {"verify": True},
-        {"fuse_weight_grad": True},
-        {"max_memory": 2**20},
-        {"prefix": "other"},
-        {"prog_bar": True},
-        {"histogram": True},
-        {"sample_index": len},
-        {"worst_samples": 3},
+        ({"every_n_steps": 3}, False),
+        ({"loss_reduction": "sum"}, True),
+        ({"batch_dim": 1}, True),
+        ({"batch_size": 2}, True),
+        ({"per_layer": 1}, False),
+        ({"quantiles": (0.1,)}, False),
+        ({"statistics": ()}, False),
+        ({"unsupported": "error"}, False),
+        ({"engine": "loop"}, True),
+        ({"verify": True}, False),
+        ({"fuse_weight_grad": True}, False),
+        ({"max_memory": 2**20}, False),
+        ({"prefix": "other"}, True),
+        ({"prog_bar": True}, False),
+        ({"histogram": True}, False),
+        ({"sample_index": len}, True),
+        ({"worst_samples": 3}, False),
     ],
-    ids=lambda setting: next(iter(setting)),
+    ids=lambda setting: next(iter(setting)) if isinstance(setting, dict) else "",
 )
-def test_the_state_key_tells_settings_apart(setting):
-    assert PerSampleGradientMonitor(**setting).state_key != PerSampleGradientMonitor().state_key
-    assert PerSampleGradientMonitor(**setting).state_key == PerSampleGradientMonitor(**setting).state_key
+def test_the_state_key_of_a_monitor_names_what_its_numbers_are_of(setting, counts, own):
+    """And of any other callback all that tells two of one class apart."""
+    if own:
+        assert (PerSampleGradientMonitor(**setting).state_key != PerSampleGradientMonitor().state_key) is counts
+        assert PerSampleGradientMonitor(**setting).state_key == PerSampleGradientMonitor(**setting).state_key
+    elif setting.keys() <= Recorder()._settings().keys():
+        assert Recorder(**setting).state_key != Recorder().state_key
 
 
 def weigh(outputs, batch, factor=1.0):

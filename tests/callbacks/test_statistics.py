@@ -15,6 +15,7 @@ from torch import nn
 from lightning_persample.callbacks import PerSampleGradientMonitor
 from lightning_persample.callbacks._statistics import Statistics
 from lightning_persample.callbacks._step_norms import CapturedBatch, StepNorms
+from lightning_persample.errors import PerSampleWarning
 from tests.callbacks import known_noise_scale
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged, make_trainer
 from tests.callbacks.step_statistics import ALL, DECAY, WithGradients, check, expected, terms, windows
@@ -279,3 +280,29 @@ def test_the_noise_scale_of_a_known_problem(ranks, accumulate, tmp_path):
     error = (S - known * G2).std() / math.sqrt(len(S)) / G2.mean()
     assert error < 0.2 * known
     assert abs(epoch["noise_scale_epoch"] - known) < 4 * error
+
+
+@pytest.mark.parametrize("sizes", [(2, 0, 3, 0), (0, 2, 0, 3), (2, 0, 0, 3), (0, 0, 2, 3)])
+def test_a_batch_without_samples_is_a_part_of_its_step(sizes, tmp_path):
+    class Masked(WithGradients):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self.network(batch[0]), batch[1], reduction="sum") / max(len(batch[0]), 1)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if len(batch[0]):
+                super().on_train_batch_start(batch, batch_idx)
+            else:
+                self.batches.append(np.zeros((0, sum(parameter.numel() for parameter in self.parameters()))))
+
+    torch.manual_seed(3)
+    data = as_loader([(torch.randn(n, FEATURES).double(), torch.randint(CLASSES, (n,))) for n in sizes])
+    module = Masked().double()
+    with pytest.warns(PerSampleWarning, match="the batch is empty") as caught:
+        trainer = fit(module, [PerSampleGradientMonitor()], tmp_path, data, accumulate_grad_batches=2)
+    assert len([each for each in caught if each.category is PerSampleWarning]) == 1
+    steps = [step for step in windows(module.batches, 2) if len(step)]
+    if all(len(step) in (2, 3) for step in steps):  # of one size each
+        check(trainer, steps)
+    assert len(logged(trainer)) == len(steps)
+    for row, step in zip(logged(trainer), steps, strict=True):
+        assert row["per_sample_grad/norm_max"] == pytest.approx(np.linalg.norm(step, axis=1).max())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -73,15 +75,19 @@ def test_a_second_fit_starts_anew():
     assert_same(monitor.worst(), module.norms)
 
 
-@pytest.mark.parametrize("stop", [3, 6, 9])
-def test_a_resumed_fit_goes_on(tmp_path, stop):
+SHOWN = {"prog_bar": True, "quantiles": (0.9,), "statistics": (), "per_layer": 1, "histogram": True, "verify": True}
+
+
+@pytest.mark.parametrize(("stop", "options"), [(3, {}), (6, SHOWN), (9, {})])
+def test_a_resumed_fit_goes_on(tmp_path, stop, options):
+    """Whatever else is logged and shown then."""
     seed_all()
     first, module = PerSampleGradientMonitor(1), WithNorms()
     trainer = make_trainer([first], max_steps=stop, max_epochs=-1)
     trainer.fit(module, LOADERS["shuffled"]())
     trainer.save_checkpoint(tmp_path / "middle.ckpt")
     assert_same(first.worst(100), module.norms, 100)
-    second, resumed = PerSampleGradientMonitor(1), WithNorms()
+    second, resumed = PerSampleGradientMonitor(1, **options), WithNorms()
     make_trainer([second], max_epochs=3).fit(resumed, LOADERS["shuffled"](), ckpt_path=tmp_path / "middle.ckpt")
     assert resumed.norms
     norms = {index: list(each) for index, each in module.norms.items()}
@@ -234,9 +240,8 @@ class Batches:
             1,
             "there are several train dataloaders, and a sample is made of a row of each",
         ),
-        (LOADERS["plain"], 100, "no step was captured yet"),
     ],
-    ids=["stream", "no loader", "several", "a list", "nothing captured"],
+    ids=["stream", "no loader", "several", "a list"],
 )
 def test_without_an_index_the_error_says_why(make_data, every, why):
     monitor = PerSampleGradientMonitor(every)
@@ -247,6 +252,24 @@ def test_without_an_index_the_error_says_why(make_data, every, why):
         f"no captured sample has an index in the dataset: {why}; pass sample_index=<function of the batch that returns "
         "the index of each sample> to the callback if the data carry it"
     )
+
+
+@pytest.mark.parametrize("every", [100, None])
+def test_where_no_step_was_due_it_is_said_once_and_why(every, tmp_path):
+    monitor, other = PerSampleGradientMonitor(every, prefix="own"), PerSampleGradientMonitor(1)
+    with pytest.raises(UnsupportedError, match=r"^no step was captured: this callback was in no fit; where a library"):
+        monitor.worst()
+    trainer = make_trainer([monitor, other], max_epochs=2, log_every_n_steps=50, accumulate_grad_batches=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PerSampleWarning)
+        trainer.fit(WithNorms(), DataLoader(Indexed(32), 2))
+    name = "the Trainer's log_every_n_steps is 50" if every is None else "every_n_steps is 100"
+    why = f"the fit had 16 optimizer steps, and {name}; every_n_steps=1 captures all of them"
+    texts = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    assert texts == [f"`own` has logged nothing: {why}"]
+    with pytest.raises(UnsupportedError, match=rf"^no step was captured: {re.escape(why)}$"):
+        monitor.worst()
+    assert len(other.worst(100)) == 32
 
 
 def test_how_many_must_be_a_number():

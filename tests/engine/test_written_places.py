@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_persample.engine import PerSampleRecord, expanded_weights
 from tests.engine.model_cases import Model, parameter
 from tests.engine.reference import assert_exact, record_of
 
@@ -70,3 +73,93 @@ def test_rows_written_to_other_samples_have_no_values(index: Any) -> None:
     record = record_of(Model(forward, a=nn.Linear(D, D), c=nn.Linear(D, D)), mean_of_cubes, torch.randn(B, D))
     assert {"c.weight", "c.bias"} <= record.unsupported.keys()
     assert record.coverage < 1
+
+
+def margin(z: Tensor, y: Tensor) -> Tensor:
+    """One number in each row, at the place of the sample's class."""
+    t = torch.zeros(z.shape)
+    t[torch.arange(len(z)), y] = 0.1
+    return z - t
+
+
+def masked_margin(z: Tensor, y: Tensor) -> Tensor:
+    mask = torch.zeros(z.shape, dtype=torch.bool)
+    mask[range(len(z)), y] = True
+    return torch.where(mask, z * 0.9, z)
+
+
+def own_margins(z: Tensor, y: Tensor) -> Tensor:
+    t = z.new_zeros(z.shape)
+    t[torch.arange(len(z)), y] = z[torch.arange(len(z)), y].sigmoid()
+    return z - t
+
+
+def several_places(z: Tensor, y: Tensor) -> Tensor:
+    t = torch.zeros(z.shape)
+    t[torch.arange(len(z))[:, None], torch.stack([y, (y + 1) % z.size(1)], dim=1)] = 0.5
+    return z * (1 - t)
+
+
+def in_a_plane(z: Tensor, y: Tensor) -> Tensor:
+    t = torch.zeros(2, len(z), z.size(1))
+    t[1, torch.arange(len(z)), y] = 0.3
+    return z + t[1]
+
+
+def along_columns(z: Tensor, y: Tensor) -> Tensor:
+    t = torch.ones(z.size(1), len(z))
+    t[y, torch.arange(len(z))] = 2.0
+    return z * t.T
+
+
+def counted(z: Tensor, y: Tensor) -> Tensor:
+    t = torch.zeros(z.shape)
+    t[torch.arange(len(z)), y] += 1.0
+    t[torch.arange(len(z)), -y - 1] += 0.5
+    return z * t
+
+
+def in_place(z: Tensor, y: Tensor) -> Tensor:
+    z = z.clone()
+    z[torch.arange(len(z)), y] -= 0.1
+    return z
+
+
+MARGINS = [in_place, margin, masked_margin, own_margins, several_places, in_a_plane, along_columns, counted]
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("shape", [(5, 3), (4, 4)])
+@pytest.mark.parametrize("written", MARGINS)
+def test_a_row_written_at_the_places_of_its_own_sample(written: Callable[..., Tensor], shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    module, batch = nn.Linear(6, shape[1]), (torch.randn(shape[0], 6), torch.randint(0, shape[1], (shape[0],)))
+    record = assert_exact(module, lambda m, x, y: F.cross_entropy(written(m(x), y), y), batch)
+    assert (record.mixing, record.weighting) == ((), ())
+    assert record.factor is not None
+
+
+ELSEWHERE: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "one-row": lambda t, y: t.__setitem__((0, y), 0.1),
+    "all-rows": lambda t, y: t.__setitem__((slice(None), y), 0.1),
+    "other-rows": lambda t, y: t.__setitem__((torch.arange(len(t)).flip(0), y), 0.1),
+    "rows-of-the-batch": lambda t, y: t.__setitem__((y, torch.arange(len(t))), 0.1),
+    "shuffled-places": lambda t, y: t.__setitem__((torch.arange(len(t)), y.flip(0)), 0.1),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_places_of_other_samples_are_said(name: str) -> None:
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        t = torch.zeros(len(x), len(x))
+        ELSEWHERE[name](t, y)
+        return F.cross_entropy(m(x) - t, y)
+
+    record = record_of_both(nn.Linear(6, 5), loss, (torch.randn(5, 6), torch.randint(0, 5, (5,))))
+    assert (*record.mixing, *record.weighting) != ()
+
+
+def record_of_both(module: nn.Module, loss: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> PerSampleRecord:
+    with expanded_weights(module, batch, unsupported="ignore") as capture:
+        loss(module, *batch).backward()
+    return capture.record

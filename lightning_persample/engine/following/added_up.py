@@ -13,7 +13,7 @@ from lightning_persample.engine.batch_axis import Lost, batch_first
 from lightning_persample.engine.following.base import Followed, is_plain
 from lightning_persample.engine.observed import ObservedCall, user_line
 
-__all__ = ["LOSSES", "MEAN", "added_up", "averages", "factors_beside", "reduction_of", "scaled"]
+__all__ = ["LOSSES", "MEAN", "absent", "added_up", "averages", "factors_beside", "reduction_of", "scaled"]
 
 # Losses, each with the place of `reduction` among its positional arguments.
 LOSSES = {
@@ -150,6 +150,12 @@ def factors_beside(call: ObservedCall, most: int = 65536) -> list[float] | None:
     if len(others) + len(numbers) != 1:
         return None
     return found or [float(each) for each in numbers]
+
+
+def absent(totals: Tensor) -> str:
+    """What to say of the samples that have no part in a sum: their own losses are not in the loss."""
+    count = int((totals == 0).sum())
+    return f" ({count} of {len(totals)} add nothing, so that their norm is 0)" if count else ""
 
 
 def _counts(call: ObservedCall) -> frozenset[int]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import Lost, picked
-from lightning_persample.engine.following.added_up import LOSSES, factors_beside, reduction_of, scaled
+from lightning_persample.engine.following.added_up import LOSSES, absent, factors_beside, reduction_of, scaled
 from lightning_persample.engine.following.base import Followed
 from lightning_persample.engine.following.pointwise import POINTWISE
 from lightning_persample.engine.observed import ObservedCall, user_line
@@ -207,7 +207,7 @@ def _why_scaled(call: ObservedCall, loss: Lost, data: list[Lost]) -> str | None:
     if known and totals is not None and math.isclose(float(number), float(totals.sum()), rel_tol=1e-5):
         if bool(totals.isclose(totals[0], rtol=1e-9).all()) and _after_division(loss, divisor, call.batch_size):
             return None
-        return f"`{call.name}` scales the loss by a sum to which the samples add unequally{user_line()}"
+        return f"`{call.name}` scales the loss by a sum to which the samples add unequally{absent(totals)}{user_line()}"
     return _SCALED.format(name=call.name, line=user_line())
 
 

@@ -175,6 +175,11 @@ def _follow_setitem(call: ObservedCall) -> Followed:
         return lost(call, "writes into places that depend on other samples", mixes=True)
     if isinstance(where, BatchAxis) and incoming is None:
         return Followed((where,))
+    own = _row_by_row(call, target, items, value, incoming)
+    if own is not None and where is None:
+        return Followed((own,))
+    if own is not None and isinstance(where, BatchAxis) and where.same_place(own):
+        return Followed((where.mixed(where.mixing or own.mixing),))
     if isinstance(where, Lost) or not isinstance(incoming, BatchAxis):
         return lost(call, "writes into places that depend on the batch", mixes=True)
     found = _filled(call, target, items, value, incoming)
@@ -185,6 +190,38 @@ def _follow_setitem(call: ObservedCall) -> Followed:
         return found if tensor is target else None
 
     return Followed((found,), aligned)
+
+
+def _row_by_row(
+    call: ObservedCall, target: Tensor, items: list[Any], value: object, incoming: BatchAxis | Lost | None
+) -> BatchAxis | None:
+    """The axis of a target without samples of which row i is written at places of sample i: ``t[arange(B), y] = v``."""
+    tensors = [(dim, item) for dim, item in enumerate(item for item in items if item is not None) if _is_index(item)]
+    rows = [(dim, item) for dim, item in tensors if call.axis_of(item) is None and item.numel() == target.size(dim)]
+    if len(rows) != 1 or len(tensors) < 2 or any(_is_mask(item) for item in items):
+        return None
+    dim, index = rows[0]
+    every = torch.arange(call.batch_size, device=index.device)
+    if index.dim() == 0 or index.size(0) != call.batch_size or not torch.equal(index.flatten(), every):
+        return None
+    place = _Place(items)
+    for _, item in tensors:
+        axis = call.axis_of(item)
+        own = isinstance(axis, BatchAxis) and axis.same_place(BatchAxis(0)) and item.dim() == index.dim()
+        if item is not index and not own:
+            return None
+    if isinstance(value, Tensor) and incoming is not None:
+        from_right = place.start - place.width - sum(item is None or isinstance(item, slice) for item in items)
+        if not isinstance(incoming, BatchAxis) or not incoming.moved(incoming.dim - value.dim()).same_place(
+            BatchAxis(from_right)
+        ):
+            return None
+    mixings = [axis.mixing for operand in call.operands if isinstance(axis := operand.axis, BatchAxis)]
+    return BatchAxis(dim, mixing=next((mixing for mixing in mixings if mixing), None))
+
+
+def _is_index(item: Any) -> bool:
+    return isinstance(item, Tensor) and not _is_mask(item)
 
 
 def _places_are_own(call: ObservedCall, items: list[Any], where: BatchAxis) -> bool:

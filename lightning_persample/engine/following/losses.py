@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, batch_first
-from lightning_persample.engine.following.added_up import LOSSES, MEAN, added_up, reduction_of
+from lightning_persample.engine.following.added_up import LOSSES, MEAN, absent, added_up, reduction_of
 from lightning_persample.engine.following.base import Entries, Followed, broadcast, follower, keep, lost, meet
 from lightning_persample.engine.observed import ObservedCall, user_line
 
@@ -171,7 +171,8 @@ def _unequal_weights(call: ObservedCall) -> str | None:
         totals = totals[torch.bincount(axis.owner.sample, minlength=call.batch_size).to(totals.device) > 0]
     if bool((totals == totals[:1]).all()):
         return None
-    return f"`{call.name}` averages over targets that weigh unequally from sample to sample{user_line()}"
+    what = "averages over targets that weigh unequally from sample to sample"
+    return f"`{call.name}` {what}{absent(totals)}{user_line()}"
 
 
 @follower("ctc_loss")
