@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine import PerSampleRecord, guard
 
 __all__ = ["LearningRates"]
 
@@ -45,10 +45,15 @@ class LearningRates:
         pl_module: the module that is trained.
         optimizers: its optimizers; each tells of its steps until `close` is called.
         warn: is told where rows were written with another rate than that of their step.
+        failed: is told what fails at an optimizer's step by a fault of this package.
     """
 
     def __init__(
-        self, pl_module: LightningModule, optimizers: Sequence[torch.optim.Optimizer], warn: Callable[[str], None]
+        self,
+        pl_module: LightningModule,
+        optimizers: Sequence[torch.optim.Optimizer],
+        warn: Callable[[str], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._module, self._optimizers, self._warn = pl_module, optimizers, warn
         self._last: list[float] = []
@@ -59,7 +64,7 @@ class LearningRates:
         self._handles: list[RemovableHandle] = []
         for place, optimizer in enumerate(optimizers):
             if isinstance(optimizer, torch.optim.Optimizer):
-                self._handles.append(optimizer.register_step_post_hook(partial(self._stepped, place)))
+                self._handles.append(optimizer.register_step_post_hook(guard(partial(self._stepped, place), failed)))
 
     def close(self) -> None:
         """Leave the optimizers as they were. May be called twice."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine import PerSampleRecord, of_user
 from lightning_persample.errors import OptionError
 from lightning_persample.influence._arrow import arrow
 from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
@@ -157,7 +157,7 @@ def columns_of(outputs: Any, batch: Any, columns: Callable[[Any, Any], Any] | No
     found: dict[str, Any] = {}
     for place, given in (
         (f"training_step returned under {_RESULTS!r}", returned),
-        ("columns(outputs, batch) returned", None if columns is None else columns(outputs, batch)),
+        ("columns(outputs, batch) returned", None if columns is None else of_user(columns, outputs, batch)),
     ):
         if given is None:
             continue

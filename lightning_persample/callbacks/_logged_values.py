@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from lightning.pytorch import Trainer
+
+from lightning_persample.callbacks._logger_media import unless_disk_fails
+from lightning_persample.engine import of_user
 
 __all__ = ["log_metrics", "show_means"]
 
@@ -22,7 +26,8 @@ def log_metrics(trainer: Trainer, metrics: Mapping[str, float], new: Iterable[st
     """
     # With the epoch, as Lightning adds it to the values of its own.
     for logger in trainer.loggers:
-        logger.log_metrics({**metrics, "epoch": float(trainer.current_epoch)}, step=step)
+        values = {**metrics, "epoch": float(trainer.current_epoch)}
+        unless_disk_fails(next(iter(metrics), ""), partial(of_user, logger.log_metrics, values, step=step))
     if not trainer.barebones:
         # Not by self.log, which goes through everything that was ever logged for each of the names.
         trainer.callback_metrics.update({name: torch.tensor(metrics[name]) for name in new})

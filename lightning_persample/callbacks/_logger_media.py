@@ -13,7 +13,8 @@ any other             figure                    PNG file            CSV file
 
 Files and artifacts of one name are in a folder of that name, ``<name>/step_000049.png``, below the logger's directory.
 A logger without a directory gets none, which is said once. As with ``log_metrics``, only the process of rank 0 writes,
-and what a logger raises ends the run. Libraries are imported where one of their loggers is in use.
+and what a logger raises ends the run, except for an `OSError` (the disk is full), which is said once. Libraries are
+imported where one of their loggers is in use.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import importlib.util
 import io
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -33,12 +35,12 @@ from torch import Tensor
 
 from lightning_persample.callbacks._histogram_figure import draw_histogram
 from lightning_persample.callbacks._lightning_names import ranked_bases
-from lightning_persample.engine import warn_user
+from lightning_persample.engine import of_user, warn_user
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["log_figure", "log_histogram", "log_table", "save_table"]
+__all__ = ["log_figure", "log_histogram", "log_table", "save_table", "unless_disk_fails"]
 
 _Kind = Literal["tensorboard", "wandb", "mlflow", "dummy", "csv", "other"]
 _KINDS: dict[str, _Kind] = {
@@ -65,18 +67,23 @@ def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: in
     finite = values.detach()[values.isfinite()].cpu().double()  # NumPy has no bfloat16
     if not finite.numel():
         return
-    drawn: list[Logger] = []
-    for logger in loggers:
-        kind = _kind_of(logger)
-        if kind == "tensorboard":
-            _experiment(logger).add_histogram(_prefixed(logger, name), finite.numpy(), step)
-        elif kind == "wandb":
-            _log_to_wandb(logger, name, "Histogram", finite.numpy(), step=step)
-        elif _has_a_place(logger, kind):
-            drawn.append(logger)
+    write = partial(_write_histogram, name=name, finite=finite, step=step)
+    drawn = [logger for logger in loggers if unless_disk_fails(name, partial(write, logger))]
     if drawn and _can_draw(drawn):
         title = f"{name}, step {step}: {finite.numel()} samples"
         log_figure(drawn, name, draw_histogram(finite, title, label), step)
+
+
+def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> bool:
+    """Write the values to a logger that has histograms; true where it takes a figure instead."""
+    kind = _kind_of(logger)
+    if kind == "tensorboard":
+        of_user(_experiment(logger).add_histogram, _prefixed(logger, name), finite.numpy(), step)
+    elif kind == "wandb":
+        _log_to_wandb(logger, name, "Histogram", finite.numpy(), step=step)
+    else:
+        return _has_a_place(logger, kind)
+    return False
 
 
 @rank_zero_only
@@ -90,18 +97,22 @@ def log_figure(loggers: Sequence[Logger], name: str, figure: Figure, step: int) 
         step: the step number.
     """
     for logger in loggers:
-        kind = _kind_of(logger)
-        if kind == "tensorboard":
-            _experiment(logger).add_figure(_prefixed(logger, name), figure, step, close=False)
-        elif kind == "wandb":
-            _log_to_wandb(logger, name, "Image", figure, step=step)
-        elif kind == "mlflow":
-            path = _path(_prefixed(logger, name), step, "png")
-            _experiment(logger).log_figure(logger.version, figure, path)
-        elif _has_a_place(logger, kind):
-            image = io.BytesIO()
-            figure.savefig(image, format="png")
-            _write_file(logger, kind, _path(name, step, "png"), image.getvalue())
+        unless_disk_fails(name, partial(_write_figure, logger, name, figure, step))
+
+
+def _write_figure(logger: Logger, name: str, figure: Figure, step: int) -> None:
+    kind = _kind_of(logger)
+    if kind == "tensorboard":
+        of_user(_experiment(logger).add_figure, _prefixed(logger, name), figure, step, close=False)
+    elif kind == "wandb":
+        _log_to_wandb(logger, name, "Image", figure, step=step)
+    elif kind == "mlflow":
+        path = _path(_prefixed(logger, name), step, "png")
+        of_user(_experiment(logger).log_figure, logger.version, figure, path)
+    elif _has_a_place(logger, kind):
+        image = io.BytesIO()
+        figure.savefig(image, format="png")
+        _write_file(logger, kind, _path(name, step, "png"), image.getvalue())
 
 
 @rank_zero_only
@@ -118,18 +129,22 @@ def log_table(
         step: the step number.
     """
     for logger in loggers:
-        kind = _kind_of(logger)
-        if kind == "tensorboard":
-            _experiment(logger).add_text(_prefixed(logger, name), _markdown(columns, rows), step)
-        elif kind == "wandb":
-            data = [list(row) for row in rows]
-            _log_to_wandb(logger, name, "Table", step=step, columns=list(columns), data=data)
-        elif kind == "mlflow":
-            # Not log_table of MLflow, which needs pandas and adds rows to what is there.
-            path = _path(_prefixed(logger, name), step, "csv")
-            _experiment(logger).log_text(logger.version, _comma_separated(columns, rows), path)
-        elif _has_a_place(logger, kind):
-            _write_file(logger, kind, _path(name, step, "csv"), _comma_separated(columns, rows).encode())
+        unless_disk_fails(name, partial(_write_table, logger, name, columns, rows, step))
+
+
+def _write_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    kind = _kind_of(logger)
+    if kind == "tensorboard":
+        of_user(_experiment(logger).add_text, _prefixed(logger, name), _markdown(columns, rows), step)
+    elif kind == "wandb":
+        data = [list(row) for row in rows]
+        _log_to_wandb(logger, name, "Table", step=step, columns=list(columns), data=data)
+    elif kind == "mlflow":
+        # Not log_table of MLflow, which needs pandas and adds rows to what is there.
+        path = _path(_prefixed(logger, name), step, "csv")
+        of_user(_experiment(logger).log_text, logger.version, _comma_separated(columns, rows), path)
+    elif _has_a_place(logger, kind):
+        _write_file(logger, kind, _path(name, step, "csv"), _comma_separated(columns, rows).encode())
 
 
 def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -140,7 +155,15 @@ def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]])
         columns: what stands above the columns.
         rows: the cells of each row: text, numbers or None.
     """
-    _save(path, _comma_separated(columns, rows).encode())
+    unless_disk_fails(path, partial(_save, path, _comma_separated(columns, rows).encode()))
+
+
+def unless_disk_fails(name: str, write: Callable[[], Any]) -> Any:
+    """Write something; where that fails with an `OSError` (the disk is full), say so once, and go on."""
+    try:
+        return write()
+    except OSError as error:
+        _say_once(f"`{name}` is not written: {error.strerror or error}. Training goes on without it")
 
 
 def _kind_of(logger: Logger) -> _Kind:
@@ -148,7 +171,7 @@ def _kind_of(logger: Logger) -> _Kind:
 
 
 def _experiment(logger: Logger) -> Any:
-    return logger.experiment  # type: ignore[attr-defined]
+    return of_user(getattr, logger, "experiment")
 
 
 def _prefixed(logger: Logger, name: str) -> str:
@@ -160,7 +183,7 @@ def _prefixed(logger: Logger, name: str) -> str:
 def _log_to_wandb(logger: Logger, name: str, kind: str, *args: Any, step: int, **kwargs: Any) -> None:
     make: Callable[..., Any] = getattr(importlib.import_module("wandb"), kind)
     # Through the logger, which writes the step as "trainer/global_step": W&B drops rows whose own step= goes back.
-    logger.log_metrics({name: make(*args, **kwargs)}, step=step)
+    of_user(logger.log_metrics, {name: make(*args, **kwargs)}, step=step)
 
 
 def _has_a_place(logger: Logger, kind: _Kind) -> bool:
@@ -174,7 +197,7 @@ def _has_a_place(logger: Logger, kind: _Kind) -> bool:
 
 
 def _directory(logger: Logger) -> str | None:
-    directory = logger.log_dir or logger.save_dir
+    directory = of_user(getattr, logger, "log_dir") or of_user(getattr, logger, "save_dir")
     return None if directory is None else str(directory)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_persample.callbacks._observed_step import ObservedStep
 from lightning_persample.callbacks._optimizer_steps import ManualSteps
-from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine import PerSampleRecord, guard
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients.precision import without_autocast
 
@@ -54,6 +54,7 @@ class ManualStep:
         deliver: is given each record, when its backward has run and before the next line of `training_step`.
         warn: is told what does not add up.
         report: is told why a backward cannot be split by sample.
+        failed: is told what fails here by a fault of this package.
 
     Attributes:
         steps: what the optimizers step with.
@@ -66,18 +67,20 @@ class ManualStep:
         deliver: Callable[[PerSampleRecord], None],
         warn: Callable[[str], None],
         report: Callable[[PerSampleError], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._step = step
         self._optimizers = optimizers
         self._deliver = deliver
         self._warn = warn
         self._report = report
+        self._failed = failed
         self._announced: Tensor | None = None
         self._weights_are_wrong = False
         self._device = step.module.device.type
         self.steps = ManualSteps(step.module, optimizers, warn)
         step.capture.before_backward = self._before
-        step.capture.after_backward = self._after
+        step.capture.after_backward = guard(self._after, failed)
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
@@ -90,8 +93,12 @@ class ManualStep:
         try:
             for place, optimizer in enumerate(self._optimizers):
                 if isinstance(optimizer, torch.optim.Optimizer):
-                    handles.append(optimizer.register_step_pre_hook(partial(self._stepping, place)))
-                    handles.append(optimizer.register_step_post_hook(partial(self._stepped, place)))
+                    handles.append(
+                        optimizer.register_step_pre_hook(guard(partial(self._stepping, place), self._failed))
+                    )
+                    handles.append(
+                        optimizer.register_step_post_hook(guard(partial(self._stepped, place), self._failed))
+                    )
             yield
         finally:
             for handle in handles:

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from lightning_persample.engine import once
+
 __all__ = ["ObservedMethod"]
 
 _ABSENT = object()
@@ -21,12 +23,20 @@ class ObservedMethod:
     Args:
         owner: the object whose method is replaced.
         name: the method's name.
-        run: called instead of the method, with the method first and then the method's arguments.
+        run: called instead of the method, with the method first, as a `Once`, and then the method's arguments.
+        failed: is given what fails in `run` that is not the method's; the method has run then, or runs.
         is_live: whether the fit that this belongs to is still running. What an interrupted fit left behind, because a
             hook of another callback kept ours from running, is removed by the next fit.
     """
 
-    def __init__(self, owner: Any, name: str, run: Callable[..., Any], is_live: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        run: Callable[..., Any],
+        failed: Callable[[Exception], Any],
+        is_live: Callable[[], bool],
+    ) -> None:
         left = owner.__dict__.get(name)
         if isinstance(left, ObservedMethod) and not left._is_live():
             left.restore()
@@ -39,12 +49,12 @@ class ObservedMethod:
         self._name = name
         self._own = owner.__dict__.get(name, _ABSENT)
         self._method = method
-        self._run: Callable[..., Any] | None = run
+        self._run: Callable[..., Any] | None = once(run, method, failed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._run is None:
             return self._method(*args, **kwargs)
-        return self._run(self._method, *args, **kwargs)
+        return self._run(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._method, memo)

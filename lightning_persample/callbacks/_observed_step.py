@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.callbacks._sum_check import SumCheck
-from lightning_persample.engine import FAILURES, PerSampleRecord, expanded_weights, reason_of
-from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.engine import PerSampleRecord, expanded_weights, of_user
+from lightning_persample.errors import OptionError
 
 if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
@@ -66,23 +66,18 @@ class ObservedStep:
         self._averages = averages
         self._sum_check: SumCheck | None = None
         self._lacks_memory = False
-        try:
-            self.capture = expanded_weights(
-                pl_module,
-                batch,
-                loss_reduction="sum" if callable(self._reduction) else self._reduction,
-                batch_dim=options.batch_dim,
-                batch_size=options.batch_size,
-                quantities=tuple(sorted(quantities)),
-                unsupported="ignore",  # what there is to say is said where records are delivered
-                fuse_weight_grad=options.fuse_weight_grad,
-                max_memory=options.max_memory,
-                samples=samples,
-            )
-        except PerSampleError:
-            raise
-        except FAILURES as error:
-            raise UnsupportedError(reason_of(error, "the batch")) from error
+        self.capture = expanded_weights(
+            pl_module,
+            batch,
+            loss_reduction="sum" if callable(self._reduction) else self._reduction,
+            batch_dim=options.batch_dim,
+            batch_size=options.batch_size,
+            quantities=tuple(sorted(quantities)),
+            unsupported="ignore",  # what there is to say is said where records are delivered
+            fuse_weight_grad=options.fuse_weight_grad,
+            max_memory=options.max_memory,
+            samples=samples,
+        )
 
     def attach(self, loss: Tensor, outputs: Any) -> None:
         """Tell the capture the loss of the next backward.
@@ -98,7 +93,7 @@ class ObservedStep:
         weights: Tensor | float = 1.0 if reduction == "sum" else 1.0 / size
         if callable(reduction):
             with torch.no_grad():
-                weights = reduction(outputs, self._batch)
+                weights = of_user(reduction, outputs, self._batch)
             if not isinstance(weights, Tensor):
                 raise OptionError(
                     f"loss_reduction returned {type(weights).__name__}, but it must return a tensor of shape "

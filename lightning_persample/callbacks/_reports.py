@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.engine import PerSampleRecord, warn_user, warning_texts
+from lightning_persample.engine import FAULT, PerSampleRecord, fault_of, of_user, stop, warn_user, warning_texts
 from lightning_persample.errors import PerSampleError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ class Reports:
         trainer: the Trainer.
         pl_module: its module.
         raises: whether a trouble is raised instead of said.
+
+    Attributes:
+        has_said_fault: whether values are missing by a fault of this package.
     """
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule, *, raises: bool) -> None:
@@ -35,6 +38,7 @@ class Reports:
         self._module = pl_module
         self._raises = raises
         self._said: set[str] = set()
+        self.has_said_fault = False
         self._grad_samples: dict[torch.nn.Parameter, Tensor] = {}
 
     def deliver(self, record: PerSampleRecord, receivers: Sequence[PerSampleCallback], batch: Any) -> None:
@@ -44,13 +48,10 @@ class Reports:
             record: the record.
             receivers: the callbacks.
             batch: the batch that it is of.
-
-        Raises:
-            UnsupportedError: a parameter has no values, and a callback has ``unsupported="error"``.
         """
         texts = warning_texts(record)
         if record.unsupported and self._raises:
-            raise UnsupportedError(texts[0])
+            stop(UnsupportedError(texts[0]))
         for text in texts:
             self.warn(text)
         if record.grad_samples:
@@ -60,7 +61,7 @@ class Reports:
                 parameters[name].grad_sample = grad_sample  # type: ignore[attr-defined]
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         for callback in receivers:
-            callback.on_per_sample_gradients(self._trainer, self._module, record, batch, batch_idx)
+            of_user(callback.on_per_sample_gradients, self._trainer, self._module, record, batch, batch_idx)
 
     def end_batch(self) -> None:
         """Remove ``grad_sample`` from the parameters."""
@@ -76,12 +77,19 @@ class Reports:
             error: the reason, raised with ``unsupported="error"``.
         """
         if self._raises:
-            raise error
+            stop(error)
         self.warn(str(error))
 
+    def report_failure(self, error: Exception) -> None:
+        """`report` what has failed in this package, by its own fault unless it is a `PerSampleError`."""
+        if not isinstance(error, PerSampleError):
+            error = UnsupportedError(fault_of(error, "the capture of the training step"))
+        self.report(error)
+
     def warn(self, text: str) -> None:
-        """Say each thing once: the same trouble with tensors of other sizes is the same trouble."""
-        said = _SIZES.sub("", text)
+        """Say each thing once: the same trouble with tensors of other sizes is the same trouble, and a fault is one."""
+        said = FAULT if FAULT in text else _SIZES.sub("", text)
+        self.has_said_fault |= FAULT in text
         if said not in self._said:
             self._said.add(said)
             warn_user(text)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_unflatten
 
 from lightning_persample.callbacks._observed_method import ObservedMethod
 from lightning_persample.callbacks._tagged_loader import Drawn, TaggedLoader, last_drawn, why_no_keys
-from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine import PerSampleRecord, fault_of, guard, of_user
 from lightning_persample.errors import OptionError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class BatchIndices:
             each sample raises an `OptionError`.
         """
         if self._of_batch is not None:
-            index = checked_index(self._of_batch(batch), record.batch_size)
+            index = checked_index(of_user(self._of_batch, batch), record.batch_size)
             return replace(record, sample_index=_of_samples(index, record))
         if not self._is_asked:
             return record
@@ -100,8 +100,11 @@ class BatchIndices:
             before_iterators()
             self._follow(loop._combined_loader)
 
-        self._observed = ObservedMethod(loop, name, follow, lambda: self._observed is not None)
+        self._observed = ObservedMethod(loop, name, follow, self._failed, lambda: self._observed is not None)
         self._observed.install()
+
+    def _failed(self, error: Exception) -> None:
+        self._why_not_followed = fault_of(error, "following the data loader")
 
     def _follow(self, combined: Any) -> None:
         self._let_go()
@@ -144,7 +147,7 @@ def _following(kind: Any) -> Any:
         def __iter__(self) -> Any:
             attributes: dict[str, Any] = self.__dict__
             own = attributes["_flattened"]
-            attributes["_flattened"] = [TaggedLoader(each) if why_no_keys(each) is None else each for each in own]
+            attributes["_flattened"] = guard(_tagged, lambda error: own)(own)
             try:
                 return super().__iter__()
             finally:
@@ -152,10 +155,7 @@ def _following(kind: Any) -> Any:
 
         def __next__(self) -> Any:
             fetched = super().__next__()
-            loaders, iterators = self.flattened, self._iterator.iterators
-            one_each = len(loaders) == len(iterators)  # not so in mode "sequential", which Lightning refuses later
-            drawn = [why_no_keys(loader) or last_drawn(each) for loader, each in zip(loaders, iterators, strict=False)]
-            vars(self)[_LOG].append(drawn if one_each else [])
+            vars(self)[_LOG].append(guard(_drawn, _not_known)(self.flattened, self._iterator.iterators))
             return fetched
 
         def __reduce_ex__(self, protocol: Any) -> Any:
@@ -165,6 +165,20 @@ def _following(kind: Any) -> Any:
 
     Following.__name__, Following.__qualname__, Following.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Following
+
+
+def _tagged(loaders: list[Any]) -> list[Any]:
+    return [TaggedLoader(each) if why_no_keys(each) is None else each for each in loaders]
+
+
+def _drawn(loaders: list[Any], iterators: list[Any]) -> list[Drawn]:
+    drawn = [why_no_keys(loader) or last_drawn(each) for loader, each in zip(loaders, iterators, strict=False)]
+    one_each = len(loaders) == len(iterators)  # not so in mode "sequential", which Lightning refuses later
+    return drawn if one_each else []
+
+
+def _not_known(error: Exception) -> list[Drawn]:
+    return [Drawn(None, fault_of(error, "following the data loader"))]
 
 
 def _itself(combined: Any) -> Any:

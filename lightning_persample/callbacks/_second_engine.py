@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_persample.callbacks._aside import NoLossError, aside
 from lightning_persample.callbacks._sample_choice import SampleChoice
-from lightning_persample.engine import FAILURES, PerSampleRecord
+from lightning_persample.engine import PerSampleRecord, guard
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.engine.batch_statistics import batch_statistics_explained
 from lightning_persample.engine.failure import in_smaller_chunks
@@ -112,33 +112,20 @@ class SecondEngine:
         batch: Any,
         quantities: Collection[str],
     ) -> PerSampleRecord | PerSampleError:
-        """The record of an extra pass over the batch, or why there is none.
-
-        Args:
-            engine: how the samples run.
-            training_step: the module's training step as a function of the batch alone, if there is one.
-            batch: the batch.
-            quantities: what the record holds.
-
-        Returns:
-            One of the two.
-
-        Raises:
-            OptionError: a quantity that this engine does not give.
-        """
+        """The record of an extra pass over the batch, or why there is none; a wrong quantity is an `OptionError`."""
         if training_step is None or engine == "expanded":
             return UnsupportedError("there is no batch to run aside")
-        try:
-            return self.record(engine, training_step, batch, quantities)
-        except OptionError:  # a callback's own mistake, not the model's
-            raise
-        except PerSampleError as error:
-            return error
-        except NoLossError:
-            return UnsupportedError(f"training_step returned None in the extra pass of engine={engine!r}")
-        except FAILURES as error:  # single samples must not end the training
+
+        def reason(error: Exception) -> PerSampleError:  # single samples must not end the training
+            if isinstance(error, PerSampleError):
+                return error
+            if isinstance(error, NoLossError):
+                return UnsupportedError(f"training_step returned None in the extra pass of engine={engine!r}")
             text = next(iter(str(error).strip().splitlines()), "")
             return UnsupportedError(f"engine={engine!r} failed with {type(error).__name__}: {text}")
+
+        found: PerSampleRecord | PerSampleError = guard(self.record, reason)(engine, training_step, batch, quantities)
+        return found
 
     def _loop(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
         scale = self._loss_scale(size)

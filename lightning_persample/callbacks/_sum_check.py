@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine import PerSampleRecord, guard
 from lightning_persample.engine.diagnosis import default_tolerance
 
 __all__ = ["SumCheck"]
@@ -31,7 +31,8 @@ class SumCheck:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._weights = weights
         self._scale: Tensor | None = None
-        self._handles = [loss.register_hook(self._keep_scale)]
+        self._failures: list[Exception] = []
+        self._handles = [loss.register_hook(guard(self._keep_scale, self._failures.append))]
         self._before: dict[str, Tensor] = {}
         self._averaged = averaged
         self._samples: Tensor | None = None
@@ -43,7 +44,8 @@ class SumCheck:
     def start_backward(self) -> None:
         """Remember the gradients that were accumulated before."""
         if self._averaged:
-            self._handles += [p.register_hook(partial(self._arrive, name)) for name, p in self._parameters.items()]
+            arrive = {name: guard(partial(self._arrive, name), self._failures.append) for name in self._parameters}
+            self._handles += [p.register_hook(arrive[name]) for name, p in self._parameters.items()]
             return
         self._before = {n: p.grad.detach().clone() for n, p in self._parameters.items() if p.grad is not None}
 
@@ -61,6 +63,8 @@ class SumCheck:
             A text that names the parameters that differ and by how much, or None where all sums fit.
         """
         self.close()
+        if self._failures:
+            raise self._failures.pop()
         if self._scale is None:
             return None
         self._samples = record.samples

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, get_worke
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_persample.callbacks._row_order import RowOrder
+from lightning_persample.engine import fault_of, guard
 
 __all__ = ["Drawn", "TaggedLoader", "last_drawn", "why_no_keys"]
 
@@ -82,10 +83,7 @@ class TaggedLoader:
         attributes = vars(self._loader)
         own = {name: attributes[name] for name in _REPLACED}
         try:
-            attributes["dataset"] = _KeyedDataset(own["dataset"])
-            attributes["collate_fn"] = _KeyedCollate(own["collate_fn"], self._loader.batch_sampler is not None)
-            if self._loader.num_workers > 0:
-                attributes["worker_init_fn"] = _ShowsOwnDataset(own["worker_init_fn"])
+            attributes.update(guard(self._keyed, lambda error: {})(own))
             iterator = iter(self._loader)
         finally:
             attributes.update(own)
@@ -94,6 +92,14 @@ class TaggedLoader:
             kind: Any = type(iterator)
             iterator.__class__ = _untagging(kind)
         return iterator
+
+    def _keyed(self, own: dict[str, Any]) -> dict[str, Any]:
+        """What takes the place of the loader's own attributes while its iterator is made."""
+        keyed: dict[str, Any] = {"dataset": _KeyedDataset(own["dataset"])}
+        keyed["collate_fn"] = _KeyedCollate(own["collate_fn"], self._loader.batch_sampler is not None)
+        if self._loader.num_workers > 0:
+            keyed["worker_init_fn"] = _ShowsOwnDataset(own["worker_init_fn"])
+        return keyed
 
 
 def last_drawn(iterator: object) -> Drawn:
@@ -136,9 +142,9 @@ class _KeyedDataset:
         return _Rows(self._own_dataset[key], key)
 
     def __getitems__(self, keys: Any) -> _Rows:
-        drawn = _plain(keys)
         if isinstance(keys, Iterator):  # it can be walked through once
-            keys = drawn
+            keys = list(keys)
+        drawn = guard(_plain, _why)(keys)
         dataset = self._own_dataset
         if hasattr(dataset, "__getitems__") and dataset.__getitems__:  # as torch asks
             return _Rows(dataset.__getitems__(keys), drawn)
@@ -177,9 +183,13 @@ class _KeyedCollate:
     def __call__(self, given: _Rows) -> _Tagged:
         if not self._is_automatic:
             return _Tagged(self._collate(given.rows), _of_one_item(given.keys))
-        columns = self._order.start(given.rows)
+        why = given.keys if isinstance(given.keys, str) else ""
+        failures: list[Exception] = []
+        columns = guard(self._order.start, failures.append)(given.rows)
         batch = self._collate(given.rows)
-        why = self._order.why_lost(columns, batch)
+        if why or failures:
+            return _Tagged(batch, Drawn(None, why or _why(failures.pop())))
+        why = guard(self._order.why_lost, _why)(columns, batch)
         return _Tagged(batch, Drawn(None, why) if why else Drawn(given.keys))
 
 
@@ -225,6 +235,10 @@ def _plain(keys: Any) -> list[Any]:
     if not set(map(type, found)) <= {int}:
         found = [key.item() if hasattr(key, "item") and not key.shape else key for key in found]
     return found
+
+
+def _why(error: Exception) -> str:
+    return fault_of(error, "following the data loader")
 
 
 def _of_one_item(key: Any) -> Drawn:

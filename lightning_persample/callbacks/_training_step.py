@@ -13,6 +13,7 @@ optimization everything from zero_grad to step happens inside `training_step`; f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
@@ -42,10 +43,19 @@ from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.callbacks._sample_index import BatchIndices
 from lightning_persample.callbacks._second_engine import SecondEngine
 from lightning_persample.callbacks._verification import verify_values
-from lightning_persample.engine import PerSampleRecord, is_sharded, warning_texts
+from lightning_persample.engine import (
+    Once,
+    PerSampleRecord,
+    fault_of,
+    guard,
+    is_sharded,
+    of_user,
+    run_all,
+    warning_texts,
+)
 from lightning_persample.engine.batch import EmptyBatchError
 from lightning_persample.engine.samples import loss_of
-from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.errors import PerSampleError, UnsupportedError
 
 if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
@@ -160,7 +170,9 @@ class SharedCapture:
                 self._reports.report(UnsupportedError(NOT_VERIFIED))
         runs: dict[str, Callable[..., Any]] = {"training_step": self._run_training_step, "backward": self._run_backward}
         runs["manual_backward"] = self._run_manual_backward  # a module may go over to it, or back, in the middle
-        self._methods = tuple(ObservedMethod(pl_module, name, run, self._is_live) for name, run in runs.items())
+        self._methods = tuple(
+            ObservedMethod(pl_module, name, run, self._failed, self._is_live) for name, run in runs.items()
+        )
 
     def install(self) -> None:
         """Take the methods' places; whatever goes wrong here, a warning that is an error, `uninstall` undoes it."""
@@ -181,6 +193,15 @@ class SharedCapture:
     def _is_live(self) -> bool:
         return self._trainer.state.status == TrainerStatus.RUNNING
 
+    @property
+    def has_said_fault(self) -> bool:
+        """Whether values are missing by a fault of this package, as was said."""
+        return self._reports.has_said_fault
+
+    def warn(self, text: str) -> None:
+        """Say something once in this fit."""
+        self._reports.warn(text)
+
     def steps_for(self, callback: PerSampleCallback) -> Mapping[int, Sequence[PerSampleRecord]]:
         """The records of each optimizer's step in manual optimization, by place; none if the callback wants none."""
         return self._optimizer_steps if callback in self._receivers else {}
@@ -192,22 +213,18 @@ class SharedCapture:
     def end_batch(self) -> None:
         """Forget the batch: close the capture and remove ``grad_sample`` from the parameters. May be called twice."""
         step, self._step = self._step, None
-        if step is not None:
-            step.close()
         self._receivers = []
         self._optimizer_steps = {}
         self._record = self._step_aside = self._manual = self._batch = None
         self._is_empty = False
-        self._reports.end_batch()
+        run_all(self._reports.end_batch, *([] if step is None else [step.close]))
 
     def uninstall(self) -> None:
         """Leave the module as it was before the fit. May be called twice."""
-        for method in reversed(self._methods):
-            method.restore()
+        run_all(*[method.restore for method in reversed(self._methods)], self.end_batch)
         self._methods = ()
-        self.end_batch()
 
-    def _run_training_step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_training_step(self, training_step: Once, *args: Any, **kwargs: Any) -> Any:
         # A validation_step that calls self.training_step, and a training_step that calls itself, are not the step.
         elsewhere = not self._trainer.training or self._module._trainer is not self._trainer
         if not self._methods or self._in_training_step or elsewhere:
@@ -218,17 +235,17 @@ class SharedCapture:
         finally:
             self._in_training_step = False
 
-    def _run_once(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_once(self, training_step: Once, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # An optimizer such as LBFGS runs the step several times for one batch, and each run starts anew.
         self.end_batch()
         # A trial fit inside the fit (a learning rate finder) takes the callbacks out of the Trainer for its time.
         present = [callback for callback in self._callbacks if callback in self._trainer.callbacks]  # type: ignore[attr-defined]
-        self._receivers = [callback for callback in present if callback.should_capture(self._trainer)]
+        self._receivers = [callback for callback in present if of_user(callback.should_capture, self._trainer)]
         if not self._receivers:
             return training_step(*args, **kwargs)
-        self._quantities = frozenset().union(*(callback.needs(self._trainer) for callback in self._receivers))
+        self._quantities = frozenset().union(*(of_user(each.needs, self._trainer) for each in self._receivers))
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
-        self._step_aside = on_other_batches(training_step, args, kwargs)
+        self._step_aside = on_other_batches(training_step.function, args, kwargs)
         if self._verify and self._module.automatic_optimization:
             first = self._callbacks[0]
             verified = verify_values(
@@ -270,7 +287,9 @@ class SharedCapture:
         if step is None:
             return training_step(*args, **kwargs)
         trainer, reports = self._trainer, self._reports
-        self._manual = ManualStep(step, trainer.optimizers, self._deliver, reports.warn, reports.report)
+        self._manual = ManualStep(
+            step, trainer.optimizers, self._deliver, reports.warn, reports.report, reports.report_failure
+        )
         steps = trainer.global_step
         with step.capture.observe(), self._manual.watching_optimizers():
             outputs = training_step(*args, **kwargs)
@@ -290,7 +309,8 @@ class SharedCapture:
 
     def _run_manual_backward(self, manual_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._methods or self._manual is None:
-            if self._methods and self._trainer.training and not self._in_training_step:
+            outside = self._trainer.training and not self._in_training_step
+            if self._methods and outside and not self._reports.has_said_fault:
                 self._reports.report(UnsupportedError(OUTSIDE_STEP))
             return manual_backward(*args, **kwargs)
         return self._manual.manual_backward(manual_backward, *args, **kwargs)
@@ -312,22 +332,25 @@ class SharedCapture:
 
     def _open(self) -> ObservedStep | None:
         self._is_empty = False
-        try:
-            self._step = ObservedStep(  # kept before the step runs, so that an error in it finds something to close
-                self._module,
-                self._callbacks[0],
-                self._batch,
-                self._quantities,
-                self._choice,
-                check_sums=not self._sums_differ,
-                averages=self._averages,
-            )
-        except OptionError:  # a callback's own mistake, not the model's
-            raise
-        except PerSampleError as error:
-            self._is_empty = isinstance(error, EmptyBatchError)
-            self._reports.report(error)
+        self._step = guard(ObservedStep, self._cannot_open)(
+            self._module,
+            self._callbacks[0],
+            self._batch,
+            self._quantities,
+            self._choice,
+            check_sums=not self._sums_differ,
+            averages=self._averages,
+        )
         return self._step
+
+    def _cannot_open(self, error: Exception) -> None:
+        self._is_empty = isinstance(error, EmptyBatchError)
+        self._reports.report_failure(error)
+
+    def _failed(self, error: Exception) -> None:
+        """Something of this package's has failed around a method of the module: end the capture, and say so."""
+        guard(self.end_batch, self._reports.report_failure)()
+        self._reports.report_failure(error)
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step = self._step
@@ -393,9 +416,14 @@ class SharedCapture:
         self._reports.warn(f"No second engine can follow this model{failures}")
         return record
 
+    def _without_index(self, record: PerSampleRecord, error: Exception) -> PerSampleRecord:
+        self._reports.warn(f"record.sample_index is None: {fault_of(error, 'the sample index')}")
+        return record
+
     def _deliver(self, record: PerSampleRecord) -> None:
         if self._indices is not None:
-            record = self._indices.attach(record, self._batch, self._reports.warn)
+            attach = guard(self._indices.attach, partial(self._without_index, record))
+            record = attach(record, self._batch, self._reports.warn)
         self._reports.deliver(record, self._receivers, self._batch)
 
 

@@ -236,7 +236,9 @@ class SampleNorms:
         return torch.tensor(places, dtype=torch.int64)
 
 
-def write_worst_samples(trainer: Trainer, norms: SampleNorms, k: int, why_nothing: str = "") -> None:
+def write_worst_samples(
+    trainer: Trainer, norms: SampleNorms, k: int, why_nothing: str = "", *, is_said: bool = False
+) -> None:
     """Write ``worst_samples.csv`` to the Trainer's `log_dir`, and a table to loggers that have tables.
 
     To be called on every process alike. A table without samples is not written.
@@ -249,12 +251,14 @@ def write_worst_samples(trainer: Trainer, norms: SampleNorms, k: int, why_nothin
         norms: those of all processes.
         k: how many samples.
         why_nothing: why no step was captured, where none was.
+        is_said: whether the user knows already why there are no norms.
     """
     folder = trainer.log_dir  # asks all processes
     try:
         worst = norms.worst(k, why_nothing)
     except UnsupportedError as error:
-        warn_user(f"worst_samples.csv is not written: {error}")
+        if not is_said:
+            warn_user(f"worst_samples.csv is not written: {error}")
         return
     if folder is not None and trainer.is_global_zero:
         others = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int
 from lightning_persample.callbacks._sample_index import BatchIndices
 from lightning_persample.callbacks._training_step import SharedCapture, is_logging_step
-from lightning_persample.engine import PerSampleRecord
+from lightning_persample.engine import PerSampleRecord, fault_of, guard, run_all, warn_user
 
 __all__ = ["PerSampleCallback"]
 
@@ -131,6 +131,7 @@ class PerSampleCallback(Callback):
         self._shared: SharedCapture | None = None
         self._indices: BatchIndices | None = None
         self._key: str | None = None
+        self._has_failed = False
 
     def needs(self, trainer: Trainer) -> set[str]:
         """The quantities this callback reads from the record of the current step.
@@ -205,6 +206,7 @@ class PerSampleCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Follow which samples the training batches hold, if this is the first per-sample callback of the Trainer."""
+        self._has_failed = False
         callbacks = _per_sample_callbacks(trainer)
         # Before the strategy's set-up: a scheduler that asks for the number of steps has the data made in it.
         if stage == "fit" and self in callbacks[:1]:
@@ -243,11 +245,18 @@ class PerSampleCallback(Callback):
         self._end_capture()
 
     def _end_capture(self) -> None:
-        self._close()
         self._key = None
-        if self._indices is not None:
-            self._indices.uninstall()
+        run_all(self._close, *([] if self._indices is None else [self._indices.uninstall]))
         self._indices = None
+
+    def _fail(self, trainer: Trainer | None, error: Exception) -> None:
+        """Say once that this callback has failed, by a fault of this package, and let it rest until the next fit."""
+        others = [] if trainer is None else guard(_per_sample_callbacks, lambda error: [])(trainer)
+        if not any(each._has_failed for each in (self, *others)):
+            text = f"{type(self).__name__} gives nothing more in this fit: {fault_of(error, 'a hook of it')}"
+            shared = others[0]._shared if others else None
+            (warn_user if shared is None else shared.warn)(text)
+        self._has_failed = True
 
     def _close(self) -> None:
         # Forgotten when all is put back: an interrupt in the middle leads to `on_exception`, which ends it.
@@ -265,10 +274,49 @@ class PerSampleCallback(Callback):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("lightning_persample."):  # what a class of the user's raises is the user's
+            _guard_hooks(cls)
         for name in ("setup", "on_fit_start", "on_train_batch_end", "on_fit_end", "teardown", "on_exception"):
             hook = getattr(cls, name)
             if hook is not getattr(PerSampleCallback, name) and not hasattr(hook, "_with_capture"):
                 setattr(cls, name, _with_capture(name, hook))
+
+
+# The entries from Lightning into a callback, and what they give where this package has failed.
+_ENTRIES: dict[str, Callable[[], Any] | None] = {
+    **dict.fromkeys((
+        "setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_before_backward",
+        "on_per_sample_gradients", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end",
+        "on_train_end", "on_fit_end", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint",
+        "load_state_dict", "_backward_starts", "_backward_ended",
+    )),
+    "needs": set, "state_dict": dict, "should_capture": bool,
+}  # fmt: skip
+
+
+def _guard_hooks(kind: type[PerSampleCallback]) -> None:
+    """Let no failure of this package leave the hooks that a class defines."""
+    for name, answer in _ENTRIES.items():
+        if name in vars(kind):
+            setattr(kind, name, _guarded(vars(kind)[name], answer, is_base=kind is PerSampleCallback))
+
+
+def _guarded(hook: Callable[..., Any], answer: Callable[[], Any] | None, *, is_base: bool) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def run(self: PerSampleCallback, *args: Any, **kwargs: Any) -> Any:
+        if self._has_failed and not is_base:
+            return None if answer is None else answer()
+
+        def failed(error: Exception) -> Any:
+            self._fail(next((each for each in args if isinstance(each, Trainer)), None), error)
+            return None if answer is None else answer()
+
+        return guard(hook, failed)(self, *args, **kwargs)
+
+    return run
+
+
+_guard_hooks(PerSampleCallback)
 
 
 def _with_capture(name: str, hook: Callable[..., None]) -> Callable[..., None]:

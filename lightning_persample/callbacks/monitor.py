@@ -31,7 +31,7 @@ from lightning_persample.callbacks._training_step import logging_step, shared_ca
 from lightning_persample.callbacks._window import Window, captured
 from lightning_persample.callbacks._worst_samples import SampleNorms, WorstSamples, write_worst_samples
 from lightning_persample.callbacks.base import PerSampleCallback
-from lightning_persample.engine import PerSampleRecord, group_name, warn_user
+from lightning_persample.engine import PerSampleRecord, group_name, guard, warn_user
 from lightning_persample.errors import OptionError
 
 __all__ = ["PerSampleGradientMonitor"]
@@ -229,10 +229,12 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the table of the worst samples, if it is asked for; say so where no step was logged."""
-        self._why_nothing = self._why_no_step(trainer)
+        self._why_nothing, shared = self._why_no_step(trainer), shared_capture(trainer)
+        is_said = shared is not None and shared.has_said_fault
         if self.worst_samples is not None:
-            write_worst_samples(trainer, self._norms_of_all(), self.worst_samples, self._why_nothing)
-        if self._why_nothing and not self._logged and shared_capture(trainer) is not None:
+            norms = self._norms_of_all()
+            write_worst_samples(trainer, norms, self.worst_samples, self._why_nothing, is_said=is_said)
+        if self._why_nothing and not self._logged and shared is not None and not is_said:
             warn_user(f"`{self.prefix}` has logged nothing: {self._why_nothing}")
 
     def _why_no_step(self, trainer: Trainer) -> str:
@@ -361,12 +363,19 @@ class PerSampleGradientMonitor(PerSampleCallback):
             for place, part in enumerate(self._parts)
         ]
 
+    def _no_norms(self, trainer: Trainer, error: Exception) -> list[StepNorms]:
+        """Those of a process that has none: it takes part in the exchange all the same."""
+        self._fail(trainer, error)
+        if self._window is not None and trainer.lightning_module.automatic_optimization:
+            return [self._window.norms(-1)]
+        return [StepNorms.of_window([], part.groups) for part in self._parts]
+
     def _joined_norms(self, trainer: Trainer, last: int | None) -> list[StepNorms]:
         """Those of all processes, which the first monitor that comes to it exchanges for all that log at this step."""
         # What one process has or lacks must not decide whether it takes part: the others would wait for it.
         if self._of_all is None and self._joined is not None:
             due = [each for each in _monitors(trainer) if each is self or each.should_capture(trainer)]
-            own = [each._own_norms(trainer, last) for each in due]
+            own = [guard(each._own_norms, partial(each._no_norms, trainer))(trainer, last) for each in due]
             joined = iter(self._joined.join([step for steps in own for step in steps], trainer.strategy.root_device))
             for each, steps in zip(due, own, strict=True):
                 each._of_all = [next(joined) for _ in steps]

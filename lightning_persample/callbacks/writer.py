@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from lightning_persample.callbacks._ledger_rows import CapturedRows, checked_typ
 from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
 from lightning_persample.callbacks._training_step import window_continues
 from lightning_persample.callbacks.base import PerSampleCallback
-from lightning_persample.engine import PerSampleRecord, group_name, warn_user
+from lightning_persample.engine import PerSampleRecord, group_name, run_all, warn_user
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence._arrow import arrow
@@ -238,7 +239,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             told["settings"] = {name: manifest.settings[name] for name in ("loss_reduction", "step_unit")}
             self._gradients.start(found, told, pl_module)
         self._parts = Parts(self.dirpath, trainer.global_rank)
-        self._rates = LearningRates(pl_module, trainer.optimizers, self._warn)
+        self._rates = LearningRates(pl_module, trainer.optimizers, self._warn, partial(self._fail, trainer))
         self._precision, self._processes = trainer.precision_plugin, trainer.world_size
         self._was_automatic = pl_module.automatic_optimization
 
@@ -376,6 +377,10 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._finish(trainer)
         if is_open and self._manifest is not None and trainer.world_size == 1:
             remove_empty(self.dirpath, self._manifest.run)
+
+    def _end_capture(self) -> None:
+        rates = self._rates
+        run_all(super()._end_capture, *([] if rates is None else [rates.close]))
 
     def _finish(self, trainer: Trainer) -> None:
         self._current, self._held = [], []

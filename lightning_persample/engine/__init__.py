@@ -4,7 +4,7 @@ from lightning_persample.engine.check_rule import check_rule
 from lightning_persample.engine.coverage import listed, warn_user, warning_texts
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.expanded_weight import ExpandedWeight
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import FAULT, Once, fault_of, guard, of_user, once, run_all, stop
 from lightning_persample.engine.fast_path import without_compilation
 from lightning_persample.engine.functional import (
     call_for_per_sample_grads,
@@ -19,9 +19,10 @@ from lightning_persample.engine.sharded import is_sharded, sharded_elsewhere
 from lightning_persample.engine.verify import check_per_sample_gradients
 
 __all__ = [
-    "FAILURES",
+    "FAULT",
     "Capture",
     "ExpandedWeight",
+    "Once",
     "ParameterCheck",
     "PerSampleRecord",
     "RuleCheck",
@@ -31,13 +32,18 @@ __all__ = [
     "check_per_sample_gradients",
     "check_rule",
     "expanded_weights",
+    "fault_of",
     "group_name",
+    "guard",
     "is_sharded",
     "listed",
     "loop_per_sample_grads",
     "mark_samples",
-    "reason_of",
+    "of_user",
+    "once",
+    "run_all",
     "sharded_elsewhere",
+    "stop",
     "vmap_per_sample_grads",
     "warn_user",
     "warning_texts",

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_unflatten
 
 from lightning_persample.engine.batch_axis import BatchAxis
 from lightning_persample.engine.computation import computation
-from lightning_persample.engine.failure import FAILURES
+from lightning_persample.engine.failure import guard
 from lightning_persample.engine.following import Followed, follow
 from lightning_persample.engine.kinds import data_of
 from lightning_persample.engine.observed import ObservedCall, Operand
@@ -95,10 +95,10 @@ def row_by_row(derivation: Derivation, gradient: Block) -> list[tuple[Weight, Sa
             if weights and use.reason_against() is not None:
                 return None
             if weights:
-                try:
-                    contributions += computation(use)([given])
-                except FAILURES:
+                found = guard(computation(use), lambda error: None)([given])
+                if found is None:
                     return None
+                contributions += found
         return contributions
     return None
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.by_rule import Computation
-from lightning_persample.engine.failure import in_smaller_chunks
+from lightning_persample.engine.failure import fault_of, in_smaller_chunks
 from lightning_persample.engine.weight import Weight
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
 
@@ -50,6 +50,7 @@ class Collector:
         kernel_options: under which contributions are computed.
         samples: the places in the batch of the samples that are followed, (m,); None follows all.
         penalized: parameters whose gradient in this backward has a term that belongs to no sample.
+        fault: why nothing of this capture can be relied on: this package itself has failed; "" as nearly always.
         got_gradient: parameters that got a gradient in this backward, with this where a hook may have changed it.
     """
 
@@ -64,6 +65,11 @@ class Collector:
         self.samples: Tensor | None = None
         self.penalized: set[str] = set()
         self.got_gradient: dict[str, Tensor | None] = {}
+        self.fault = ""
+
+    def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
+        """Note that this package itself has failed: no value of this capture is given."""
+        self.fault = self.fault or fault_of(error, what)
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
         """Take what one use contributes."""

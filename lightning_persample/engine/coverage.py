@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
+from lightning_persample.engine.failure import stop
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 
@@ -112,18 +113,10 @@ def warning_texts(record: PerSampleRecord, weights: str = OF_CALLBACK) -> list[s
 
 
 def say(record: PerSampleRecord, unsupported: str) -> None:
-    """Warn of what a user must know about a record.
-
-    Args:
-        record: of a backward.
-        unsupported: "warn", "error" or "ignore".
-
-    Raises:
-        UnsupportedError: parameters have no values, and this is to be an error.
-    """
+    """Warn of what a user must know about a record; `unsupported` is "warn", "error" or "ignore"."""
     texts = warning_texts(record, OF_CAPTURE)
     if unsupported == "error" and record.unsupported:
-        raise UnsupportedError(texts[0])
+        stop(UnsupportedError(texts[0]))
     if unsupported != "ignore":
         for text in texts:
             warn_user(text)

@@ -22,7 +22,7 @@ from torch.linalg import vector_norm
 
 from lightning_persample.engine.coverage import classify, say
 from lightning_persample.engine.dispatch import Dispatcher
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import guard, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see
 from lightning_persample.engine.graph import accumulator
 from lightning_persample.engine.observing import ObservingMode
@@ -231,16 +231,20 @@ class Delivery:
         if not target.weight.contributions:
             return
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            try:
-                self._totals[target] = self._total(target, self._gradients[target])
-            except FAILURES as error:
-                self._failed[target] = reason_of(error, f"the sum of the uses of `{target.name}`")
+            total = guard(self._total, partial(self._fail, target))(target, self._gradients[target])
+        if total is not None:
+            self._totals[target] = total
         target.weight.forget()
+
+    def _fail(self, target: Target, error: Exception) -> None:
+        self._failed[target] = reason_of(error, f"the sum of the uses of `{target.name}`")
 
     def _reasons(self) -> dict[Target, str]:
         """Why targets have no value, from what was refused in this backward and before it."""
         reasons: dict[Target, str] = {}
         for dispatcher in self._dispatchers:
+            if dispatcher.fault:
+                reasons |= dict.fromkeys(dispatcher.targets.values(), dispatcher.fault)
             for name, reason in dispatcher.refused.items():
                 reasons.setdefault(dispatcher.targets[name], reason)
             for weight, reason in self._refused.items():

@@ -15,7 +15,7 @@ from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.collector import Collector, Part
 from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import guard
 from lightning_persample.engine.following import common_axis, follow
 from lightning_persample.engine.following.added_up import scaled
 from lightning_persample.engine.fused import fused_call
@@ -31,9 +31,9 @@ from lightning_persample.engine.kinds import (
 from lightning_persample.engine.layout import Plan, layout_of, recall, remember, remember_as
 from lightning_persample.engine.marks import KNOWN, Constant, Marks
 from lightning_persample.engine.notes import Notes
-from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, version_of
+from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, user_line, version_of
 from lightning_persample.engine.planned import note_as_planned
-from lightning_persample.engine.rows import LINEAR, linear_of_rows
+from lightning_persample.engine.rows import LINEAR, note_rows, rows_of_linear
 from lightning_persample.engine.use import Use, attach, note_term, refuse_where_used
 from lightning_persample.engine.watched_nodes import WatchedNodes
 from lightning_persample.engine.weight import Derivation, Weight
@@ -43,6 +43,7 @@ __all__ = ["Dispatcher"]
 
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
+_NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
 
 
 class Dispatcher(Collector):
@@ -95,10 +96,13 @@ class Dispatcher(Collector):
         """Run ``torch.autograd.grad`` in the middle of a step, and note where the samples lie in what it gives."""
         with self.aside():
             gradients = function(*args, **kwargs)
+        guard(self._note_gradients, self.fail)(gradients, args, kwargs)
+        return gradients
+
+    def _note_gradients(self, gradients: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         asked = dict(zip(("outputs", "inputs"), args, strict=False)) | dict(kwargs)
         outputs, inputs = ([*tensors_in((asked.get(name),))] for name in ("outputs", "inputs"))
         self.mark_gradients(gradients, outputs, inputs)
-        return gradients
 
     def mark_gradients(self, found: Iterable[Tensor | None], outputs: list[Tensor], inputs: Sequence[Tensor]) -> None:
         """A gradient asked for aside lies where its input lies; of what is no sample's it belongs to the whole batch.
@@ -201,92 +205,123 @@ class Dispatcher(Collector):
         Returns:
             What the function returns, unchanged.
         """
-        kind = kind_of(function)
-        op = kind.op
-        if op is None:
-            if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":
-                self.marks.copy(*args)
-            return function(*args, **kwargs)
-        if kind.pointwise and "out" not in kwargs:
-            common = self.marks.axis_of_all((*args, *kwargs.values()) if kwargs else args)
-            if common is not None and not (kind.inplace and len(operands_of(args, kwargs)) > 1):
-                result = function(*args, **kwargs)  # by far the most calls
-                if type(result) is not Tensor or result.dim() != common[1]:
-                    return self._beside(*common, result)
-                self.marks[result] = common[0]
-                return result
-        if function is LINEAR and not kwargs and not (self.fuse and self.keep_structures):
-            rows = linear_of_rows(self, args)
-            if rows is not None:
-                return rows
-        tensors = data_of(op, args, kwargs) if kind.converts else operands_of(args, kwargs)
-        marks = [self.marks.of_operand(tensor) for tensor in tensors]
-        kinds = set(map(type, marks))
-        if kinds <= _OF_NO_SAMPLE:
-            result = function(*args, **kwargs)
-            self.marks.note_constant(op, tensors, result)
-            return result
-        if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
-            axis, rank = common_axis(tensors, marks)
-            if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
-                return self._beside(axis, rank, function(*args, **kwargs))
-        fused = None
-        if self.fuse and Weight in kinds and torch.is_grad_enabled():
-            axis_of = self.marks.of_operand
-            fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
-        layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if kind.by_layout else None
-        plan = recall(layout, kind.makes, args, kwargs) if layout is not None else None
-        if plan is not None:
-            result = function(*args, **kwargs) if fused is None else fused.run()
-            self._inner = plan, id(result)
-            note_as_planned(self, plan, result, tensors, marks, fused)
-            return result
-        if any(is_lazy(tensor) for tensor in tensors):
-            return function(*args, **kwargs)
-        if kind.composite:
-            self._inner = None  # (another's result may be gone, and its id be given again)
-            with visible:
-                result = decomposed(function)(*args, **kwargs)
-            inner, self._inner = self._inner, None
-            if layout is not None and inner is not None and inner[1] == id(result):
-                remember_as(layout, inner[0], args, kwargs, tensors)
-            return result
-        marked = list(zip(tensors, marks, strict=True))
-        weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
-        inplace = kind.inplace
-        stop = boundary(tensor for tensor, _ in marked) if weights else set()
-        saved = (args[0].detach().clone(), *args[1:]) if weights and inplace else args
-        versions = [(tensor, version_of(tensor)) for tensor, _ in marked]
-        rule = rule_of(op) if weights else None
-        draws = bool(weights) and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
-        random_state = torch.get_rng_state() if draws else None
-        result = function(*args, **kwargs) if fused is None else fused.run()
-        outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
-        if not inplace and "out" not in kwargs:  # `contiguous`, `to` and the like may return what they were given
-            outputs = tuple(output for output in outputs if all(output is not tensor for tensor, _ in marked))
-        if not outputs:
-            return result
-        written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
-        operands = tuple(
-            Operand(
-                saved[0] if inplace and weights and tensor is args[0] else tensor,
-                mark if isinstance(mark, (BatchAxis, Lost)) else None,
-            )
-            for tensor, mark in marked
-        )
-        call = ObservedCall(
-            op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
-            layout,
-        )  # fmt: skip
-        involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
-        live = involved if weights and any(output.requires_grad for output in outputs) else {}
+        result: Any = _NOT_RUN
         try:
+            kind = kind_of(function)
+            op = kind.op
+            if op is None:
+                if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":
+                    self.marks.copy(*args)
+                result = _RUNNING
+                return function(*args, **kwargs)
+            if kind.pointwise and "out" not in kwargs:
+                common = self.marks.axis_of_all((*args, *kwargs.values()) if kwargs else args)
+                if common is not None and not (kind.inplace and len(operands_of(args, kwargs)) > 1):
+                    result = _RUNNING
+                    result = function(*args, **kwargs)  # by far the most calls
+                    if type(result) is not Tensor or result.dim() != common[1]:
+                        return self._beside(*common, result)
+                    self.marks[result] = common[0]
+                    return result
+            if function is LINEAR and not kwargs and not (self.fuse and self.keep_structures):
+                rows = rows_of_linear(self, args)
+                if rows is not None:
+                    result = _RUNNING
+                    result = function(*args)
+                    note_rows(self, result, rows)
+                    return result
+            tensors = data_of(op, args, kwargs) if kind.converts else operands_of(args, kwargs)
+            marks = [self.marks.of_operand(tensor) for tensor in tensors]
+            kinds = set(map(type, marks))
+            if kinds <= _OF_NO_SAMPLE:
+                result = _RUNNING
+                result = function(*args, **kwargs)
+                self.marks.note_constant(op, tensors, result)
+                return result
+            if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
+                axis, rank = common_axis(tensors, marks)
+                if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
+                    result = _RUNNING
+                    result = function(*args, **kwargs)
+                    return self._beside(axis, rank, result)
+            fused = None
+            if self.fuse and Weight in kinds and torch.is_grad_enabled():
+                axis_of = self.marks.of_operand
+                fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
+            layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if kind.by_layout else None
+            plan = recall(layout, kind.makes, args, kwargs) if layout is not None else None
+            if plan is not None:
+                if fused is None:
+                    result = _RUNNING
+                result = function(*args, **kwargs) if fused is None else fused.run()
+                self._inner = plan, id(result)
+                note_as_planned(self, plan, result, tensors, marks, fused)
+                return result
+            if any(is_lazy(tensor) for tensor in tensors):
+                result = _RUNNING
+                return function(*args, **kwargs)
+            if kind.composite:
+                self._inner = None  # (another's result may be gone, and its id be given again)
+                in_the_open = decomposed(function)
+                result = _RUNNING
+                with visible:
+                    result = in_the_open(*args, **kwargs)
+                inner, self._inner = self._inner, None
+                if layout is not None and inner is not None and inner[1] == id(result):
+                    remember_as(layout, inner[0], args, kwargs, tensors)
+                return result
+            marked = list(zip(tensors, marks, strict=True))
+            weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
+            inplace = kind.inplace
+            stop = boundary(tensor for tensor, _ in marked) if weights else set()
+            saved = (args[0].detach().clone(), *args[1:]) if weights and inplace else args
+            versions = [(tensor, version_of(tensor)) for tensor, _ in marked]
+            rule = rule_of(op) if weights else None
+            draws = bool(weights) and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
+            random_state = torch.get_rng_state() if draws else None
+            if fused is None:
+                result = _RUNNING
+            result = function(*args, **kwargs) if fused is None else fused.run()
+            outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
+            if not inplace and "out" not in kwargs:  # `contiguous`, `to` and the like may return what they were given
+                outputs = tuple(output for output in outputs if all(output is not tensor for tensor, _ in marked))
+            if not outputs:
+                return result
+            written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
+            operands = tuple(
+                Operand(
+                    saved[0] if inplace and weights and tensor is args[0] else tensor,
+                    mark if isinstance(mark, (BatchAxis, Lost)) else None,
+                )
+                for tensor, mark in marked
+            )
+            call = ObservedCall(
+                op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
+                layout,
+            )  # fmt: skip
+            involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
+            live = involved if weights and any(output.requires_grad for output in outputs) else {}
             for part in in_parts(call):
                 own = live if part is call else {key: live[key] for key in map(id, part.args) if key in live}
                 self._note(part, own, stop)
-        except FAILURES as error:
-            self.give_up(call.outputs, list(live.values()), reason_of(error, call.describe()))
-        return result
+            return result
+        except Exception as error:  # not by `guard`, which costs more than some calls
+            if result is _RUNNING:  # what the user's call raises is the user's
+                raise
+            failure = error
+        self.fail_at(failure, function)
+        del failure  # its traceback holds this frame
+        return function(*args, **kwargs) if result is _NOT_RUN else result
+
+    def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
+        """Note that this package itself has failed, and observe no more."""
+        super().fail(error, what)
+        self.call = _as_it_is  # type: ignore[method-assign]
+
+    def fail_at(self, error: Exception, function: Callable[..., Any]) -> None:
+        """Note that this package itself has failed at a call of the user's."""
+        name = getattr(function, "__name__", str(function))
+        self.fail(error, f"following `{name}`{guard(user_line, lambda error: '')()}")
 
     def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
         """The output of a pointwise call holds the batch where its inputs do, counted from the right."""
@@ -313,12 +348,6 @@ class Dispatcher(Collector):
             self.marks.note_written_through(call.outputs[0])
         if call.inplace and (before is None or isinstance(before, Constant)) and not involved:
             self.marks.note_written(call.outputs[0])
-
-    def give_up(self, outputs: tuple[Tensor, ...], weights: list[Weight], reason: str) -> None:
-        """Say, where a gradient reaches these outputs of a call, why there are no values for its weights."""
-        for output in outputs:
-            self.marks.set_result(output, Lost(reason))
-        refuse_where_used(outputs, weights, reason, self)
 
     def _derive(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
@@ -432,3 +461,9 @@ def _handed_on(weight: Weight, tensor: Tensor) -> str:
         "computes its forward again in the backward (use_reentrant=True), and what runs after the checkpoint uses it; "
         "use checkpoint(..., use_reentrant=False)"
     )
+
+
+def _as_it_is(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], visible: AbstractContextManager[Any]
+) -> Any:
+    return function(*args, **kwargs)

@@ -1,24 +1,127 @@
-"""A training step must not end because a rule or the engine has a fault: the parameters are refused by name instead."""
+"""The boundary between this package and the user's training: what goes wrong on this side becomes a reason.
+
+Every entry into this package (a torch call that is offered to it, a hook in the backward, a hook of Lightning) goes
+through `guard`, `once` or `Dispatcher.call`. A failure of its own means that values are absent, which is said with the
+reason; the user's step goes on. What the user's own code or torch raises for the user's call passes unchanged, and so
+does what the user has asked for: `stop` raises that.
+"""
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from lightning_persample.errors import UnsupportedError
+from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, VerificationError
 from lightning_persample.gradients.cost import halved_memory_budget
 
-__all__ = ["FAILURES", "in_smaller_chunks", "reason_of"]
+__all__ = ["FAULT", "Once", "fault_of", "guard", "in_smaller_chunks", "of_user", "once", "reason_of", "run_all", "stop"]
 
-FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
+FAULT = "this is a fault of lightning_persample"
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _HALVINGS = 3
 
 Result = TypeVar("Result")
+
+
+def guard(run: Callable[..., Any], otherwise: Callable[[Exception], Any]) -> Callable[..., Any]:
+    """`run`, whose own failures go to `otherwise`, which then answers; a failure of the user's passes."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except Exception as error:
+            if _passes(error):
+                raise
+            failure = error
+        try:
+            return otherwise(failure)
+        finally:
+            del failure  # its traceback holds this frame
+
+    return guarded
+
+
+def once(
+    observe: Callable[..., Any], function: Callable[..., Any], otherwise: Callable[[Exception], Any]
+) -> Callable[..., Any]:
+    """`observe(function, *args)` for a function of the user's, which runs exactly once however `observe` fares."""
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        run = Once(function)
+        try:
+            guard(observe, otherwise)(run, *args, **kwargs)
+            if run.error is not None:  # and on the way out something of ours has failed, too
+                raise run.error
+        finally:
+            run.error = None  # its traceback holds this frame
+        return run.result if run.has_run else function(*args, **kwargs)
+
+    return observed
+
+
+class Once:
+    """A function of the user's, and what came of it."""
+
+    __slots__ = ("error", "function", "has_run", "result")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.has_run = function, False
+        self.error: BaseException | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        self.has_run = True
+        try:
+            self.result = _users(self.function, args, kwargs)
+        except BaseException as error:
+            self.error = error
+            raise
+        return self.result
+
+
+def of_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what a user may have written: what it raises is the user's, unless it is of this package after all."""
+    is_own = getattr(function, "__module__", "").startswith("lightning_persample.")
+    return function(*args, **kwargs) if is_own else _users(function, args, kwargs)
+
+
+def _users(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def stop(error: Exception) -> NoReturn:
+    """Raise what the user has asked for, as with ``unsupported="error"``."""
+    raise error
+
+
+def _passes(error: Exception) -> bool:
+    """Whether an exception is the user's, or is meant for the user."""
+    if isinstance(error, (OptionError, VerificationError, PerSampleWarning)):
+        return True
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in _PASSING:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+_PASSING = (_users.__code__, stop.__code__)
+
+
+def run_all(*steps: Callable[[], object]) -> None:
+    """Run each of them, even where others fail; the first failure is passed on at the end."""
+    failures: list[Exception] = []
+    for step in steps:
+        guard(step, failures.append)()
+    if failures:
+        raise failures[0]
 
 
 def in_smaller_chunks(compute: Callable[[], Result]) -> Result:
@@ -48,26 +151,40 @@ def reason_of(error: Exception, what: object, rule: Callable[..., Any] | None = 
     """Why there are no values: a refusal's own text, or for any other failure what failed and how.
 
     Args:
-        error: one of `FAILURES`.
+        error: the failure.
         what: the call or weight it failed on; its text is put in front.
         rule: the rule that raised it.
 
     Returns:
         A text for `PerSampleRecord.unsupported`.
     """
-    if isinstance(error, UnsupportedError):
+    if isinstance(error, PerSampleError):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"{what}: there was not enough memory for its per-sample gradient, in kernels of 1/{2**_HALVINGS} of their "
             "usual memory either; use smaller batches, or ask for norms alone where gradients are asked for"
         )
-    failed = f"failed with {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    failed = _failed(error)
     if rule is not None and not rule.__module__.startswith("lightning_persample."):
         return (
             f"{what}: its rule {rule.__module__}.{rule.__qualname__} {failed}; check_rule shows in which calls, and "
             "what the rule reads must be registered with reads=(...)"
         )
-    return (
-        f"{what}: computing its per-sample gradient {failed}; this is a fault of lightning_persample, please report it"
-    )
+    return f"{what}: computing its per-sample gradient {failed}; {_whose(error)}"
+
+
+def fault_of(error: Exception, what: str) -> str:
+    """What has failed by a fault of this package; `what` is that part of it. A refusal has its own text."""
+    return str(error) if isinstance(error, PerSampleError) else f"{what} {_failed(error)}; {_whose(error)}"
+
+
+def _failed(error: Exception) -> str:
+    return f"failed with {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _whose(error: Exception) -> str:
+    """Whose fault it is, with the place in this package, and the request for a report."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(_PACKAGE)]
+    place = f" ({own[-1].filename.removeprefix(_PACKAGE)}:{own[-1].lineno})" if own else ""
+    return f"{FAULT}{place}, please report it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.batch import batch_tensors, place_in_batch, read_batch_size
-from lightning_persample.engine.coverage import classify, say
+from lightning_persample.engine.coverage import classify, say, warn_user
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
+from lightning_persample.engine.failure import fault_of, guard, run_all
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.graph import is_recomputing
 from lightning_persample.engine.members import parameters_and_buffers, unwrapped
@@ -38,7 +40,8 @@ from lightning_persample.gradients import KernelOptions, kernel_options
 
 __all__ = ["QUANTITIES", "Capture", "expanded_weights"]
 
-_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward})
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+_CLOSED = "this capture is closed; make a new one with expanded_weights for every training step"
 
 
 def expanded_weights(
@@ -147,10 +150,28 @@ class Capture:
         self._quantities = frozenset(quantities)
         self._weighting = loss_reduction
         self._check_weighting(loss_reduction)
-        self._parameters, buffers = parameters_and_buffers(module)
+        self._module = module
         self._scale: Tensor | None = None
         self._read_weights: Tensor | None = None
         self._handles: list[RemovableHandle] = []
+        self.before_backward: Callable[[list[Tensor]], None] | None = None
+        self.after_backward: Callable[[PerSampleRecord | None], None] | None = None
+        self.counted = self.batch_size
+        self._closed = self._loss_is_known = False
+        self._mode = ObservingMode(self.call)
+        self._depth = 0
+        self._fault = ""
+        guard(self._set_up, self._cannot_be_set_up)(tensors, batch_dim, fuse_weight_grad, max_memory, samples)
+
+    def _set_up(
+        self,
+        tensors: list[tuple[str, Tensor]],
+        batch_dim: int,
+        fuse_weight_grad: bool,
+        max_memory: int | None,
+        samples: Tensor | None,
+    ) -> None:
+        self._parameters, buffers = parameters_and_buffers(self._module)
         keep = bool(self._quantities - {"sq_norm"})
         self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, buffers, fuse_weight_grad)
         self._dispatcher.kernel_options = KernelOptions(max_memory)
@@ -161,14 +182,7 @@ class Capture:
             if place is not None:
                 self._dispatcher.mark_batch(tensor, place)
         self._watched = WatchedParameters(self._parameters, self._dispatcher)
-        self.before_backward: Callable[[list[Tensor]], None] | None = None
-        self.after_backward: Callable[[PerSampleRecord | None], None] | None = None
-        self._sharded = ShardedParameters(module, self._dispatcher, self._watched.adopt)
-        self.counted = self.batch_size
-        self._closed = False
-        self._loss_is_known = False
-        self._mode = ObservingMode(self.call)
-        self._depth = 0
+        self._sharded = ShardedParameters(self._module, self._dispatcher, self._watched.adopt)
 
     @property
     def record(self) -> PerSampleRecord:
@@ -177,6 +191,8 @@ class Capture:
         Raises:
             PerSampleError: no backward has run under observation.
         """
+        if not self.records and self._why_at_fault():
+            return self._without_values()
         if not self.records:
             raise PerSampleError(
                 "there is no record: no backward has reached a parameter of the module under expanded_weights; call "
@@ -185,12 +201,15 @@ class Capture:
         return self.records[-1]
 
     def __enter__(self) -> Capture:
+        if self._closed:
+            raise PerSampleError(_CLOSED)
         self._observing = self.observe()
-        return self._observing.__enter__()
+        guard(self._observing.__enter__, self._fail)()
+        return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._observing.__exit__(*exception)
-        self.close()
+        ends = (partial(self._observing.__exit__, *exception), self.close)
+        guard(run_all, lambda error: warn_user(fault_of(error, "the end of the capture")))(*ends)
 
     @contextmanager
     def observe(self) -> Iterator[Capture]:
@@ -203,7 +222,7 @@ class Capture:
             PerSampleError: the capture was closed.
         """
         if self._closed:
-            raise PerSampleError("this capture is closed; make a new one with expanded_weights for every training step")
+            raise PerSampleError(_CLOSED)
         with without_compilation(), modules_do_not_see(ObservingMode), self._mode:
             yield self
 
@@ -221,9 +240,10 @@ class Capture:
             self._check_weighting(weights)
             self._weighting = weights
         self._loss_is_known = True
-        self._dispatcher.check_reduction([loss], [None], self._weighting)
+        if not self._fault:
+            guard(self._dispatcher.check_reduction, self._fail)([loss], [None], self._weighting)
         if loss.requires_grad:
-            self._handles.append(loss.register_hook(self._keep_scale))
+            self._handles.append(loss.register_hook(guard(self._keep_scale, self._fail)))
 
     def backward_aside(self, loss: Tensor) -> None:
         """A backward that gives a record, but writes no ``.grad`` and runs none of the hooks that wait for one.
@@ -231,39 +251,51 @@ class Capture:
         Args:
             loss: the loss of the training step.
         """
-        inputs = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
+        inputs = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._backward(torch.autograd.grad, (loss,), {"inputs": inputs, "allow_unused": True})
 
     def close(self) -> None:
         """Forget every mark and remove every hook; the records stay."""
         self._closed = True
         self.before_backward = self.after_backward = None
-        self._forget_loss()
-        self._sharded.close()
-        self._watched.close()
-        self._dispatcher.nodes.release()
-        self._dispatcher.close()
         self._mode.release()
+        ends: list[Callable[[], None]] = [self._forget_loss]
+        if not self._fault:
+            nodes, dispatcher = self._dispatcher.nodes, self._dispatcher
+            ends += [self._sharded.close, self._watched.close, nodes.release, dispatcher.close]
+        run_all(*ends)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer one torch call under the mode."""
-        if self._depth and is_recomputing():
+        if self._depth and guard(is_recomputing, self._fail)():
             return function(*args, **kwargs)
         if function in _BACKWARD:
             return self._backward(function, args, kwargs)
+        if self._fault:
+            return function(*args, **kwargs)
         if function is mark_samples:
-            return self._declare(*args, **kwargs)
+            guard(self._declare, self._fail)(*args, **kwargs)
+            return function(*args, **kwargs)  # (which a capture around this one sees)
         if self._sharded.hooks:
-            self._sharded.find(function, args, kwargs)
+            guard(self._sharded.find, self._fail)(function, args, kwargs)
         if function is not torch.autograd.grad:
             return self._dispatcher.call(function, args, kwargs, self._mode)
         return self._dispatcher.differentiate(function, args, kwargs)
 
-    def _declare(self, tensor: Tensor, batch_dim: int = 0) -> Tensor:
+    def _cannot_be_set_up(self, error: Exception) -> None:
+        self._fault = fault_of(error, "the capture of the training step")
+
+    def _fail(self, error: Exception) -> None:
+        if not self._fault:
+            self._dispatcher.fail(error)
+
+    def _why_at_fault(self) -> str:
+        return self._fault or self._dispatcher.fault
+
+    def _declare(self, tensor: Tensor, batch_dim: int = 0) -> None:
         place = place_in_batch("the tensor given to mark_samples", tensor, batch_dim, self.batch_size)
         if place is not None and not tensor.requires_grad:
             self._dispatcher.mark_batch(tensor, place)
-        return mark_samples(tensor, batch_dim)  # (which a capture around this one sees)
 
     def _keep_scale(self, grad: Tensor) -> None:
         if grad.numel() == 1:
@@ -307,29 +339,17 @@ class Capture:
             )
 
     def _backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = decomposed_backward(function, self._mode)
+        run = guard(decomposed_backward, self._fail)(function, self._mode) or function
         if self._depth:
-            if (
-                torch._C._current_graph_task_id() >= 0
-            ):  # in the midst of another, which has not met what it goes through
-                self._dispatcher.find_unseen_inside(*_tops_and_gradients(args, kwargs))
-                self._watched.watch()
+            if torch._C._current_graph_task_id() >= 0 and not self._fault:  # inside another
+                guard(self._look_inside, self._fail)(args, kwargs)
             return run(*args, **kwargs)
         losses, gradients = _tops_and_gradients(args, kwargs)
         if self.before_backward is not None:
-            self.before_backward(losses)
-        met = self._dispatcher.find_unseen(losses)
-        apart = len(args) > 4 or kwargs.get("inputs") is not None
-        self._watched.watch(() if apart else met)  # (to these inputs alone a gradient comes)
-        self._sharded.start_backward()
-        self._dispatcher.start_backward(losses)
-        if not self._loss_is_known:
-            self._read_gradients(losses, gradients)
-        options = dict(zip(("gradient", "retain_graph", "create_graph"), args[1:], strict=False)) | kwargs
-        create = bool(options.get("create_graph"))
-        self._dispatcher.frees = not (create if options.get("retain_graph") is None else options["retain_graph"])
+            guard(self.before_backward, self._fail)(losses)
+        if not self._fault:
+            guard(self._start_backward, self._fail)(losses, gradients, args, kwargs)
         self._depth += 1
-        self._dispatcher.accepting = True
         try:
             result = run(*args, **kwargs)
         except BaseException:
@@ -337,31 +357,72 @@ class Capture:
             raise
         finally:
             self._depth -= 1
-            self._dispatcher.frees = self._dispatcher.accepting = False
-        self._finish()
-        if create:  # the step may make a term of its loss of them
-            own = list(self._parameters.values())
-            self._dispatcher.mark_gradients([parameter.grad for parameter in own], losses, own)
-        return result
-
-    def _finish(self) -> None:
-        dispatcher = self._dispatcher
-        with kernel_options(dispatcher.kernel_options):
-            settle(dispatcher.weights, dispatcher.refuse)
-            self._sharded.refuse_unseen(dispatcher.got_gradient)
-            counts = dispatcher.got_gradient and not dispatcher.of_no_sample
-            record = self._build() if counts else None
+            if not self._fault:
+                self._dispatcher.frees = self._dispatcher.accepting = False
+        record = None if self._fault else guard(self._finish, self._fail)()
+        if self._why_at_fault():
+            record = self._without_values()
         self._forget()
         self._forget_loss()
         if record is not None:
             self.records.append(record)
             say(record, self._unsupported)
         if self.after_backward is not None:
-            self.after_backward(record)
+            guard(self.after_backward, self._fail)(record)
+        if kwargs.get("create_graph") or args[3:4] == (True,):  # the step may make a term of its loss of them
+            guard(self._mark_grads, self._fail)(losses)
+        return result
+
+    def _look_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._dispatcher.find_unseen_inside(*_tops_and_gradients(args, kwargs))
+        self._watched.watch()
+
+    def _start_backward(
+        self, losses: list[Tensor], gradients: list[Tensor | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        dispatcher = self._dispatcher
+        dispatcher.accepting = True
+        met = dispatcher.find_unseen(losses)
+        apart = len(args) > 4 or kwargs.get("inputs") is not None
+        self._watched.watch(() if apart else met)  # (to these inputs alone a gradient comes)
+        self._sharded.start_backward()
+        dispatcher.start_backward(losses)
+        if not self._loss_is_known:
+            self._read_gradients(losses, gradients)
+        options = dict(zip(("gradient", "retain_graph", "create_graph"), args[1:], strict=False)) | kwargs
+        retain = options.get("retain_graph")
+        dispatcher.frees = not (options.get("create_graph") if retain is None else retain)
+
+    def _mark_grads(self, losses: list[Tensor]) -> None:
+        own = list(self._parameters.values())
+        self._dispatcher.mark_gradients([parameter.grad for parameter in own], losses, own)
+
+    def _finish(self) -> PerSampleRecord | None:
+        dispatcher = self._dispatcher
+        with kernel_options(dispatcher.kernel_options):
+            settle(dispatcher.weights, dispatcher.refuse)
+            self._sharded.refuse_unseen(dispatcher.got_gradient)
+            counts = dispatcher.got_gradient and not dispatcher.of_no_sample
+            return self._build() if counts else None
+
+    def _without_values(self) -> PerSampleRecord:
+        """The record of a backward of which nothing can be relied on, with the reason."""
+        trainable = [name for name, p in self._module.named_parameters() if p.requires_grad]
+        got = () if self._fault else self._dispatcher.got_gradient
+        missing = [name for name in trainable if name in got] or trainable
+        return PerSampleRecord(
+            self.batch_size,
+            {},
+            coverage=0.0,
+            unsupported=dict.fromkeys(missing, self._why_at_fault()),
+            unused=tuple(name for name in trainable if name not in missing),
+            backward_index=len(self.records),
+        )
 
     def _forget(self) -> None:
         """Drop what a backward left, also one that was broken off."""
-        self._dispatcher.forget_backward()
+        if not self._fault:
+            guard(self._dispatcher.forget_backward, self._fail)()
         self._scale = self._read_weights = None
 
     def _build(self) -> PerSampleRecord:

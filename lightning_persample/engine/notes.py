@@ -46,7 +46,7 @@ class Notes:
         if not hooked:
             self._always.add((kind, text))
         for output in hooked:
-            on_gradient(output, partial(self._reach, kind, text))
+            on_gradient(output, partial(self._reach, kind, text), self._fail)
 
     def add_of_loss(self, text: str) -> None:
         """Say that the samples weigh in the loss of the next backward otherwise than `loss_reduction` says."""
@@ -65,6 +65,11 @@ class Notes:
         """The backward is over."""
         self._of_loss.clear()
         self._reached.clear()
+
+    def _fail(self, error: Exception) -> None:
+        collector = self._collector()
+        if collector is not None:
+            collector.fail(error)
 
     def _reach(self, kind: Kind, text: str, grad: Tensor) -> None:
         collector = self._collector()

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.dispatch import Dispatcher
+from lightning_persample.engine.failure import guard
 from lightning_persample.engine.sums import adds_up, size_of_terms
 from lightning_persample.engine.weight import Weight
 from lightning_persample.gradients import SampleGradient
@@ -126,9 +127,9 @@ class WatchedParameters:
         self._adopted.clear()
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
-        def note(grad: Tensor) -> None:
-            if self._dispatcher.accepting:
-                kept = grad.detach().clone() if name in self._hooked and grad.layout == torch.strided else None
-                self._dispatcher.got_gradient[name] = kept
+        return guard(partial(self._note, name), self._dispatcher.fail)
 
-        return note
+    def _note(self, name: str, grad: Tensor) -> None:
+        if self._dispatcher.accepting:
+            kept = grad.detach().clone() if name in self._hooked and grad.layout == torch.strided else None
+            self._dispatcher.got_gradient[name] = kept

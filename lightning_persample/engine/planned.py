@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_persample.engine.by_rule import ByRule, not_tensors
-from lightning_persample.engine.failure import FAILURES, reason_of
 from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.layout import Plan, Slots
 from lightning_persample.engine.marks import Mark
@@ -65,14 +64,11 @@ def _wait_for_gradient(
     weights = list(owners.values())
     names = tuple([name for weight in weights for name in weight.names])
     text = Description(op_name(rule.op), slots.sizes, user_place(), names)
-    try:
-        dispatcher.nodes.watch_call(output, hooked_tensor(output).grad_fn, tensors)
-        for weight in weights:
-            weight.uses += 1
-        values = {name: tensors[place] for name, place in slots.values}
-        compute = ByRule(slots.placement, values, not_tensors(slots.others), owners, text, output)
-        once = weights if len(weights) == 1 else list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
-        report = Report(dispatcher, (output,), once, compute, text, bool(rule.reads))
-        wait(report, (output,), {} if fused is None else {weight: name for name, weight in owners.items()}, fused)
-    except FAILURES as error:
-        dispatcher.give_up((output,), weights, reason_of(error, text._replace(parameters=())))
+    dispatcher.nodes.watch_call(output, hooked_tensor(output).grad_fn, tensors)
+    for weight in weights:
+        weight.uses += 1
+    values = {name: tensors[place] for name, place in slots.values}
+    compute = ByRule(slots.placement, values, not_tensors(slots.others), owners, text, output)
+    once = weights if len(weights) == 1 else list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
+    report = Report(dispatcher, (output,), once, compute, text, bool(rule.reads))
+    wait(report, (output,), {} if fused is None else {weight: name for name, weight in owners.items()}, fused)

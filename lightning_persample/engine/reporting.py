@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_persample.engine.by_rule import Computation, Contributions
-from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
+from lightning_persample.engine.failure import guard, in_smaller_chunks, reason_of
 from lightning_persample.engine.observed import Description
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options
@@ -64,9 +64,10 @@ class Report:
             outputs: the outputs that can get a gradient.
         """
         if len(outputs) == 1:
-            on_gradient(outputs[0], lambda grad: self.hook((grad,)))
+            on_gradient(outputs[0], lambda grad: self.hook((grad,)), self.failed)
         else:
-            self._handle = register_multi_grad_hook([hooked_tensor(output) for output in outputs], self._after_all)
+            after_all = guard(self._after_all, self.failed)
+            self._handle = register_multi_grad_hook([hooked_tensor(output) for output in outputs], after_all)
             self._dispatcher.nodes.release_later(self._handle)
 
     def _freed(self, grads: Sequence[Tensor | None]) -> Contributions:
@@ -118,41 +119,41 @@ class Report:
 
     def _collect(self, grads: Sequence[Tensor | None], wants_sums: bool) -> list[tuple[Weight, Tensor]]:
         dispatcher = self._dispatcher
-        try:
-            pairs = zip(grads, self._readers, strict=True)
-            read = [None if grad is None else reader(grad) for grad, reader in pairs]
-            compute = self._compute or self._freed
-            contributions = in_smaller_chunks(partial(compute, read))
-            sums = dispatcher.collect(contributions, wants_sums)
-            dispatcher.note_call(self._weights, compute, read)
-            if dispatcher.frees and self._keeps_values:
-                self._compute = None  # autograd lets its saved tensors go now, too
-            return sums
-        except torch.OutOfMemoryError as error:
+        pairs = zip(grads, self._readers, strict=True)
+        read = [None if grad is None else reader(grad) for grad, reader in pairs]
+        compute = self._compute or self._freed
+        contributions = in_smaller_chunks(partial(compute, read))
+        sums = dispatcher.collect(contributions, wants_sums)
+        dispatcher.note_call(self._weights, compute, read)
+        if dispatcher.frees and self._keeps_values:
+            self._compute = None  # autograd lets its saved tensors go now, too
+        return sums
+
+    def failed(self, error: Exception) -> None:
+        """Say why there are no contributions."""
+        dispatcher, reason = self._dispatcher, reason_of(error, str(self._text))
+        for weight in self._weights:
+            for name in weight.names:
+                dispatcher.got_gradient.setdefault(name, None)
+        if isinstance(error, torch.OutOfMemoryError):  # the training needs all that this backward has gathered
             self._compute = None
-            _give_up(dispatcher, reason_of(error, self._text))
-        except FAILURES as error:
-            dispatcher.refuse(self._weights, reason_of(error, self._text))
-        return []
+            for weight in dispatcher.weights:
+                weight.forget()
+            dispatcher.refuse(dispatcher.weights, reason)
+        else:
+            dispatcher.refuse(self._weights, reason)
 
 
 def _are_refused(weights: list[Weight], dispatcher: Dispatcher) -> bool:
     return all(weight.names <= dispatcher.refused.keys() for weight in weights)
 
 
-def _give_up(dispatcher: Dispatcher, reason: str) -> None:
-    """Let go of everything that this backward has gathered: the training needs the memory."""
-    for weight in dispatcher.weights:
-        weight.forget()
-    dispatcher.refuse(dispatcher.weights, reason)
-
-
-def on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+def on_gradient(output: Tensor, hook: Callable[[Tensor], None], failed: Callable[[Exception], None]) -> None:
     """Call the hook with the output's gradient, after all hooks of the user's that may change it."""
     hooked = hooked_tensor(output)
     node, place = hooked.grad_fn, hooked.output_nr
     if node is None:
-        hooked.register_hook(hook)
+        hooked.register_hook(guard(hook, failed))
         return
 
     def before_node(grads: Sequence[Tensor | None]) -> None:
@@ -160,7 +161,7 @@ def on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
         if grad is not None:
             hook(grad)
 
-    node.register_prehook(before_node)
+    node.register_prehook(guard(before_node, failed))
 
 
 def hooked_tensor(output: Tensor) -> Tensor:

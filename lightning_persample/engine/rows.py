@@ -9,7 +9,7 @@ sample, weight and bias get ``g_b (x) x_b`` and ``g_b``, with the norms ``|g_b| 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.linalg import vector_norm
 
 from lightning_persample.engine.batch_axis import BatchAxis
 from lightning_persample.engine.by_rule import changed_text
-from lightning_persample.engine.failure import FAILURES
+from lightning_persample.engine.failure import guard
 from lightning_persample.engine.following import is_plain
 from lightning_persample.engine.observed import Description, user_place
 from lightning_persample.engine.reporting import Report, detached, gradient_reader, hooked_tensor
@@ -30,7 +30,7 @@ from lightning_persample.rules import rule_of
 if TYPE_CHECKING:
     from lightning_persample.engine.dispatch import Dispatcher
 
-__all__ = ["LINEAR", "linear_of_rows"]
+__all__ = ["LINEAR", "RowsOfLinear", "note_rows", "rows_of_linear"]
 
 LINEAR = nn.functional.linear
 _RULE = rule_of("linear")
@@ -39,16 +39,18 @@ _DTYPES = (torch.float32, torch.float64)
 _READERS: list[Callable[[Tensor], Tensor]] = [detached]
 
 
-def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | None:
-    """Run a call of ``F.linear``, if it is an ordinary one, and let the backward report what it contributes.
+class RowsOfLinear(NamedTuple):
+    """An ordinary call of ``F.linear`` that is about to run: its tensors, where the batch lies, x and the weights."""
 
-    Args:
-        dispatcher: the state of the capture.
-        args: input, weight and, unless there is none, bias.
+    tensors: tuple[Tensor, ...]
+    axis: BatchAxis
+    x: Tensor
+    weights: list[Weight]
+    is_single: bool
 
-    Returns:
-        The output; None where nothing was done, as the call is another one.
-    """
+
+def rows_of_linear(dispatcher: Dispatcher, args: tuple[Any, ...]) -> RowsOfLinear | None:
+    """What is known of a call of ``F.linear`` with these arguments; None where it is no ordinary one."""
     if not 2 <= len(args) <= 3 or not torch.is_grad_enabled() or rule_of("linear") is not _RULE:
         return None
     if torch._C._functorch.peek_interpreter_stack() is not None:  # a transform wraps what the call gives
@@ -64,22 +66,26 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
     is_single = len(shape) == 2 and axis.inner == 1
     if not is_single and (dispatcher.fuse or len(shape) < 2 or not x.numel()):
         return None
-    weights, sizes = [], [shape]
+    weights, sizes = [], []
     for parameter in tensors[1:]:
         mark = marks.get(parameter) if type(parameter) in _CLASSES else None
         if type(mark) is not Weight or not parameter.requires_grad or parameter.dtype is not dtype:
             return None
         weights.append(mark)
         sizes.append(parameter.shape)
-    if len(sizes[1]) != 2 or 0 in sizes[1]:
+    if len(sizes[0]) != 2 or 0 in sizes[0]:
         return None
-    if len(sizes) == 3 and sizes[2] != sizes[1][:1]:  # (a bias may be broadcast)
+    if len(sizes) == 2 and sizes[1] != sizes[0][:1]:  # (a bias may be broadcast)
         return None
     if torch._C._is_any_autocast_enabled():
         return None
-    rows = x.detach()
-    output: Tensor = LINEAR(*args)
-    marks[output] = axis
+    return RowsOfLinear(tensors, axis, x.detach(), weights, is_single)
+
+
+def note_rows(dispatcher: Dispatcher, output: Tensor, call: RowsOfLinear) -> None:
+    """Let the backward report what a call of ``F.linear`` contributes, which has given this output."""
+    tensors, axis, rows, weights, is_single = call
+    dispatcher.marks[output] = axis
     if is_single:
         dispatcher.nodes.watch_linear(output, tensors, weights)
     else:
@@ -87,14 +93,13 @@ def linear_of_rows(dispatcher: Dispatcher, args: tuple[Any, ...]) -> Tensor | No
     for weight in weights:
         weight.uses += 1
     names = tuple([name for weight in weights for name in weight.names])
-    text = Description("linear", tuple(sizes), user_place(), names)
+    text = Description("linear", tuple([tensor.shape for tensor in tensors]), user_place(), names)
     if is_single:
         report = _RowsReport(dispatcher, weights, _OfRows(weights, rows, text))
-        output.grad_fn.register_prehook(report.hook)  # type: ignore[union-attr]
+        output.grad_fn.register_prehook(guard(report.hook, report.failed))  # type: ignore[union-attr]
     else:
         compute = _OfSeveralRows(weights, rows, text, dispatcher.batch_size)
         _SeveralRowsReport(dispatcher, weights, compute, output).attach((output,))
-    return output
 
 
 class _OfRows:
@@ -161,16 +166,14 @@ class _RowsReport(Report):
         """Note the norms of weight and bias, unless the general way has to find them, or say what is wrong."""
         if grad.dtype is not rows.x.dtype or grad.requires_grad or rows.x._version != rows.version:
             return False
-        try:
-            self.take_norms(grad, rows)
-        except FAILURES:
+        if not guard(self.take_norms, _fails)(grad, rows):
             return False
         self.tell()
         if self._dispatcher.frees:
             self._compute = None
         return True
 
-    def take_norms(self, grad: Tensor, rows: _OfRows) -> None:
+    def take_norms(self, grad: Tensor, rows: _OfRows) -> bool:
         """Note the norms of weight and bias."""
         of_grad = _row_norms(grad)
         norm = of_grad * _row_norms(rows.x)
@@ -178,6 +181,7 @@ class _RowsReport(Report):
         weight.norm = norm
         for bias in biases:
             bias.norm = of_grad
+        return True
 
 
 class _SeveralRowsReport(_RowsReport):
@@ -189,7 +193,7 @@ class _SeveralRowsReport(_RowsReport):
         super().__init__(dispatcher, weights, compute)
         self._readers = [gradient_reader(output)]
 
-    def take_norms(self, grad: Tensor, rows: _OfSeveralRows) -> None:  # type: ignore[override]
+    def take_norms(self, grad: Tensor, rows: _OfSeveralRows) -> bool:  # type: ignore[override]
         """Note the norms of weight and bias."""
         (reader,) = self._readers
         outer = rows.outer(reader(grad))
@@ -199,6 +203,12 @@ class _SeveralRowsReport(_RowsReport):
         for bias in biases:
             bias.norm = _row_norms(outer.left.sum(1))
         weight.norm = norm
+        return True
+
+
+def _fails(error: Exception) -> bool:
+    """What the short way cannot do, for want of memory perhaps, the general way tries."""
+    return False
 
 
 def _row_norms(rows: Tensor) -> Tensor:

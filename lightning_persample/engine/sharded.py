@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_persample.engine.failure import guard
 from lightning_persample.engine.kinds import kind_of
 from lightning_persample.engine.observed import operands_of
 from lightning_persample.engine.weight import Weight
@@ -76,7 +77,8 @@ class ShardedParameters:
         parts = _sharded_modules(module).values()
         if parts:  # what is computed from weights is needed after their memory was freed
             dispatcher.keep = _copied
-        self.hooks = [part.register_forward_pre_hook(self._unsharded) for part in parts]  # behind fully_shard's own
+        unsharded = guard(self._unsharded, dispatcher.fail)
+        self.hooks = [part.register_forward_pre_hook(unsharded) for part in parts]  # behind fully_shard's own
         self._shards = {name: p for name, p in module.named_parameters() if p.requires_grad} if parts else {}
         for name in sharded_elsewhere(module):
             dispatcher.refused.setdefault(name, _DISTRIBUTED)

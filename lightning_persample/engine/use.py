@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.computation import computation
+from lightning_persample.engine.failure import guard
 from lightning_persample.engine.following import Followed
 from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.observed import Description, ObservedCall
@@ -168,7 +169,11 @@ def wait(report: Report, outputs: Sequence[Tensor], names: Mapping[Weight, str],
     def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
         return {names[weight]: total for weight, total in report.contribute((grad,), wanted and bool(names))}
 
-    fused.sums = sums_by_name
+    def none(error: Exception) -> dict[str, Tensor]:
+        report.failed(error)
+        return {}
+
+    fused.sums = guard(sums_by_name, none)
 
 
 def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, dispatcher: Dispatcher) -> None:
@@ -187,7 +192,7 @@ def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: 
 
     for output in outputs:
         if output.requires_grad:
-            on_gradient(output, hook)
+            on_gradient(output, hook, dispatcher.fail)
 
 
 def note_term(outputs: Iterable[Tensor], names: frozenset[str], dispatcher: Dispatcher) -> None:
@@ -205,4 +210,4 @@ def note_term(outputs: Iterable[Tensor], names: frozenset[str], dispatcher: Disp
 
     for output in outputs:
         if output.requires_grad:
-            on_gradient(output, hook)
+            on_gradient(output, hook, dispatcher.fail)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_persample.engine.collector import USED_AGAIN
 from lightning_persample.engine.dispatch import Dispatcher
-from lightning_persample.engine.failure import FAILURES, in_smaller_chunks, reason_of
+from lightning_persample.engine.failure import guard, in_smaller_chunks, reason_of
 from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
 from lightning_persample.engine.own_scale import OwnScale, in_dtype_of
 from lightning_persample.engine.parameters import WatchedParameters
@@ -70,43 +70,48 @@ def read_values(
     values = Values()
     norms: dict[str, Tensor] = {}
     sq_norms: dict[str, Tensor] = {}
+
+    def read(name: str, weight: Weight) -> None:
+        if weight.has_norms and weight.contributions:  # those came through a weight derived from it
+            dispatcher.refuse([weight], USED_AGAIN)
+            return
+        if weight.norm is not None and places is None:  # all that was asked for, of a parameter without hooks
+            norms[name] = weight.norm
+            return
+        if weight.sq_norm is not None and places is None:  # the same
+            sq_norms[name] = weight.sq_norm
+            return
+        total = add_up(weight.contributions) if weight.contributions else None
+        reason = watched.changed_by_hook(name, total)
+        if reason is not None:
+            dispatcher.refuse([weight], reason)
+            return
+        if total is not None and places is not None:
+            total = total.pick(places)
+        sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, places))
+        if total is None:
+            return
+        if "grad_sample" in quantities:
+            dense = in_smaller_chunks(total.dense)
+            (grads,) = own.own([dense])
+            values.grad_samples[name] = in_dtype_of(weight.tensor, grads)
+        if "square_sum" in quantities:
+            squares = in_smaller_chunks(partial(_square_sum_of, total, own))
+            values.square_sums[name] = in_dtype_of(weight.tensor, squares)
+            if isinstance(own.weighting, Tensor):
+                (squares,) = replace(own, weighting="sum").own([total.square_sum()], power=2)
+                values.weighted_square_sums[name] = in_dtype_of(weight.tensor, squares * own.batch_size**2)
+        if OF_KEPT.intersection(quantities):
+            values.structures[name], values.dtypes[name] = total, weight.tensor.dtype
+
     with torch.no_grad():
         for name in names:
             weight = watched.weight(name)
-            if weight.has_norms and weight.contributions:  # those came through a weight derived from it
-                dispatcher.refuse([weight], USED_AGAIN)
-                continue
-            if weight.norm is not None and places is None:  # all that was asked for, of a parameter without hooks
-                norms[name] = weight.norm
-                continue
-            if weight.sq_norm is not None and places is None:  # the same
-                sq_norms[name] = weight.sq_norm
-                continue
-            try:
-                total = add_up(weight.contributions) if weight.contributions else None
-                reason = watched.changed_by_hook(name, total)
-                if reason is not None:
-                    dispatcher.refuse([weight], reason)
-                    continue
-                if total is not None and places is not None:
-                    total = total.pick(places)
-                sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, places))
-                if total is None:
-                    continue
-                if "grad_sample" in quantities:
-                    dense = in_smaller_chunks(total.dense)
-                    (grads,) = own.own([dense])
-                    values.grad_samples[name] = in_dtype_of(weight.tensor, grads)
-                if "square_sum" in quantities:
-                    squares = in_smaller_chunks(partial(_square_sum_of, total, own))
-                    values.square_sums[name] = in_dtype_of(weight.tensor, squares)
-                    if isinstance(own.weighting, Tensor):
-                        (squares,) = replace(own, weighting="sum").own([total.square_sum()], power=2)
-                        values.weighted_square_sums[name] = in_dtype_of(weight.tensor, squares * own.batch_size**2)
-                if OF_KEPT.intersection(quantities):
-                    values.structures[name], values.dtypes[name] = total, weight.tensor.dtype
-            except FAILURES as error:
+
+            def failed(error: Exception, name: str = name, weight: Weight = weight) -> None:
                 dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
+
+            guard(read, failed)(name, weight)
         if norms and not sq_norms and len({(norm.dtype, norm.device) for norm in norms.values()}) == 1:
             squares = own.own_norms(list(norms.values())).square_()
             values.sq_norms = dict(zip(norms, squares.unbind(), strict=True))

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_persample.engine.blocks import looked_up, row_by_row
 from lightning_persample.engine.by_rule import Computation
-from lightning_persample.engine.failure import FAILURES, reason_of
+from lightning_persample.engine.failure import guard, reason_of
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
@@ -145,13 +145,16 @@ def settle(weights: Sequence[Weight], refuse: Callable[[list[Weight], str], None
         weights: parameters and derived weights, each after those it was computed from.
         refuse: is told of the weights for which that failed, and why.
     """
+
+    def settle_one(weight: Weight, derivation: Derivation) -> None:
+        with torch.no_grad(), torch.autocast(derivation.value.device.type, enabled=False):
+            pull_back(weight)
+
     for weight in reversed(weights):
-        if weight.derivation is not None:
-            try:
-                with torch.no_grad(), torch.autocast(weight.derivation.value.device.type, enabled=False):
-                    pull_back(weight)
-            except FAILURES as error:
-                refuse([weight], reason_of(error, weight.derivation.text))
+        derivation = weight.derivation
+        if derivation is not None:
+            text = derivation.text
+            guard(settle_one, lambda error, w=weight, t=text: refuse([w], reason_of(error, t)))(weight, derivation)  # type: ignore[misc]
 
 
 def pull_back(weight: Weight) -> None:

@@ -324,15 +324,41 @@ def test_without_matplotlib_the_extra_is_named_once_and_tensorboard_has_its_hist
     assert len(read_tensorboard(tmp_path / "tensorboard").Histograms(HISTOGRAM)) == 3
 
 
-class Full(InFolder):
+class Failing(InFolder):
     @property
     def save_dir(self):
-        raise OSError("the disk is full")
+        raise RuntimeError("no connection")
 
 
 def test_what_a_logger_raises_ends_the_run_as_in_lightning(tmp_path):
-    with pytest.raises(OSError, match="the disk is full"):
-        fit(Classifier(), [PerSampleGradientMonitor(histogram=True)], logger=Full(tmp_path))
+    with pytest.raises(RuntimeError, match="no connection"):
+        fit(Classifier(), [PerSampleGradientMonitor(histogram=True)], logger=Failing(tmp_path))
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_logger_media, "_SAID", set())
+    monkeypatch.setattr(_logger_media, "_save", full)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"histogram": True}, "per_sample_grad/norm_histogram"), ({"worst_samples": 3}, "worst_samples.csv")],
+)
+def test_a_full_disk_costs_pictures_and_tables_which_is_said_once(options, name, full_disk, tmp_path):
+    plain, module = Classifier(), Classifier()
+    module.load_state_dict(plain.state_dict())
+    fit(plain)
+    with pytest.warns(PerSampleWarning) as caught:
+        fit(module, [PerSampleGradientMonitor(1, **options)], tmp_path, max_epochs=2)
+    (said,) = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    assert f"{name}` is not written: No space left on device. Training goes on without it" in said
+    fit(plain)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, module.state_dict()[key])
 
 
 def test_loggers_of_the_older_name_are_known(tmp_path):

@@ -288,15 +288,18 @@ def test_a_faulty_rule_refuses_its_parameters_and_lets_training_go_on(
     assert_missing(record, module, {"0.weight": text, "0.bias": text})
 
 
-def test_a_fault_in_following_refuses_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_following_leaves_no_values_as_nothing_can_be_said_of_the_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def faulty(call: object) -> None:
         raise ValueError("no such axis")
 
     monkeypatch.setitem(FOLLOWERS, "softmax", faulty)
     module = two_layers(lambda h: h.softmax(-1))
     record = record_of(module, mean_of_squares, vectors())
-    text = r"`linear` on .*`softmax` on \(5, 4\) at .*failed with ValueError: no such axis"
-    assert_missing(record, module, {"b.weight": text, "b.bias": text})
+    text = r"following `softmax` at test_absent\.py:\d+ failed with ValueError: no such axis; this is a fault of"
+    assert_missing(record, module, dict.fromkeys(("a.weight", "a.bias", "b.weight", "b.bias"), text))
+    assert (record.mixing, record.weighting) == ((), ())
 
 
 def test_bags_scaled_by_frequency_and_several_bags_to_a_sample() -> None:

@@ -1,0 +1,152 @@
+"""A fault of this package in a fit costs values, which is said once; the training is that without the callbacks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter
+from lightning_persample.callbacks import (
+    _gradient_origins,
+    _learning_rates,
+    _ledger_rows,
+    _logged_values,
+    _logger_media,
+    _manual_step,
+    _mean_gradient,
+    _observed_step,
+    _reports,
+    _row_order,
+    _sample_choice,
+    _sample_index,
+    _statistics,
+    _step_norms,
+    _strategies,
+    _sum_check,
+    _tagged_loader,
+    _training_step,
+    _window,
+    _worst_samples,
+)
+from lightning_persample.engine import coverage, dispatch, kinds, layout, marks, mode, reporting
+from lightning_persample.engine.record import PerSampleRecord
+from lightning_persample.errors import PerSampleWarning
+from lightning_persample.influence import _parts, ledger
+from tests.callbacks.runs import Recorder, make_trainer
+from tests.callbacks.ways import Classifier, Manual, traces
+from tests.own_faults import broken
+
+AUTOMATIC: list[Callable[..., Any]] = [
+    _learning_rates.LearningRates._now,
+    _ledger_rows.CapturedRows.__len__,
+    _ledger_rows.checked_types,
+    _ledger_rows.columns_of,
+    _ledger_rows.table_of,
+    _logged_values.log_metrics,
+    _mean_gradient.MeanGradient.after_backward,
+    _mean_gradient.MeanGradient.before_backward,
+    _mean_gradient.MeanGradient.numbers,
+    _observed_step.ObservedStep.__init__,
+    _observed_step.ObservedStep.attach,
+    _observed_step.ObservedStep.start_backward,
+    _observed_step.ObservedStep.why_sums_differ,
+    _reports.Reports.deliver,
+    _row_order.RowOrder.start,
+    _row_order.RowOrder.why_lost,
+    _sample_choice.SampleChoice.of_batch,
+    _sample_index.BatchIndices.attach,
+    _sample_index.BatchIndices._of_current_batch,
+    _statistics.Statistics.of_step,
+    _statistics.Statistics.of_epoch,
+    _step_norms.StepNorms.of_window.__func__,
+    _strategies.why_strategy_is_unsupported,
+    _sum_check.SumCheck._keep_scale,
+    _sum_check.SumCheck.finish,
+    _tagged_loader._plain,
+    _tagged_loader.why_no_keys,
+    _training_step.SharedCapture._deliver,
+    _training_step.SharedCapture._open,
+    _training_step.SharedCapture._run_once,
+    _training_step.SharedCapture.install,
+    _training_step.is_logging_step,
+    _window.Window.add,
+    _window.captured,
+    _worst_samples.SampleNorms.add,
+    _worst_samples.SampleNorms.settle,
+    _worst_samples.SampleNorms.worst,
+    _worst_samples.write_worst_samples,
+    _logger_media.save_table,
+    coverage.classify,
+    dispatch.Dispatcher._note,
+    kinds.kind_of,
+    ledger.check_ledger,
+    ledger.open_ledger,
+    layout.layout_of,
+    marks.Marks.of_operand,
+    mode.Capture.attach_loss,
+    mode.Capture.close,
+    mode.Capture._finish,
+    _parts.Parts.add,
+    _parts.Parts.write,
+    PerSampleRecord.norms,
+    reporting.Report.tell,
+]
+MANUAL: list[Callable[..., Any]] = [
+    _gradient_origins.GradientOrigins.look,
+    _manual_step.ManualStep.__init__,
+    _manual_step.ManualStep._after,
+    _manual_step.ManualStep._before,
+    _manual_step.ManualStep._stepped,
+    _manual_step.ManualStep._stepping,
+    _manual_step.ManualStep.manual_backward,
+    _training_step.SharedCapture._optimized_manually,
+    _training_step.SharedCapture._run_manual_backward,
+    mode.Capture._start_backward,
+]
+
+
+def trained(kind: type, callbacks: list[Any], tmp_path: Any) -> tuple[Any, Any, list[str]]:
+    torch.manual_seed(0)
+    module = kind(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PerSampleWarning)
+        trainer = make_trainer(callbacks, tmp_path, max_epochs=2)
+        trainer.fit(module)
+    return module, trainer, [str(each.message) for each in caught if each.category is PerSampleWarning]
+
+
+def all_of_ours(tmp_path: Any) -> list[Any]:
+    statistics = ("noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
+    monitor = PerSampleGradientMonitor(1, per_layer=1, statistics=statistics, worst_samples=2)
+    writer = PerSampleGradientWriter(tmp_path / "ledger", flush_every=2)
+    return [monitor, Recorder(1, quantities=("sq_norm", "grad_sample")), writer]
+
+
+CASES = [(Classifier, each) for each in AUTOMATIC] + [(Manual, each) for each in MANUAL]
+
+
+@pytest.mark.parametrize(
+    ("kind", "function"), CASES, ids=[f"{f.__module__.split('.')[-1]}-{f.__qualname__}" for _, f in CASES]
+)
+def test_a_fault_is_said_once_and_the_training_is_that_without_us(
+    kind: type, function: Callable[..., Any], tmp_path: Any
+) -> None:
+    plain, _, _ = trained(kind, [], tmp_path / "plain")
+    layout._PLANS.clear()
+    kinds._KINDS.clear()
+    with broken(function, "KeyError"):
+        module, trainer, said = trained(kind, all_of_ours(tmp_path), tmp_path / "watched")
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, module.state_dict()[name]), name
+    assert len(said) == 1, said
+    assert "KeyError: 'broken inside'; this is a fault of lightning_persample (" in said[0]
+    assert said[0].endswith("please report it") or "; pass sample_index=" in said[0] or "\n" in said[0]
+    if function is not mode.Capture.close:  # which removes the hooks
+        assert traces(module) == traces(plain)
+    assert type(trainer.fit_loop._combined_loader).__name__ == "CombinedLoader"
+    assert "_load_combined_loader_states" not in vars(trainer.fit_loop)
+    assert torch.overrides._get_current_function_mode_stack() == []

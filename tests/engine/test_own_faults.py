@@ -1,0 +1,240 @@
+"""A fault of this package costs values, which is said; the user's step goes on as if nothing had observed it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_persample import PerSampleWarning, UnsupportedError, call_for_per_sample_grads, expanded_weights
+from lightning_persample.engine import (
+    batch,
+    blocks,
+    by_rule,
+    collector,
+    coverage,
+    decompose,
+    dispatch,
+    following,
+    graph,
+    kinds,
+    layout,
+    marks,
+    members,
+    notes,
+    observed,
+    own_scale,
+    parameters,
+    reporting,
+    rows,
+    use,
+    values,
+    watched_nodes,
+    weight,
+)
+from lightning_persample.rules import registry
+from tests.own_faults import broken
+
+B = 4
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.conv, self.norm = nn.Conv1d(1, 2, 3), nn.LayerNorm(8)
+        self.mix = nn.Parameter(torch.randn(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.conv(self.first(x).relu()[:, None]).flatten(1))
+        return self.last(hidden @ (2 * self.mix))
+
+
+FUNCTIONS: list[Callable[..., Any]] = [
+    batch.place_in_batch,
+    blocks.looked_up,
+    by_rule.ByRule.__call__,
+    by_rule.placement_of,
+    collector.Collector.collect,
+    collector.Collector.contribute,
+    coverage.classify,
+    decompose.decomposed_backward,
+    decompose.is_composite,
+    watched_nodes.WatchedNodes.__init__,
+    dispatch.Dispatcher._derive,
+    dispatch.Dispatcher._note,
+    dispatch.Dispatcher._with_batch,
+    dispatch.Dispatcher.check_reduction,
+    dispatch.Dispatcher.find_unseen,
+    dispatch.Dispatcher.start_backward,
+    following.follow,
+    graph.boundary,
+    graph.edges_between,
+    kinds.in_parts,
+    kinds.kind_of,
+    layout.layout_of,
+    layout.recall,
+    marks.Marks.axis_of_all,
+    marks.Marks.get,
+    marks.Marks.of_operand,
+    marks.Marks.set_result,
+    members.parameters_and_buffers,
+    notes.Notes.reached,
+    observed.operands_of,
+    observed.user_place,
+    own_scale.OwnScale.own_sq_norms,
+    parameters.WatchedParameters._note,
+    parameters.WatchedParameters.trainable,
+    parameters.WatchedParameters.watch,
+    registry.rule_of,
+    reporting.Report.__init__,
+    reporting.hooked_tensor,
+    reporting.on_gradient,
+    rows.note_rows,
+    rows.rows_of_linear,
+    use.Use.__init__,
+    use.attach,
+    values.has_value,
+    values.read_values,
+    watched_nodes.WatchedNodes.below,
+    watched_nodes.WatchedNodes.watch_inside,
+    weight.settle,
+    weight.pull_back,
+]
+
+
+def step(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    loss = F.cross_entropy(module(x), y)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in module.named_parameters() if p.grad is not None}}
+
+
+def observed_step(function: Callable[..., Any], kind: str, quantities: tuple[str, ...]) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    module, x, y = Network(), torch.randn(B, 5), torch.tensor([0, 2, 1, 1])
+    plain = step(module, x, y)
+    module.zero_grad()
+    layout._PLANS.clear()
+    kinds._KINDS.clear()
+    with broken(function, kind), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PerSampleWarning)
+        with expanded_weights(module, (x, y), quantities=quantities) as capture:
+            found = step(module, x, y)
+        record = capture.record
+    assert plain.keys() == found.keys()
+    for name, value in plain.items():
+        assert torch.equal(value, found[name]), name
+    assert not any(p._backward_hooks for p in module.parameters())
+    assert torch.overrides._get_current_function_mode_stack() == []
+    return record, [str(each.message) for each in caught if each.category is PerSampleWarning]
+
+
+@pytest.mark.parametrize("kind", ["RuntimeError", "OSError", "StopIteration"])
+@pytest.mark.parametrize(
+    "function", FUNCTIONS, ids=lambda each: f"{each.__module__.split('.')[-1]}-{each.__qualname__}"
+)
+def test_a_fault_costs_values_and_is_said_once(function: Callable[..., Any], kind: str) -> None:
+    record, said = observed_step(function, kind, ("sq_norm", "grad_sample"))
+    assert len(said) == 1
+    assert f"failed with {kind}: broken inside; this is a fault of lightning_persample (" in said[0]
+    assert "please report it" in said[0]
+    assert record.unsupported
+    assert record.coverage < 1
+
+
+@pytest.mark.parametrize("function", [rows.note_rows, reporting.hooked_tensor, values.read_values, kinds.kind_of])
+def test_values_are_absent_and_not_wrong(function: Callable[..., Any]) -> None:
+    record, _ = observed_step(function, "KeyError", ("sq_norm",))
+    assert record.coverage == 0
+    assert record.norms().isnan().all()
+    assert set(record.unsupported) == {name for name, _ in Network().named_parameters()}
+
+
+def test_a_fault_is_an_error_where_the_user_asked_for_it() -> None:
+    module, x = Network(), torch.randn(B, 5)
+    text = r"following `linear` at test_own_faults\.py:\d+ failed with RuntimeError: broken inside; this is a fault of"
+    with (
+        broken(rows.note_rows),
+        pytest.raises(UnsupportedError, match=text),
+        expanded_weights(module, (x,), unsupported="error"),
+    ):
+        module(x).sum(1).mean().backward()
+
+
+def test_a_fault_in_a_hook_names_its_weights_alone() -> None:
+    module, x = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)), torch.randn(B, 5)
+    with (
+        broken(rows._OfRows.gradients),
+        pytest.warns(PerSampleWarning, match=r"`0\.weight`, `0\.bias`: `linear` on"),
+        expanded_weights(module, (x,), quantities=("grad_sample",)) as capture,
+    ):
+        module(x).square().sum(1).mean().backward()
+    assert set(capture.record.names) == {"1.weight", "1.bias"}
+
+
+def test_a_fault_leaves_the_tensor_form_without_values_and_says_so() -> None:
+    module, x = Network(), torch.randn(B, 5)
+    with broken(marks.Marks.of_operand):
+        out = call_for_per_sample_grads(module, loss_reduction="sum")(x)
+    assert torch.equal(out, module(x))
+    with pytest.raises(UnsupportedError, match="this is a fault of lightning_persample"):
+        out.sum().backward()
+
+
+CALLS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "shapes": lambda m, x: m.first(x[:, :3]),
+    "composite": lambda m, x: F.cross_entropy(x, torch.zeros(3, dtype=torch.long)),
+    "pointwise": lambda m, x: x + torch.randn(7),
+    "constants": lambda m, x: torch.ones(2) + torch.ones(3),
+    "index": lambda m, x: x[:, 9],
+    "backward": lambda m, x: m.first(x).backward(),
+    "gradient": lambda m, x: torch.autograd.grad(m.first(x).sum(), torch.ones(1, requires_grad=True)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_torch_raises_for_the_users_call_is_what_the_user_sees(name: str) -> None:
+    module, x = Network(), torch.randn(B, 5)
+    kinds_of_error = (RuntimeError, IndexError, ValueError)
+    with pytest.raises(kinds_of_error) as plain:
+        CALLS[name](module, x)
+    with pytest.raises(kinds_of_error) as seen, expanded_weights(module, (x,)):
+        CALLS[name](module, x)
+    assert type(seen.value) is type(plain.value)
+    assert str(seen.value) == str(plain.value)
+
+
+def test_an_op_of_the_users_that_raises_runs_once() -> None:
+    runs = []
+
+    @torch.overrides.wrap_torch_function(lambda x: (x,))
+    def own(x: Tensor) -> Tensor:
+        runs.append(x)
+        raise KeyError("mine")
+
+    module, x = Network(), torch.randn(B, 5)
+    with pytest.raises(KeyError, match="mine"), expanded_weights(module, (x,)) as capture:
+        own(module.first(x))
+    assert len(runs) == 1
+    assert not capture._why_at_fault()
+
+
+def test_an_op_of_the_users_runs_once_where_this_package_fails() -> None:
+    runs = []
+
+    @torch.overrides.wrap_torch_function(lambda x: (x,))
+    def own(x: Tensor) -> Tensor:
+        runs.append(x)
+        return x.square()
+
+    module, x = Network(), torch.randn(B, 5)
+    for function in (marks.Marks.of_operand, dispatch.Dispatcher._note, observed.version_of):
+        runs.clear()
+        with broken(function), pytest.warns(PerSampleWarning), expanded_weights(module, (x,)):
+            own(module.first(x)).sum(1).mean().backward()
+        assert len(runs) == 1
