@@ -203,6 +203,8 @@ SUMS = {  # what one sample gives is what it adds to the loss of the batch
     "inner-with-ones": lambda m, x: torch.inner(squares(m, x), torch.ones(len(x))),
     "matmul-with-ones": lambda m, x: torch.full((len(x),), 0.3) @ squares(m, x),
     "einsum-over-entries": lambda m, x: torch.einsum("btd,d->", m(x), torch.arange(4.0)),
+    "summed-and-averaged": lambda m, x: m(x).square().sum((0, 2)).mean(),
+    "accumulated": lambda m, x: accumulated(squares(m, x).sum(), 0.1 * m(x).abs().sum()),
     "ctc": lambda m, x: F.ctc_loss(
         m(x).permute(1, 0, 2).log_softmax(-1), torch.ones(len(x), 1).long(), [B] * len(x), [1] * len(x), reduction="sum"
     ),
@@ -231,8 +233,19 @@ MEANS = {
     "equal-masks-and-a-guard": lambda m, x: (
         (m(x).square().sum(-1, keepdim=True) * same_mask(x)).sum() / (same_mask(x).sum().clamp(min=1) + 1e-12)
     ),
+    "scaled-for-half-precision": lambda m, x: F.mse_loss(m(x), x[..., :4]) * torch.tensor(64.0),
+    "scaled-by-as-many": lambda m, x: squares(m, x).mean() * 16.0,
+    "times-the-data": lambda m, x: squares(m, x).sum() * (50021 / len(x)),
+    "accumulated": lambda m, x: accumulated(squares(m, x).mean(), 0.1 * m(x).abs().mean()),
     "rows-picked": lambda m, x: (m(x)[x[..., 0] > 0]).square().sum() / len(x),
 }  # fmt: skip
+
+
+def accumulated(*terms: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for term in terms:
+        total += term
+    return total
 
 
 def same_mask(x: Tensor) -> Tensor:

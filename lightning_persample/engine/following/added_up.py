@@ -112,20 +112,22 @@ def _scaled(
 ) -> frozenset[int]:
     if factor in (0.0, 1.0) or not math.isfinite(factor):
         return frozenset({n})
+    is_count = isinstance(factor, int)  # the scale of a GradScaler, which may be any power of 2, is none
     for size in (samples, batch_size, 1):
         if size != n and math.isclose(n / factor, size, rel_tol=1e-5):
-            by_chance = not divides or (n == samples < batch_size and _is_whole(1 / factor))
-            return frozenset({n, size} if size > 1 and by_chance else {size})
+            by_hand = n == samples < batch_size and _is_whole(1 / factor)
+            by_chance = by_hand or not divides if size > 1 else not is_count
+            return frozenset({n, size} if by_chance else {size})
     if n > 1:
         each = factor / n
-        return frozenset({1}) if _is_whole(each) and round(each) in counts else frozenset({n})
+        return frozenset({1}) if is_count and _is_whole(each) and round(each) in counts else frozenset({n})
     each = 1 / factor / samples  # a mean over samples, times one over this
-    if each < 1:
-        return frozenset({1})
-    whole = divides and _is_whole(each) and (round(each) == 2 or round(each) in counts)
+    if each < 1:  # a share of a data set, N / B, has more digits than a number that somebody chose
+        return frozenset({1} if factor < 1 or _is_whole(factor) or _digits(factor) < 3 else {1, samples})
+    counted = _is_whole(each) and (divides and (round(each) == 2 or round(each) in counts))
     digits, of_divisor = _digits(each), _digits(1 / factor)
-    is_count = _is_whole(each) and digits == of_divisor > 2
-    return frozenset({1, samples}) if whole or digits < of_divisor or is_count else frozenset({1})
+    counted |= _is_whole(each) and digits == of_divisor > 2
+    return frozenset({1, samples}) if counted or digits < of_divisor else frozenset({1})
 
 
 def _is_whole(number: float) -> bool:
@@ -149,7 +151,7 @@ def factors_beside(call: ObservedCall, most: int = 65536) -> list[float] | None:
     numbers = [each for each in call.args if isinstance(each, (int, float)) and not isinstance(each, bool)]
     if len(others) + len(numbers) != 1:
         return None
-    return found or [float(each) for each in numbers]
+    return found or numbers
 
 
 def absent(totals: Tensor) -> str:

@@ -130,7 +130,9 @@ def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
 
 def _factors(call: ObservedCall) -> list[float] | None:
     """By what a loss is multiplied; None where that is not known."""
-    if call.op == "mean":
+    if call.op == "mean":  # of several parts of the batch
+        if not call.lost[0][1].apart:
+            return None
         return [call.outputs[0].numel() / max(call.lost[0][0].numel(), 1)]
     found = factors_beside(call, 64) if call.op not in ("sum", "nansum") else None
     return [1 / each if each else 0.0 for each in found] if found and call.op == "div" else found
