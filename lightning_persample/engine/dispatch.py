@@ -171,7 +171,7 @@ class Dispatcher(Collector):
     def _read_part(self, loss: Tensor) -> None:
         """Note that a loss is made of some of the samples alone, where that can be told."""
         mark = self.marks.get(loss)
-        if isinstance(mark, Lost) and not mark.noted and 0 < len(mark.samples) < self.batch_size:
+        if isinstance(mark, Lost) and 0 < len(mark.samples) < self.batch_size:
             size = len(mark.samples)
             mean_of = next((n for n in (size, self.batch_size) if n in mark.parts), 1 if size == 1 else 0)
             self.part = Part(tuple(sorted(mark.samples)), mean_of, is_sum=1 in mark.parts)

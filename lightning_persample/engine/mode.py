@@ -439,12 +439,13 @@ class Capture:
         values = read_values(watched, dispatcher, reported, self._quantities, own, places)
         coverage = classify(trainable, dispatcher.got_gradient, reported, dispatcher.refused)
         reached = coverage.reached
-        if part is not None and not (part.mean_of or part.is_sum) and weights == "mean":
-            dispatcher.notes.add_of_loss(
+        notes = dispatcher.notes
+        is_said = notes.reached("weighting") or notes.reached("mixing")
+        if part is not None and not (part.mean_of or part.is_sum or is_said) and weights == "mean":
+            notes.add_of_loss(
                 f"the loss takes {len(part.samples)} of the {self.batch_size} samples alone, and not by one mean: give "
                 "the weight of each sample in the loss as loss_reduction"
             )
-        notes = dispatcher.notes
         mixing, not_additive = notes.reached("mixing"), notes.reached("not_additive")
         weighting = [text for text in notes.reached("weighting") if text not in mixing]
         asked = {

@@ -148,3 +148,59 @@ def test_gradients_that_the_user_keeps_stay_as_they_are() -> None:
     assert capture.record.samples.tolist() == [0, 1, 2, 3]
     assert outputs.grad is not None
     assert outputs.grad[4:].eq(0).all()
+
+
+def windows(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Some windows of some sequences, drawn at random."""
+    rows = torch.randperm(x.size(0) * (x.size(1) - 3), generator=torch.Generator().manual_seed(3))[:7]
+    return x.unfold(1, 4, 1).flatten(0, 1)[rows], mask.unfold(1, 4, 1).flatten(0, 1)[rows][:, -1]
+
+
+WINDOWED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked-mean": lambda losses, mask: (losses * mask).sum() / mask.sum(),
+    "mean": lambda losses, mask: losses.mean(),
+    "picked": lambda losses, mask: losses[mask > 0].sum() / (mask > 0).sum(),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_drawn_in_the_step_give_shares_of_their_own_samples_alone(name: str) -> None:
+    """B times each sample's share, and nothing of a sample without a window; one text says so."""
+    torch.manual_seed(4)
+    module, x, mask = nn.Linear(4, 1), torch.randn(6, 9), (torch.rand(6, 9) > 0.3).double()
+    with expanded_weights(module, (x, mask), unsupported="ignore", quantities=BOTH) as capture:
+        rows, kept = windows(x, mask)
+        WINDOWED[name]((module(rows).squeeze(1) - 1).square(), kept).backward()
+    record, drawn = capture.record, windows(torch.arange(6.0)[:, None].expand(6, 9), mask)[0][:, 0]
+    if name == "picked":
+        drawn = drawn[kept > 0]
+    present = drawn.unique().long().tolist()
+    assert 1 < len(present) < 6
+    assert record.samples is not None
+    assert record.samples.tolist() == present
+    assert len(record.weighting) == 1
+    assert record.mixing == ()
+    for place, sample in enumerate(present):
+        alone = torch.zeros(6, 9).index_fill(0, torch.tensor([sample]), 1.0)
+        share = WINDOWED[name]((module(rows).squeeze(1) - 1).square() * windows(alone, mask)[0][:, 0], kept)
+        (expected,) = torch.autograd.grad(6 * share, module.weight)
+        torch.testing.assert_close(record.grad_samples["weight"][place], expected)
+    torch.testing.assert_close(record.grad_samples["weight"].sum(0) / 6, module.weight.grad)
+
+
+def test_windows_that_weigh_alike_are_the_mean_of_their_samples() -> None:
+    module, (inputs, _) = network(), batch()
+    kept = torch.tensor([7, 2, 5])
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return m(x).square().sum(1).sum()
+
+    with expanded_weights(module, inputs, unsupported="ignore", quantities=BOTH) as capture:
+        loss(module, inputs[kept]).div(torch.ones_like(inputs[kept][:, 0]).sum()).backward()
+        (loss(module, inputs[kept]) / (inputs[kept][:, 0] < 99).sum()).backward()
+    expected = loop(module, loss, (inputs,))
+    for record in capture.records:
+        assert record.weighting == ()
+        assert record.samples is not None
+        assert record.samples.tolist() == [2, 5, 7]
+        torch.testing.assert_close(record.grad_samples["0.weight"], expected["0.weight"][[2, 5, 7]])

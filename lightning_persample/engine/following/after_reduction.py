@@ -73,16 +73,17 @@ def after_reduction(call: ObservedCall) -> Followed:
         if stacked is not None:
             return stacked
     noted = next((mark for mark in with_gradient if mark.noted), None)
+    known = all(mark.samples for mark in with_gradient)
+    samples = frozenset().union(*(mark.samples for mark in with_gradient)) if known else frozenset()
     if one is not None or noted is not None or not with_gradient or not call.outputs[0].requires_grad:
         mark = noted or (first if one is not None else replace(first, samples=frozenset()))
+        mark = replace(mark, samples=samples) if noted is not None else mark
         if one is not None and with_gradient:
             mark = replace(mark, parts=_parts(call, with_gradient) or frozenset({1}))
         return Followed((mark,) * len(call.outputs))
     reduced = any(mark.reduced for mark in with_gradient)
     mixing, weighting = _notes(call, first, len(with_gradient), reduced)
     said = mixing is not None or weighting is not None
-    known = all(mark.samples for mark in with_gradient)
-    samples = frozenset().union(*(mark.samples for mark in with_gradient)) if known else frozenset()
     reduced = reduced or _adds_up(call, len(with_gradient))
     alike = all((mark.samples, mark.parts) == (first.samples, first.parts) for mark in with_gradient)
     parts = _parts(call, with_gradient)
@@ -93,7 +94,7 @@ def after_reduction(call: ObservedCall) -> Followed:
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
     result = replace(
         first, noted=said, reduced=reduced, parts=(parts or frozenset()) if reduced and not said else frozenset(),
-        samples=samples if reduced else frozenset(), apart=apart,
+        samples=samples if reduced and mixing is None else frozenset(), apart=apart,
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),
     )  # fmt: skip
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)
@@ -202,21 +203,24 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Not
 
 def _why_scaled(call: ObservedCall, loss: Lost, data: list[Lost]) -> str | None:
     """What to say of a loss that is divided by a sum of data: nothing where each sample adds the same to that sum."""
-    (_, divisor), *others = [(tensor, mark) for tensor, mark in call.lost if not tensor.requires_grad]
-    totals = divisor.totals
+    totals = data[0].totals if call.op == "div" and len(data) == 1 else None
     number = next(tensor for tensor, _ in call.lost if not tensor.requires_grad)
-    known = call.op == "div" and not others and totals is not None and number.numel() == 1 and not loss.samples
-    if known and totals is not None and math.isclose(float(number), float(totals.sum()), rel_tol=1e-5):
-        if bool(totals.isclose(totals[0], rtol=1e-9).all()) and _after_division(loss, divisor, call.batch_size):
-            return None
-        return f"`{call.name}` scales the loss by a sum to which the samples add unequally{absent(totals)}{user_line()}"
-    return _SCALED.format(name=call.name, line=user_line())
+    if totals is None or number.numel() != 1:
+        return _SCALED.format(name=call.name, line=user_line())
+    if not math.isclose(float(number), float(totals.sum()), rel_tol=1e-5):
+        return _SCALED.format(name=call.name, line=user_line())
+    own = totals[sorted(loss.samples)] if loss.samples else totals
+    alike = bool(own.isclose(own[0], rtol=1e-9).all()) and bool((own.sum() - totals.sum()).abs() <= 1e-9 * own.sum())
+    if alike and _after_division(loss, data[0], call.batch_size):
+        return None
+    return f"`{call.name}` scales the loss by a sum to which the samples add unequally{absent(own)}{user_line()}"
 
 
 def _after_division(loss: Lost, divisor: Lost, batch_size: int) -> frozenset[int]:
     """Which parts of a sum over the samples a loss is, after it was divided by a sum to which all add alike."""
-    found = {n * batch_size // m for n in loss.parts for m in divisor.parts}
-    return frozenset(found & {1, batch_size})
+    size = len(loss.samples) or batch_size
+    found = {n * size // m for n in loss.parts for m in divisor.parts if n == m or m == 1}
+    return frozenset(found & {1, size})
 
 
 def _scales(call: ObservedCall) -> bool:
