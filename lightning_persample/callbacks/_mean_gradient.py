@@ -141,7 +141,7 @@ class MeanGradient:
         unsupported = tuple(record.unsupported)
         self._refuse_mean(_DIFFERENT if self._unsupported not in (None, unsupported) else "")
         self._unsupported = unsupported
-        factor, scale = record.mean_factor, record.loss_scale
+        factor, scale = record._mean_factor, record._loss_scale
         if factor is None:
             self._refuse_mean(record.why_no_factor)
         elif self._factor is None:

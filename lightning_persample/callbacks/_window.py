@@ -36,7 +36,7 @@ def captured(record: PerSampleRecord, depth: int | None) -> CapturedBatch:
     """
     groups = {} if depth is None else record.group_norms(depth)
     norms = record.norms() if record.names else None
-    return CapturedBatch(record.num_values, norms, groups, record.coverage, record.relative_weights)
+    return CapturedBatch(record.num_values, norms, groups, record.coverage, record._relative_weights)
 
 
 class Window:
@@ -140,7 +140,7 @@ class Window:
             record: its record.
         """
         self._batches[batch_idx] = captured(record, self._depth)
-        if self._mean is not None and record.mean_factor is None:  # that of another engine, perhaps
+        if self._mean is not None and record._mean_factor is None:  # that of another engine, perhaps
             self._mean.refuse_record(record)
             self._numbers = None if self._numbers is None else without_mean(self._numbers)
 

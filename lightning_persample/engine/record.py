@@ -142,7 +142,7 @@ class PerSampleRecord:
         return None if self.why_no_factor or self._own is None else _as_tensor(self._own.factor())
 
     @property
-    def relative_weights(self) -> Tensor | None:
+    def _relative_weights(self) -> Tensor | None:
         """What the samples weigh in the mean that their weighted loss is, ``B w_i``, (B,); None where w is no tensor.
 
         B counts the samples of the loss. With these, the gradient of the loss is the mean of ``B w_i g_i``.
@@ -152,16 +152,16 @@ class PerSampleRecord:
         return self._own.weighting.detach() * self._own.batch_size
 
     @property
-    def mean_factor(self) -> Tensor | None:
+    def _mean_factor(self) -> Tensor | None:
         """By what `.grad` got the sum of the samples' gradients, each times its relative weight; None if otherwise."""
         if self._own is None or self.why_no_factor not in ("", UNEQUAL_WEIGHTS):
             return None
-        if self.relative_weights is None:
+        if self._relative_weights is None:
             return _as_tensor(self._own.factor())
         return _as_tensor(self._own.loss_scale()) / self._own.batch_size
 
     @property
-    def loss_scale(self) -> Tensor | None:
+    def _loss_scale(self) -> Tensor | None:
         """What the gradient of the loss, of a sum divided by its number of samples, was multiplied by in `.grad`."""
         return None if self._own is None else _as_tensor(self._own.loss_scale())
 
