@@ -25,7 +25,7 @@ def case(name: str, **options) -> Case:
 CASES = [
     case("Unet", decoder_channels=(16, 16, 8, 8, 8)),
     case("Linknet"),
-    case("FPN", decoder_pyramid_channels=16, decoder_segmentation_channels=8),
+    case("FPN", decoder_pyramid_channels=16, decoder_segmentation_channels=32),
     case("PSPNet", psp_out_channels=16),
     case("DeepLabV3Plus", decoder_channels=16),
     case("MAnet", decoder_channels=(16, 16, 8, 8, 8)),
