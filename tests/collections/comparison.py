@@ -160,6 +160,8 @@ def compare(build: Callable[[], Trial]) -> Verdict:
     declared = bool(record.mixing or record.weighting) and all("off by" in fault for fault in faults)
     if faults and not declared:
         return Verdict("wrong", record.coverage, reasons, faults)
+    if record.mixing and not faults:  # the samples are said to influence each other, and they do not
+        return Verdict("false warning", record.coverage, reasons)
     if record.coverage < 1 or faults:
         return Verdict("named", record.coverage, reasons, faults)
     return Verdict("false warning" if said else "exact", record.coverage, reasons)
