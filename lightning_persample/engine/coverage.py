@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -21,6 +22,8 @@ OUTSIDE = (
     "or pass it through mark_samples, and constants of a penalty into buffers of the module"
 )
 _NAMED = 8
+_LAYER = re.compile(r" with `[^`]+`(, `[^`]+`)*")
+_SHAPE = re.compile(r"\([\d, ]*\)")
 _REMEDIES = (": pass loss_reduction", ": go backward from", ": give the weight", ": take one of the two")
 _REMEDY = " Give the weight of each sample in the loss as loss_reduction, {weights}."
 OF_CAPTURE = "a tensor of shape (B,)"
@@ -84,10 +87,13 @@ def warning_texts(record: PerSampleRecord, weights: str = OF_CALLBACK) -> list[s
         reasons: dict[str, list[str]] = {}
         for name, reason in record.unsupported.items():
             reasons.setdefault(reason, []).append(name)
-        lines = [f"- {listed(names)}: {reason}" for reason, names in reasons.items()]
+        lines = []
+        for alike in _alike(reasons):
+            names = [name for reason in alike for name in reasons[reason]]
+            lines.append(f"{listed(names)}: {_said_once(alike)}")
         texts.append(
             f"Per-sample gradients are missing for {_counted(record.unsupported)}, which the reported norms leave "
-            "out:\n" + "\n".join(lines)
+            "out:\n" + _bulleted(lines)
         )
     if not record.sq_norms:  # there are no values to say more of
         return texts
@@ -144,8 +150,27 @@ def _counted(parameters: Mapping[str, str]) -> str:
 
 
 def _bullets(texts: tuple[str, ...]) -> str:
-    more = [f"- and {len(texts) - _NAMED} more"] if len(texts) > _NAMED else []
-    return "\n".join([f"- {text}" for text in texts[:_NAMED]] + more)
+    """The texts, those of the loss before those of layers, and those that differ in the layer alone as one."""
+    groups = sorted(_alike(texts), key=lambda alike: _LAYER.search(alike[0]) is not None)
+    return _bulleted([_said_once(alike) for alike in groups])
+
+
+def _bulleted(lines: list[str]) -> str:
+    more = [f"- and {len(lines) - _NAMED} more"] if len(lines) > _NAMED else []
+    return "\n".join([f"- {line}" for line in lines[:_NAMED]] + more)
+
+
+def _alike(texts: Iterable[str]) -> list[list[str]]:
+    """The texts in groups that differ in nothing but shapes and the names of a layer's parameters."""
+    groups: dict[str, list[str]] = {}
+    for text in texts:
+        groups.setdefault(_SHAPE.sub("", _LAYER.sub("", text)), []).append(text)
+    return list(groups.values())
+
+
+def _said_once(alike: list[str]) -> str:
+    more = len(alike) - 1
+    return alike[0] + (f" (and {more} more such {'call' if more == 1 else 'calls'})" if more else "")
 
 
 def listed(names: list[str]) -> str:

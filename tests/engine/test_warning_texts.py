@@ -88,3 +88,47 @@ def test_door_one_warns_at_the_users_line_too() -> None:
         warnings.simplefilter("always")
         call_for_per_sample_grads(module)(INPUTS).square().sum().backward()
     assert [each.filename for each in caught] == [__file__]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width + 1), nn.BatchNorm1d(width + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+def test_what_many_layers_have_in_common_is_said_once_and_the_loss_first() -> None:
+    (both,) = said(
+        nn.Sequential(*(Block(width) for width in range(5, 17))), lambda z: F.cross_entropy(z @ z.T, torch.arange(6))
+    )
+    _, *lines = re.sub(r"py:\d+", "py:LINE", str(both.message)).split("\n")
+    assert lines == [
+        "- `matmul` meets two tensors of the batch with their batch axes at different places (sizes [(6, 17), (17, 6)] "
+        "at test_warning_texts.py:LINE)",
+        "- `batch_norm` on (6, 6), (6,), (6,), (6,), (6,) at test_warning_texts.py:LINE with `0.norm.bias`, "
+        "`0.norm.weight` normalises with the statistics of the whole batch (and 11 more such calls)",
+    ]
+
+
+class Mixed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.pad(x * (self.scale * x.std(0)), (0, 1))
+
+
+def test_one_reason_of_many_layers_is_said_once() -> None:
+    net = nn.Sequential(*(Mixed(width) for width in range(5, 17)))
+    (only,) = said(net, lambda z: z.square().sum(-1).mean())
+    start, *lines = re.sub(r"py:\d+", "py:LINE", str(only.message)).split("\n")
+    assert start == "Per-sample gradients are missing for 12 parameters, which the reported norms leave out:"
+    (line,) = lines
+    assert line.startswith(
+        "- `0.scale`, `1.scale`, `2.scale`, `3.scale`, `4.scale`, `5.scale`, `6.scale`, `7.scale` and 4 more: `mul` on "
+        "(5,), (5,) at test_warning_texts.py:LINE with `0.scale`: the batch axis cannot be followed here: `std` "
+    )
+    assert line.endswith(" (and 11 more such calls)")
