@@ -103,6 +103,11 @@ class BatchGradients:
                 if not isinstance(loss, Tensor) or not loss.requires_grad:
                     got = "a loss without a graph" if isinstance(loss, Tensor) else type(loss).__name__
                     raise UnsupportedError(f"{self._said_loss} gave {got}, but gradients need the loss of every batch")
+                if loss.numel() != 1:
+                    raise OptionError(
+                        f"{self._said_loss} gave a loss of shape {tuple(loss.shape)}; allowed is one number, the loss "
+                        "of the batch: reduce it, with .mean() for loss_reduction='mean' or .sum() for 'sum'"
+                    )
                 if callable(options.loss_reduction):
                     with torch.no_grad():
                         capture.attach_loss(loss, options.loss_reduction(outputs, batch))

@@ -115,6 +115,7 @@ def collect_gradients(
     """
     told = os.fspath(dirpath) if isinstance(dirpath, os.PathLike) else dirpath
     check_option("dirpath", dirpath, is_path(told), "the path of a folder")
+    folder = Path(dirpath).absolute()  # wherever a loader goes
     for name, given in {"loss": loss, "sample_index": sample_index}.items():
         check_option(name, given, given is None or callable(given), "None or a callable")
     _check_options(
@@ -188,7 +189,7 @@ def collect_gradients(
             Checkpoints(places, weights_only),
             GradientOptions(loss, columns, projection, direction, loss_reduction, batch_dim, batch_size, max_memory),
             requires_grad=trainable,
-            dirpath=Path(dirpath),
+            dirpath=folder,
             manifest=manifest,
             rows_per_shard=rows_per_shard,
             overwrite=overwrite,
@@ -196,7 +197,7 @@ def collect_gradients(
             untold=[name for name, each in {**callables, **columns_of}.items() if not is_told(each)],
         )
         trainer.predict(collecting, return_predictions=False)
-    store = GradientStore(dirpath)
+    store = GradientStore(folder)
     samples.check_complete(store.rows, len(places or (None,)))
     return store
 

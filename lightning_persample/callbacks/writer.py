@@ -47,6 +47,8 @@ class PerSampleGradientWriter(PerSampleCallback):
     stands before the writer among the callbacks saves it before the rows of that batch are complete: they are written
     at the end of that batch. A process that is killed in between loses them.)
 
+    With ``Trainer(fast_dev_run=True)`` rows are made and none is written, as Lightning saves no checkpoint then.
+
     Where a file cannot be written (the disk is full), one warning says so and the training goes on. The rows wait and
     are tried again with the next ones; beyond those of 16 files the oldest are given up, which a warning at the end of
     the fit counts.
@@ -134,6 +136,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         check_option("flush_every", flush_every, is_int(flush_every, 1), "an int >= 1")
         check_option("overwrite", overwrite, isinstance(overwrite, bool), "True or False")
         self.dirpath = Path(dirpath)
+        self._folder = self.dirpath.absolute()  # wherever the process works later
         self.columns = columns
         self.per_layer = per_layer
         self.projection, self.dtype = projection, dtype
@@ -172,7 +175,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             arrow()
             self._loaded = {}
             others = [each for each in trainer.callbacks if isinstance(each, PerSampleGradientWriter)]  # type: ignore[attr-defined]
-            if sum(each.dirpath.absolute() == self.dirpath.absolute() for each in others) > 1:
+            if sum(each._folder == self._folder for each in others) > 1:
                 raise OptionError(f"dirpath={str(self.dirpath)!r}: two writers of this Trainer have one folder")
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,6 +209,9 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._forget_rows()
         depth, names = self.per_layer, dict(pl_module.named_parameters())
         self._groups = () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._follow(trainer, pl_module)
+            return
         if not self._loaded:
             step = trainer.global_step
             first = self._last_step + self._has_stepped  # of a window that was not completed, the rows are written anew
@@ -214,18 +220,18 @@ class PerSampleGradientWriter(PerSampleCallback):
             else:
                 self._batches, self._last_step, self._has_stepped = 0, -1, True
         if self.projection is not None:
-            folder, rank = self.dirpath / GRADIENTS, trainer.global_rank
+            folder, rank = self._folder / GRADIENTS, trainer.global_rank
             self._gradients = GradientRows(folder, self.projection, self.dtype, rank, self._warn)
         manifest, found, refusal = self._manifest, None, ""
         if trainer.is_global_zero:
             try:
                 new = self._new_manifest(trainer, pl_module)
-                check_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)  # before anything is removed
+                check_ledger(self._folder, new, self._loaded, overwrite=self.overwrite)  # before anything is removed
                 if self._gradients is None:
-                    settle_gradients(self.dirpath / GRADIENTS, self._loaded, overwrite=self.overwrite)
+                    settle_gradients(self._folder / GRADIENTS, self._loaded, overwrite=self.overwrite)
                 else:
                     found = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
-                manifest = open_ledger(self.dirpath, new, self._loaded, overwrite=self.overwrite)
+                manifest = open_ledger(self._folder, new, self._loaded, overwrite=self.overwrite)
             except PerSampleError as error:  # said to the other processes, which would wait for this one
                 refusal = str(error)
             except OSError as error:
@@ -238,7 +244,11 @@ class PerSampleGradientWriter(PerSampleCallback):
             told = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
             told["settings"] = {name: manifest.settings[name] for name in ("loss_reduction", "step_unit")}
             self._gradients.start(found, told, pl_module)
-        self._parts = Parts(self.dirpath, trainer.global_rank)
+        self._parts = Parts(self._folder, trainer.global_rank)
+        self._follow(trainer, pl_module)
+
+    def _follow(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note what rows are made with."""
         self._rates = LearningRates(pl_module, trainer.optimizers, self._warn, partial(self._fail, trainer))
         self._precision, self._processes = trainer.precision_plugin, trainer.world_size
         self._was_automatic = pl_module.automatic_optimization
@@ -344,7 +354,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         try:
             if trainer.is_global_zero and self._types and not manifest.columns:
                 manifest = Manifest(**{**vars(manifest), "columns": self._types})
-                write_manifest(self.dirpath, manifest)
+                write_manifest(self._folder, manifest)
                 self._manifest = manifest
             parts.write()
         except OSError as error:
@@ -376,7 +386,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         is_open = self._parts is not None
         self._finish(trainer)
         if is_open and self._manifest is not None and trainer.world_size == 1:
-            remove_empty(self.dirpath, self._manifest.run)
+            remove_empty(self._folder, self._manifest.run)
 
     def _end_capture(self) -> None:
         rates = self._rates

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_persample.errors import PerSampleError
 __all__ = [
     "GRADIENTS",
     "MANIFEST",
+    "broken_files_named",
     "force_names",
     "read_json",
     "remove_partial_files",
@@ -77,6 +78,18 @@ def remove_partial_files(dirpath: Path) -> None:
             path.unlink()
 
 
+@contextmanager
+def broken_files_named(path: Path) -> Iterator[None]:
+    """Name the file that cannot be decoded (a ``ValueError`` of json, numpy or Arrow); one that is absent stays so."""
+    try:
+        yield
+    except (ValueError, EOFError) as error:
+        raise PerSampleError(
+            f"{os.fspath(path)!r} is broken: it is no whole file of its kind (cut off, or changed by something else). "
+            "Put it back from a copy, or write the folder again"
+        ) from error
+
+
 def read_json(dirpath: Path, kind: str, format_version: int) -> dict[str, Any]:
     """What the manifest of a folder says.
 
@@ -95,7 +108,8 @@ def read_json(dirpath: Path, kind: str, format_version: int) -> dict[str, Any]:
     if not path.is_file():
         named = "ledger" if kind == "ledger" else f"store of {kind}"
         raise PerSampleError(f"{os.fspath(dirpath)!r} holds no {named}: {MANIFEST} is missing")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    with broken_files_named(path):
+        found = json.loads(path.read_text(encoding="utf-8"))
     said = (found.get("format"), found.get("format_version")) if isinstance(found, dict) else (None, None)
     expected = f"lightning_persample {kind}"
     if said != (expected, format_version):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from lightning_persample.errors import PerSampleError
-from lightning_persample.influence._files import GRADIENTS, MANIFEST
+from lightning_persample.influence._files import GRADIENTS, MANIFEST, broken_files_named
 
 __all__ = ["refuse_ledger", "refuse_store"]
 
@@ -47,5 +47,6 @@ def refuse_store(dirpath: Path) -> None:
 def _format(dirpath: Path) -> object:
     """The format that a folder's manifest tells; None without a manifest."""
     path = dirpath / MANIFEST
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    with broken_files_named(path):
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     return found.get("format") if isinstance(found, dict) else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_persample.influence._arrow import arrow, compute, parquet
-from lightning_persample.influence._files import force_names, write_atomically
+from lightning_persample.influence._files import broken_files_named, force_names, write_atomically
 
 __all__ = ["Part", "Parts", "drop_rows", "parts_of", "read_part"]
 
@@ -45,7 +45,7 @@ def _path(dirpath: Path, rank: int, first: int, last: int, counter: int) -> Path
 
 def read_part(path: Path) -> Any:
     """The rows of a file, as a ``pyarrow.Table``."""
-    with parquet().ParquetFile(path) as file:
+    with broken_files_named(path), parquet().ParquetFile(path) as file:
         return file.read()
 
 

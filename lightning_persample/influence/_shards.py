@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_persample.errors import PerSampleError
-from lightning_persample.influence._files import force_names, write_atomically
+from lightning_persample.influence._files import broken_files_named, force_names, write_atomically
 
 __all__ = [
     "BASE_FIELDS",
@@ -154,7 +154,8 @@ def read_records(shard: Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDAr
     Returns:
         The records (rows,), nan in a column that the shard does not have; and the places (rows,) of their values.
     """
-    found = np.load(shard.rows)
+    with broken_files_named(shard.rows):
+        found = np.load(shard.rows)
     records = np.empty(len(found), dtype)
     for name in dtype.names or ():
         records[name] = found[name] if name in (found.dtype.names or ()) else np.nan
@@ -172,7 +173,8 @@ def drop_rows(dirpath: Path, step: int) -> None:
         step: the first step whose rows are removed.
     """
     for shard in reversed(shards_of(dirpath)):
-        rows = np.load(shard.rows)
+        with broken_files_named(shard.rows):
+            rows = np.load(shard.rows)
         kept = rows[rows["step"] < step]
         if len(kept) == len(rows):
             continue
@@ -272,10 +274,8 @@ def read_values(
 
 
 def _mapped(path: str, last: int, columns: int) -> NDArray[Any]:
-    try:
+    with broken_files_named(Path(path)):
         values = np.load(path, mmap_mode="r")
-    except ValueError as error:
-        raise PerSampleError(f"{path!r} is not whole: {error}") from error
     if values.ndim != 2 or values.shape[0] <= last or values.shape[1] < columns:
         raise PerSampleError(
             f"{path!r} holds values of shape {values.shape}, but rows up to {last} and {columns} columns are expected"

@@ -100,7 +100,7 @@ def self_influence(ledger: Any, *, weighted: bool = False) -> SampleScores:
     [(5, 2.0), (3, 1.4)]
 
     Args:
-        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger`, or a part of one.
+        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger` or its ``to_pandas()``, or a part of one.
         weighted: whether each row has the sample's weight in the step as a factor.
 
     Returns:
@@ -136,7 +136,7 @@ def grand(ledger: Any, steps: Collection[int] | None = None) -> SampleScores:
     ([(3, 3.0), (5, 2.0)], [(5, 2.0), (3, 1.0)])
 
     Args:
-        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger`, or a part of one.
+        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger` or its ``to_pandas()``, or a part of one.
         steps: the optimizer steps whose rows count; None counts all.
 
     Returns:
@@ -157,7 +157,7 @@ def el2n(ledger: Any, column: str = "el2n", steps: Collection[int] | None = None
     [(3, 0.75), (5, 0.5)]
 
     Args:
-        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger`, or a part of one.
+        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger` or its ``to_pandas()``, or a part of one.
         column: the column that has the error; any other column of numbers (a loss) is averaged in the same way.
         steps: the optimizer steps whose rows count; None counts all.
 
@@ -180,6 +180,15 @@ class _Rows:
 
     def __init__(self, ledger: Any, names: Collection[str], *, why: str, steps: Collection[int] | None = None) -> None:
         table = read_ledger(ledger) if isinstance(ledger, (str, os.PathLike, Path)) else ledger
+        if hasattr(table, "to_parquet"):  # a pandas.DataFrame
+            table = arrow().Table.from_pandas(table, preserve_index=False)
+            if "sample_index" in table.column_names and arrow().types.is_floating(table["sample_index"].type):
+                place = table.column_names.index("sample_index")  # pandas keeps ints with a null as floats
+                table = table.set_column(place, "sample_index", table["sample_index"].cast(arrow().int64()))
+        if not hasattr(table, "column_names"):
+            raise OptionError(
+                f"ledger is a {type(table).__name__}; allowed is its folder, a pyarrow.Table or a pandas.DataFrame"
+            )
         needed = ["sample_index", *names, *(() if steps is None else ("step",))]
         for name in needed:
             if name not in table.column_names:

@@ -130,3 +130,21 @@ def test_a_data_module_is_no_loader(base, tmp_path):
         "loaders, e.g. dataloader=datamodule.train_dataloader()"
     )
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "loss", ["training_step", lambda m, b: F.cross_entropy(m.network(b[0]), b[1], reduction="none")]
+)
+def test_a_loss_of_each_sample_is_no_loss_of_the_batch(loss, tmp_path):
+    module, given = Foreign(), None if loss == "training_step" else loss
+    if given is None:
+        module.training_step = lambda batch, batch_idx: F.cross_entropy(
+            module.network(batch[0]), batch[1], reduction="none"
+        )
+    with pytest.raises(OptionError) as refused:
+        collect_gradients(module, loader(), tmp_path / "store", loss=given)
+    name = "Foreign.training_step" if given is None else "loss(module, batch)"
+    assert str(refused.value) == (
+        f"{name} gave a loss of shape (8,); allowed is one number, the loss of the batch: reduce it, with .mean() for "
+        "loss_reduction='mean' or .sum() for 'sum'"
+    )

@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_persample import OptionError, PerSampleGradientWriter
-from lightning_persample.influence import read_ledger, read_manifest
+from lightning_persample.gradients import Projection
+from lightning_persample.influence import GradientStore, read_ledger, read_manifest
 from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
 
@@ -134,3 +135,35 @@ def test_columns_that_do_not_fit_are_refused(folder, columns, text):
     with pytest.raises(OptionError) as refused:
         fit(PerSampleGradientWriter(folder, columns=columns), loader=data())
     assert text in str(refused.value)
+
+
+class ChangesFolder(Callback):
+    def __init__(self, monkeypatch, folder) -> None:
+        self.monkeypatch, self.folder = monkeypatch, folder
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.monkeypatch.chdir(self.folder)
+
+
+def test_a_relative_folder_is_that_of_the_start_wherever_the_fit_goes(tmp_path, monkeypatch):
+    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
+    start.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.chdir(start)
+    projection = Projection(dim=4)
+    writer = PerSampleGradientWriter("ledger", projection=projection, flush_every=2)
+    module = fit(writer, callbacks=[ChangesFolder(monkeypatch, elsewhere)])
+    assert_rows(rows(start / "ledger", NAMES[:-2]), module.notes)
+    assert len(GradientStore(start / "ledger" / "_gradients")) == len(module.notes)
+    assert not any(elsewhere.iterdir())
+
+
+def test_a_dry_run_writes_nothing_and_leaves_the_folder_to_the_fit(folder):
+    writer = PerSampleGradientWriter(folder, projection=Projection(dim=4))
+    fit(writer, fast_dev_run=2)
+    assert not folder.exists()
+    module = fit(writer)
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
+    with pytest.raises(OptionError, match="column 'x' has shape"):  # it shows what the fit would refuse
+        fit(PerSampleGradientWriter(folder, columns=lambda outputs, batch: {"x": torch.zeros(3)}), fast_dev_run=1)
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)

@@ -262,3 +262,16 @@ def test_without_pyarrow_the_extra_is_named(folder, monkeypatch):
     with pytest.raises(ModuleNotFoundError) as refused:
         read_ledger(folder)
     assert "pip install 'lightning-persample[influence]'" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["_manifest.json", "rows-00000-0000000000-0000000002-000000.parquet"])
+def test_a_file_that_was_cut_off_is_named(folder, name):
+    write(folder, 0, [0, 1, 2])
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(PerSampleError) as refused:
+        read_ledger(folder)
+    assert str(refused.value) == (
+        f"{str(path)!r} is broken: it is no whole file of its kind (cut off, or changed by something else). Put it "
+        "back from a copy, or write the folder again"
+    )

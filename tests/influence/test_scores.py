@@ -84,6 +84,18 @@ def test_a_dataframe_of_scores():
     assert frame.to_dict("list") == {"index": [2, 5, 7], "score": [2.0, 4.0, 3.0], "count": [1, 1, 3]}
 
 
+def test_a_dataframe_gives_the_scores_of_its_table():
+    rows = table(sample_index=[7, 2, 7, None, 7], norm=[1.0, 2.0, 3.0, 4.0, math.nan])
+    for score in (self_influence, grand, el2n):
+        expected, found = score(rows), score(rows.to_pandas())
+        assert found.index == expected.index == (2, 7)
+        assert all(type(each) is int for each in found.index)
+        assert found.unknown == expected.unknown == 1
+        torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(OptionError, match=r"^ledger is a dict; allowed is its folder, a pyarrow.Table or a pandas"):
+        self_influence(dict(ROWS))
+
+
 def test_keys_may_be_strings():
     found = grand(table(sample_index=["g", "b", "g", "e", "g"]))
     assert found.top() == [("e", 4.0), ("g", 3.0), ("b", 2.0)]

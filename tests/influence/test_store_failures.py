@@ -122,7 +122,7 @@ def test_a_shard_that_something_else_broke_is_named(folder):
     path = folder / "shard-00000-000000.npy"
     content = path.read_bytes()
     path.write_bytes(content[:-8])
-    with pytest.raises(PerSampleError, match=r"shard-00000-000000\.npy' is not whole: "):
+    with pytest.raises(PerSampleError, match=r"shard-00000-000000\.npy' is broken: it is no whole file of its kind"):
         list(GradientStore(folder).blocks())
     np.save(path, np.zeros((3, K), np.float32))
     with pytest.raises(PerSampleError, match=r"holds values of shape \(3, 20\), but rows up to 3 and 20 columns are"):
