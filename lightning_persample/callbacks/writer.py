@@ -25,7 +25,14 @@ from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence._arrow import arrow
 from lightning_persample.influence._files import GRADIENTS
 from lightning_persample.influence._parts import Parts
-from lightning_persample.influence.ledger import Manifest, check_ledger, open_ledger, remove_empty, write_manifest
+from lightning_persample.influence.ledger import (
+    Manifest,
+    check_ledger,
+    open_ledger,
+    read_manifest,
+    remove_empty,
+    write_manifest,
+)
 
 __all__ = ["PerSampleGradientWriter"]
 
@@ -341,6 +348,8 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._rates.forget()
 
     def _flush(self, trainer: Trainer) -> None:
+        if self._parts is not None and self._is_taken():
+            self._parts, self._gradients = None, None
         if self._gradients is not None:
             self._gradients.flush()
         captured, self._captured = self._captured, []
@@ -362,6 +371,20 @@ class PerSampleGradientWriter(PerSampleCallback):
                 f"the ledger in {str(self.dirpath)!r} cannot be written: {error}. Training goes on; the rows are kept "
                 "in memory and tried again with the next ones, until those of 16 files wait"
             )
+
+    def _is_taken(self) -> bool:
+        """Whether another run has taken the folder since, whose manifest says nothing of the rows of this one."""
+        own = "" if self._manifest is None else self._manifest.run
+        try:
+            run = read_manifest(self._folder).run
+        except (PerSampleError, OSError):  # writing says what is wrong
+            return False
+        if run != own:
+            self._warn(
+                f"the folder {str(self.dirpath)!r} was taken by run {run} (overwrite=True) while this fit, run "
+                f"{own}, was writing to it: rows of this fit are no longer written. Give each fit its dirpath"
+            )
+        return run != own
 
     def _settle(self) -> None:
         try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_persample import OptionError, PerSampleGradientWriter
+from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleWarning
 from lightning_persample.gradients import Projection
 from lightning_persample.influence import GradientStore, read_ledger, read_manifest
 from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
@@ -69,6 +69,21 @@ def test_the_folder_of_a_run_without_rows_yet_is_refused(folder):
     module = fit(PerSampleGradientWriter(folder, overwrite=True), callbacks=[FitsInBetween(other)])
     assert_rows(rows(folder, NAMES[:-2]), module.notes)
     assert read_ledger(other).num_rows == 22
+
+
+def test_a_fit_whose_folder_another_one_takes_stops_writing_and_goes_on(folder):
+    projection = Projection(dim=4)
+    between = FitsInBetween(folder, overwrite=True, projection=projection)
+    with pytest.warns(PerSampleWarning, match="was taken by run") as caught:
+        module = fit(PerSampleGradientWriter(folder, flush_every=1, projection=projection), callbacks=[between])
+    (text,) = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    run = read_manifest(folder).run
+    assert text.startswith(f"the folder {str(folder)!r} was taken by run {run} (overwrite=True) while this fit, run ")
+    assert text.endswith("rows of this fit are no longer written. Give each fit its dirpath")
+    assert len(module.notes) == 22
+    table = read_ledger(folder)
+    assert table.num_rows == 22  # of the other run alone, which is complete
+    assert len(GradientStore(folder / "_gradients")) == 22
 
 
 def test_two_writers_of_a_trainer_need_a_folder_each(folder, monkeypatch):
