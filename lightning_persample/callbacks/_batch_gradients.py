@@ -62,12 +62,20 @@ class BatchGradients:
         self._has_warned = False
 
     def of(
-        self, batch: Any, number: int, samples: Tensor, size: int, scale: float, adam: Mapping[str, AdamState]
+        self,
+        batch: Any,
+        view: Any,
+        number: int,
+        samples: Tensor,
+        size: int,
+        scale: float,
+        adam: Mapping[str, AdamState],
     ) -> _Found:
         """The gradients of a batch.
 
         Args:
             batch: the batch.
+            view: the batch as its samples are looked for.
             number: what `training_step` is given as its batch_idx.
             samples: the places of the samples that are wanted, (m,).
             size: number of samples of the batch.
@@ -85,18 +93,16 @@ class BatchGradients:
         quantity = "grad_sample" if options.direction else quantity_for(options.projection)
         capture = expanded_weights(
             self._module,
-            batch,
+            view,
             loss_reduction="sum" if callable(options.loss_reduction) else options.loss_reduction,
             batch_dim=options.batch_dim,
-            batch_size=options.batch_size,
+            batch_size=size,
             quantities=("sq_norm", quantity),
             unsupported="ignore",  # said by us, as an error
             max_memory=options.max_memory,
             samples=None if len(samples) == size else samples,
         )
         try:
-            if capture.batch_size != size:
-                raise OptionError(f"a batch has {capture.batch_size} samples, but {size} indices: pass sample_index")
             with capture.observe(), _recurrent_layers_can_go_backward(self._module):
                 outputs = self._outputs(batch, number)
                 loss = loss_of(outputs)

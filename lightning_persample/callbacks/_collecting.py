@@ -20,7 +20,7 @@ from lightning_persample.callbacks._lightning_names import is_lightning_module, 
 from lightning_persample.callbacks._sample_index import checked_index
 from lightning_persample.callbacks._samples_once import Fetched, SamplesOnce
 from lightning_persample.engine import warn_user
-from lightning_persample.engine.batch import batch_tensors, read_batch_size
+from lightning_persample.engine.batch import count_samples, fields_of
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.influence._files import MANIFEST
 from lightning_persample.influence._shards import shards_of
@@ -187,9 +187,10 @@ class _Collecting(_Base):
             return 0
         if fetched.place != self._place:
             self._move_to(fetched.place)
-        batch, size = fetched.batch, self._options.batch_size
-        if size is None:
-            size = read_batch_size(list(batch_tensors(batch)), self._options.batch_dim)
+        batch, options = fetched.batch, self._options
+        view = fields_of(batch) if self._samples.holds_fields else batch
+        drawn = None if fetched.keys is None or self._sample_index is not None else len(fetched.keys)
+        size = count_samples(view, options.batch_dim, options.batch_size, drawn)
         index = self._index_of(fetched, size)
         wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
         if not len(wanted):
@@ -197,7 +198,7 @@ class _Collecting(_Base):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
         with torch.enable_grad(), muted(self.module):
-            found = self._gradients.of(batch, fetched.number, wanted, size, scale, self._adam)
+            found = self._gradients.of(batch, view, fetched.number, wanted, size, scale, self._adam)
         checkpoint = self._manifest.checkpoints[fetched.place]
         step, rate = checkpoint["step"], checkpoint["learning_rate"]
         self._write(
@@ -225,14 +226,7 @@ class _Collecting(_Base):
     def _index_of(self, fetched: Fetched, size: int) -> torch.Tensor:
         if self._sample_index is not None:
             return checked_index(self._sample_index(fetched.batch), size)
-        keys = fetched.keys or []
-        if len(keys) != size:
-            raise UnsupportedError(
-                f"the dataset gave {len(keys)} rows for a batch of {size} samples (a collate function or a hook of the "
-                "module adds or drops rows): pass sample_index=<function of the batch that returns the index of each "
-                "sample>, or batch_dim and batch_size"
-            )
-        return torch.tensor(keys, dtype=torch.int64)
+        return torch.tensor(fetched.keys, dtype=torch.int64)
 
     def on_predict_end(self) -> None:
         """Write what there is, and wait until all processes have."""

@@ -31,6 +31,8 @@ class ObservedStep:
         pl_module: the module that is trained.
         options: the callback whose loss_reduction, batch_dim, batch_size and kernel options hold.
         batch: the batch.
+        layout: the batch as the engine looks for its samples.
+        batch_size: number of samples B.
         quantities: what the records hold.
         choice: chooses the samples that they are for.
         check_sums: compare the sums of the samples' gradients with ``.grad``, where they are computed.
@@ -40,6 +42,7 @@ class ObservedStep:
         module: the module.
         capture: what observes it.
         sums_differ: whether such a sum was seen not to fit, in this step or before it.
+        weights: what each sample weighs in the loss, (B,) or one number; None before there is a loss.
 
     Raises:
         OptionError: a quantity that does not exist.
@@ -51,6 +54,8 @@ class ObservedStep:
         pl_module: LightningModule,
         options: PerSampleCallback,
         batch: Any,
+        layout: Any,
+        batch_size: int,
         quantities: Collection[str],
         choice: SampleChoice,
         *,
@@ -61,17 +66,18 @@ class ObservedStep:
         self._reduction = options.loss_reduction
         self._batch = batch
         self.sums_differ = not check_sums
-        samples = choice.of_batch(batch)
+        samples = choice.of_batch(batch_size)
         self._check_sums = check_sums and "grad_sample" in quantities and samples is None
         self._averages = averages
         self._sum_check: SumCheck | None = None
+        self.weights: Tensor | float | None = None
         self._lacks_memory = False
         self.capture = expanded_weights(
             pl_module,
-            batch,
+            layout,
             loss_reduction="sum" if callable(self._reduction) else self._reduction,
             batch_dim=options.batch_dim,
-            batch_size=options.batch_size,
+            batch_size=batch_size,
             quantities=tuple(sorted(quantities)),
             unsupported="ignore",  # what there is to say is said where records are delivered
             fuse_weight_grad=options.fuse_weight_grad,
@@ -102,6 +108,7 @@ class ObservedStep:
             self.capture.attach_loss(loss, weights)
         else:
             self.capture.attach_loss(loss)
+        self.weights = weights
         if self._check_sums:
             self._sum_check = SumCheck(self.module, loss, weights, averaged=self._averages)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import default_collate, default_convert
 
 __all__ = ["Column", "RowOrder"]
@@ -108,6 +109,8 @@ def _leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
     if isinstance(value, Mapping):
         for name in value:
             yield from _leaves(value[name], (*place, name))
+    elif isinstance(value, PackedSequence):
+        yield from _leaves(pad_packed_sequence(value, batch_first=True), place)
     elif type(value) in _PLAIN or _is_plain_list(value) or _is_readable(value):
         yield place, value
     elif isinstance(value, (tuple, list)):

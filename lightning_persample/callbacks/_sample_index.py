@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
+from torch.utils.data import default_collate
 
 from lightning_persample.callbacks._observed_method import ObservedMethod
 from lightning_persample.callbacks._tagged_loader import Drawn, TaggedLoader, last_drawn, why_no_keys
@@ -81,6 +82,17 @@ class BatchIndices:
             self._has_warned = True
             warn(f"record.sample_index is None, because {self.why_absent}; {_REMEDY}")
         return record
+
+    def rows_drawn(self) -> int | None:
+        """How many rows the sampler drew for the current batch; None where that is not known."""
+        counts = {each.rows for each in self._of_current_batch()}
+        return next(iter(counts)) if len(counts) == 1 else None
+
+    def holds_fields(self) -> bool:
+        """Whether lists in a batch are fields of the samples, as torch's own collate function makes them."""
+        combined = self._trainer.fit_loop._combined_loader
+        loaders = [] if combined is None else combined.flattened
+        return all(getattr(loader, "collate_fn", None) is default_collate for loader in loaders)
 
     def uninstall(self) -> None:
         """Leave Lightning's objects as they were. May be called twice."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 
 from lightning_persample.callbacks._fingerprints import fingerprint_of_data
 from lightning_persample.callbacks._tagged_loader import TaggedLoader, last_drawn, why_no_keys
@@ -62,6 +62,7 @@ class SamplesOnce:
         if not why and not isinstance(_batch_size(loader), int):
             why = f"{type(getattr(loader, 'batch_sampler', None)).__name__} has no batch_size"
         self._is_made_anew, self._why = not why, why
+        self.holds_fields = getattr(loader, "collate_fn", None) is default_collate
         if why and not has_index:
             raise UnsupportedError(f"the samples cannot be told apart, because {why}; {_REMEDY}")
         self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_anew else None  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_persample.callbacks._aside import NoLossError, aside
 from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.engine import PerSampleRecord, guard
-from lightning_persample.engine.batch import batch_tensors, read_batch_size
+from lightning_persample.engine.batch import BatchLayout
+from lightning_persample.engine.batch_axis import Lost
 from lightning_persample.engine.batch_statistics import batch_statistics_explained
 from lightning_persample.engine.failure import in_smaller_chunks
 from lightning_persample.engine.functional import vmap_per_sample_grads
@@ -44,8 +45,12 @@ class SecondEngine:
         pl_module: its module.
         loss_reduction: how the loss is made of the samples' own losses.
         batch_dim: the axis of the batch's tensors that counts samples.
-        batch_size: number of samples B; None reads it from the batch's tensors.
         choice: chooses the samples that run.
+
+    Attributes:
+        totals: of a pass whose sums are to be compared with ``.grad``, the weighted sums over the samples by name;
+            None where they cannot be compared, as the samples drew random numbers of their own.
+        weights: what each sample weighs in them, (B,).
     """
 
     def __init__(
@@ -54,55 +59,46 @@ class SecondEngine:
         pl_module: LightningModule,
         loss_reduction: Weighting,
         batch_dim: int,
-        batch_size: int | None,
         choice: SampleChoice,
     ) -> None:
         self._trainer = trainer
         self._module = pl_module
         self._weighting = loss_reduction
         self._batch_dim = batch_dim
-        self._batch_size = batch_size
         self._choice = choice
+        self.totals: dict[str, Tensor] | None = None
+        self.weights: Tensor | None = None
 
     def record(
         self,
         engine: Literal["vmap", "loop"],
         training_step: Callable[[Any], Any],
         batch: Any,
+        layout: BatchLayout,
         quantities: Collection[str],
+        *,
+        sums: bool,
     ) -> PerSampleRecord:
-        """The gradients of each sample's own loss.
-
-        Args:
-            engine: how the samples run.
-            training_step: the module's training step as a function of the batch alone.
-            batch: the batch.
-            quantities: what the record holds.
-
-        Returns:
-            A record in which no parameter is unsupported.
-
-        Raises:
-            OptionError: a quantity that this engine does not give.
-        What the training step raises is passed on; `NoLossError` if it returns None.
-        """
+        """The gradients of each sample's own loss; `sums` asks for `totals`, too."""
         unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
         if unknown:
             raise OptionError(
                 f"engine={engine!r} does not give the quantities {unknown}; it gives {', '.join(map(repr, QUANTITIES))}"
             )
-        size = self._batch_size
-        if size is None:
-            size = read_batch_size(list(batch_tensors(batch)), self._batch_dim)
+        size = layout.batch_size
+        _refuse_what_cannot_be_cut(layout, engine)
         run = self._loop if engine == "loop" else self._vmap
-        samples = self._choice.of_batch(batch)
+        samples = self._choice.of_batch(size)
+        weights = self._weigh(training_step, batch, size) if sums and samples is None else None
 
         def collect() -> _Collected:
-            collected = _Collected(size, samples, frozenset(quantities))
+            collected = _Collected(size, samples, frozenset(quantities), weights)
             run(training_step, batch, size, collected)
             return collected
 
         collected = in_smaller_chunks(collect) if engine == "vmap" else collect()
+        self.weights = weights
+        self.totals = collected.totals if weights is not None and not collected.drew else None
         return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
 
     def record_or_reason(
@@ -110,9 +106,13 @@ class SecondEngine:
         engine: Literal["expanded", "vmap", "loop"],
         training_step: Callable[[Any], Any] | None,
         batch: Any,
+        layout: BatchLayout,
         quantities: Collection[str],
+        *,
+        sums: bool,
     ) -> PerSampleRecord | PerSampleError:
         """The record of an extra pass over the batch, or why there is none; a wrong quantity is an `OptionError`."""
+        self.totals = None
         if training_step is None or engine == "expanded":
             return UnsupportedError("there is no batch to run aside")
 
@@ -124,7 +124,8 @@ class SecondEngine:
             text = next(iter(str(error).strip().splitlines()), "")
             return UnsupportedError(f"engine={engine!r} failed with {type(error).__name__}: {text}")
 
-        found: PerSampleRecord | PerSampleError = guard(self.record, reason)(engine, training_step, batch, quantities)
+        record = guard(self.record, reason)
+        found: PerSampleRecord | PerSampleError = record(engine, training_step, batch, layout, quantities, sums=sums)
         return found
 
     def _loop(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
@@ -142,6 +143,7 @@ class SecondEngine:
                         collected.add(name, place, grad.to_dense()[None], scale)
                 # Random numbers go on, so that samples do not share one dropout mask.
                 state.restore(random_states=False)
+            collected.drew = state.drew_random_numbers()
 
     def _vmap(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
         if has_ragged_samples(batch, size, self._batch_dim):
@@ -165,6 +167,7 @@ class SecondEngine:
                 for name, rows in grads.items():
                     collected.add(name, start, rows.detach(), scale)
                 state.restore(random_states=False)
+            collected.drew = state.drew_random_numbers()
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
@@ -174,6 +177,13 @@ class SecondEngine:
         if loss_of(outputs) is None:
             raise NoLossError
         return own_loss(outputs, batch, self._weighting)
+
+    def _weigh(self, training_step: Callable[[Any], Any], batch: Any, size: int) -> Tensor:
+        """What each sample weighs in the loss of the batch, (B,)."""
+        if not callable(self._weighting):
+            return torch.full((size,), 1.0 if self._weighting == "sum" else 1.0 / size)
+        with aside(self._trainer, self._module), torch.no_grad():
+            return self._weighting(training_step(batch), batch).detach()
 
     def _loss_scale(self, size: int) -> float:
         """The factor that keeps gradients in half precision from vanishing, as in the training of one sample."""
@@ -188,13 +198,23 @@ class _Collected:
         batch_size: number of samples B.
         samples: the places of those that run; None is all.
         quantities: what is asked for.
+        weights: what each sample weighs in sums over them, (B,); None asks for no sums.
+
+    Attributes:
+        totals: the weighted sums by parameter.
+        drew: whether the samples drew random numbers.
     """
 
-    def __init__(self, batch_size: int, samples: Tensor | None, quantities: frozenset[str]) -> None:
+    def __init__(
+        self, batch_size: int, samples: Tensor | None, quantities: frozenset[str], weights: Tensor | None = None
+    ) -> None:
         self.places = range(batch_size) if samples is None else samples.tolist()
         self._batch_size = batch_size
         self._samples = samples
         self._quantities = quantities
+        self._weights = weights
+        self.totals: dict[str, Tensor] = {}
+        self.drew = False
         self._sq_norms: dict[str, Tensor] = {}
         self._grad_samples: dict[str, Tensor] = {}
         self._square_sums: dict[str, Tensor] = {}
@@ -206,6 +226,10 @@ class _Collected:
         chosen, number = slice(start, start + len(rows)), len(self.places)
         zeros = own.new_zeros(number)
         self._sq_norms.setdefault(name, zeros)[chosen] = own.flatten(1).square().sum(1)
+        if self._weights is not None:
+            weights = self._weights[chosen].to(own.device, own.dtype)
+            weighted = own * weights.reshape(-1, *(1,) * (own.dim() - 1))  # (a product of matrices would be autocast)
+            self.totals[name] = weighted.sum(0) + self.totals.get(name, 0.0)
         if "square_sum" in self._quantities:
             self._square_sums[name] = own.square().sum(0) + self._square_sums.get(name, 0.0)
         if self._quantities & {"grad_sample", *OF_KEPT}:
@@ -235,3 +259,13 @@ class _Collected:
             why_no_factor=_NO_FACTOR,
             **asked,
         )
+
+
+def _refuse_what_cannot_be_cut(layout: BatchLayout, engine: str) -> None:
+    """Refuse a batch with a tensor of which it is not known what of it is one sample's."""
+    for place in layout.places:
+        if isinstance(place, Lost) and place.alone is None:
+            raise UnsupportedError(
+                f"engine={engine!r} cannot cut the batch into samples: {place.reason}; keep data that all samples "
+                "share out of the batch, as a buffer of the module or a number"
+            )

@@ -14,6 +14,11 @@ from lightning_persample.engine.diagnosis import default_tolerance
 __all__ = ["SumCheck"]
 
 _NAMED = 8
+_CAUSES = (
+    "A term of the loss that belongs to no sample (a penalty on the parameters) does this and leaves the samples' own "
+    "gradients exact, and so does a hook or a `backward` of yours that changes gradients; if there is neither, check "
+    "the model with check_per_sample_gradients and report it"
+)
 
 
 class SumCheck:
@@ -53,15 +58,11 @@ class SumCheck:
         """Tell what each sample turned out to weigh, after the backward: the loss may be a mean over some alone."""
         self._weights = weight
 
-    def finish(self, record: PerSampleRecord) -> str | None:
-        """Compare, after the backward.
-
-        Args:
-            record: what the capture of that backward gave.
-
-        Returns:
-            A text that names the parameters that differ and by how much, or None where all sums fit.
-        """
+    def finish(
+        self, record: PerSampleRecord, totals: Mapping[str, Tensor] | None = None, causes: str = _CAUSES
+    ) -> str | None:
+        """A text that names the parameters that differ, or None where all sums fit; asked for after the backward."""
+        # `totals` are the weighted sums over the samples by name; None takes those of the record's gradients.
         self.close()
         if self._failures:
             raise self._failures.pop()
@@ -70,8 +71,8 @@ class SumCheck:
         self._samples = record.samples
         with torch.no_grad():
             terms = {
-                name: self._terms(name, grads, self._scale, record.sq_norms[name])
-                for name, grads in record.grad_samples.items()
+                name: self._terms(name, rows, self._scale, record.sq_norms[name], is_total=totals is not None)
+                for name, rows in (record.grad_samples if totals is None else totals).items()
                 if self._grad(name) is not None
             }
         if not terms:
@@ -86,7 +87,7 @@ class SumCheck:
             for name, error, size, most in zip(terms, errors, sizes, allowed, strict=True)
             if error > most  # false for what is not finite: an overflow of half precision
         }
-        return _text(wrong) if wrong else None
+        return _text(wrong, causes) if wrong else None
 
     def close(self) -> None:
         """Remove every hook. May be called twice."""
@@ -104,7 +105,7 @@ class SumCheck:
     def _keep_scale(self, grad: Tensor) -> None:
         self._scale = grad.detach().reshape(()) if grad.numel() == 1 else None
 
-    def _terms(self, name: str, grads: Tensor, scale: Tensor, sq_norms: Tensor) -> Tensor:
+    def _terms(self, name: str, grads: Tensor, scale: Tensor, sq_norms: Tensor, *, is_total: bool) -> Tensor:
         """Norms of the error, of what was added, of the samples' parts together, and of what was there before."""
         grad = self._grad(name)
         before = self._before.get(name)
@@ -115,9 +116,11 @@ class SumCheck:
         if isinstance(self._weights, Tensor):
             weights = self._weights.detach().to(device, wide)
             weights = weights if self._samples is None else weights[self._samples.to(device)]
-            total, parts = torch.tensordot(weights, grads.to(wide), dims=1), (weights.abs() * norms).sum()
+            total = grads if is_total else torch.tensordot(weights, grads.to(wide), dims=1)
+            parts = (weights.abs() * norms).sum()
         else:
-            total, parts = grads.sum(0, dtype=wide) * self._weights, norms.sum() * self._weights
+            total = grads if is_total else grads.sum(0, dtype=wide) * self._weights
+            parts = norms.sum() * self._weights
         earlier = added.new_zeros(()) if before is None else _dense(before, wide).norm()
         return torch.stack([(total * factor - added).norm(), added.norm(), parts * factor.abs(), earlier])
 
@@ -128,12 +131,10 @@ def _dense(grad: Tensor | None, dtype: torch.dtype) -> Tensor:
     return grad.detach().to_dense().to(dtype)
 
 
-def _text(wrong: Mapping[str, float]) -> str:
+def _text(wrong: Mapping[str, float], causes: str) -> str:
     listed = [f"`{name}` by {error:.1%}" for name, error in list(wrong.items())[:_NAMED]]
     more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
     return (
         "The gradients of the samples do not add up to what the backward added to .grad; they are off for "
-        f"{', '.join(listed)}{more}. A term of the loss that belongs to no sample (a penalty on the parameters) does "
-        "this and leaves the samples' own gradients exact, and so does a hook or a `backward` of yours that changes "
-        "gradients; if there is neither, check the model with check_per_sample_gradients and report it"
+        f"{', '.join(listed)}{more}. {causes}"
     )

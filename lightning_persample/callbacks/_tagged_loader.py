@@ -31,11 +31,13 @@ class Drawn(NamedTuple):
         keys: what the sampler drew for each row, or None.
         why: why the keys are missing, or why they may not be those of single rows.
         is_expected: whether this is in the nature of the data, so that nobody has to be told.
+        rows: how many rows the sampler drew, or None.
     """
 
     keys: list[Any] | None
     why: str = ""
     is_expected: bool = False
+    rows: int | None = None
 
 
 def why_no_keys(loader: object) -> Drawn | None:
@@ -190,7 +192,7 @@ class _KeyedCollate:
         if why or failures:
             return _Tagged(batch, Drawn(None, why or _why(failures.pop())))
         why = guard(self._order.why_lost, _why)(columns, batch)
-        return _Tagged(batch, Drawn(None, why) if why else Drawn(given.keys))
+        return _Tagged(batch, Drawn(None if why else given.keys, why, rows=len(given.keys)))
 
 
 class _ShowsOwnDataset:
@@ -244,5 +246,6 @@ def _why(error: Exception) -> str:
 def _of_one_item(key: Any) -> Drawn:
     """Of an item of the dataset that is taken as a batch."""
     if isinstance(key, (list, range)) or (hasattr(key, "tolist") and key.ndim == 1):
-        return Drawn(_plain(key))
+        keys = _plain(key)
+        return Drawn(keys, rows=len(keys))
     return Drawn(_plain([key]), "the dataset gives whole batches", True)

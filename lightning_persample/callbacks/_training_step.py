@@ -42,6 +42,7 @@ from lightning_persample.callbacks._requirements import (
 from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.callbacks._sample_index import BatchIndices
 from lightning_persample.callbacks._second_engine import SecondEngine
+from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.callbacks._verification import verify_values
 from lightning_persample.engine import (
     Once,
@@ -53,12 +54,18 @@ from lightning_persample.engine import (
     run_all,
     warning_texts,
 )
-from lightning_persample.engine.batch import EmptyBatchError
+from lightning_persample.engine.batch import EmptyBatchError, count_samples, fields_of, lay_out
 from lightning_persample.engine.samples import loss_of
-from lightning_persample.errors import PerSampleError, UnsupportedError
+from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 
 if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
+
+_NOT_ONE_BY_ONE = (
+    "The loss of the batch is not made of the losses of its samples as loss_reduction says (samples that weigh "
+    "otherwise, samples that influence each other as in batch normalization, a term that belongs to no sample), or the "
+    "batch is cut otherwise than its data lie"
+)
 
 __all__ = ["SharedCapture", "is_logging_step", "logging_step", "shared_capture", "window_continues"]
 
@@ -131,12 +138,10 @@ class SharedCapture:
         self._verify = any(callback.verify for callback in callbacks)
         first = callbacks[0]
         self._engine: Literal["expanded", "vmap", "loop"] = first.engine
-        self._choice = SampleChoice(
-            first.max_samples, first.batch_dim, first.batch_size, seed=trainer.global_rank if first.max_samples else 0
-        )
-        self._second = SecondEngine(
-            trainer, pl_module, first.loss_reduction, first.batch_dim, first.batch_size, self._choice
-        )
+        self._choice = SampleChoice(first.max_samples, seed=trainer.global_rank if first.max_samples else 0)
+        self._second = SecondEngine(trainer, pl_module, first.loss_reduction, first.batch_dim, self._choice)
+        self._second_is_compared = self._second_is_refused = False
+        self._second_check: SumCheck | None = None
         self._methods: tuple[ObservedMethod, ...] = ()
         self._in_training_step = False
         self._receivers: list[PerSampleCallback] = []
@@ -217,7 +222,8 @@ class SharedCapture:
         self._optimizer_steps = {}
         self._record = self._step_aside = self._manual = self._batch = None
         self._is_empty = False
-        run_all(self._reports.end_batch, *([] if step is None else [step.close]))
+        check, self._second_check = self._second_check, None
+        run_all(self._reports.end_batch, *(each.close for each in (step, check) if each is not None))
 
     def uninstall(self) -> None:
         """Leave the module as it was before the fit. May be called twice."""
@@ -249,7 +255,13 @@ class SharedCapture:
         if self._verify and self._module.automatic_optimization:
             first = self._callbacks[0]
             verified = verify_values(
-                self._trainer, self._module, first, self._step_aside, self._batch, allow_missing=self._falls_back
+                self._trainer,
+                self._module,
+                first,
+                self._step_aside,
+                self._batch,
+                batch_size=first.batch_size or (None if self._indices is None else self._indices.rows_drawn()),
+                allow_missing=self._falls_back,
             )
             self._verify = not verified
         return self._runner()(training_step, args, kwargs)
@@ -275,6 +287,9 @@ class SharedCapture:
         except PerSampleError as error:
             self._reports.report(error)
             self.end_batch()
+        else:
+            if self._falls_back and step.weights is not None:
+                self._second_check = SumCheck(self._module, loss, step.weights, averaged=self._averages)
         return outputs
 
     def _optimized_manually(
@@ -318,30 +333,57 @@ class SharedCapture:
     def _after_an_extra_pass(
         self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        record = self._run_aside(self._engine)
+        if self._second_is_refused:
+            return training_step(*args, **kwargs)
+        sums, self._second_is_compared = not self._second_is_compared, True
+        record = self._run_aside(self._engine, sums=sums)
         outputs = training_step(*args, **kwargs)
         loss = loss_of(outputs)
         if isinstance(record, PerSampleRecord):
             self._record = record
+            weights = self._second.weights
+            if self._second.totals is not None and weights is not None and isinstance(loss, Tensor):
+                self._second_check = SumCheck(self._module, loss, weights, averaged=self._averages)
         elif isinstance(loss, Tensor):
             self._reports.report(record)
         return outputs
 
-    def _run_aside(self, engine: Literal["expanded", "vmap", "loop"]) -> PerSampleRecord | PerSampleError:
-        return self._second.record_or_reason(engine, self._step_aside, self._batch, self._quantities)
+    def _run_aside(
+        self, engine: Literal["expanded", "vmap", "loop"], *, sums: bool
+    ) -> PerSampleRecord | PerSampleError:
+        try:
+            view, size = self._samples_of_batch()
+            layout = lay_out(view, self._callbacks[0].batch_dim, size)
+        except BatchSizeError as error:
+            return error
+        return self._second.record_or_reason(engine, self._step_aside, self._batch, layout, self._quantities, sums=sums)
+
+    def _samples_of_batch(self) -> tuple[Any, int]:
+        """The batch as its samples are looked for, and how many there are."""
+        first, drawn, view = self._callbacks[0], None, self._batch
+        if self._indices is not None:
+            drawn = self._indices.rows_drawn()
+            view = fields_of(view) if self._indices.holds_fields() else view
+        return view, count_samples(view, first.batch_dim, first.batch_size, drawn)
 
     def _open(self) -> ObservedStep | None:
         self._is_empty = False
-        self._step = guard(ObservedStep, self._cannot_open)(
+        self._step = guard(self._observed_step, self._cannot_open)()
+        return self._step
+
+    def _observed_step(self) -> ObservedStep:
+        view, size = self._samples_of_batch()
+        return ObservedStep(
             self._module,
             self._callbacks[0],
             self._batch,
+            view,
+            size,
             self._quantities,
             self._choice,
             check_sums=not self._sums_differ,
             averages=self._averages,
         )
-        return self._step
 
     def _cannot_open(self, error: Exception) -> None:
         self._is_empty = isinstance(error, EmptyBatchError)
@@ -361,10 +403,13 @@ class SharedCapture:
             return result
         if not self._methods or self._manual is not None or (step is None and self._record is None):
             return backward(*args, **kwargs)
+        check = self._second_check
+        if check is not None:
+            check.start_backward()
         if step is None:
             result = backward(*args, **kwargs)
             record, self._record = self._record, None
-            if record is not None:
+            if record is not None and not self._is_refused(record, check):
                 self._deliver(record)
             return result
         step.start_backward()
@@ -381,6 +426,13 @@ class SharedCapture:
         else:
             self._reports.report(UnsupportedError(_why_no_record(self._module, len(step.capture.records))))
         return result
+
+    def _is_refused(self, record: PerSampleRecord, check: SumCheck | None) -> bool:
+        text = None if check is None else check.finish(record, self._second.totals, _NOT_ONE_BY_ONE)
+        if text is not None:
+            self._second_is_refused = True
+            self._reports.report(UnsupportedError(f"engine={self._engine!r} is not used in this fit: {text}"))
+        return text is not None
 
     def _backward_starts(self, losses: list[Tensor]) -> None:
         with unseen(self._module.device.type):
@@ -403,15 +455,21 @@ class SharedCapture:
         missing = warning_texts(record)[0]
         failures = ""
         for engine in ("vmap", "loop"):
-            found = self._run_aside(engine)
-            if isinstance(found, PerSampleRecord):
-                self._engine = engine
+            found = self._run_aside(engine, sums=True)
+            check, totals, text = self._second_check, self._second.totals, None
+            if isinstance(found, PerSampleRecord) and check is not None and totals is not None:
+                text = check.finish(found, totals, _NOT_ONE_BY_ONE)
+            if text is not None:
+                failures += f"; engine={engine!r}: {text}"
+            elif isinstance(found, PerSampleRecord):
+                self._engine, self._second_is_compared = engine, True
                 self._reports.warn(
                     f"{missing}\nFrom this step on, captured steps use engine={engine!r}, an extra pass over the "
                     f"batch{failures}"
                 )
                 return found
-            failures += f"; {found}"
+            else:
+                failures += f"; {found}"
         self._falls_back = False
         self._reports.warn(f"No second engine can follow this model{failures}")
         return record

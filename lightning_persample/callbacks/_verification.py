@@ -26,6 +26,7 @@ def verify_values(
     training_step: Callable[[Any], Any],
     batch: Any,
     *,
+    batch_size: int | None,
     allow_missing: bool,
 ) -> bool:
     """Check the per-sample gradients of a few samples.
@@ -33,9 +34,10 @@ def verify_values(
     Args:
         trainer: the Trainer, inside its training loop.
         pl_module: its module.
-        options: the callback whose loss_reduction, batch_dim and batch_size hold.
+        options: the callback whose loss_reduction and batch_dim hold.
         training_step: the module's training step as a function of the batch alone.
         batch: the batch.
+        batch_size: number of samples B; None reads it from the batch.
         allow_missing: whether a parameter without values is right, because another engine will give them.
 
     Returns:
@@ -61,7 +63,7 @@ def verify_values(
             loss_fn,
             loss_reduction=options.loss_reduction,
             batch_dim=options.batch_dim,
-            batch_size=options.batch_size,
+            batch_size=batch_size,
         )
     if isinstance(report.failure, NoLossError) and calls == 1:
         return False

@@ -124,6 +124,7 @@ class Lost:
         samples: the samples that it is made of, each alone or added up; empty where they are all or not known.
         apart: its entries are of different samples.
         totals: of a sum of data, what each sample adds to it, (B,); None where that is not known.
+        unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
     """
 
     reason: str
@@ -135,6 +136,7 @@ class Lost:
     samples: frozenset[int] = frozenset()
     apart: bool = False
     totals: Tensor | None = None
+    unplaced: bool = False
 
     @property
     def alone(self) -> int | None:

@@ -29,7 +29,7 @@ from lightning_persample.engine.kinds import (
     kind_of,
 )
 from lightning_persample.engine.layout import Plan, layout_of, recall, remember, remember_as
-from lightning_persample.engine.marks import KNOWN, Constant, Marks
+from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
 from lightning_persample.engine.notes import Notes
 from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, user_line, version_of
 from lightning_persample.engine.planned import note_as_planned
@@ -288,10 +288,11 @@ class Dispatcher(Collector):
             if not outputs:
                 return result
             written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
+            beside = BatchAxis in kinds
             operands = tuple(
                 Operand(
                     saved[0] if inplace and weights and tensor is args[0] else tensor,
-                    mark if isinstance(mark, (BatchAxis, Lost)) else None,
+                    mark if isinstance(mark, (BatchAxis, Lost)) and not (beside and _is_data(tensor, mark)) else None,
                 )
                 for tensor, mark in marked
             )
@@ -467,3 +468,8 @@ def _as_it_is(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], visible: AbstractContextManager[Any]
 ) -> Any:
     return function(*args, **kwargs)
+
+
+def _is_data(tensor: Tensor, mark: Mark | None) -> bool:
+    """Whether a tensor counts as data that all samples read, beside tensors that hold the samples."""
+    return isinstance(mark, Lost) and mark.unplaced and not tensor.requires_grad

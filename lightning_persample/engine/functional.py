@@ -135,7 +135,7 @@ def vmap_per_sample_grads(
         raise OptionError(f"chunk_size is {chunk_size!r}; allowed is None or an integer of at least 1")
     if randomness not in ("different", "same", "error"):
         raise OptionError(f"randomness is {randomness!r}; allowed are 'different', 'same' and 'error'")
-    read_batch_size(list(batch_tensors(batch)), 0)
+    read_batch_size(batch, 0)
     leaves, spec = tree_flatten(_splittable(batch))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     module = unwrapped(module)  # Fabric's wrapper holds it twice, and functional_call would put back one of both alone
@@ -179,7 +179,7 @@ def loop_per_sample_grads(
     Tensors that do not agree on a batch size give a `BatchSizeError`, and batch normalisation in training of which a
     sample alone has one value per channel an `UnsupportedError`.
     """
-    batch_size = read_batch_size(list(batch_tensors(_splittable(batch))), 0)
+    batch_size = read_batch_size(_splittable(batch), 0)
     parameters = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     losses: list[Tensor] = []

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from lightning_persample.engine.batch import batch_tensors
+from lightning_persample.engine.batch import batch_tensors, packed_owners
 from lightning_persample.engine.batch_axis import BatchAxis, picked
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.expanded_weight import ExpandedWeight
@@ -146,7 +145,7 @@ def mark_inputs(inputs: list[Input], axis: int, batch_size: int, dispatcher: Dis
     for given in whole or parts:
         rows = (given.size or 0) // batch_size
         if given.packed is not None:
-            dispatcher.mark_batch(given.tensor, picked(0, _owners(given.packed), batch_size))
+            dispatcher.mark_batch(given.tensor, picked(0, packed_owners(given.packed), batch_size))
         else:
             dispatcher.mark_batch(
                 given.tensor, BatchAxis(axis, inner=rows) if axis == 0 else BatchAxis(axis, outer=rows)
@@ -162,11 +161,3 @@ def _inputs_in(argument: Any, path: str, axis: int) -> Iterator[Input]:
     for place, tensor in batch_tensors(argument, path):
         if id(tensor) not in parts:
             yield Input(place, tensor, tensor.size(axis) if tensor.dim() > axis else None)
-
-
-def _owners(packed: PackedSequence) -> Tensor:
-    """The sample of every row: all samples' first steps, longest sample first, all second steps, ..."""
-    order = packed.sorted_indices
-    if order is None:
-        order = torch.arange(int(packed.batch_sizes[0]))
-    return torch.cat([order[: int(size)] for size in packed.batch_sizes])

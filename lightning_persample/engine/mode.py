@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_persample.engine.batch import batch_tensors, place_in_batch, read_batch_size
+from lightning_persample.engine.batch import BatchLayout, declared_place, lay_out
 from lightning_persample.engine.coverage import classify, say, warn_user
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
@@ -140,8 +140,8 @@ class Capture:
         module = unwrapped(module)
         check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
         check_kernel_options(max_memory, fuse_weight_grad)
-        tensors = list(batch_tensors(batch))
-        self.batch_size = read_batch_size(tensors, batch_dim) if batch_size is None else batch_size
+        layout = lay_out(batch, batch_dim, batch_size)
+        self.batch_size = layout.batch_size
         check_samples(samples, self.batch_size)
         if samples is not None and fuse_weight_grad:
             raise OptionError("samples and fuse_weight_grad=True do not go together: the weight's gradient needs all")
@@ -161,15 +161,10 @@ class Capture:
         self._mode = ObservingMode(self.call)
         self._depth = 0
         self._fault = ""
-        guard(self._set_up, self._cannot_be_set_up)(tensors, batch_dim, fuse_weight_grad, max_memory, samples)
+        guard(self._set_up, self._cannot_be_set_up)(layout, fuse_weight_grad, max_memory, samples)
 
     def _set_up(
-        self,
-        tensors: list[tuple[str, Tensor]],
-        batch_dim: int,
-        fuse_weight_grad: bool,
-        max_memory: int | None,
-        samples: Tensor | None,
+        self, layout: BatchLayout, fuse_weight_grad: bool, max_memory: int | None, samples: Tensor | None
     ) -> None:
         self._parameters, buffers = parameters_and_buffers(self._module)
         keep = bool(self._quantities - {"sq_norm"})
@@ -177,8 +172,7 @@ class Capture:
         self._dispatcher.kernel_options = KernelOptions(max_memory)
         self._dispatcher.samples = samples
         self._dispatcher.accepting = False  # a backward that is not seen (of another thread) belongs to no record
-        for path, tensor in tensors:
-            place = place_in_batch(path, tensor, batch_dim, self.batch_size)
+        for (_, tensor), place in zip(layout.tensors, layout.places, strict=True):
             if place is not None:
                 self._dispatcher.mark_batch(tensor, place)
         self._watched = WatchedParameters(self._parameters, self._dispatcher)
@@ -293,7 +287,7 @@ class Capture:
         return self._fault or self._dispatcher.fault
 
     def _declare(self, tensor: Tensor, batch_dim: int = 0) -> None:
-        place = place_in_batch("the tensor given to mark_samples", tensor, batch_dim, self.batch_size)
+        place = declared_place("the tensor given to mark_samples", tensor, batch_dim, self.batch_size)
         if place is not None and not tensor.requires_grad:
             self._dispatcher.mark_batch(tensor, place)
 

@@ -63,6 +63,7 @@ class ModuleState:
         self._seen: dict[int, Any] = {}
         self._put_back: list[Callable[[], None]] = []
         self._put_back_random: list[Callable[[], None]] = []
+        self._random_states: list[tuple[Callable[[], Any], Any]] = []
         self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
         self._take_random_states({tensor.device for tensor in (*module.parameters(), *module.buffers())})
         self._take(module)
@@ -82,13 +83,17 @@ class ModuleState:
         for parameter, grad in self._grads:
             parameter.grad = grad
 
+    def drew_random_numbers(self) -> bool:
+        """Whether a random number generator is in another state than at the start."""
+        return any(not _is_same(state(), before) for state, before in self._random_states)
+
     def _take(self, value: Any) -> None:
         if id(value) in self._seen:
             return
         if isinstance(value, Tensor):
             self._take_tensor(value)
         elif isinstance(value, torch.Generator):
-            self._put_back_random.append(_later(value.set_state, value.get_state()))
+            self._keep_random_state(value.get_state, value.set_state)
         elif isinstance(value, nn.Module):
             self._take_container(value, value.__dict__, dict(value.__dict__), _refill_dict)
         elif isinstance(value, dict):
@@ -124,23 +129,34 @@ class ModuleState:
 
         self._put_back.append(put_back)
 
+    def _keep_random_state(self, get: Callable[..., Any], put_back: Callable[..., Any], *device: Any) -> None:
+        before = get(*device)
+        self._random_states.append((_later(get, *device), before))
+        self._put_back_random.append(_later(put_back, before, *device))
+
     def _take_random_states(self, devices: set[torch.device]) -> None:
-        self._put_back_random.append(_later(torch.set_rng_state, torch.get_rng_state()))
+        self._keep_random_state(torch.get_rng_state, torch.set_rng_state)
         for device in devices:
             if device.type not in ("cpu", "meta"):
                 generators = torch.get_device_module(device)
-                self._put_back_random.append(_later(generators.set_rng_state, generators.get_rng_state(device), device))
-        self._put_back_random.append(_later(random.setstate, random.getstate()))
+                self._keep_random_state(generators.get_rng_state, generators.set_rng_state, device)
+        self._keep_random_state(random.getstate, random.setstate)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            self._put_back_random.append(_later(numpy.random.set_state, numpy.random.get_state()))
+            self._keep_random_state(numpy.random.get_state, numpy.random.set_state)
 
 
-def _later(function: Callable[..., object], *args: Any) -> Callable[[], None]:
-    def call() -> None:
-        function(*args)
+def _is_same(state: Any, other: Any) -> bool:
+    """Whether two states of one generator are equal: tensors, arrays, numbers, or tuples of these."""
+    if isinstance(state, tuple):
+        return all(map(_is_same, state, other))
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    return bool(state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other)
 
-    return call
+
+def _later(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    return lambda: function(*args)
 
 
 def _refill_dict(container: dict[Any, Any], items: dict[Any, Any]) -> None:

@@ -123,10 +123,9 @@ class Use:
         pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
         lost = next((axis for output, axis in pairs if output.requires_grad and isinstance(axis, Lost)), None)
         if lost is not None and not self.whole and self.entries is None:
-            return (
-                f"{self.description}: the batch axis cannot be followed here: {lost.reason}; the samples must stay "
-                "along one axis (see `batch_dim` for where the batch has it, and `batch_size` where sizes differ)"
-            )
+            plain = lost.alone is not None or any(axis.unplaced for _, axis in self.call.lost)
+            remedy = "" if plain else "; keep the samples along one axis up to here"
+            return f"{self.description}: the batch axis cannot be followed here: {lost.reason}{remedy}"
         several = self.rule is not None and self.rule.several_outputs
         if len(self.outputs) != 1 and not several:
             number = len(self.outputs)

@@ -84,7 +84,7 @@ def check_per_sample_gradients(
     allowed = _tolerance(list(trainable.values())) if tolerance is None else tolerance
     tensors = list(batch_tensors(batch))
     try:
-        size = read_batch_size(tensors, batch_dim) if batch_size is None else batch_size
+        size = read_batch_size(batch, batch_dim) if batch_size is None else batch_size
     except BatchSizeError as error:
         hint = _other_axes([tensor for _, tensor in tensors], batch_dim)
         return _nothing(trainable, 0, allowed, "; ".join(text for text in (str(error), hint) if text), error)

@@ -320,7 +320,7 @@ def test_a_batch_that_cannot_be_captured_is_said_and_training_goes_on():
             super().training_step(batch[:2], batch_idx)
 
     data = as_loader([(torch.randn(4, FEATURES), torch.zeros(4).long(), torch.randn(3))] * 2)
-    with pytest.warns(PerSampleWarning, match="do not agree on a size"):
+    with pytest.warns(PerSampleWarning, match="do not agree on a number of samples"):
         trainer = fit(Loose(False), [recorder()], data=data)
     assert trainer.global_step == 2
 

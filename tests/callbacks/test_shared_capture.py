@@ -157,5 +157,5 @@ def test_subclasses_may_override_lightnings_hooks_with_and_without_super(callbac
 
 def test_a_callback_with_error_decides_for_all():
     callbacks = [PerSampleGradientMonitor(), Recorder(unsupported="error")]
-    with pytest.raises(BatchSizeError, match="do not agree on a size"):
+    with pytest.raises(BatchSizeError, match="do not agree on a number of samples"):
         fit(Classifier(), callbacks, data=as_loader([(torch.randn(4, 6), torch.zeros(3).long())]))

@@ -148,7 +148,9 @@ def test_a_check_that_cannot_run_ends_the_training():
     text = "running the loss on sample 0 alone failed with NoLossError: training_step returned None"
     with pytest.raises(VerificationError, match=text):
         fit(SkipsSingleSamples(), [Recorder(verify=True)])
-    with pytest.raises(VerificationError, match="the tensors of the batch do not agree on a size along axis 0"):
+    with pytest.raises(
+        VerificationError, match="the tensors of the batch do not agree on a number of samples along axis 0"
+    ):
         fit(Classifier(), [Recorder(verify=True)], data=as_loader([(torch.randn(4, FEATURES), torch.zeros(3).long())]))
 
 

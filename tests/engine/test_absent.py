@@ -99,7 +99,7 @@ def test_samples_along_an_axis_that_the_op_does_not_keep() -> None:
 def test_a_batch_size_that_the_batch_does_not_hold() -> None:
     module = nn.Linear(6, 4)
     record = record_of(module, mean_of_all, vectors(), batch_size=2)
-    text = r"batch\[0\] has sizes \(5, 6\), which do not hold 2 samples along axis 0"
+    text = r"batch\[0\] has shape \(5, 6\), which does not hold 2 samples along axis 0"
     assert_missing(record, module, {"weight": text, "bias": text})
 
 

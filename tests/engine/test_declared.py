@@ -59,7 +59,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     module, x = nn.Linear(NOISE, 1), torch.randn(B, FEATURES)
     with expanded_weights(module, x, unsupported="ignore") as capture:
         (module(mark_samples(torch.randn(B + 1, NOISE))).sum() * x.mean()).backward()
-    text = "the tensor given to mark_samples has sizes (6, 3), which do not hold 5 samples along axis 0"
+    text = "the tensor given to mark_samples has shape (6, 3), which does not hold 5 samples along axis 0"
     assert text in capture.record.unsupported["weight"]
 
 

@@ -51,7 +51,7 @@ def test_weights_of_another_shape() -> None:
 BAD_BATCHES: dict[str, tuple[Any, str]] = {
     "sizes-differ": (
         {"x": torch.zeros(5, 6), "y": torch.zeros(4)},
-        "do not agree on a size along axis 0 (batch_dim=0): batch['x']: (5, 6), batch['y']: (4,); pass batch_dim",
+        "do not agree on a number of samples along axis 0 (batch_dim=0): batch['x']: (5, 6), batch['y']: (4,); pass",
     ),
     "no-tensor": (["text", 3], "the batch holds no tensor with an axis to read a batch size from; pass batch_size"),
     "empty": (torch.zeros(0, 6), "the batch is empty"),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_persample import ParameterCheck, VerificationReport, check_per_sample_gradients
+from lightning_persample import ParameterCheck, VerificationReport, check_per_sample_gradients, mark_samples
 from lightning_persample.engine.diagnosis import PENALTY, default_tolerance
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients import Dense
@@ -268,7 +268,10 @@ def test_a_batch_axis_that_the_tensors_do_not_share_is_said_with_the_one_they_sh
     assert report.reason.endswith(
         "all tensors of the batch have size 6 along axis 0: are the samples there (batch_dim=0, not 1)?"
     )
-    assert "do not agree on a size along axis 1 (batch_dim=1): batch[0]: (6, 5), batch[1]: (6,)" in report.reason
+    assert (
+        "do not agree on a number of samples along axis 1 (batch_dim=1): batch[0]: (6, 5), batch[1]: (6,)"
+        in report.reason
+    )
     assert (report.samples, {row.status for row in report.parameters}) == (0, {"not compared"})
 
 
@@ -292,7 +295,7 @@ def test_time_major_batches_and_batch_sizes():
     rows = torch.randn(3 * B, 5), torch.randn(B)
 
     def rows_loss(module, batch):
-        return (module(batch[0]).sum(1).unflatten(0, (-1, 3)).sum(1) * batch[1]).mean()
+        return (module(mark_samples(batch[0])).sum(1).unflatten(0, (-1, 3)).sum(1) * batch[1]).mean()
 
     assert check_per_sample_gradients(network(), rows, rows_loss, batch_size=B, samples=2)
 

@@ -76,8 +76,9 @@ def after_reduction(call: ObservedCall) -> Followed:
     known = all(mark.samples for mark in with_gradient)
     samples = frozenset().union(*(mark.samples for mark in with_gradient)) if known else frozenset()
     if one is not None or noted is not None or not with_gradient or not call.outputs[0].requires_grad:
-        mark = noted or (first if one is not None else replace(first, samples=frozenset()))
-        mark = replace(mark, samples=samples) if noted is not None else mark
+        unplaced = all(mark.unplaced for mark in marks) and call.op in _MOVES | _KEEPS_ENTRIES
+        mark = replace(first, samples=first.samples if one is not None else frozenset(), unplaced=unplaced)
+        mark = replace(noted, samples=samples) if noted is not None else mark
         if one is not None and with_gradient:
             mark = replace(mark, parts=_parts(call, with_gradient) or frozenset({1}))
         return Followed((mark,) * len(call.outputs))
@@ -93,8 +94,9 @@ def after_reduction(call: ObservedCall) -> Followed:
     if apart and weighting is None and call.op in _PICKS:
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
     result = replace(
-        first, noted=said, reduced=reduced, parts=(parts or frozenset()) if reduced and not said else frozenset(),
-        samples=samples if reduced and mixing is None else frozenset(), apart=apart,
+        first, noted=said, unplaced=False, reduced=reduced, apart=apart,
+        parts=(parts or frozenset()) if reduced and not said else frozenset(),
+        samples=samples if reduced and mixing is None else frozenset(),
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),
     )  # fmt: skip
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)

@@ -33,8 +33,11 @@ def _follow_layer(call: ObservedCall) -> Followed:
     hidden = list(tensors_in(call.args[2] if packed else second))
     known = [where for where in map(call.axis_of, hidden) if isinstance(where, BatchAxis)]
     others = [tensor for tensor, _ in call.located if tensor is not data and all(tensor is not h for h in hidden)]
-    if others or any(not where.same_place(state) for where in known):
+    if others or any(not where.same_layout(state) for where in known):
         return lost(call, "has an initial state or weights that order the samples differently", mixes=True)
+    if any(where.dim != 1 for where in known):
+        what = "holds the samples along axis 1 of its initial state, which is declared to hold them along another"
+        return lost(call, f"{what}: call mark_samples(state, batch_dim=1) in the training step before")
     mixing = next((where.mixing for where in (axis, *known) if where.mixing), None)
     outputs = [replace(axis, mixing=mixing), *[replace(state, mixing=mixing)] * (len(call.outputs) - 1)]
 

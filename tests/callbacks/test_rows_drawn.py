@@ -1,0 +1,271 @@
+"""In a Trainer the samples of a batch are the rows that the sampler drew, and an extra pass cuts a batch only there."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_persample import PerSampleWarning, mark_samples
+from tests.callbacks.runs import Recorder, fit
+
+
+class Stepping(L.LightningModule):
+    """Trains a network by any step."""
+
+    def __init__(self, network: nn.Module, step: Any) -> None:
+        super().__init__()
+        self.network, self.step = network, step
+
+    def training_step(self, batch, batch_idx):
+        return self.step(self.network, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Rows(Dataset):
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.rows[place]
+
+
+def captured(network: nn.Module, step: Any, data: Any, **options: Any) -> tuple[list[Tensor], list[str]]:
+    """The norms of each record of an epoch, and what was warned of; training is as without the callback."""
+    weights = []
+    for callbacks in ([], [Recorder(1, **options)]):
+        module = Stepping(copy.deepcopy(network), step)
+        torch.manual_seed(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(module, callbacks, data=data)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    assert torch.equal(*weights)
+    texts = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    return [record.norms() for record in callbacks[0].records], texts
+
+
+def one_by_one(network: nn.Module, step: Any, samples: list[Any]) -> Tensor:
+    norms = []
+    for sample in samples:
+        alone = copy.deepcopy(network)
+        step(alone, sample).backward()
+        norms.append(torch.cat([parameter.grad.flatten() for parameter in alone.parameters()]).norm())
+    return torch.stack(norms)
+
+
+def items(network: nn.Module, batch: Any) -> Tensor:
+    return network(torch.stack(list(batch))).square().mean()
+
+
+@pytest.mark.parametrize("count", [16, 4])
+def test_lists_of_samples_are_read_by_the_rows_that_were_drawn(count):
+    rows, network = [torch.randn(6, 5) for _ in range(count)], nn.Linear(5, 2)
+    norms, texts = captured(network, items, DataLoader(Rows(rows), count, collate_fn=list))
+    assert texts == []
+    torch.testing.assert_close(norms, [one_by_one(network, items, [[row] for row in rows])])
+
+
+def test_as_many_samples_as_rows_of_each_are_refused():
+    rows = [torch.randn(6, 5) for _ in range(6)]
+    norms, texts = captured(nn.Linear(5, 2), items, DataLoader(Rows(rows), 6, collate_fn=list))
+    assert norms == []
+    assert len(texts) == 1
+    assert "whether an item is a sample or holds a row of every sample cannot be read from it" in texts[0]
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_lists_that_torch_collates_are_fields(count):
+    """A pair of tensors of one kind, also in a batch of two samples."""
+
+    def step(network: nn.Module, batch: Any) -> Tensor:
+        return (network(batch[0]) - network(batch[1])).square().sum(1).mean()
+
+    first, second, network = torch.randn(count, 5), torch.randn(count, 5), nn.Linear(5, 2, bias=False)
+    norms, texts = captured(network, step, DataLoader(TensorDataset(first, second), count))
+    assert texts == []
+    samples = [(first[i : i + 1], second[i : i + 1]) for i in range(count)]
+    torch.testing.assert_close(norms, [one_by_one(network, step, samples)])
+
+
+class OnPacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 4)
+
+    def forward(self, packed: PackedSequence) -> Tensor:
+        rows = packed._replace(data=self.linear(packed.data).tanh())
+        return pad_packed_sequence(rows, batch_first=True)[0].square().sum((1, 2)).mean()
+
+
+def test_packed_sequences_are_exact():
+    rows, network = [torch.randn(length, 2) for length in (1, 3, 2)], OnPacked()
+    data = DataLoader(Rows(rows), 3, collate_fn=lambda rows: pack_sequence(rows, enforce_sorted=False))
+    norms, texts = captured(network, lambda network, batch: network(batch), data)
+    assert texts == []
+    samples = [pack_sequence([row]) for row in rows]
+    torch.testing.assert_close(norms, [one_by_one(network, lambda network, batch: network(batch), samples)])
+
+
+LABELLED = TensorDataset(torch.randn(4, 5), torch.randint(0, 2, (4,)))
+
+
+def classify(network: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(network(batch[0]), batch[1])
+
+
+def dropping(rows: Any) -> Any:
+    return torch.stack([x for x, _ in rows[1:]]), torch.stack([y for _, y in rows[1:]])
+
+
+def doubling(rows: Any) -> Any:
+    return torch.stack([x for x, _ in rows for _ in range(2)]), torch.stack([y for _, y in rows for _ in range(2)])
+
+
+def test_a_collate_function_that_drops_rows_is_refused_unless_the_samples_are_named():
+    data = DataLoader(LABELLED, 4, collate_fn=dropping)
+    norms, texts = captured(nn.Linear(5, 2), classify, data)
+    assert norms == []
+    assert texts == [
+        "the tensors of the batch hold 3 samples, but the sampler drew 4 rows for this batch, of which nothing is "
+        "reported: where a collate function or a hook of the module adds or drops rows, pass sample_index=<function of "
+        "the batch that returns the index of each sample>"
+    ]
+    network = nn.Linear(5, 2)
+    norms, texts = captured(network, classify, data, sample_index=lambda batch: [1, 2, 3])
+    assert texts == []
+    samples = [(x[None], y[None]) for x, y in LABELLED]
+    torch.testing.assert_close(norms, [one_by_one(network, classify, samples[1:])])
+
+
+def test_rows_that_a_collate_function_doubles_are_named_unless_they_are_declared():
+    def declaring(network: nn.Module, batch: Any) -> Tensor:
+        return classify(network, (mark_samples(batch[0]), mark_samples(batch[1])))
+
+    data, network = DataLoader(LABELLED, 4, collate_fn=doubling), nn.Linear(5, 2)
+    norms, texts = captured(network, classify, data)
+    assert norms[0].isnan().all()
+    assert (
+        "batch[0] has shape (8, 5), 8 rows along axis 0 for 4 samples, and which of them are one sample's" in texts[0]
+    )
+    norms, texts = captured(network, declaring, data)
+    assert texts == []
+    samples = [(x.expand(2, -1), y.expand(2)) for x, y in LABELLED]
+    torch.testing.assert_close(norms, [one_by_one(network, classify, samples)])
+
+
+def test_a_batch_size_other_than_the_rows_drawn_is_refused():
+    norms, texts = captured(nn.Linear(5, 2), classify, DataLoader(LABELLED, 4), batch_size=2)
+    assert norms == []
+    assert len(texts) == 1
+    assert texts[0].startswith("batch_size=2, but the sampler drew 4 rows for this batch, of which nothing is reported")
+
+
+class Streamed(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([LABELLED[place] for place in range(4)])
+
+
+def test_where_no_rows_are_drawn_the_batch_tells_how_many_there_are():
+    network = nn.Linear(5, 2)
+    norms, texts = captured(network, classify, DataLoader(Streamed(), 4))
+    assert texts == []
+    torch.testing.assert_close(norms, [one_by_one(network, classify, [(x[None], y[None]) for x, y in LABELLED])])
+
+
+# extra passes
+
+
+class OnGraphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor, graph: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.zeros(len(y), 16).index_add(0, graph, torch.tanh(self.a(x)))
+        return (self.b(hidden) - y).square().mean()
+
+
+@pytest.mark.parametrize("options", [{"engine": "loop"}, {"engine": "vmap"}, {"unsupported": "vmap"}], ids=str)
+@pytest.mark.parametrize("nodes", [43, 48])
+def test_a_batch_that_cannot_be_cut_is_refused_by_the_second_engines(options, nodes):
+    batch = torch.randn(nodes, 3), torch.arange(nodes) % 8, torch.randn(8, 1)
+    data = DataLoader(Rows(range(8)), 8, collate_fn=lambda rows: batch)
+    norms, texts = captured(OnGraphs(), lambda network, batch: network(*batch), data, **options)
+    assert all(each.isnan().all() for each in norms)
+    assert f"cannot cut the batch into samples: batch[0] has shape ({nodes}, 3), " in texts[0]
+    assert "keep data that all samples share out of the batch, as a buffer of the module or a number" in texts[0]
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv1d(1, 3, 2), nn.BatchNorm1d(3), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(x[:, None])).flatten(1))
+
+
+NOT_SUMS = {
+    "batch norm": (Normalized, classify),
+    "sum for a mean": (lambda: nn.Linear(5, 2), lambda network, batch: classify(network, batch) * len(batch[0])),
+    "contrast": (lambda: nn.Linear(5, 2), lambda network, batch: network(batch[0]).std(0, unbiased=False).sum()),
+    "half of the samples": (lambda: nn.Linear(5, 2), lambda n, batch: classify(n, (batch[0][:2], batch[1][:2]))),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SUMS)
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_samples_that_do_not_add_up_to_the_gradient_are_refused(case, engine):
+    make, step = NOT_SUMS[case]
+    if engine == "vmap" and case == "batch norm":
+        pytest.skip("torch.func refuses it")
+    norms, texts = captured(make(), step, DataLoader(LABELLED, 4), engine=engine)
+    assert norms == []
+    assert len(texts) == 1
+    assert texts[0].startswith(
+        f"engine={engine!r} is not used in this fit: The gradients of the samples do not add up to what the backward "
+        "added to .grad; they are off for `network."
+    )
+    assert texts[0].endswith(
+        "The loss of the batch is not made of the losses of its samples as loss_reduction says (samples that weigh "
+        "otherwise, samples that influence each other as in batch normalization, a term that belongs to no sample), or "
+        "the batch is cut otherwise than its data lie"
+    )
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_samples_that_add_up_or_draw_are_not_refused(engine, dropout):
+    network = nn.Sequential(nn.Linear(5, 8), nn.Dropout(dropout), nn.Linear(8, 2))
+    norms, texts = captured(network, classify, DataLoader(LABELLED, 2), engine=engine)
+    assert texts == []
+    assert [len(each) for each in norms] == [2, 2]
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_weighted_losses_add_up_as_they_are_weighted(engine):
+    class_weights = torch.tensor([1.0, 3.0])
+
+    def weighted(network: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(network(batch[0]), batch[1], weight=class_weights)
+
+    def shares(outputs: Any, batch: Any) -> Tensor:
+        return class_weights[batch[1]] / class_weights[batch[1]].sum()
+
+    norms, texts = captured(nn.Linear(5, 2), weighted, DataLoader(LABELLED, 4), engine=engine, loss_reduction=shares)
+    assert texts == []
+    assert len(norms) == 1

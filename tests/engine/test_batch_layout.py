@@ -1,0 +1,300 @@
+"""Where the samples of a batch lie: by what the batch is made of, and never by a shape that happens to fit."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+
+from lightning_persample import BatchSizeError, PerSampleRecord, expanded_weights, mark_samples
+
+Step = Callable[[nn.Module, Any], Tensor]
+
+
+def observed(module: nn.Module, batch: Any, step: Step, **options: Any) -> PerSampleRecord:
+    """The record of one step, which gives no warning unless parameters are missing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with expanded_weights(
+            module, batch, quantities=("sq_norm", "grad_sample"), unsupported="ignore", **options
+        ) as capture:
+            step(module, batch).backward()
+    return capture.record
+
+
+def assert_as_one_by_one(module: nn.Module, record: PerSampleRecord, samples: list[Any], step: Step) -> None:
+    """Every gradient is that of the step on the batch of one sample."""
+    assert record.coverage == 1
+    assert (record.batch_size, record.mixing, record.weighting) == (len(samples), (), ())
+    for place, sample in enumerate(samples):
+        alone = copy.deepcopy(module)
+        alone.zero_grad()
+        step(alone, sample).backward()
+        for name, parameter in alone.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(record.grad_samples[name][place], expected)
+
+
+def assert_named(record: PerSampleRecord, text: str) -> None:
+    assert record.coverage == 0
+    assert all(re.search(text, reason) for reason in record.unsupported.values()), record.unsupported
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# one tensor per sample in a list
+
+
+def mean_of_items(module: nn.Module, batch: list[Tensor]) -> Tensor:
+    return torch.stack([module(item).square().mean() for item in batch]).mean()
+
+
+@pytest.mark.parametrize("shapes", [[(6, 5)] * 16, [(3, 5), (1, 5), (4, 5)], [(5,)] * 4])
+@pytest.mark.parametrize("join", ["stack", "cat"])
+def test_a_list_of_samples_that_are_joined_is_exact(shapes: list[tuple[int, ...]], join: str) -> None:
+    if join == "stack" and len(set(shapes)) > 1:
+        pytest.skip("of unequal shapes")
+    batch, module = [torch.randn(shape) for shape in shapes], nn.Linear(5, 2)
+
+    def step(module: nn.Module, batch: list[Tensor]) -> Tensor:
+        if join == "stack":
+            return module(torch.stack(batch)).square().sum() / len(batch)
+        rows = [item.reshape(-1, 5) for item in batch]
+        return module(torch.cat(rows)).square().sum() / len(batch)
+
+    record = observed(module, batch, step, batch_size=len(batch))
+    assert_as_one_by_one(module, record, [[item] for item in batch], step)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4, 5), (2, 5)])
+def test_a_list_of_samples_that_meet_a_weight_one_by_one_is_named(shape: tuple[int, ...]) -> None:
+    batch = [torch.randn(shape) for _ in range(3)]
+    record = observed(nn.Linear(5, 2), batch, mean_of_items, batch_size=3)
+    assert_named(record, r"batch\[2\] is of one sample, in a list with one item per sample$")
+
+
+@pytest.mark.parametrize("rows", [6, 3])
+def test_a_list_that_may_hold_samples_or_fields_is_refused(rows: int) -> None:
+    batch = [torch.randn(rows, 5) for _ in range(16)]
+    with pytest.raises(BatchSizeError) as error:
+        expanded_weights(nn.Linear(5, 2), batch)
+    assert str(error.value).startswith(f"batch is a list of 16 tensors, batch[0]: ({rows}, 5), ")
+    assert str(error.value).endswith(
+        " and 8 more: either each of them is one sample, or each holds a row of every sample along axis 0; pass "
+        "batch_size=16 in the first case, and a tuple or a mapping in place of the list in the second"
+    )
+
+
+def test_a_square_list_is_refused_with_a_batch_size_too() -> None:
+    with pytest.raises(
+        BatchSizeError, match="whether an item is a sample or holds a row of every sample cannot be read"
+    ):
+        expanded_weights(nn.Linear(5, 2), [torch.randn(3, 5) for _ in range(3)], batch_size=3)
+
+
+@pytest.mark.parametrize("container", [tuple, lambda views: dict(enumerate(views))])
+@pytest.mark.parametrize("B", [2, 3])
+def test_views_in_a_tuple_or_mapping_are_fields(container: Any, B: int) -> None:
+    views, module = [torch.randn(B, 5), torch.randn(B, 5)], nn.Linear(5, 2)
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return (module(batch[0]) * module(batch[1])).sum(1).mean()
+
+    record = observed(module, container(views), step)
+    assert_as_one_by_one(module, record, [container([v[i : i + 1] for v in views]) for i in range(B)], step)
+
+
+def test_fields_of_different_kinds_in_a_list_are_read_as_such() -> None:
+    x, y, module = torch.randn(2, 5), torch.randint(0, 3, (2,)), nn.Linear(5, 3)
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(module(batch[0]), batch[1])
+
+    record = observed(module, [x, y], step)
+    assert_as_one_by_one(module, record, [[x[i : i + 1], y[i : i + 1]] for i in range(2)], step)
+
+
+def test_targets_in_a_list_of_mappings_belong_to_their_samples() -> None:
+    """Boxes of a detector: one sample has as many of them as the batch has samples."""
+    images, module = torch.randn(3, 5), nn.Linear(5, 4)
+    targets = [{"boxes": torch.randn(count, 4)} for count in (3, 1, 2)]
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        found = module(batch[0])
+        return sum((f - t["boxes"]).square().sum() for f, t in zip(found, batch[1], strict=True)) / len(found)
+
+    record = observed(module, (images, targets), step, batch_size=3)
+    assert_as_one_by_one(module, record, [(images[i : i + 1], targets[i : i + 1]) for i in range(3)], step)
+
+
+# packed sequences, tokens with lengths or offsets
+
+
+class OnPacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 4)
+        self.lstm = nn.LSTM(4, 3, bidirectional=True)
+
+    def forward(self, packed: PackedSequence) -> Tensor:
+        rows = self.linear(packed.data).tanh()
+        out, _ = self.lstm(packed._replace(data=rows))
+        return pad_packed_sequence(out, batch_first=True)[0].square().sum((1, 2))
+
+
+@pytest.mark.parametrize("lengths", [(3, 1), (1, 3), (2, 5, 1, 5)])
+@pytest.mark.parametrize("declared", [False, True])
+def test_packed_sequences_are_exact(lengths: tuple[int, ...], declared: bool) -> None:
+    sequences, module = [torch.randn(length, 2) for length in lengths], OnPacked()
+    options = {"batch_size": len(lengths)} if declared else {}
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return module(batch["x"]).mean()
+
+    record = observed(module, {"x": pack_sequence(sequences, enforce_sorted=False)}, step, **options)
+    assert_as_one_by_one(module, record, [{"x": pack_sequence([each])} for each in sequences], step)
+
+
+def test_a_packed_sequence_of_another_number_of_samples_is_named() -> None:
+    packed = pack_sequence([torch.randn(3, 2), torch.randn(1, 2)])
+    record = observed(OnPacked(), packed, lambda m, batch: m(batch).mean(), batch_size=4)
+    assert_named(record, "batch is a packed sequence of 2 samples in a batch of 4|batch axis")
+
+
+@pytest.mark.parametrize("lengths", [(3, 1), (1, 2, 3), (2, 2)])
+def test_tokens_with_lengths_are_named(lengths: tuple[int, ...]) -> None:
+    """Also where as many of them as samples could be k rows of each."""
+    tokens, count = torch.randn(sum(lengths), 2), torch.tensor(lengths)
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return torch.stack([part.square().sum() for part in module(batch[0]).split(batch[1].tolist())]).mean()
+
+    record = observed(nn.Linear(2, 3), (tokens, count), step, batch_size=len(lengths))
+    assert_named(record, r"batch\[0\] has shape \(\d, 2\), ")
+    with pytest.raises(BatchSizeError, match="do not agree on a number of samples along axis 0"):
+        expanded_weights(nn.Linear(2, 3), (tokens, count))
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum", "max"])
+@pytest.mark.parametrize("offsets", [(0, 3, 4, 9), (0, 0, 13, 13), (0, 1, 2, 3)])
+@pytest.mark.parametrize("tokens", [13, 16])
+def test_tokens_and_offsets_of_an_embedding_bag_are_exact(mode: str, offsets: tuple[int, ...], tokens: int) -> None:
+    index, starts = torch.randint(0, 20, (tokens,)), torch.tensor(offsets)
+    ends = [*offsets[1:], tokens]
+    module = nn.ModuleDict({"bag": nn.EmbeddingBag(20, 4, mode=mode), "head": nn.Linear(4, 2)})
+
+    def step(module: Any, batch: Any) -> Tensor:
+        return module["head"](module["bag"](*batch)).square().sum(1).mean()
+
+    record = observed(module, (index, starts), step, batch_size=4)
+    samples = [(index[a:b], torch.tensor([0])) for a, b in zip(offsets, ends, strict=True)]
+    assert_as_one_by_one(module, record, samples, step)
+
+
+# initial states, time-major batches, rows that no one declared
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layers: int, bidirectional: bool) -> None:
+        super().__init__()
+        self.gru = nn.GRU(3, 4, num_layers=layers, bidirectional=bidirectional, batch_first=True)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        return self.gru(x, state)[0].square().sum((1, 2))
+
+
+@pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, False), (2, True), (3, False), (1, True)])
+@pytest.mark.parametrize("B", [2, 3, 4])
+def test_an_initial_state_beside_a_batch_first_input(layers: int, bidirectional: bool, B: int) -> None:
+    rows = layers * (2 if bidirectional else 1)
+    x, state, module = torch.randn(B, 5, 3), torch.randn(rows, B, 4), Recurrent(layers, bidirectional)
+    samples = [(x[i : i + 1], state[:, i : i + 1]) for i in range(B)]
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return module(*batch).mean()
+
+    def declaring(module: nn.Module, batch: Any) -> Tensor:
+        return module(batch[0], mark_samples(batch[1], batch_dim=1)).mean()
+
+    assert_as_one_by_one(module, observed(module, (x, state), declaring, batch_size=B), samples, step)
+    record = observed(module, (x, state), step, batch_size=B)
+    if rows == B:
+        assert_named(record, r"axis 1 of its initial state.*call mark_samples\(state, batch_dim=1\)")
+    else:
+        assert_as_one_by_one(module, record, samples, step)
+
+
+@pytest.mark.parametrize("T", [5, 3])
+def test_labels_beside_time_major_tokens_are_exact(T: int) -> None:
+    module = nn.ModuleDict({"table": nn.Embedding(9, 4), "head": nn.Linear(4, 3)})
+    tokens, labels = torch.randint(0, 9, (T, 3)), torch.randint(0, 3, (3,))
+
+    def step(module: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(module["head"](module["table"](batch[0]).mean(0)), batch[1])
+
+    samples = [(tokens[:, i : i + 1], labels[i : i + 1]) for i in range(3)]
+    assert_as_one_by_one(module, observed(module, (tokens, labels), step, batch_dim=1), samples, step)
+
+
+def pairs(module: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch[0]).reshape(-1, 2, 3).mean(1), batch[1])
+
+
+def test_several_rows_of_a_sample_are_exact_where_they_are_declared() -> None:
+    x, y, module = torch.randn(8, 5), torch.randint(0, 3, (4,)), nn.Linear(5, 3)
+
+    def declaring(module: nn.Module, batch: Any) -> Tensor:
+        return pairs(module, (mark_samples(batch[0]), batch[1]))
+
+    samples = [(x[2 * i : 2 * i + 2], y[i : i + 1]) for i in range(4)]
+    assert_as_one_by_one(module, observed(module, (x, y), declaring, batch_size=4), samples, pairs)
+    assert_named(
+        observed(module, (x, y), pairs, batch_size=4),
+        r"batch\[0\] has shape \(8, 5\), 8 rows along axis 0 for 4 samples, and which of them are one sample's is not "
+        "declared: where each sample has 2 neighbouring rows, pass the tensor to mark_samples in the training step$",
+    )
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_data_that_all_samples_share_may_stand_in_the_batch(where: str) -> None:
+    """Class weights, anchors, a mask over positions: a constant of each sample's own loss."""
+    x, y, module = torch.randn(4, 5), torch.randint(0, 3, (4,)), nn.Linear(5, 3)
+    scale, anchors = torch.rand(5) + 0.5, torch.randn(7, 3)
+    batch = {"scale": scale, "anchors": anchors, "x": x, "y": y}
+    batch = batch if where == "first" else dict(reversed(batch.items()))
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        out = module(batch["x"] * batch["scale"])
+        return F.cross_entropy(-torch.cdist(out, batch["anchors"].double()), batch["y"])
+
+    record = observed(module, batch, step, batch_size=4)
+    assert_as_one_by_one(module, record, [{**batch, "x": x[i : i + 1], "y": y[i : i + 1]} for i in range(4)], step)
+
+
+@pytest.mark.parametrize("nodes", [43, 48])
+def test_rows_of_graphs_are_named(nodes: int) -> None:
+    class OnGraphs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 16), nn.Linear(16, 1)
+
+        def forward(self, x: Tensor, graph: Tensor, y: Tensor) -> Tensor:
+            hidden = torch.zeros(len(y), 16).index_add(0, graph, torch.tanh(self.a(x)))
+            return (self.b(hidden) - y).square().mean()
+
+    batch = torch.randn(nodes, 3), torch.randint(0, 8, (nodes,)), torch.randn(8, 1)
+    assert_named(observed(OnGraphs(), batch, lambda m, b: m(*b), batch_size=8), r"batch\[0\] has shape|batch axis")
