@@ -86,7 +86,6 @@ class BatchGradients:
             What was found.
 
         Raises:
-            OptionError: the size of the batch is another one.
             UnsupportedError: the gradients are not known exactly.
         """
         options = self._options

@@ -21,7 +21,7 @@ from lightning_persample.callbacks._sample_index import checked_index
 from lightning_persample.callbacks._samples_once import Fetched, SamplesOnce
 from lightning_persample.engine import warn_user
 from lightning_persample.engine.batch import count_samples, fields_of
-from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.influence._files import MANIFEST
 from lightning_persample.influence._shards import shards_of
 from lightning_persample.influence.store import (
