@@ -234,7 +234,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if self.worst_samples is not None:
             norms = self._norms_of_all()
             write_worst_samples(trainer, norms, self.worst_samples, self._why_nothing, is_said=is_said)
-        if self._why_nothing and not self._logged and shared is not None and not is_said:
+        never = self.every_n_steps is None and not trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self._why_nothing and not (self._logged or never) and shared is not None and not is_said:
             warn_user(f"`{self.prefix}` has logged nothing: {self._why_nothing}")
 
     def _why_no_step(self, trainer: Trainer) -> str:
