@@ -86,6 +86,7 @@ class BatchGradients:
             What was found.
 
         Raises:
+            OptionError: the loss is not one number.
             UnsupportedError: the gradients are not known exactly.
         """
         options = self._options

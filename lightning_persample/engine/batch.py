@@ -94,9 +94,9 @@ def count_samples(batch: Any, batch_dim: int, declared: int | None, drawn: int |
     if found is not None and (found % drawn or declared not in (None, drawn)):
         what = f"the tensors of the batch hold {found} samples" if declared is None else f"batch_size={declared}"
         raise BatchSizeError(
-            f"{what}, but the sampler drew {drawn} rows for this batch, of which nothing is reported: where a collate "
-            "function or a hook of the module adds or drops rows, pass sample_index=<function of the batch that returns "
-            "the index of each sample>"
+            f"{what}, but the sampler drew {drawn} rows for this batch, of which nothing is reported: where a "
+            "collate function or a hook of the module adds or drops rows, pass sample_index=<function of the batch "
+            "that returns the index of each sample>"
         )
     return drawn
 
