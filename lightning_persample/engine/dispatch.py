@@ -29,14 +29,14 @@ from lightning_persample.engine.kinds import (
     kind_of,
 )
 from lightning_persample.engine.layout import Plan, layout_of, recall, remember, remember_as
-from lightning_persample.engine.marks import KNOWN, Constant, Mark, Marks
+from lightning_persample.engine.marks import CONSTANT, KNOWN, REWRITTEN, Constant, Mark, Marks
 from lightning_persample.engine.notes import Notes
 from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, user_line, version_of
 from lightning_persample.engine.planned import note_as_planned
 from lightning_persample.engine.rows import LINEAR, note_rows, rows_of_linear
 from lightning_persample.engine.use import Use, attach, note_term, refuse_where_used
 from lightning_persample.engine.watched_nodes import WatchedNodes
-from lightning_persample.engine.weight import Derivation, Weight
+from lightning_persample.engine.weight import Derivation, Weight, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher"]
@@ -231,7 +231,7 @@ class Dispatcher(Collector):
                     note_rows(self, result, rows)
                     return result
             tensors = data_of(op, args, kwargs) if kind.converts else operands_of(args, kwargs)
-            marks = [self.marks.of_operand(tensor) for tensor in tensors]
+            marks = [self._mark_of(tensor) for tensor in tensors]
             kinds = set(map(type, marks))
             if kinds <= _OF_NO_SAMPLE:
                 result = _RUNNING
@@ -274,7 +274,10 @@ class Dispatcher(Collector):
             weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
             inplace = kind.inplace
             stop = boundary(tensor for tensor, _ in marked) if weights else set()
-            saved = (args[0].detach().clone(), *args[1:]) if weights and inplace else args
+            saved = args
+            if weights and inplace:  # (what weights alone are made of is computed again where it is needed)
+                replayed = args[0] is tensors[0] and _is_derived(marks[0]) and not kinds & {BatchAxis, Lost}
+                saved = (args[0].detach() if replayed else args[0].detach().clone(), *args[1:])
             versions = [(tensor, version_of(tensor)) for tensor, _ in marked]
             rule = rule_of(op) if weights else None
             draws = bool(weights) and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
@@ -342,10 +345,11 @@ class Dispatcher(Collector):
             self._derive(call, involved)
         elif call.inplace and isinstance(before, Weight):  # written to without gradient: it is still made of weights
             others = [o.tensor for o in call.operands if o.tensor is not call.outputs[0]]
+            before.version, before.hidden = version_of(call.outputs[0]), True
             before.outside |= call.op in DATA_SOURCES or not all(self.marks.is_known(tensor) for tensor in others)
         else:
             self.marks.note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
-        if call.inplace and call.outputs[0]._is_view():
+        if call.inplace and call.outputs[0]._is_view() and not self._derive_base(call.outputs[0]):
             self.marks.note_written_through(call.outputs[0])
         if call.inplace and (before is None or isinstance(before, Constant)) and not involved:
             self.marks.note_written(call.outputs[0])
@@ -364,22 +368,75 @@ class Dispatcher(Collector):
             leaf if not isinstance(leaf, Tensor) else self.keep(leaf) if id(leaf) in data else _without_data(leaf)
             for leaf in leaves
         )
-        text, versions = call.describe(), tuple(version_of(leaf) for leaf in detached if isinstance(leaf, Tensor))
+        text = call.describe()
+        versions: list[int | None] = [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in detached]
+        if call.inplace and 0 in parents and parents[0].derivation is not None:
+            versions[0] = None
         for position, output in enumerate(call.outputs):
             if not output.requires_grad:
                 continue
             value = self.keep(output)
             derivation = Derivation(
                 call.op, call.function, detached, spec, parents, position, value, call.inplace, text,
-                call.random_state, versions, version_of(value),
+                call.random_state, tuple(versions), version_of(value),
             )  # fmt: skip
-            weight = Weight(names, output.detach(), derivation, outside=outside)
+            weight = Weight(names, output.detach(), derivation, outside=outside, version=version_of(output))
             for parent in parents.values():
                 parent.children += 1
             self.weights.append(weight)
             self.marks[output] = weight
             if output.grad_fn is not None:
                 self.nodes.watch(output.grad_fn, weight)
+
+    def _mark_of(self, tensor: Tensor) -> Mark | None:
+        """What a tensor means as an argument; a view of weights that was overwritten is read from its base again."""
+        mark = self.marks.of_operand(tensor)
+        base = tensor._base if mark is REWRITTEN else None
+        known = None if base is None else self.marks.of_operand(base)
+        if base is None or not isinstance(known, Weight):
+            return mark
+        places = places_in(base, tensor)
+        if places is None:
+            return mark
+        self.nodes.watch_inside((tensor,), boundary((base,)))
+        self._derive_from("as_strided", part_of, (base, places), tensor, {id(base): known})
+        return self.marks.of_operand(tensor)
+
+    def _derive_base(self, view: Tensor) -> bool:
+        """After weights alone were written into a view, its base is made of them, too; False where it is not."""
+        base, part = view._base, self.marks.of_operand(view)
+        known = None if base is None else self.marks.get(base)
+        if (
+            base is None
+            or not isinstance(part, Weight)
+            or isinstance(known, (BatchAxis, Lost))
+            or not base.requires_grad
+        ):
+            return False
+        places = places_in(base, view)
+        if places is None:
+            return False
+        before = base.detach() if _is_derived(known) else base.detach().clone()
+        involved = {id(view): part} | ({id(before): known} if isinstance(known, Weight) else {})
+        if not isinstance(known, Weight):
+            self.marks[before] = KNOWN if self.marks.is_known(base) else CONSTANT
+        self._derive_from("as_strided_scatter", with_part, (before, view, places), base, involved)
+        return True
+
+    def _derive_from(
+        self,
+        op: str,
+        function: Callable[..., Tensor],
+        args: tuple[Tensor, ...],
+        output: Tensor,
+        involved: Mapping[int, Weight],
+    ) -> None:
+        """Note that a tensor is a function of weights; the last argument says where entries lie."""
+        self.marks[args[-1]] = KNOWN
+        operands = tuple(Operand(tensor, None) for tensor in args)
+        overwrites = op == "as_strided_scatter"
+        call = ObservedCall(op, function, args, {}, operands, (output,), self.batch_size, overwrites, frozenset())
+        self._derive(call, involved)
 
     def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         followed = follow(call)
@@ -473,3 +530,7 @@ def _as_it_is(
 def _is_data(tensor: Tensor, mark: Mark | None) -> bool:
     """Whether a tensor counts as data that all samples read, beside tensors that hold the samples."""
     return isinstance(mark, Lost) and mark.unplaced and not tensor.requires_grad
+
+
+def _is_derived(mark: Mark | None) -> bool:
+    return isinstance(mark, Weight) and mark.derivation is not None

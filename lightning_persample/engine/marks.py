@@ -14,7 +14,7 @@ from lightning_persample.engine.kinds import DATA_SOURCES
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.weight import Weight
 
-__all__ = ["CONSTANT", "KNOWN", "Constant", "Mark", "Marks"]
+__all__ = ["CONSTANT", "KNOWN", "REWRITTEN", "Constant", "Mark", "Marks"]
 
 
 class Constant:
@@ -28,6 +28,7 @@ class Constant:
         self.known = known
 
 
+REWRITTEN = Lost("it was made of weights alone, and written to in place through another tensor that shares its memory")
 CONSTANT, KNOWN = Constant(known=False), Constant(known=True)
 
 _NUMBERS = frozenset({int, float, bool, complex, str, type(None), torch.dtype})
@@ -64,8 +65,9 @@ class Marks:
         kind = type(mark)
         if kind is BatchAxis:
             return mark
-        if kind is Weight:
-            return mark if tensor.requires_grad else None
+        if type(mark) is Weight:
+            current = mark.is_current(tensor)
+            return (mark if current else REWRITTEN) if tensor.requires_grad else None
         unmarked = mark is None or kind is Constant
         if unmarked and self._written and tensor.layout == torch.strided:
             shared = tensor.untyped_storage().data_ptr() in self._written

@@ -69,7 +69,12 @@ def rows_of_linear(dispatcher: Dispatcher, args: tuple[Any, ...]) -> RowsOfLinea
     weights, sizes = [], []
     for parameter in tensors[1:]:
         mark = marks.get(parameter) if type(parameter) in _CLASSES else None
-        if type(mark) is not Weight or not parameter.requires_grad or parameter.dtype is not dtype:
+        if (
+            type(mark) is not Weight
+            or not mark.is_current(parameter)
+            or not parameter.requires_grad
+            or parameter.dtype is not dtype
+        ):
             return None
         weights.append(mark)
         sizes.append(parameter.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from lightning_persample.gradients.cost import halved
 from lightning_persample.gradients.options import current_options
 from lightning_persample.rules import Pull, other_generators_kept, vector_jacobian
 
-__all__ = ["Derivation", "Weight", "pull_back", "settle"]
+__all__ = ["Derivation", "Weight", "part_of", "places_in", "pull_back", "settle", "with_part"]
 
 _SAME_ENTRIES = frozenset(
     {"clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "alias", "cuda", "cpu"}
@@ -55,8 +55,8 @@ class Derivation:
         inplace: whether the call wrote into its first argument.
         text: op, sizes and the user's line, for messages.
         random_state: state of the generator before the call, where it drew random numbers.
-        versions: how often each tensor among the leaves had been written to when the call was done.
-        made: the same of the derived weight itself.
+        versions: how often each leaf had been written to when the call read it; None of what was overwritten by it.
+        made: how often the derived weight had been written to when the call was done.
     """
 
     op: object
@@ -69,7 +69,7 @@ class Derivation:
     inplace: bool
     text: Description
     random_state: Tensor | None = None
-    versions: tuple[int, ...] = ()
+    versions: tuple[int | None, ...] = ()
     made: int = 0
 
     def copied_leaves(self) -> list[Any]:
@@ -86,6 +86,8 @@ class Derivation:
             leaves[position] = tensor
         if self.inplace:
             leaves[0] = leaves[0].clone()
+        if self.random_state is not None:
+            torch.set_rng_state(self.random_state)
         args, kwargs = tree_unflatten(leaves, self.spec)
         result = self.function(*args, **kwargs)
         return list(tensors_in(leaves[0] if result is None else result))[self.output]
@@ -107,6 +109,8 @@ class Weight:
         sq_norm: the squared norm (B,), where it could be taken at once and the structure let go.
         norm: the norm (B,) in its place.
         told: whether the call that uses it tells that it gets a gradient, so that no hook on it has to.
+        version: how often a derived weight had been written to when it was computed.
+        hidden: it was written to where autograd did not see it.
     """
 
     names: frozenset[str]
@@ -120,6 +124,12 @@ class Weight:
     sq_norm: Tensor | None = None
     norm: Tensor | None = None
     told: bool = False
+    version: int = 0
+    hidden: bool = False
+
+    def is_current(self, tensor: Tensor) -> bool:
+        """Whether the tensor still holds this weight: a derived one may have been overwritten through another view."""
+        return self.derivation is None or version_of(tensor) == self.version
 
     @property
     def has_norms(self) -> bool:
@@ -136,6 +146,25 @@ class Weight:
         self.contributions.clear()
         self.calls.clear()
         self.sq_norm = self.norm = None
+
+
+def places_in(base: Tensor, view: Tensor) -> Tensor | None:
+    """The place of each entry of a view among the entries of its base, of the view's shape; None where it has none."""
+    if view.dtype != base.dtype or base.is_complex() or not torch.ops.aten.is_non_overlapping_and_dense(base):
+        return None
+    places = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64, device=base.device)
+    places.copy_(torch.arange(base.numel(), device=base.device).view(base.shape))
+    return places.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())
+
+
+def part_of(base: Tensor, places: Tensor) -> Tensor:
+    """A view as a function of its base."""
+    return base.reshape(-1)[places]
+
+
+def with_part(base: Tensor, part: Tensor, places: Tensor) -> Tensor:
+    """A base of which one view was overwritten, as a function of what it was and of the view."""
+    return base.reshape(-1).scatter(0, places.reshape(-1), part.reshape(-1)).reshape(base.shape)
 
 
 def settle(weights: Sequence[Weight], refuse: Callable[[list[Weight], str], None]) -> None:
@@ -181,34 +210,26 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
     parents = list(derivation.parents.values())
     of_table = looked_up(derivation, gradient)
     if of_table is not None:
-        _check_unchanged(derivation, parents_too=False)
+        _as_read(derivation, parents_too=False)
         parents[0].contributions.append(of_table)
-        return
-    rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) else None
-    if rows is not None:
-        _check_unchanged(derivation)
-        if version_of(derivation.value) == derivation.made:  # (else there is nothing to compare with)
-            _check_repeats(derivation, derivation.compute(*(derivation.leaves[place] for place in derivation.parents)))
-        for parent, part in rows:
-            parent.contributions.append(part)
         return
     if len(parents) == 1:
         kept = _keep_structure(derivation, parents[0], gradient)
         if kept is not None:
             parents[0].contributions.append(kept)
             return
-    _check_unchanged(derivation)
-    inputs = [derivation.leaves[position] for position in derivation.parents]
-
-    def again(*inputs: Tensor) -> list[Tensor]:
-        if derivation.random_state is not None:
-            torch.set_rng_state(derivation.random_state)
-        return [derivation.compute(*inputs)]
-
     devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), other_generators_kept():
-        (value,), pull = vector_jacobian(again, inputs)
-        _check_repeats(derivation, value)
+        derivation = _as_read(derivation)
+        rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) else None
+        inputs = [derivation.leaves[position] for position in derivation.parents]
+        if rows is not None:
+            _check_repeats(derivation, derivation.compute(*inputs), inputs)
+            for parent, part in rows:
+                parent.contributions.append(part)
+            return
+        (value,), pull = vector_jacobian(lambda *inputs: [derivation.compute(*inputs)], inputs)
+        _check_repeats(derivation, value, inputs)
         before = _random_states(devices)
         with other_generators_kept() as others_drawn:
             pulled = _pulled(value, pull, gradient)
@@ -275,24 +296,28 @@ def _collapse(gradient: Block, shape: torch.Size) -> SampleGradient | None:
     return Dense(total.reshape(grad.size(0), *shape))
 
 
-def _check_unchanged(derivation: Derivation, *, parents_too: bool = True) -> None:
-    """An optimizer that steps in the middle of the backward, for one, leaves other weights than the forward had."""
-    tensors = [(place, leaf) for place, leaf in enumerate(derivation.leaves) if isinstance(leaf, Tensor)]
-    read = (
-        (tensor, version)
-        for (place, tensor), version in zip(tensors, derivation.versions, strict=True)
-        if parents_too or place not in derivation.parents
-    )
-    changed = next((tensor for tensor, version in read if version_of(tensor) != version), None)
-    if changed is not None:
-        raise UnsupportedError(
-            f"{derivation.text} computes a weight from a tensor of sizes {tuple(changed.shape)} that was changed in "
-            "place before the backward ended (by an optimizer that steps during the backward?); change it afterwards"
-        )
+def _as_read(derivation: Derivation, *, parents_too: bool = True) -> Derivation:
+    """The derivation with the values that the call read: derived weights that were overwritten are computed again."""
+    leaves = list(derivation.leaves)
+    for place, (leaf, version) in enumerate(zip(leaves, derivation.versions, strict=True)):
+        parent = derivation.parents.get(place)
+        if not isinstance(leaf, Tensor) or version_of(leaf) == version or not (parents_too or parent is None):
+            continue
+        if parent is None or parent.derivation is None or parent.hidden:
+            raise UnsupportedError(
+                f"{derivation.text} computes a weight from a tensor of shape {tuple(leaf.shape)} that was changed in "
+                "place before the backward ended (by an optimizer that steps during the backward?); change it "
+                "afterwards"
+            )
+        made = _as_read(parent.derivation)
+        leaves[place] = made.compute(*(made.leaves[position] for position in made.parents))
+    return replace(derivation, leaves=tuple(leaves))
 
 
-def _check_repeats(derivation: Derivation, value: Tensor) -> None:
+def _check_repeats(derivation: Derivation, value: Tensor, inputs: Sequence[Tensor]) -> None:
     recorded = derivation.value
+    if version_of(recorded) != derivation.made:  # overwritten: what is random differs from one repetition to the next
+        recorded = derivation.compute(*inputs)
     if value.shape == recorded.shape:
         if not recorded.numel() or not recorded.is_floating_point():
             return

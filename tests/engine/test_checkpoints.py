@@ -32,6 +32,7 @@ class Doubled(torch.autograd.Function):
 MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "one-op": lambda w: w * 2.0,
     "several-ops": lambda w: (w.exp() / 3).view(1, 6).tanh(),
+    "in-place": lambda w: (w * 2.0).mul_(3.0),
     "view": lambda w: w.flip(0)[None],
     "detached": lambda w: (w * 2.0).detach(),
     "custom-function": lambda w: Doubled.apply(w),
