@@ -24,6 +24,7 @@ _CONVERTS: dict[object, tuple[int, str] | None] = {
         "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
         "new_empty", "new_empty_strided",
     )),
+    **dict.fromkeys(("zeros", "ones", "empty", "arange", "eye")), "full": (1, "fill_value"),  # (of sizes in tensors)
     "full_like": (1, "fill_value"), "new_full": (2, "fill_value"), "new_tensor": (1, "data"), "new": (1, "data"),
 }  # fmt: skip
 _ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of the call, in its order
@@ -70,7 +71,7 @@ def is_inplace(function: Callable[..., Any]) -> bool:
 
 def data_of(op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments whose values the results are made of, in order."""
-    if op not in _CONVERTS:
+    if op not in _CONVERTS or (op == "arange" and (len(args) > 1 or "start" in kwargs)):
         return operands_of(args, kwargs)
     place, name = _CONVERTS[op] or (len(args), "")
     return operands_of(args[place : place + 1], {name: kwargs[name]} if name in kwargs else {})

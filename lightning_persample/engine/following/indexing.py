@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, picked, row_owners
 from lightning_persample.engine.following.base import Followed, alone, follower, keep, lost
+from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
 __all__: list[str] = []
@@ -165,12 +166,28 @@ class _Place:
         raise IndexError(f"axis {dim} is not indexed")
 
 
+@follower("index_put")
+def _follow_index_put(call: ObservedCall) -> Followed:
+    """``target.index_put(indices, values)`` is ``target[indices] = values`` on a copy."""
+    value = call.argument(2, "values")
+    if call.argument(3, "accumulate", default=False) or not isinstance(call.axis_of(value), BatchAxis):
+        return try_on_one_sample(call)
+    return _written(call, call.argument(0, "input", "self"), tuple(call.argument(1, "indices")), value)
+
+
 @follower("setitem")
 def _follow_setitem(call: ObservedCall) -> Followed:
     """``target[index] = value``: the target keeps its shape; the value lies over the indexed part from the right."""
-    target, index, value = call.args
+    return _written(call, *call.args)
+
+
+def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Followed:
     where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
     items = _per_axis(index, target.dim())
+    if where is None and incoming is None and not call.outputs[0].requires_grad:
+        placed = _along_mask(call, items)
+        if placed is not None:
+            return keep(call, placed)
     if isinstance(where, BatchAxis) and call.batch_size > 1 and not _places_are_own(call, items, where):
         return lost(call, "writes into places that depend on other samples", mixes=True)
     if isinstance(where, BatchAxis) and incoming is None:
@@ -190,6 +207,15 @@ def _follow_setitem(call: ObservedCall) -> Followed:
         return found if tensor is target else None
 
     return Followed((found,), aligned)
+
+
+def _along_mask(call: ObservedCall, items: list[Any]) -> BatchAxis | None:
+    """The axis of a constant target of which ``target[mask] = 1`` writes in the rows of each sample, by its mask."""
+    masks = [item for item in items if isinstance(item, Tensor)]
+    axis = call.axis_of(masks[0]) if len(masks) == 1 and _is_mask(masks[0]) else None
+    if not isinstance(axis, BatchAxis):
+        return None
+    return axis.moved(axis.dim + sum(each is not None for each in items[: _position_of(items, masks[0])]))
 
 
 def _row_by_row(

@@ -209,6 +209,9 @@ def _follow_select(call: ObservedCall) -> Followed:
 def _follow_gather(call: ObservedCall) -> Followed:
     target = call.argument(0, "input", "self")
     dim = call.argument(2 if call.op == "take_along_dim" else 1, "dim")
+    own = _into_own_rows(call, target, int(dim) % target.dim()) if call.op in ("index_add", "index_copy") else None
+    if own is not None:
+        return own
     if dim is None or call.lost:
         return lost(call, "gathers entries across the batch", mixes=True)
     dim = int(dim) % max(target.dim(), 1)
@@ -240,6 +243,18 @@ def _follow_gather(call: ObservedCall) -> Followed:
         return axis if tensor.dim() > axis.dim and call.batch_size > 1 else None
 
     return keep(call, axis, aligned)
+
+
+def _into_own_rows(call: ObservedCall, target: Tensor, dim: int) -> Followed | None:
+    """Rows added or copied to rows of the same sample, as the values of the index show; None for any other call."""
+    index, source = call.argument(2, "index"), call.argument(3, "source", "tensor")
+    where, found = call.axis_of(target), call.axis_of(source) if isinstance(source, Tensor) else None
+    if not isinstance(where, BatchAxis) or not isinstance(found, BatchAxis) or found.mixing is not None:
+        return None
+    if where.dim != dim or found.dim != dim:
+        return None
+    owners = row_owners(where, call.batch_size, index.device)[index.flatten()]
+    return keep(call, where) if torch.equal(owners, row_owners(found, call.batch_size, index.device)) else None
 
 
 def _from_table(call: ObservedCall, table: Tensor, dim: int, axis: BatchAxis) -> Followed:
