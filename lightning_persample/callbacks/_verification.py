@@ -9,7 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_persample.callbacks._aside import NoLossError, aside, without_dropout
-from lightning_persample.engine import check_per_sample_gradients
+from lightning_persample.engine import check_per_sample_gradients, warn_user
+from lightning_persample.engine.diagnosis import RANDOM
 from lightning_persample.engine.samples import loss_of
 from lightning_persample.errors import VerificationError
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
 
 __all__ = ["verify_values"]
+
+_NAMED = 8
 
 
 def verify_values(
@@ -44,7 +47,7 @@ def verify_values(
         False if the batch could not be checked, because the training step skips it.
 
     Raises:
-        VerificationError: a value is missing or wrong.
+        VerificationError: a value is missing or wrong. A step that draws random numbers cannot be compared: a warning.
     """
     calls = 0
 
@@ -68,6 +71,10 @@ def verify_values(
     if isinstance(report.failure, NoLossError) and calls == 1:
         return False
     right = ("agrees", "unused", "missing") if allow_missing else ("agrees", "unused")
-    if report.reason or any(row.status not in right for row in report.parameters):
+    rest = [row for row in report.parameters if row.status not in right]
+    if report.reason or any(row.reason != RANDOM for row in rest):
         raise VerificationError(f"verify=True, and not every value is right. {report}") from report.failure
+    if rest:
+        named = ", ".join(f"`{row.name}`" for row in rest[:_NAMED]) + (", ..." if rest[_NAMED:] else "")
+        warn_user(f"verify=True could not compare the gradients of {named}: {RANDOM}")
     return True

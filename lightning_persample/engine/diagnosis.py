@@ -12,15 +12,16 @@ from torch import Tensor
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.samples import Weighting
 
-__all__ = ["PENALTY", "Comparison", "default_tolerance", "why_different"]
+__all__ = ["PENALTY", "RANDOM", "Comparison", "default_tolerance", "why_different"]
 
 PENALTY = (
     "apart from one term, the same in every one-sample loss: a penalty on the parameters, or another term of the loss "
     "that belongs to no sample, is in no sample's own gradient"
 )
-_RANDOM = (
+RANDOM = (
     "the loss changes with the random seed (dropout, noise): from one seed, a batch and a single sample cannot draw "
-    "the same numbers, so the two cannot be compared; check in evaluation mode, module.eval(), or with probability 0"
+    "the same numbers, so the two cannot be compared; check in evaluation mode, module.eval(), with probability 0, or "
+    "with noise that comes with the batch, one row per sample"
 )
 _UNKNOWN = "no cause was found: a fault of lightning_persample or of a registered rule, please report it"
 _SMALLEST_PART = 1e-2
@@ -122,7 +123,7 @@ def why_different(
             + "; ".join(record.mixing)
         )
     if is_random():
-        return _RANDOM
+        return RANDOM
     if bool(factors.isfinite().all() & (factors != 0).all()) and all(
         compared.agrees(name, factors.to(grads)) for name, grads in compared.loop.items()
     ):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
-from lightning_persample.engine.diagnosis import PENALTY, Comparison, default_tolerance, why_different
+from lightning_persample.engine.diagnosis import PENALTY, RANDOM, Comparison, default_tolerance, why_different
 from lightning_persample.engine.graph import REENTRANT, node_below
 from lightning_persample.engine.members import unwrapped
 from lightning_persample.engine.mode import expanded_weights
@@ -216,6 +216,8 @@ def _compare(
             if record.samples is not None:
                 why = f"of the {record.batch_size} samples compared, the loss takes {len(record.samples)} alone"
             return ParameterCheck(name, math.nan, "not compared", why)
+        if name in differing and reason == RANDOM:
+            return ParameterCheck(name, math.nan, "not compared", reason)
         if name in differing:
             return ParameterCheck(name, compared.error(name), "differs", reason)
         if name in penalized:

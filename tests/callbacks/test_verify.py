@@ -99,9 +99,11 @@ def test_batch_normalization_ends_the_training_with_the_reason():
         fit(Classifier(nn.Sequential(*layers)), [Recorder(verify=True)])
 
 
-def test_dropout_of_a_function_ends_the_training_with_the_reason():
-    with pytest.raises(VerificationError, match=r"\[1\] the loss changes with the random seed \(dropout, noise\)"):
-        fit(Classifier(ResidualInPlace()), [Recorder(verify=True)])
+def test_a_model_that_draws_noise_cannot_be_compared_and_trains():
+    text = r"verify=True could not compare the gradients of `network\..*: the loss changes with the random seed \(dropout, "
+    with pytest.warns(PerSampleWarning, match=text):
+        fit(Classifier(ResidualInPlace()), [recorder := Recorder(verify=True)])
+    assert all(record.coverage == 1 for record in recorder.records)
 
 
 class Drops(nn.Module):

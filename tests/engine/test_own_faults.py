@@ -56,7 +56,7 @@ class Network(nn.Module):
 
 
 FUNCTIONS: list[Callable[..., Any]] = [
-    batch.place_in_batch,
+    batch.lay_out,
     blocks.looked_up,
     by_rule.ByRule.__call__,
     by_rule.placement_of,

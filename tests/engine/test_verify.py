@@ -188,10 +188,10 @@ class PythonNoise(nn.Module):
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), NumpyNoise(), PythonNoise()], ids=["torch", "numpy", "python"])
 def test_random_numbers_are_explained(layer):
     module, data = network(layer), batch()
-    assert reason_of(check_per_sample_gradients(module, data, mean_loss), 4) == (
+    assert reason_of(check_per_sample_gradients(module, data, mean_loss), 4, "not compared") == (
         "the loss changes with the random seed (dropout, noise): from one seed, a batch and a single sample cannot "
-        "draw the same numbers, so the two cannot be compared; check in evaluation mode, module.eval(), or with "
-        "probability 0"
+        "draw the same numbers, so the two cannot be compared; check in evaluation mode, module.eval(), with "
+        "probability 0, or with noise that comes with the batch, one row per sample"
     )
     assert bool(check_per_sample_gradients(module.eval(), data, mean_loss)) == isinstance(layer, nn.Dropout)
 
