@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_persample.callbacks._statistics import STATISTICS
 from lightning_persample.callbacks._step_norms import percent
-from lightning_persample.engine.options import is_int
+from lightning_persample.engine.options import is_int, shown
 from lightning_persample.errors import OptionError
 
 __all__ = [
@@ -34,7 +34,7 @@ def check_option(name: str, value: object, allowed: bool, expected: str) -> None
         OptionError: `allowed` is False.
     """
     if not allowed:
-        raise OptionError(f"{name}={value!r} is not allowed: {name} must be {expected}")
+        raise OptionError(f"{name}={shown(value)} is not allowed: {name} must be {expected}")
 
 
 def is_none_or_int(value: object, least: int) -> bool:

@@ -9,9 +9,16 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError
 
-__all__ = ["QUANTITIES", "check_kernel_options", "check_options", "check_samples", "is_int"]
+__all__ = ["QUANTITIES", "check_kernel_options", "check_options", "check_samples", "is_int", "shown"]
 
 QUANTITIES = ("sq_norm", "grad_sample", "dot", "square_sum", "projection")
+
+
+def shown(value: object) -> str:
+    """A value in a message: a tensor by its shape and dtype, anything else as Python writes it."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return repr(value)
 
 
 def is_int(value: object, least: int) -> bool:
@@ -30,9 +37,9 @@ def check_kernel_options(max_memory: object, fuse_weight_grad: object) -> None:
         OptionError: one of them is something else.
     """
     if max_memory is not None and not is_int(max_memory, 1):
-        raise OptionError(f"max_memory is {max_memory!r}; allowed is None or an integer of at least 1, in bytes")
+        raise OptionError(f"max_memory is {shown(max_memory)}; allowed is None or an integer of at least 1, in bytes")
     if not isinstance(fuse_weight_grad, bool):
-        raise OptionError(f"fuse_weight_grad is {fuse_weight_grad!r}; allowed are True and False")
+        raise OptionError(f"fuse_weight_grad is {shown(fuse_weight_grad)}; allowed are True and False")
 
 
 def check_samples(samples: object, batch_size: int) -> None:
@@ -74,17 +81,17 @@ def check_options(
     """
     if not isinstance(loss_reduction, Tensor) and loss_reduction not in ("mean", "sum"):
         raise OptionError(
-            f"loss_reduction is {loss_reduction!r}; allowed are 'mean', 'sum' or a tensor of weights (B,)"
+            f"loss_reduction is {shown(loss_reduction)}; allowed are 'mean', 'sum' or a tensor of weights (B,)"
         )
     if not is_int(batch_dim, 0):
-        raise OptionError(f"batch_dim is {batch_dim!r}; allowed is an integer of at least 0")
+        raise OptionError(f"batch_dim is {shown(batch_dim)}; allowed is an integer of at least 0")
     if batch_size is not None and not is_int(batch_size, 1):
-        raise OptionError(f"batch_size is {batch_size!r}; allowed is None or an integer of at least 1")
+        raise OptionError(f"batch_size is {shown(batch_size)}; allowed is None or an integer of at least 1")
     unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
     if isinstance(quantities, str) or unknown:
         raise OptionError(
-            f"quantities is {quantities!r}; allowed is a collection such as ('sq_norm', 'grad_sample'), of "
+            f"quantities is {shown(quantities)}; allowed is a collection such as ('sq_norm', 'grad_sample'), of "
             f"{', '.join(map(repr, QUANTITIES))}"
         )
     if unsupported not in ("warn", "error", "ignore"):
-        raise OptionError(f"unsupported is {unsupported!r}; allowed are 'warn', 'error' and 'ignore'")
+        raise OptionError(f"unsupported is {shown(unsupported)}; allowed are 'warn', 'error' and 'ignore'")

@@ -85,6 +85,13 @@ def test_a_value_that_is_not_allowed_raises_at_construction(callback, option, va
     assert isinstance(error.value, (ValueError, PerSampleError))
 
 
+def test_a_tensor_that_is_not_allowed_is_named_by_its_shape():
+    with pytest.raises(OptionError) as error:
+        PerSampleCallback(loss_reduction=torch.ones(2, 3))
+    got = "loss_reduction=a tensor of shape (2, 3) and dtype torch.float32 is not allowed"
+    assert str(error.value) == f"{got}: loss_reduction must be {REDUCTIONS}"
+
+
 def test_allowed_values_are_kept():
     def weights(outputs, batch):
         return torch.ones(1)
