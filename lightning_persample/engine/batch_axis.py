@@ -117,6 +117,7 @@ class Lost:
         reason: since where.
         reduced: it is a weighted sum over the samples of what each gives alone, as a loss is.
         noted: it has been said already that it is not.
+        crossed: samples influence each other in it.
         uneven: the number of rows in that sum, where the samples gave unequal numbers of them; else 0.
         parts: n where it may be the n-th part of a plain sum over the samples, up to a number that is the user's: 1
             for a sum, the number of samples for a mean; several where that cannot be told, none where it is neither.
@@ -130,6 +131,7 @@ class Lost:
     reason: str
     reduced: bool = False
     noted: bool = False
+    crossed: bool = False
     uneven: int = 0
     parts: frozenset[int] = frozenset()
     counts: frozenset[int] = frozenset()
@@ -137,6 +139,11 @@ class Lost:
     apart: bool = False
     totals: Tensor | None = None
     unplaced: bool = False
+
+    @property
+    def of_others(self) -> bool:
+        """Whether it is known to be made of several samples, or of one for all; its axis alone may have been lost."""
+        return self.reduced or self.crossed or bool(self.samples)
 
     @property
     def alone(self) -> int | None:

@@ -97,11 +97,20 @@ def warning_texts(record: PerSampleRecord, weights: str = OF_CALLBACK) -> list[s
         )
     if not record.sq_norms:  # there are no values to say more of
         return texts
-    if record.mixing:
+    mixing = tuple(text for text in record.mixing if text not in record.axis_lost)
+    if mixing:
+        norm = " (GroupNorm in place of BatchNorm)" if any("batch_norm` on" in text for text in mixing) else ""
         texts.append(
             "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each "
-            "sample's contribution to the batch gradient. For more, use layers and losses that keep samples apart "
-            "(GroupNorm in place of BatchNorm).\n" + _bullets(record.mixing)
+            "sample's contribution to the batch gradient. For more, use layers and losses that keep samples apart"
+            f"{norm}.\n" + _bullets(mixing)
+        )
+    if record.axis_lost:
+        texts.append(
+            "The batch axis is lost, and values computed from there on cannot be assigned to samples: reported is each "
+            "sample's contribution to the batch gradient, which is its own gradient only where the samples stay apart. "
+            "Keep them along one axis, pass data that holds them along another through mark_samples, or register a "
+            "rule for an op of your own.\n" + _bullets(record.axis_lost)
         )
     if record.weighting:
         texts.append(

@@ -117,10 +117,14 @@ def why_different(
     if mean and all(compared.agrees(name, mean) for name in compared.loop):
         return _wrong_reduction(mean, record.batch_size, loss_reduction)
     if record.mixing:
-        return (
-            "samples influence each other, so a sample in its batch and the same sample alone have different "
-            "gradients; the engine gives each sample's contribution to the batch's gradient: "
-            + "; ".join(record.mixing)
+        cause = (
+            "the batch axis is lost, and values computed from there on cannot be assigned to samples"
+            if len(record.axis_lost) == len(record.mixing)
+            else "samples influence each other, so a sample in its batch and the same sample alone have different "
+            "gradients"
+        )
+        return f"{cause}; the engine gives each sample's contribution to the batch's gradient: " + "; ".join(
+            record.mixing
         )
     if is_random():
         return RANDOM

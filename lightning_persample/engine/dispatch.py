@@ -441,6 +441,8 @@ class Dispatcher(Collector):
     def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         followed = follow(call)
         alone = self.batch_size == 1  # one sample mixes with none
+        marks = (*followed.outputs, *(mark for _, mark in call.lost))
+        self.notes.axis_lost |= {mark.reason for mark in marks if isinstance(mark, Lost) and not mark.of_others}
         if followed.mixing is not None and not alone:
             self.notes.add("mixing", followed.mixing, call.outputs)
         if followed.weighting is not None and not alone:

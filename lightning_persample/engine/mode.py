@@ -460,6 +460,7 @@ class Capture:
             unsupported=coverage.unsupported,
             unused=coverage.unused,
             mixing=mixing,
+            axis_lost=tuple(text for text in mixing if text in notes.axis_lost),
             weighting=() if isinstance(weights, Tensor) else tuple(weighting),
             not_additive=not_additive,
             backward_index=len(self.records),

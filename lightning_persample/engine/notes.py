@@ -24,6 +24,9 @@ class Notes:
 
     Args:
         collector: tells whether the present backward counts; it holds the notes, so that they do not hold it.
+
+    Attributes:
+        axis_lost: texts after which it is not known whose the values are, and no more.
     """
 
     def __init__(self, collector: Collector) -> None:
@@ -32,6 +35,7 @@ class Notes:
         self._always: set[tuple[Kind, str]] = set()
         self._reached: set[tuple[Kind, str]] = set()
         self._of_loss: dict[str, None] = {}
+        self.axis_lost: set[str] = set()
 
     def add(self, kind: Kind, text: str, outputs: Iterable[Tensor]) -> None:
         """Say something of a call in every backward that goes through one of its outputs.

@@ -109,7 +109,9 @@ def check_per_sample_gradients(
         except Exception as error:  # whatever the user's own code raises, which the report names
             reason = f"running the loss {doing} failed with {type(error).__name__}: {str(error).strip()}"
             mixing = record.mixing if record is not None else ()
-            noted = f"samples influence each other: {'; '.join(mixing)}" if mixing else ""
+            axis_lost = record is not None and len(mixing) == len(record.axis_lost)
+            noted = "the batch axis is lost" if axis_lost else "samples influence each other"
+            noted = f"{noted}: {'; '.join(mixing)}" if mixing else ""
             hint = other_axes if str(error) != _CHECKPOINT else ""
             reason = "; ".join(text for text in (reason, noted, hint) if text)
             return _nothing(trainable, count, allowed, reason, error)

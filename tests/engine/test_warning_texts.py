@@ -6,12 +6,14 @@ import re
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lightning_persample import call_for_per_sample_grads, expanded_weights
 from lightning_persample.errors import PerSampleWarning
+from tests.engine.reference import assert_values, loop, record_of
 
 INPUTS, LABELS = torch.randn(6, 5), torch.tensor([0, 1, 1, 2, 2, 2])
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
@@ -65,6 +67,58 @@ def test_batch_normalization() -> None:
         "contribution to the batch gradient. For more, use layers and losses that keep samples apart (GroupNorm in "
         "place of BatchNorm).\n- `batch_norm` on (6, 3), (3,), (3,), (3,), (3,)"
     ]
+
+
+def test_a_contrastive_loss_gets_no_advice_on_batch_normalization() -> None:
+    assert texts(nn.Linear(5, 3), lambda z: F.cross_entropy(z @ z.T, torch.arange(6))) == [
+        "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each sample's "
+        "contribution to the batch gradient. For more, use layers and losses that keep samples apart.\n"
+        "- `matmul` meets two tensors of the batch with their batch axes at different places (sizes [(6, 3), (3, 6)]"
+    ]
+
+
+AXIS_LOST = (
+    "The batch axis is lost, and values computed from there on cannot be assigned to samples: reported is each "
+    "sample's contribution to the batch gradient, which is its own gradient only where the samples stay apart. Keep "
+    "them along one axis, pass data that holds them along another through mark_samples, or register a rule for an op "
+    "of your own."
+)
+LOSES_THE_AXIS: dict[str, tuple[Any, str]] = {
+    "roll": (lambda z: z.roll(1).square().mean(), "`roll` moves entries from sample to sample (sizes [(6, 3)]"),
+    "cut-apart": (lambda z: z.view(3, 6).softmax(1).mean(), "`view` cuts the batch axis apart (sizes [(6, 3)]"),
+    "cut-apart-beside-the-batch": (
+        lambda z: (z + z.view(9, 2).repeat(1, 9).view(54, 3)[:6]).square().mean(),
+        "`view` cuts the batch axis apart (sizes [(6, 3)]",
+    ),
+    "written-across": (
+        lambda z: z.index_put((torch.tensor([0, 1]),), z[:2].flip(0)).square().mean(),
+        "`index_put` writes samples into places of other samples (sizes [(6, 3), (2,), (2, 3)]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSES_THE_AXIS)
+def test_an_axis_that_is_lost_is_not_said_to_be_influence(name: str) -> None:
+    loss_of, cause = LOSES_THE_AXIS[name]
+    assert texts(nn.Linear(5, 3), loss_of) == [f"{AXIS_LOST}\n- {cause}"]
+
+
+def test_values_of_a_lost_axis_where_samples_stay_apart() -> None:
+    module = nn.Linear(5, 3, dtype=torch.float64)
+
+    def loss(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m(x).roll(1).exp().mean()
+
+    record = record_of(module, loss, INPUTS.double())
+    assert record.mixing == record.axis_lost != ()
+    assert_values(record, loop(module, loss, (INPUTS.double(),)))
+
+
+def test_a_lost_axis_and_batch_normalization_are_two_texts() -> None:
+    module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    influence, axis_lost = texts(module, lambda z: z.roll(1).square().mean())
+    assert "(GroupNorm in place of BatchNorm).\n- `batch_norm` on (6, 3)" in influence
+    assert axis_lost.startswith(AXIS_LOST)
 
 
 def test_where_nothing_is_reported_nothing_is_said_of_the_values() -> None:

@@ -43,7 +43,7 @@ def follow(call: ObservedCall) -> Followed:
     if not call.located:
         return after_reduction(call)
     if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
-        return lost(call, "works on tensors that are nested, sparse or wrapped", mixes=True)
+        return lost(call, "works on tensors that are nested, sparse or wrapped", mixes=None)
     known = FOLLOWERS.get(call.op)
     if known is not None:
         return _laid_over(known(call), call)

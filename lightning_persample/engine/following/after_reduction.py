@@ -78,6 +78,7 @@ def after_reduction(call: ObservedCall) -> Followed:
     if one is not None or noted is not None or not with_gradient or not call.outputs[0].requires_grad:
         unplaced = all(mark.unplaced for mark in marks) and call.op in _MOVES | _KEEPS_ENTRIES
         mark = replace(first, samples=first.samples if one is not None else frozenset(), unplaced=unplaced)
+        mark = replace(mark, crossed=first.crossed if one is not None else any(other.of_others for other in marks))
         mark = replace(noted, samples=samples) if noted is not None else mark
         if one is not None and with_gradient:
             mark = replace(mark, parts=_parts(call, with_gradient) or frozenset({1}))
@@ -192,7 +193,8 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Not
         counts = any(math.isclose(each, n, rel_tol=1e-5) for each in rows for n in (1, *first.counts))
         return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if counts else None
     if call.op in _MOVES and any(_is_index(tensor) for tensor, _ in data):
-        return f"`{call.name}` picks entries by values computed over the whole batch{user_line()}", None
+        text = f"`{call.name}` picks entries by values computed over the whole batch{user_line()}"
+        return next((mark.reason for tensor, mark in data if _is_index(tensor) and not mark.of_others), text), None
     chosen = bool(data) and call.op in ("where", "lerp")  # by values of the batch
     if (call.op in _ADDS | _MOVES and not chosen) or (call.op in _SUMS and len(call.lost) == 1):
         return None, None
@@ -200,7 +202,7 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Not
         return f"`{call.name}` of a value computed over the whole batch is not a sum over samples{user_line()}", None
     if call.op in _KEEPS_ENTRIES and len(call.lost) == 1:
         return None, None
-    return f"`{call.name}` combines values of the batch that may belong to different samples{user_line()}", None
+    return first.reason, None
 
 
 def _why_scaled(call: ObservedCall, loss: Lost, data: list[Lost]) -> str | None:

@@ -21,6 +21,7 @@ __all__ = [
     "Follower",
     "alone",
     "broadcast",
+    "crossed",
     "dims_argument",
     "follower",
     "is_plain",
@@ -108,11 +109,18 @@ def keep(call: ObservedCall, axis: BatchAxis | Lost, aligned: Alignment | None =
     return Followed((axis,) * len(call.outputs), aligned)
 
 
-def lost(call: ObservedCall, what: str, *, mixes: bool = False) -> Followed:
-    """No output holds the batch along an axis any more; `mixes` where one sample now influences another."""
+def lost(call: ObservedCall, what: str, *, mixes: bool | None = False) -> Followed:
+    """No output holds the batch along an axis any more; `mixes`: samples influence each other, None: not known."""
     reason = f"`{call.name}` {what} (sizes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
-    mixing = reason if mixes and any(o.requires_grad for o in call.outputs) else None
-    return Followed((Lost(reason, noted=mixing is not None),) * len(call.outputs), mixing=mixing)
+    mixing = reason if mixes is not False and any(o.requires_grad for o in call.outputs) else None
+    mark = Lost(reason, noted=mixing is not None, crossed=bool(mixes))
+    return Followed((mark,) * len(call.outputs), mixing=mixing)
+
+
+def crossed(call: ObservedCall, *indices: object) -> bool | None:
+    """Whether an operand is known to be made of several samples, or one of these to hold them; None where it is not."""
+    by_index = any(isinstance(axis, BatchAxis) for axis in indices)
+    return by_index or any(mark.of_others for _, mark in call.lost) or None
 
 
 def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
@@ -160,8 +168,9 @@ def meet(call: ObservedCall, places: Sequence[BatchAxis]) -> tuple[BatchAxis, st
             mixing = f"`{call.name}` combines different samples{user_line()}"
             event = mixing if with_gradient else event
             axis = other if other.owner is None else axis
-    for tensor, _ in call.lost:
+    for tensor, mark in call.lost:
         reason = f"`{call.name}` combines samples with a value computed over the whole batch{user_line()}"
+        reason = reason if mark.of_others else mark.reason
         mixing = mixing or reason
         event = reason if tensor.requires_grad and with_gradient else event
     return axis.mixed(mixing), event

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, picked, row_owners
-from lightning_persample.engine.following.base import Followed, alone, follower, keep, lost
+from lightning_persample.engine.following.base import Followed, alone, crossed, follower, keep, lost
 from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
@@ -23,20 +23,24 @@ def _follow_getitem(call: ObservedCall) -> Followed:
     items = _per_axis(call.args[1], tensor.dim())
     source = call.axis_of(tensor)
     if isinstance(source, Lost):
-        return lost(call, "picks from a tensor that does not hold the batch along an axis", mixes=True)
+        return lost(call, "picks from a tensor that does not hold the batch along an axis", mixes=None)
     if any(_is_mask(item) for item in items):
         return _by_mask(call, tensor, items, source)
     place = _Place(items)
     indices = [(i, w) for i in items if isinstance(i, Tensor) and isinstance(w := call.axis_of(i), BatchAxis)]
     if source is None:
         if not indices or call.lost:
-            return lost(call, "picks entries by indices computed over the whole batch", mixes=True)
+            return lost(call, "picks entries by indices computed over the whole batch", mixes=crossed(call))
         return _through_indices(call, place, indices)
     item, position = place.item_of(source.dim)
     numbers = [o for o in call.operands[1:] if o.axis is not None and o.tensor.dim() == 0 and not _is_mask(o.tensor)]
     if isinstance(item, slice):
         if indices or numbers or any(isinstance(i, Tensor) and call.axis_of(i) is not None for i in items):
-            return lost(call, "picks entries by indices that depend on another sample", mixes=True)
+            return lost(
+                call,
+                "picks entries by indices that depend on another sample",
+                mixes=crossed(call, *[w for _, w in indices]),
+            )
         if item.indices(tensor.size(source.dim)) == (0, tensor.size(source.dim), 1):
             return keep(call, source.moved(position))
     if isinstance(item, int) or (isinstance(item, Tensor) and item.dim() == 0):
@@ -46,7 +50,7 @@ def _follow_getitem(call: ObservedCall) -> Followed:
         return keep(call, picked(position, owners[item], call.batch_size, source.mixing))
     long_axis = [axis for axis in range(item.dim()) if item.size(axis) > 1] or [0]
     if len(long_axis) > 1:
-        return lost(call, "picks samples along two axes", mixes=True)
+        return lost(call, "picks samples along two axes", mixes=None)
     own = picked(long_axis[0], owners[item.flatten()], call.batch_size, source.mixing)
     others = [(i, w) for i, w in indices if i is not item]
     return _through_indices(call, place, [(item, own), *others])
@@ -59,7 +63,7 @@ def _one_row(call: ObservedCall, source: BatchAxis, row: int) -> Followed:
     for operand in call.operands[1:]:
         same = isinstance(operand.axis, Lost) and isinstance(own, Lost) and operand.axis.samples == own.samples != set()
         if operand.axis is not None and not same:
-            return lost(call, "picks from a sample by numbers of the batch", mixes=True)
+            return lost(call, "picks from a sample by numbers of the batch", mixes=crossed(call))
     return answer
 
 
@@ -77,7 +81,7 @@ def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: Batch
     masks = [item for item in items if _is_mask(item)]
     rest = [item for item in items if not _is_mask(item)]
     if len(masks) > 1 or any(not isinstance(item, slice) or item != _WHOLE for item in rest):
-        return lost(call, "picks entries by a mask together with other indices", mixes=True)
+        return lost(call, "picks entries by a mask together with other indices", mixes=None)
     mask = masks[0]
     start = _position_of(items, mask)
     covered = range(start, start + mask.dim())
@@ -86,15 +90,23 @@ def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: Batch
     if axis is None and isinstance(where, BatchAxis):
         axis = where.moved(where.dim + start)
     if axis is None:
-        return lost(call, "picks entries by a mask computed over the whole batch", mixes=True)
+        return lost(call, "picks entries by a mask computed over the whole batch", mixes=crossed(call))
     if axis.dim not in covered:
         if where is not None:
-            return lost(call, "picks entries by a mask that depends on other samples", mixes=True)
+            return lost(
+                call,
+                "picks entries by a mask that depends on other samples",
+                mixes=crossed(call, where),
+            )
         return keep(call, axis.moved(axis.dim - (mask.dim() - 1) * (axis.dim > start)))
     if where is not None and source is not None:
         own = isinstance(where, BatchAxis) and source.same_place(where.moved(where.dim + start))
         if not own and call.batch_size > 1:
-            return lost(call, "picks entries by a mask that depends on other samples", mixes=True)
+            return lost(
+                call,
+                "picks entries by a mask that depends on other samples",
+                mixes=crossed(call, where),
+            )
     rows = mask.nonzero()[:, axis.dim - start]
     owners = row_owners(axis, call.batch_size, rows.device)[rows]
     mixing = axis.mixing or (where.mixing if isinstance(where, BatchAxis) else None)
@@ -110,7 +122,7 @@ def _follow_masked_select(call: ObservedCall) -> Followed:
     tensor, mask = call.argument(0, "input", "self"), call.argument(1, "mask")
     source = call.axis_of(tensor)
     if not isinstance(source, BatchAxis) or tensor.shape != mask.shape:
-        return lost(call, "gathers entries across the batch", mixes=True)
+        return lost(call, "gathers entries across the batch", mixes=None)
     return _by_mask(call, tensor, [mask], source)
 
 
@@ -189,7 +201,7 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Foll
         if placed is not None:
             return keep(call, placed)
     if isinstance(where, BatchAxis) and call.batch_size > 1 and not _places_are_own(call, items, where):
-        return lost(call, "writes into places that depend on other samples", mixes=True)
+        return lost(call, "writes into places that depend on other samples", mixes=None)
     if isinstance(where, BatchAxis) and incoming is None:
         return Followed((where,))
     own = _row_by_row(call, target, items, value, incoming)
@@ -198,10 +210,10 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Foll
     if own is not None and isinstance(where, BatchAxis) and where.same_place(own):
         return Followed((where.mixed(where.mixing or own.mixing),))
     if isinstance(where, Lost) or not isinstance(incoming, BatchAxis):
-        return lost(call, "writes into places that depend on the batch", mixes=True)
+        return lost(call, "writes into places that depend on the batch", mixes=None)
     found = _filled(call, target, items, value, incoming)
     if found is None or (isinstance(where, BatchAxis) and not where.same_place(found)):
-        return lost(call, "writes samples into places of other samples", mixes=True)
+        return lost(call, "writes samples into places of other samples", mixes=None)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
         return found if tensor is target else None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, picked, row_owners
 from lightning_persample.engine.following.added_up import added_up
-from lightning_persample.engine.following.base import Followed, broadcast, follower, keep, lost
+from lightning_persample.engine.following.base import Followed, broadcast, crossed, follower, keep, lost
 from lightning_persample.engine.observed import ObservedCall
 
 __all__: list[str] = []
@@ -23,7 +23,7 @@ def _follow_linear(call: ObservedCall) -> Followed:
     if call.op == "bilinear":
         data.append(call.argument(1, "input2"))
     if call.lost or any(all(tensor is not item for item in data) for tensor, _ in call.located):
-        return lost(call, "has a weight that depends on the batch", mixes=True)
+        return lost(call, "has a weight that depends on the batch", mixes=None)
     if any(axis.dim == tensor.dim() - 1 for tensor, axis in call.located):
         return lost(call, "sums over the batch axis", mixes=True)
     placed = broadcast(call)
@@ -42,7 +42,7 @@ def _follow_embedding(call: ObservedCall) -> Followed:
     indices = call.argument(1, "indices")
     axis = call.axis_of(indices)
     if not isinstance(axis, BatchAxis) or len(call.located) > 1 or call.lost:
-        return lost(call, "has a table that depends on the batch", mixes=True)
+        return lost(call, "has a table that depends on the batch", mixes=None)
     return keep(call, axis)
 
 
@@ -55,7 +55,7 @@ def _follow_embedding_bag(call: ObservedCall) -> Followed:
         call.argument(6, "per_sample_weights"),
     )
     if call.axis_of(call.argument(0, "weight")) is not None or call.lost:
-        return lost(call, "has a table that depends on the batch", mixes=True)
+        return lost(call, "has a table that depends on the batch", mixes=None)
     bags = call.outputs[0].size(0)
     own, by_bag = call.axis_of(rows), call.axis_of(offsets)
     starts = offsets[:bags].to(rows.device)
@@ -67,9 +67,9 @@ def _follow_embedding_bag(call: ObservedCall) -> Followed:
         filled = torch.bincount(bag_of_row, minlength=bags) > 0
         owners = of_rows[starts.clamp(max=rows.numel() - 1)]
         if not bool(filled.all()) or not torch.equal(owners[bag_of_row], of_rows):
-            return lost(call, "has bags that no one sample fills; put the offsets into the batch", mixes=True)
+            return lost(call, "has bags that no one sample fills; put the offsets into the batch", mixes=None)
     else:
-        return lost(call, "has bags that do not belong to samples one by one", mixes=True)
+        return lost(call, "has bags that do not belong to samples one by one", mixes=None)
     along_rows = picked(0, owners[bag_of_row], call.batch_size)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
@@ -88,12 +88,12 @@ def _follow_channels(call: ObservedCall) -> Followed:
     first = call.argument(0, "input")
     axis = call.axis_of(first)
     if not isinstance(axis, BatchAxis) or len(call.located) > 1 or call.lost:
-        return lost(call, "has a weight that depends on the batch", mixes=True)
+        return lost(call, "has a weight that depends on the batch", mixes=None)
     unbatched = call.name.startswith("conv") and first.dim() == _spatial_axes(call) + 1
     if axis.dim != 0 or unbatched:
-        return lost(call, "needs the samples along its first axis", mixes=True)
+        return lost(call, "needs the samples along its first axis", mixes=None)
     if call.op == "batch_norm" and axis.owner is not None:
-        return lost(call, "has rows picked from the batch, of which it may take statistics", mixes=True)
+        return lost(call, "has rows picked from the batch, of which it may take statistics", mixes=None)
     return keep(call, axis)
 
 
@@ -106,7 +106,7 @@ def _spatial_axes(call: ObservedCall) -> int:
 def _follow_layer_norm(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     if len(call.located) > 1 or call.lost or tensor is not call.argument(0, "input"):
-        return lost(call, "has a weight that depends on the batch", mixes=True)
+        return lost(call, "has a weight that depends on the batch", mixes=None)
     if axis.dim >= tensor.dim() - len(call.argument(1, "normalized_shape")):
         return lost(call, "normalises over the batch axis", mixes=True)
     return keep(call, axis)
@@ -144,14 +144,14 @@ def _follow_one_hot(call: ObservedCall) -> Followed:
 def _follow_triangle(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     if axis.dim >= tensor.dim() - 2:
-        return lost(call, "works along the batch axis", mixes=True)
+        return lost(call, "works along the batch axis", mixes=None)
     return keep(call, axis)
 
 
 @follower("multinomial")
 def _follow_multinomial(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
-    return keep(call, axis) if axis.dim == 0 and tensor.dim() == 2 else lost(call, "draws across the batch", mixes=True)
+    return keep(call, axis) if axis.dim == 0 and tensor.dim() == 2 else lost(call, "draws across the batch", mixes=None)
 
 
 @follower("scaled_dot_product_attention", by_layout=True)
@@ -193,7 +193,7 @@ def _follow_added_product(call: ObservedCall) -> Followed:
 def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
     """Rows of the left, columns of the right, or a shared leading axis may hold the batch."""
     if call.lost:
-        return lost(call, "combines samples with a value computed over the whole batch", mixes=True)
+        return lost(call, "combines samples with a value computed over the whole batch", mixes=crossed(call))
     output = call.outputs[0]
     places: list[BatchAxis] = []
     summed_over = 0
@@ -240,14 +240,14 @@ def _contracted(call: ObservedCall, *, alone: bool, mixed: bool) -> Followed:
 def _follow_einsum(call: ObservedCall) -> Followed:
     equation = call.argument(0, "equation")
     if not isinstance(equation, str) or call.lost:
-        return lost(call, "combines samples in a way that cannot be followed", mixes=True)
+        return lost(call, "combines samples in a way that cannot be followed", mixes=None)
     inputs, _, result = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if "->" not in equation:
         letters = inputs.replace(",", "").replace(".", "")
         result = "".join(["..."] * ("..." in inputs) + sorted(c for c in set(letters) if letters.count(c) == 1))
     if any(len(set(term) - {"."}) < len(term.replace("...", "")) for term in terms):
-        return lost(call, "takes a diagonal", mixes=True)
+        return lost(call, "takes a diagonal", mixes=None)
     spelled = [_spell(term, o.tensor.dim()) for term, o in zip(terms, call.operands, strict=True)]
     result_letters = _spell(result, call.outputs[0].dim())
     letters_of_batch = {

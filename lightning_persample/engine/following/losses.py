@@ -28,7 +28,7 @@ def _follow_loss(call: ObservedCall) -> Followed:
     """A loss over the whole batch, or with reduction="none" one value per entry."""
     weights = _class_weights(call)
     if weights is not None and call.axis_of(weights) is not None:
-        return lost(call, "has class weights that depend on the batch", mixes=True)
+        return lost(call, "has class weights that depend on the batch", mixes=None)
     by_entry = _by_class(call) if call.op in _CLASS_LOSSES else _by_row(call)
     (place,) = by_entry.outputs[:1]
     if not isinstance(place, BatchAxis) or any(output.dim() > 0 for output in call.outputs):
@@ -181,7 +181,7 @@ def _follow_ctc(call: ObservedCall) -> Followed:
     scores, targets = call.argument(0, "log_probs"), call.argument(1, "targets")
     axis = call.axis_of(scores)
     if scores.dim() != 3 or not isinstance(axis, BatchAxis) or axis.dim != 1:
-        return lost(call, "needs the samples along the second axis of its log-probabilities", mixes=True)
+        return lost(call, "needs the samples along the second axis of its log-probabilities", mixes=None)
     joined = targets.dim() == 1
     met = meet(
         call, [axis.moved(0), *[a for t, a in call.located if t is not scores and not (joined and t is targets)]]

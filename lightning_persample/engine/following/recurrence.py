@@ -20,21 +20,21 @@ def _follow_layer(call: ObservedCall) -> Followed:
     packed = isinstance(second, Tensor) and not second.is_floating_point()
     axis = call.axis_of(data)
     if not isinstance(axis, BatchAxis) or call.lost:
-        return lost(call, "has an initial state or weights that depend on the batch", mixes=True)
+        return lost(call, "has an initial state or weights that depend on the batch", mixes=None)
     if packed:
         if axis.dim != 0:
-            return lost(call, "works on a packed sequence that does not hold the batch along its rows", mixes=True)
+            return lost(call, "works on a packed sequence that does not hold the batch along its rows", mixes=None)
         owners = row_owners(axis, call.batch_size, data.device)
         state = picked(1, owners[: int(second[0])], call.batch_size, axis.mixing)
     else:
         if axis.dim != (0 if call.args[8] else 1):
-            return lost(call, "has the samples along another axis than batch_first says", mixes=True)
+            return lost(call, "has the samples along another axis than batch_first says", mixes=None)
         state = axis.moved(1)
     hidden = list(tensors_in(call.args[2] if packed else second))
     known = [where for where in map(call.axis_of, hidden) if isinstance(where, BatchAxis)]
     others = [tensor for tensor, _ in call.located if tensor is not data and all(tensor is not h for h in hidden)]
     if others or any(not where.same_layout(state) for where in known):
-        return lost(call, "has an initial state or weights that order the samples differently", mixes=True)
+        return lost(call, "has an initial state or weights that order the samples differently", mixes=None)
     if any(where.dim != 1 for where in known):
         what = "holds the samples along axis 1 of its initial state, which is declared to hold them along another"
         return lost(call, f"{what}: call mark_samples(state, batch_dim=1) in the training step before")
@@ -55,7 +55,7 @@ def _follow_cell(call: ObservedCall) -> Followed:
     others = [tensor for tensor, _ in located if all(tensor is not state for state in states)]
     apart = any(not where.same_place(axis) for _, where in located) and call.batch_size > 1
     if others or call.lost or axis.dim != 0 or apart:
-        return lost(call, "has a state or weights that order the samples differently", mixes=True)
+        return lost(call, "has a state or weights that order the samples differently", mixes=None)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
         return axis if any(tensor is state for state in states) else None
@@ -70,7 +70,7 @@ def _follow_pack(call: ObservedCall) -> Followed:
     data, lengths, batch_first = call.args[0], call.args[1], call.args[2]
     axis = call.axis_of(data)
     if not isinstance(axis, BatchAxis) or axis.dim != (0 if batch_first else 1):
-        return lost(call, "packs a tensor that has the samples along another axis than batch_first says", mixes=True)
+        return lost(call, "packs a tensor that has the samples along another axis than batch_first says", mixes=None)
     owners = row_owners(axis, call.batch_size, data.device)
     steps = torch.arange(data.size(1 if batch_first else 0), device=owners.device)
     present = steps[:, None] < lengths.to(owners.device)[None]
@@ -83,6 +83,6 @@ def _follow_pad(call: ObservedCall) -> Followed:
     data, batch_sizes, batch_first = call.args[0], call.args[1], call.args[2]
     axis = call.axis_of(data)
     if not isinstance(axis, BatchAxis) or axis.dim != 0:
-        return lost(call, "pads a packed sequence that does not hold the batch along its rows", mixes=True)
+        return lost(call, "pads a packed sequence that does not hold the batch along its rows", mixes=None)
     owners = row_owners(axis, call.batch_size, data.device)[: int(batch_sizes[0])]
     return Followed((picked(0 if batch_first else 1, owners, call.batch_size, axis.mixing), None))

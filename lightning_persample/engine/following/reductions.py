@@ -17,7 +17,7 @@ _SUMS = frozenset({"sum", "mean", "nansum", "nanmean"})
 def _follow_dot(call: ObservedCall) -> Followed:
     located = call.located
     if any(operand.tensor.dim() != 1 for operand in call.operands):
-        return lost(call, "multiplies along an axis that may be the batch's", mixes=True)
+        return lost(call, "multiplies along an axis that may be the batch's", mixes=None)
     if any(not axis.same_layout(located[0][1]) for _, axis in located) or call.lost:
         return lost(call, "multiplies different samples", mixes=True)
     return added_up(call, weighs=len(located) == 1 and len(call.operands) > 1)
@@ -106,5 +106,5 @@ def _follow_scattered(call: ObservedCall) -> Followed:
 def _follow_take(call: ObservedCall) -> Followed:
     tensor, index = call.argument(0, "input", "self"), call.argument(1, "index")
     if call.axis_of(tensor) is not None and call.axis_of(index) is not None:
-        return lost(call, "picks entries by indices that depend on the batch", mixes=True)
+        return lost(call, "picks entries by indices that depend on the batch", mixes=None)
     return lost(call, "gathers entries across the batch")

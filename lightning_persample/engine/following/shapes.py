@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, picked, reshaped, row_owners
-from lightning_persample.engine.following.base import Followed, alone, broadcast, dims_argument, follower, keep, lost
+from lightning_persample.engine.following.base import (
+    Followed,
+    alone,
+    broadcast,
+    crossed,
+    dims_argument,
+    follower,
+    keep,
+    lost,
+)
 from lightning_persample.engine.observed import ObservedCall
 
 __all__: list[str] = []
@@ -93,7 +102,7 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
     counts = call.axis_of(repeats) if isinstance(repeats, Tensor) else None
     own = isinstance(counts, BatchAxis) and tensor is not repeats and dim == axis.dim and counts.same_layout(axis)
     if counts is not None and not own:
-        return lost(call, "repeats entries as often as numbers of the batch say", mixes=True)
+        return lost(call, "repeats entries as often as numbers of the batch say", mixes=None)
     if dim != axis.dim:
         return keep(call, axis)
     if isinstance(repeats, int):
@@ -105,12 +114,12 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
 def _follow_joined(call: ObservedCall) -> Followed:
     located = call.located
     if call.lost:
-        return lost(call, "combines samples with a value computed over the whole batch", mixes=True)
+        return lost(call, "combines samples with a value computed over the whole batch", mixes=crossed(call))
     first, axis = located[0]
     output = call.outputs[0]
     dim = int(call.argument(1, "dim", "axis", default=0)) % output.dim()
     if any(other.dim != axis.dim for _, other in located) and call.batch_size > 1:
-        return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
+        return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=None)
     if call.op in ("vstack", "row_stack") and first.dim() < 2:
         return lost(call, "stacks tensors of one axis")
     mixing = next((other.mixing for _, other in located if other.mixing), None)
@@ -120,7 +129,7 @@ def _follow_joined(call: ObservedCall) -> Followed:
         owners = torch.cat([row_owners(other, call.batch_size, first.device) for _, other in located])
         return keep(call, picked(dim, owners, call.batch_size, mixing))
     if any(not other.same_layout(axis) for _, other in located):
-        return lost(call, "meets two tensors of the batch that order their samples differently", mixes=True)
+        return lost(call, "meets two tensors of the batch that order their samples differently", mixes=None)
     size = first.size(axis.dim)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
@@ -169,7 +178,7 @@ def _follow_roll(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     shifts, dims = call.argument(1, "shifts"), dims_argument(call.argument(2, "dims"), tensor.dim())
     if dims is None:
-        return lost(call, "moves entries from sample to sample", mixes=True)
+        return lost(call, "moves entries from sample to sample", mixes=None)
     pairs = zip(dims, (shifts,) if isinstance(shifts, int) else shifts, strict=True)
     shift = sum(int(by) for dim, by in pairs if dim == axis.dim)  # an axis may be named more than once
     if axis.dim not in dims:
@@ -187,11 +196,11 @@ def _follow_select(call: ObservedCall) -> Followed:
         where = call.axis_of(index)
         if call.op == "index_select" and isinstance(where, BatchAxis):
             return keep(call, where.moved(dim))
-        return lost(call, "picks entries by a number of the batch", mixes=True)
+        return lost(call, "picks entries by a number of the batch", mixes=crossed(call))
     if dim != axis.dim:
-        depends = isinstance(index, Tensor) and call.axis_of(index) is not None
-        if depends:
-            return lost(call, "picks entries by indices that depend on the batch", mixes=True)
+        by = call.axis_of(index) if isinstance(index, Tensor) else None
+        if by is not None:
+            return lost(call, "picks entries by indices that depend on the batch", mixes=crossed(call, by))
         return keep(call, axis.moved(axis.dim - (dim < axis.dim)) if call.op == "select" else axis)
     owners = row_owners(axis, call.batch_size, target.device)
     if call.op == "narrow":
@@ -201,7 +210,7 @@ def _follow_select(call: ObservedCall) -> Followed:
     if call.op == "unfold":
         return lost(call, "puts several samples into one row")
     if isinstance(index, Tensor) and call.axis_of(index) is not None:
-        return lost(call, "picks a sample by a number of the batch", mixes=True)
+        return lost(call, "picks a sample by a number of the batch", mixes=crossed(call))
     return alone(call, axis, [int(index)])
 
 
@@ -213,7 +222,7 @@ def _follow_gather(call: ObservedCall) -> Followed:
     if own is not None:
         return own
     if dim is None or call.lost:
-        return lost(call, "gathers entries across the batch", mixes=True)
+        return lost(call, "gathers entries across the batch", mixes=None)
     dim = int(dim) % max(target.dim(), 1)
     located = call.located
     _, axis = located[0]
@@ -222,7 +231,7 @@ def _follow_gather(call: ObservedCall) -> Followed:
         clear = dim != axis.dim and call.axis_of(index) is None and call.axis_of(target) is not None
         clear = clear and all(other.same_place(axis) for _, other in located)
         if not clear:
-            return lost(call, "writes into places that depend on the batch", mixes=True)
+            return lost(call, "writes into places that depend on the batch", mixes=None)
         rows = target.size(axis.dim)
 
         def beside(tensor: Tensor) -> BatchAxis | None:
@@ -231,13 +240,13 @@ def _follow_gather(call: ObservedCall) -> Followed:
 
         return keep(call, axis, beside)
     if any(not other.same_place(axis) for _, other in located) and call.batch_size > 1:
-        return lost(call, "picks entries by indices that do not belong to the same sample", mixes=True)
+        return lost(call, "picks entries by indices that do not belong to the same sample", mixes=None)
     if call.op in ("gather", "take_along_dim") and call.axis_of(target) is None:
         return _from_table(call, target, dim, axis)
     size = located[0][0].size(axis.dim)
     others = [o.tensor for o in call.operands if o.axis is None]
     if dim == axis.dim or any(other.dim() > axis.dim and other.size(axis.dim) != size for other in others):
-        return lost(call, "picks entries across the batch", mixes=True)
+        return lost(call, "picks entries across the batch", mixes=None)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
         return axis if tensor.dim() > axis.dim and call.batch_size > 1 else None
@@ -266,5 +275,5 @@ def _from_table(call: ObservedCall, table: Tensor, dim: int, axis: BatchAxis) ->
         return axis if own else None
 
     if dim != axis.dim and table.size(axis.dim) not in (1, rows):
-        return lost(call, "picks entries from more rows than the batch has", mixes=True)
+        return lost(call, "picks entries from more rows than the batch has", mixes=None)
     return keep(call, axis, aligned)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_persample.engine.batch_axis import BatchAxis, one_entry
-from lightning_persample.engine.following.base import Followed, keep, lost
+from lightning_persample.engine.following.base import Followed, crossed, keep, lost
 from lightning_persample.engine.observed import ObservedCall, tensors_in
 from lightning_persample.rules import other_generators_kept
 
@@ -30,9 +30,9 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
     if call.inplace:
         return _follow_inplace(call)
     if call.lost:
-        return lost(call, "combines samples with a value computed over the whole batch", mixes=True)
+        return lost(call, "combines samples with a value computed over the whole batch", mixes=crossed(call))
     if any(not other.same_layout(axis) for _, other in call.located):
-        return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
+        return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=None)
 
     if entries == 0:
         return lost(call, "works on no sample at all")
@@ -41,13 +41,13 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
         or call.written
         or any(isinstance(arg, torch.Generator) for arg in (*call.args, *call.kwargs.values()))
     ):
-        return lost(call, "writes into its arguments or draws from a generator of its own", mixes=True)
+        return lost(call, "writes into its arguments or draws from a generator of its own", mixes=None)
     found: tuple[BatchAxis, ...] = ()
     tried = min(entries, _ALL if entries <= _ALL else _SOME)
     for entry in dict.fromkeys(place * (entries - 1) // max(tried - 1, 1) for place in range(tried)):
         placed = _try_on(call, axis, entry)
         if isinstance(placed, str):
-            return lost(call, placed, mixes=True)
+            return lost(call, placed, mixes=None)
         found = placed
     return Followed(found)
 
@@ -113,4 +113,4 @@ def _follow_inplace(call: ObservedCall) -> Followed:
     alone = all(operand.tensor is target or operand.tensor.numel() <= 1 for operand in call.operands)
     if isinstance(where, BatchAxis) and alone:
         return keep(call, where)
-    return lost(call, "writes in place in a way that cannot be followed", mixes=True)
+    return lost(call, "writes in place in a way that cannot be followed", mixes=None)
