@@ -82,6 +82,8 @@ class Use:
             return False
         if any(id(tensor) not in batched for tensor, _ in self.call.located):
             return False
+        if any(id(tensor) in self.weights and id(tensor) not in states for tensor, _ in self.call.located):
+            return False  # (a derived weight that has rows of its own for each sample)
         aligned = self.followed.aligned
         return aligned is None or not any(
             operand.axis is None and id(operand.tensor) not in states and aligned(operand.tensor) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -204,7 +204,7 @@ def _disagreement(terms: Sequence[SampleGradient]) -> str:
 def add_up(terms: Sequence[SampleGradient]) -> SampleGradient:
     """Add structures of one parameter: what is of one kind becomes one structure, the rest a `Sum`.
 
-    Dense adds, Outer and Indexed concatenate along T, Patches of equal geometry and sizes along k.
+    Dense and Block add, Outer and Indexed concatenate along T, Patches of equal geometry and sizes along k.
 
     Example:
         >>> one = Outer(torch.ones(5, 2, 3), torch.ones(5, 2, 4))
@@ -240,17 +240,19 @@ def _kind(term: SampleGradient) -> object:
     """Terms of equal kind can become one structure."""
     if isinstance(term, Patches):
         return Patches, term.geometry, term.grad_out.shape[2:], term.input.shape[2:]
+    if isinstance(term, Block):
+        return Block, term._layout()
     return type(term) if isinstance(term, Dense | Outer | Indexed) else object()
 
 
 def _merge(terms: Sequence[SampleGradient]) -> SampleGradient:
     """One structure for terms of one kind."""
     first = terms[0]
-    if isinstance(first, Dense):
-        grad = first._dense()
+    if isinstance(first, Dense | Block):  # (a sample has the same place in all blocks)
+        grad = first.grad.to(first.dtype)
         for term in terms[1:]:
-            grad = grad + term._dense()
-        return Dense(grad)
+            grad = grad + term.tensors()[0].to(term.dtype)
+        return replace(first, grad=grad)
     tensors = [torch.cat(same, 1) for same in zip(*(term.tensors() for term in terms), strict=True)]
     if isinstance(first, Outer):
         return Outer(*tensors)

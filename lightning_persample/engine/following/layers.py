@@ -180,6 +180,11 @@ def _follow_added_product(call: ObservedCall) -> Followed:
     product = _product(call, left, right)
     where = call.axis_of(added)
     placed = product.outputs[0]
+    if where is None and isinstance(placed, BatchAxis) and call.batch_size > 1:
+        dim = added.dim() - call.outputs[0].dim() + placed.dim
+        if dim >= 0 and added.size(dim) == call.outputs[0].size(placed.dim):  # it has a row for every sample
+            inside, own = product.aligned, placed.moved(dim)
+            return replace(product, aligned=lambda t: own if t is added else inside(t) if inside else None)
     if where is None or (
         isinstance(where, BatchAxis)
         and isinstance(placed, BatchAxis)
