@@ -138,6 +138,71 @@ def test_a_loss_of_some_samples_alone_is_said() -> None:
     assert (record.samples.tolist(), record.norms().shape) == ([0, 2], (2,))
 
 
+def routed(x: Tensor) -> list[Tensor]:
+    return [torch.where(x[:, 0] > 0)[0], torch.where(x[:, 0] <= 0)[0]]
+
+
+def numbers(x: Tensor) -> Tensor:
+    return torch.arange(len(x)).view(-1, 1)
+
+
+def added_for_each(m: nn.Module, x: Tensor, out: Tensor, parts: int = 2, *, inplace: bool = False) -> Tensor:
+    for index in routed(x)[:parts]:
+        add = out.index_add_ if inplace else out.index_add
+        out = add(0, index, m[0](x[index]).tanh())
+    return m[2](out).square().mean()
+
+
+def into_rows_of_steps(m: nn.Module, x: Tensor) -> Tensor:
+    steps = m[0](x[:, None].expand(-1, 3, -1)).flatten(0, 1)
+    index = torch.where(steps.detach()[:, 0] > 0)[0]
+    return m[2](torch.zeros(len(steps), 6).index_add(0, index, steps[index].exp())).square().mean()
+
+
+ROWS_OF_THEIR_OWN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "added-to-zeros": lambda m, x: added_for_each(m, x, torch.zeros(len(x), 6)),
+    "added-to-some-zeros": lambda m, x: added_for_each(m, x, torch.zeros(len(x), 6), 1),
+    "added-to-zeros-in-place": lambda m, x: added_for_each(m, x, torch.zeros(len(x), 6), inplace=True),
+    "added-to-zeros-like": lambda m, x: added_for_each(m, x, torch.zeros_like(m[0](x)), 1),
+    "added-to-steps": into_rows_of_steps,
+    "copied-in-another-order": lambda m, x: (
+        torch.zeros(len(x), 1).index_copy(0, torch.arange(len(x)).flip(0), m(x)).exp().mean()
+    ),
+    "gathered-in-another-order": lambda m, x: m(x).gather(0, numbers(x).flip(0)).exp().mean(),
+    "gathered-where-labelled": lambda m, x: m(x).gather(0, (x[:, :1] > -99).nonzero()[:, :1]).exp().mean(),
+    "taken-along": lambda m, x: torch.take_along_dim(m(x), numbers(x).flip(0), 0).exp().mean(),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_THEIR_OWN)
+def test_rows_written_or_gathered_by_index_are_exact(name: str) -> None:
+    module, batch = network(), torch.randn(6, 5)
+    batch[:, 0] -= batch[:, 0].median()  # samples on both ways
+    record = record_of(module, ROWS_OF_THEIR_OWN[name], batch)
+    assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})
+    assert_values(record, loop(module, ROWS_OF_THEIR_OWN[name], (batch,)))
+
+
+ROWS_OF_OTHERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "two-samples-in-one-row": lambda m, x: (
+        torch.zeros(len(x), 1).index_add(0, torch.arange(len(x)) // 2, m(x)).square().mean()
+    ),
+    "two-samples-in-one-row-of-the-result": lambda m, x: (
+        m[0](x).gather(0, (numbers(x) + torch.arange(6)) % len(x)).square().mean()
+    ),
+    "chosen-by-the-batch": lambda m, x: m(x).gather(0, m(x).detach().argsort(0)).square().mean(),
+    "indices-of-other-samples": lambda m, x: (
+        m(x).gather(0, torch.where(x[:, :1] > 9, 0, numbers(x).roll(1))).square().mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_OTHERS)
+def test_rows_that_belong_to_no_one_sample_are_said(name: str) -> None:
+    record = record_of(network(), ROWS_OF_OTHERS[name], torch.randn(6, 5))
+    assert record.mixing == record.axis_lost != ()
+
+
 PICKED_BY_VALUE: dict[str, Callable[[Tensor], Tensor]] = {
     "largest": lambda s: s[s.argmax()],
     "positive": lambda s: s[s > s.min()].sum(),

@@ -218,7 +218,11 @@ def _follow_select(call: ObservedCall) -> Followed:
 def _follow_gather(call: ObservedCall) -> Followed:
     target = call.argument(0, "input", "self")
     dim = call.argument(2 if call.op == "take_along_dim" else 1, "dim")
-    own = _into_own_rows(call, target, int(dim) % target.dim()) if call.op in ("index_add", "index_copy") else None
+    own = None
+    if call.op in ("index_add", "index_copy"):
+        own = _into_own_rows(call, target, int(dim) % target.dim())
+    elif call.op in ("gather", "take_along_dim") and dim is not None:
+        own = _own_rows(call, target, int(dim) % max(target.dim(), 1))
     if own is not None:
         return own
     if dim is None or call.lost:
@@ -258,12 +262,37 @@ def _into_own_rows(call: ObservedCall, target: Tensor, dim: int) -> Followed | N
     """Rows added or copied to rows of the same sample, as the values of the index show; None for any other call."""
     index, source = call.argument(2, "index"), call.argument(3, "source", "tensor")
     where, found = call.axis_of(target), call.axis_of(source) if isinstance(source, Tensor) else None
-    if not isinstance(where, BatchAxis) or not isinstance(found, BatchAxis) or found.mixing is not None:
+    if not isinstance(found, BatchAxis) or found.mixing is not None or found.dim != dim:
         return None
-    if where.dim != dim or found.dim != dim:
+    incoming, rows = row_owners(found, call.batch_size, index.device), index.flatten()
+    constant = target is call.outputs[0] if call.inplace else not target.requires_grad
+    if where is None and constant:  # each of its rows is of the sample that is written there
+        owners = incoming.new_full((target.size(dim),), -1).index_put((rows,), incoming)
+        if bool((owners < 0).any()):
+            owners = row_owners(
+                BatchAxis(dim, inner=target.size(dim) // call.batch_size), call.batch_size, index.device
+            )
+        where = picked(dim, owners, call.batch_size) if owners.numel() == target.size(dim) else None
+    if not isinstance(where, BatchAxis) or where.dim != dim:
         return None
-    owners = row_owners(where, call.batch_size, index.device)[index.flatten()]
-    return keep(call, where) if torch.equal(owners, row_owners(found, call.batch_size, index.device)) else None
+    same = torch.equal(row_owners(where, call.batch_size, index.device)[rows], incoming)
+    return keep(call, where) if same else None
+
+
+def _own_rows(call: ObservedCall, target: Tensor, dim: int) -> Followed | None:
+    """Rows of the batch axis gathered so that each is of one sample, as the values of the index show; None if not."""
+    index, axis = call.argument(2 if call.op == "gather" else 1, "index", "indices"), call.axis_of(target)
+    if not isinstance(axis, BatchAxis) or axis.dim != dim or index.dim() != target.dim():
+        return None
+    owners = row_owners(axis, call.batch_size, index.device)[index].movedim(dim, 0).flatten(1)
+    by = call.axis_of(index)
+    if not owners.numel() or not torch.equal(owners, owners[:, :1].expand_as(owners)) or crossed(call):
+        return None
+    if isinstance(by, BatchAxis) and (
+        by.dim != dim or by.mixing or not torch.equal(owners[:, 0], row_owners(by, call.batch_size, index.device))
+    ):
+        return None
+    return keep(call, picked(dim, owners[:, 0], call.batch_size, axis.mixing))
 
 
 def _from_table(call: ObservedCall, table: Tensor, dim: int, axis: BatchAxis) -> Followed:
