@@ -76,7 +76,8 @@ def token_mean(module: nn.Module, batch: dict[str, Tensor], shift: int = 0) -> T
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if module.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = batch["input_ids"]
-    logits, labels = module(**inputs).logits, batch["labels"]
+    labels = batch["labels"]
+    logits = module(**inputs).logits[:, -labels.size(1) :]  # after those of virtual tokens
     return F.cross_entropy(logits[:, : logits.size(1) - shift].flatten(0, 1), labels[:, shift:].flatten())
 
 
