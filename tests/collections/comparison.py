@@ -138,18 +138,18 @@ def compare(build: Callable[[], Trial]) -> Verdict:
     lean, _ = captured(trial)
     trial.module.zero_grad()
 
-    size = torch.stack([grads.flatten(1).square().sum(1) for grads in expected.values()]).sum(0).sqrt()
+    size = torch.stack([grads.reshape(B, -1).square().sum(1) for grads in expected.values()]).sum(0).sqrt()
     assert size.isfinite().all(), "the loop itself gives no finite norms"
     assert size.all(), "the loss of some sample has no gradient"
     for name, grads in expected.items():
         if name in record.names:
-            off = ((record.grad_samples[name] - grads).flatten(1).norm(dim=1) / size).max().item()
+            off = ((record.grad_samples[name] - grads).reshape(B, -1).norm(dim=1) / size).max().item()
             faults += [] if off <= trial.tolerance else [f"{name}: the gradients are off by {off:.1e} of the norm"]
         elif grads.any() and name not in record.unsupported:
             faults.append(f"{name} has a gradient and is named nowhere")
         for each in (record, lean):
             if name in each.names:
-                off = ((each.sq_norms[name] - grads.flatten(1).square().sum(1)).abs() / size**2).max().item()
+                off = ((each.sq_norms[name] - grads.reshape(B, -1).square().sum(1)).abs() / size**2).max().item()
                 faults += [] if off <= trial.tolerance else [f"{name}: the squared norms are off by {off:.1e}"]
     if record.names != lean.names:
         faults.append(f"parameters of two captures differ: {sorted(set(record.names) ^ set(lean.names))}")

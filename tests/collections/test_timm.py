@@ -52,6 +52,7 @@ CASES = [
     case("regnetx_002"),
     case("regnetz_005"),
     case("nfnet_l0", **FREE),
+    case("dm_nfnet_f0", **FREE),
     case("eca_nfnet_l0", **FREE),
     case("nf_resnet26", **{key: value for key, value in FREE.items() if key != "group_size"}),
     case("convnext_atto", **STAGES),
