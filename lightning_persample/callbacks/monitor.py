@@ -185,7 +185,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def _settings(self) -> dict[str, Any]:
         # What its state is of: a fit may go on from a checkpoint with another choice of what is logged and shown.
-        names = ("loss_reduction", "batch_dim", "batch_size", "sample_index", "engine", "prefix")
+        names = ("every_n_steps", "loss_reduction", "batch_dim", "batch_size", "sample_index", "engine", "prefix")
         return {name: getattr(self, name) for name in names}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

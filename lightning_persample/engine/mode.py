@@ -35,7 +35,7 @@ from lightning_persample.engine.values import (
     why_no_factor,
 )
 from lightning_persample.engine.weight import settle
-from lightning_persample.errors import OptionError, PerSampleError
+from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError
 from lightning_persample.gradients import KernelOptions, kernel_options
 
 __all__ = ["QUANTITIES", "Capture", "expanded_weights"]
@@ -140,9 +140,11 @@ class Capture:
         module = unwrapped(module)
         check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
         check_kernel_options(max_memory, fuse_weight_grad)
-        layout = lay_out(batch, batch_dim, batch_size)
+        self._fault = ""
+        layout = guard(lay_out, self._cannot_lay_out)(batch, batch_dim, batch_size)
         self.batch_size = layout.batch_size
-        check_samples(samples, self.batch_size)
+        if not self._fault:
+            check_samples(samples, self.batch_size)
         if samples is not None and fuse_weight_grad:
             raise OptionError("samples and fuse_weight_grad=True do not go together: the weight's gradient needs all")
         self.records: list[PerSampleRecord] = []
@@ -160,7 +162,6 @@ class Capture:
         self._closed = self._loss_is_known = False
         self._mode = ObservingMode(self.call)
         self._depth = 0
-        self._fault = ""
         guard(self._set_up, self._cannot_be_set_up)(layout, fuse_weight_grad, max_memory, samples)
 
     def _set_up(
@@ -276,6 +277,12 @@ class Capture:
             return self._dispatcher.call(function, args, kwargs, self._mode)
         return self._dispatcher.differentiate(function, args, kwargs)
 
+    def _cannot_lay_out(self, error: Exception) -> BatchLayout:
+        if isinstance(error, BatchSizeError):
+            raise error
+        self._cannot_be_set_up(error)
+        return BatchLayout(1, [], [])
+
     def _cannot_be_set_up(self, error: Exception) -> None:
         self._fault = fault_of(error, "the capture of the training step")
 
@@ -326,7 +333,7 @@ class Capture:
         self._loss_is_known = False
 
     def _check_weighting(self, weighting: str | Tensor) -> None:
-        if isinstance(weighting, Tensor) and tuple(weighting.shape) != (self.batch_size,):
+        if isinstance(weighting, Tensor) and tuple(weighting.shape) != (self.batch_size,) and not self._fault:
             raise OptionError(
                 f"the weights of the samples in the loss have sizes {tuple(weighting.shape)}; allowed is one weight "
                 f"per sample, ({self.batch_size},)"

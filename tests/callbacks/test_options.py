@@ -107,7 +107,7 @@ def test_allowed_values_are_kept():
 @pytest.mark.parametrize(
     ("setting", "counts"),
     [
-        ({"every_n_steps": 3}, False),
+        ({"every_n_steps": 3}, True),
         ({"loss_reduction": "sum"}, True),
         ({"batch_dim": 1}, True),
         ({"batch_size": 2}, True),

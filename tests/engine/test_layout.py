@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_persample import Outer, register_rule
+from lightning_persample import Outer, mark_samples, register_rule
 from lightning_persample.engine import expanded_weights, layout
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, Owner
 from lightning_persample.engine.layout import layout_of
@@ -113,7 +113,7 @@ def test_another_number_of_samples_in_tensors_of_the_same_sizes():
     step = Step(lambda w, b, x: F.linear(x, w, b).tanh())
     each_row = loop(step, mean_of_squares, (x,))
     for batch_size in (20, 10, 5, 20, 10, 5):
-        record = record_of(step, mean_of_squares, x, batch_size=batch_size)
+        record = record_of(step, lambda m, x: mean_of_squares(m, mark_samples(x)), x, batch_size=batch_size)
         for name, gradients in each_row.items():
             expected = gradients.unflatten(0, (batch_size, -1)).mean(1)
             torch.testing.assert_close(record.grad_samples[name], expected)

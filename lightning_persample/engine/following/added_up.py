@@ -78,6 +78,9 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     return Followed((mark,) * len(call.outputs), weighting=None if silent else note)
 
 
+_CHOSEN = 3  # 2 may as well be a number that somebody chose, and not the size of the batch
+
+
 def scaled(
     parts: frozenset[int],
     factors: Sequence[float] | None,
@@ -116,7 +119,7 @@ def _scaled(
     for size in (samples, batch_size, 1):
         if size != n and math.isclose(n / factor, size, rel_tol=1e-5):
             by_hand = n == samples < batch_size and _is_whole(1 / factor)
-            by_chance = by_hand or not divides if size > 1 else not is_count
+            by_chance = by_hand or not divides if size > 1 else not is_count or n < _CHOSEN
             return frozenset({n, size} if by_chance else {size})
     if n > 1:
         each = factor / n

@@ -34,6 +34,8 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
     if any(not other.same_layout(axis) for _, other in call.located):
         return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=None)
 
+    if any(output.is_meta for output in call.outputs):
+        return lost(call, "has tensors without values (device meta), on which it cannot be tried out", mixes=True)
     if entries == 0:
         return lost(call, "works on no sample at all")
     if (
