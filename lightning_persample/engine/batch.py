@@ -30,6 +30,7 @@ __all__ = [
     "count_samples",
     "declared_place",
     "fields_of",
+    "is_alike",
     "lay_out",
     "packed_owners",
     "read_batch_size",
@@ -200,7 +201,7 @@ def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
     sizes |= {path: int(packed.batch_sizes[0]) for path, packed in walk.packed}
     found = set(sizes.values())
     for path, items in walk.lists:
-        if len(items) > 1 and _is_alike(items) and len(list(batch_tensors(items))) == len(walk.tensors):
+        if len(items) > 1 and is_alike(items) and _hold_all(walk, len(items)):
             if not walk.packed and len(items) not in found - {None}:
                 found.add(len(items))  # each item may be a sample
             if len(found) > 1:
@@ -227,7 +228,7 @@ def _items(walk: _Walk, batch_dim: int, batch_size: int) -> dict[int, Lost]:
     """The tensors that belong to one sample each, since they stand in a list with one item per sample."""
     of_one: dict[int, Lost] = {}
     for path, items in walk.lists:
-        if len(items) != batch_size or not _is_alike(items):
+        if len(items) != batch_size or not is_alike(items):
             continue
         inner = [list(batch_tensors(item, f"{path}[{place}]")) for place, item in enumerate(items)]
         tensors = [tensor for found in inner for _, tensor in found]
@@ -247,7 +248,14 @@ def _items(walk: _Walk, batch_dim: int, batch_size: int) -> dict[int, Lost]:
     return of_one
 
 
-def _is_alike(items: Sequence[Any]) -> bool:
+def _hold_all(walk: _Walk, size: int) -> bool:
+    """Whether every tensor of a batch stands in a list of `size` items that may be one sample each."""
+    lists = [items for _, items in walk.lists if len(items) == size and is_alike(items)]
+    found = {id(tensor) for items in lists for _, tensor in batch_tensors(items)}
+    return all(id(tensor) in found for _, tensor in walk.tensors)
+
+
+def is_alike(items: Sequence[Any]) -> bool:
     """Whether the items of a list may be one sample each: tensors of one dtype and rank, or containers of a kind."""
     kinds = {_likeness(item) for item in items}
     return len(kinds) == 1 and None not in kinds
@@ -258,7 +266,7 @@ def _likeness(item: Any) -> Any:
         return item.dtype, item.dim()
     if isinstance(item, Mapping):
         return frozenset(item)
-    return type(item) if isinstance(item, (list, tuple)) and not isinstance(item, PackedSequence) else None
+    return None if isinstance(item, PackedSequence) else type(item)
 
 
 def _place(path: str, tensor: Tensor, batch_dim: int, batch_size: int) -> Place:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lightning_persample.engine.batch import batch_tensors
+from lightning_persample.engine.batch import batch_tensors, is_alike
 from lightning_persample.errors import OptionError, PerSampleError
 
 __all__ = ["Weighting", "has_ragged_samples", "loss_of", "own_loss", "take", "tensors_of", "with_tensors"]
@@ -145,7 +145,8 @@ def _is_one_item_per_sample(item: Sequence[Any], batch_size: int, batch_dim: int
     if not tensors:
         return isinstance(item, list) or all(isinstance(inner, str) for inner in item)
     have_rows = [tensor.dim() > batch_dim and tensor.size(batch_dim) == batch_size for tensor in tensors]
-    return not any(have_rows) if is_batch else not all(have_rows)
+    # A list of items of one kind is read as `lay_out` reads it: an item may have B rows by chance.
+    return not any(have_rows) if is_batch and not (isinstance(item, list) and is_alike(item)) else not all(have_rows)
 
 
 def _packed_size(packed: PackedSequence) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable
@@ -97,6 +98,29 @@ def test_a_list_that_may_hold_samples_or_fields_is_refused(rows: int) -> None:
         " and 8 more: either each of them is one sample, or each holds a row of every sample along axis 0; pass "
         "batch_size=16 in the first case, and a tuple or a mapping in place of the list in the second"
     )
+
+
+@dataclasses.dataclass
+class Pair:
+    inputs: Tensor
+    targets: Tensor
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda pairs: tuple(map(list, zip(*pairs, strict=True))),
+        lambda pairs: dict(zip("xy", map(list, zip(*pairs, strict=True)), strict=True)),
+        lambda pairs: [Pair(*pair) for pair in pairs],
+    ],
+)
+def test_samples_in_lists_of_fields_and_in_lists_of_objects_are_refused(collate: Any) -> None:
+    batch = collate([(torch.randn(6, 5), torch.zeros(6)) for _ in range(4)])
+    with (
+        pytest.raises(BatchSizeError, match=r"is a list of 4 .*; pass batch_size=4 in the first case"),
+        expanded_weights(nn.Linear(5, 2), batch),
+    ):
+        pass
 
 
 def test_a_square_list_is_refused_with_a_batch_size_too() -> None:

@@ -166,3 +166,10 @@ def test_a_loss_that_is_not_one_number_is_said(outputs, found):
 def test_a_weight_of_the_wrong_kind_is_said(weight, found):
     with pytest.raises(OptionError, match=f"^loss_reduction returned {found} for a batch of one sample; allowed is a"):
         own_loss(torch.ones(()), None, lambda outputs, batch: weight)
+
+
+def test_a_list_of_samples_of_which_one_has_as_many_rows_as_there_are_samples() -> None:
+    batch = [torch.randn(rows, 5) for rows in (2, 3, 1, 4)]
+    for place, sample in enumerate(batch):
+        (taken,) = take(batch, place, place + 1, batch_size=4)
+        assert torch.equal(taken, sample)
