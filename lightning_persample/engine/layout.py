@@ -195,7 +195,7 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         return
     if is_loss and (use is not None or len(call.operands) != 2):  # (a third one holds weights)
         return
-    if followed.entries is not None and not is_loss:
+    if followed.by_values or (followed.entries is not None and not is_loss):
         return
     axes = tuple(axis for axis in followed.outputs if isinstance(axis, (BatchAxis, Lost) if is_loss else BatchAxis))
     if len(axes) != len(call.outputs):

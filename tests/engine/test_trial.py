@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tests.engine.reference import assert_values, loop, record_of
 
@@ -77,3 +78,98 @@ def test_random_numbers_of_python_and_numpy_go_on_as_without() -> None:
             F.mse_loss(foreign_noise(module(x)), y).backward()
         following.append((np.random.rand(), random.random()))
     assert following[0] == following[1]
+
+
+class Counted(TorchFunctionMode):
+    """Counts the calls of functions of one name."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.count = name, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += getattr(function, "__name__", "") == self.name
+        return function(*args, **kwargs or {})
+
+
+def unpooled(h: Tensor) -> Tensor:
+    pooled, places = F.max_pool2d(h, 2, return_indices=True)
+    return F.max_unpool2d(pooled, places, 2)
+
+
+BY_ROWS = {
+    "upsample_nearest2d": nn.Upsample(scale_factor=2),
+    "_upsample_nearest_exact2d": nn.Upsample(scale_factor=2, mode="nearest-exact"),
+    "upsample_bilinear2d": nn.Upsample(size=(7, 3), mode="bilinear"),
+    "upsample_bicubic2d": nn.Upsample(scale_factor=2, mode="bicubic"),
+    "_upsample_bilinear2d_aa": lambda h: F.interpolate(h, size=(2, 3), mode="bilinear", antialias=True),
+    "pixel_shuffle": nn.PixelShuffle(2),
+    "pixel_unshuffle": nn.PixelUnshuffle(2),
+    "channel_shuffle": nn.ChannelShuffle(2),
+    "prelu": lambda h: F.prelu(h, torch.linspace(-1, 1, 4)),
+    "im2col": nn.Unfold(3, padding=1),
+    "col2im": lambda h: F.fold(h.flatten(2), (8, 8), 2, stride=2),
+    "max_unpool2d": unpooled,
+}
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_an_op_whose_rows_are_apart_is_tried_once_and_stays_exact(name: str) -> None:
+    module = nn.Conv2d(2, 4, 1)
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return BY_ROWS[name](m(x)).square().flatten(1).sum(1).mean()
+
+    counts = []
+    for scale in (1.0, 0.0, 1e3, -1.0):  # values that are remembered must not be those of the first call
+        data = (scale * torch.randn(5, 2, 4, 4),)
+        with Counted(name) as counted:
+            record = record_of(module, loss, *data)
+        counts.append(counted.count)
+        assert record.mixing == ()
+        assert record.coverage == 1
+        assert_values(record, loop(module, loss, data))
+    assert counts[1:] == [1, 1, 1], counts
+
+
+def test_a_learned_slope_is_tried_once_and_stays_exact() -> None:
+    module, counts = nn.Sequential(nn.Linear(3, 4), nn.PReLU(4)), []
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return m(x).square().sum(1).mean()
+
+    for scale in (1.0, 0.0, 1e3, -1.0):
+        data = (scale * torch.randn(5, 3),)
+        with Counted("prelu") as counted:
+            record = record_of(module, loss, *data)
+        counts.append(counted.count)
+        assert_values(record, loop(module, loss, data))
+    assert counts[1:] == [1, 1, 1], counts
+
+
+@pytest.mark.parametrize("first_is_tame", [True, False])
+def test_an_op_whose_values_decide_is_tried_at_every_step(first_is_tame: bool) -> None:
+    """Along the features, `renorm` changes a row's norm over all samples beyond its maximum alone."""
+    module = nn.Linear(4, 3)
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return m(x).renorm(2, 1, 5.0).square().sum(1).mean()
+
+    for tame in (first_is_tame, not first_is_tame, first_is_tame):
+        x = torch.randn(5, 4) * (1e-2 if tame else 1e3)
+        record = record_of(module, loss, x)
+        assert (record.mixing == ()) is tame
+        if tame:
+            assert_values(record, loop(module, loss, (x,)))
+
+
+@pytest.mark.parametrize("first_is_zero", [True, False])
+def test_neighbours_of_zero_decide_nothing_for_others(first_is_zero: bool) -> None:
+    """Samples along the height of one image: `unfold` lays neighbours into a patch, which zeros do not show."""
+    module = nn.Linear(1, 1, bias=False)
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return F.unfold(m(x).reshape(1, 1, -1, 1), 3, padding=1).square().sum(1).mean()
+
+    for zero in (first_is_zero, not first_is_zero):
+        record = record_of(module, loss, torch.zeros(5, 1) if zero else torch.randn(5, 1))
+        assert zero or record.mixing != ()

@@ -65,6 +65,7 @@ class Followed:
         mixing: where samples influence each other in this call, or None.
         weighting: where the loss gives samples weights that only the caller knows, or None.
         entries: what the one output adds up, where the call can give it.
+        by_values: whether values in the tensors had a part in it, so that it is not remembered.
     """
 
     outputs: tuple[BatchAxis | Lost | None, ...]
@@ -72,6 +73,7 @@ class Followed:
     mixing: str | None = None
     weighting: str | None = None
     entries: Callable[[], Entries] | None = None
+    by_values: bool = False
 
 
 Follower = Callable[[ObservedCall], Followed]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_persample.engine.batch_axis import BatchAxis, one_entry
-from lightning_persample.engine.following.base import Followed, crossed, keep, lost
+from lightning_persample.engine.following.base import Followed, crossed, follower, keep, lost
 from lightning_persample.engine.observed import ObservedCall, tensors_in
 from lightning_persample.rules import other_generators_kept
 
@@ -18,15 +20,30 @@ __all__ = ["try_on_one_sample"]
 _WRITES_UNSEEN = frozenset({"fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"})
 
 
+# Ops that compute each row of the first axis from this row alone, whatever the values: along it one trial shows what
+# holds for every call of that layout. Of any other op, and along another axis, values may decide (`renorm` beyond its
+# maximum alone, neighbours that are zero in `im2col`), so that each call is tried.
+_BY_ROWS = (
+    *(f"upsample_nearest{n}d" for n in (1, 2, 3)), *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
+    "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+    "prelu", "im2col", "col2im", "max_unpool2d", "max_unpool3d",
+)  # fmt: skip
+_SHOWN: dict[Hashable, Followed] = {}  # by layout
+_MOST = 4096
 _ALL, _SOME = 16, 8  # samples tried: all of at most so many, else so many
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float64: 1e-6}
 
 
+@follower(*_BY_ROWS, by_layout=True)
 def try_on_one_sample(call: ObservedCall) -> Followed:
     """Run the op on a few samples alone (first, last, some between), without gradient, and compare with the call."""
     batch_size = call.batch_size
     _, axis = call.located[0]
     entries = axis.entries(batch_size)
+    shown = _SHOWN.get(call.layout)  # where a weight goes in, there may be no plan
+    if shown is not None:
+        return shown
     if call.inplace:
         return _follow_inplace(call)
     if call.lost:
@@ -51,7 +68,12 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
         if isinstance(placed, str):
             return lost(call, placed, mixes=None)
         found = placed
-    return Followed(found)
+    followed = Followed(found, by_values=axis.dim != 0)
+    if call.layout is not None and not followed.by_values:
+        if len(_SHOWN) >= _MOST:
+            _SHOWN.clear()
+        _SHOWN[call.layout] = followed
+    return followed
 
 
 def _try_on(call: ObservedCall, axis: BatchAxis, entry: int) -> tuple[BatchAxis, ...] | str:
