@@ -167,7 +167,7 @@ def _following(kind: Any) -> Any:
 
         def __next__(self) -> Any:
             fetched = super().__next__()
-            vars(self)[_LOG].append(guard(_drawn, _not_known)(self.flattened, self._iterator.iterators))
+            vars(self)[_LOG].append(_known_drawn(self.flattened, self._iterator.iterators))
             return fetched
 
         def __reduce_ex__(self, protocol: Any) -> Any:
@@ -184,13 +184,16 @@ def _tagged(loaders: list[Any]) -> list[Any]:
 
 
 def _drawn(loaders: list[Any], iterators: list[Any]) -> list[Drawn]:
-    drawn = [why_no_keys(loader) or last_drawn(each) for loader, each in zip(loaders, iterators, strict=False)]
+    drawn = [last_drawn(each, loader) for loader, each in zip(loaders, iterators, strict=False)]
     one_each = len(loaders) == len(iterators)  # not so in mode "sequential", which Lightning refuses later
     return drawn if one_each else []
 
 
 def _not_known(error: Exception) -> list[Drawn]:
     return [Drawn(None, fault_of(error, "following the data loader"))]
+
+
+_known_drawn = guard(_drawn, _not_known)
 
 
 def _itself(combined: Any) -> Any:

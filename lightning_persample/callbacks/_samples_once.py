@@ -140,11 +140,12 @@ class SamplesOnce:
         pending = np.setdiff1d(self._indices(), done)[rank::processes].tolist()
         size = _batch_size(loader)
         batches = [pending[k : k + size] for k in range(0, len(pending), size)]
-        iterator = iter(TaggedLoader(_like(loader, batches)))
+        again = _like(loader, batches)
+        iterator = iter(TaggedLoader(again))
         given = 0
         for batch in iterator:
             given += 1
-            yield batch, None if self._has_index else _checked(last_drawn(iterator))
+            yield batch, None if self._has_index else _checked(last_drawn(iterator, again))
         if given < len(batches):
             raise PerSampleError(
                 f"the loader ended after {given} of {len(batches)} batches: one of the samples {batches[given]} gave a "

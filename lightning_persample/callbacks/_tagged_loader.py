@@ -104,10 +104,12 @@ class TaggedLoader:
         return keyed
 
 
-def last_drawn(iterator: object) -> Drawn:
-    """What is known of the rows of the batch that an iterator gave last."""
-    drawn = getattr(iterator, "_last_drawn", None)
-    return Drawn(None, "its iterator was made before the fit") if drawn is None else drawn
+def last_drawn(iterator: object, loader: object) -> Drawn:
+    """What is known of the rows of the batch that an iterator of a loader gave last."""
+    drawn: Drawn | None = getattr(iterator, "_last_drawn", None)
+    if drawn is not None:  # as nearly always, at every batch
+        return drawn
+    return why_no_keys(loader) or Drawn(None, "its iterator was made before the fit")
 
 
 class _Rows:

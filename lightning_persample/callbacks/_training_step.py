@@ -223,7 +223,10 @@ class SharedCapture:
         self._record = self._step_aside = self._manual = self._batch = None
         self._is_empty = False
         check, self._second_check = self._second_check, None
-        run_all(self._reports.end_batch, *(each.close for each in (step, check) if each is not None))
+        if step is None and check is None:  # as at every batch that is not captured
+            self._reports.end_batch()
+        else:
+            run_all(self._reports.end_batch, *(each.close for each in (step, check) if each is not None))
 
     def uninstall(self) -> None:
         """Leave the module as it was before the fit. May be called twice."""
