@@ -87,7 +87,7 @@ def _observed(
     module, batch = trial.module(), trial.tensors()
     with expanded_weights(
         module,
-        batch,
+        tuple(batch),  # (the items of a list may be samples)
         batch_dim=trial.batch_dim,
         loss_reduction=loss_reduction,  # type: ignore[arg-type]
         quantities=("sq_norm", "grad_sample"),
