@@ -56,7 +56,7 @@ CASES = [
     case("LoHa", "LoHaConfig", r=4, named="HadaWeight.apply, a custom autograd function"),
     case("LoKr", "LoKrConfig", r=4),
     case("IA3", "IA3Config", feedforward_modules=["down_proj"]),
-    case("OFT", "OFTConfig", oft_block_size=4, named="in place"),
+    case("OFT", "OFTConfig", oft_block_size=4),
     case("BOFT", "BOFTConfig", boft_block_size=4),
     case("HRA", "HRAConfig", r=4),
     case("VeRA", "VeraConfig", ["q_proj"], r=4),

@@ -202,7 +202,7 @@ CASES = [
         TEXT | {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2},
         "sdpa",
     ),
-    case("Deberta", text, "DebertaConfig", "DebertaForMaskedLM", DEBERTA, named="in place"),
+    case("Deberta", text, "DebertaConfig", "DebertaForMaskedLM", DEBERTA),
     case(
         "DebertaV2",
         text,
@@ -385,7 +385,7 @@ CASES = [
     case("WavLM-masked", speech, "WavLMConfig", "WavLMModel"),
     case("Llava", picture_and_text, named="masked_scatter"),
     case("Swin", pictures, "SwinConfig", "SwinForImageClassification", bare=True, **WINDOWS),
-    case("Swinv2", pictures, "Swinv2Config", "Swinv2ForImageClassification", bare=True, **WINDOWS, named="in place"),
+    case("Swinv2", pictures, "Swinv2Config", "Swinv2ForImageClassification", bare=True, **WINDOWS),
     case(
         "ConvNextV2",
         pictures,
