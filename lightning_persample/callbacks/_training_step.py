@@ -291,7 +291,7 @@ class SharedCapture:
             self._reports.report(error)
             self.end_batch()
         else:
-            if self._falls_back and step.weights is not None:
+            if self._falls_back and step.weights is not None and not self._averages:
                 self._second_check = SumCheck(self._module, loss, step.weights, averaged=self._averages)
         return outputs
 
