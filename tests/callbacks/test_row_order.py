@@ -122,7 +122,6 @@ def test_rows_that_already_are_in_that_order_are_no_evidence():
         {"a": {1: "text"}},
         torch.empty(0),
     ],
-    ids=str,
 )
 def test_rows_of_any_kind_are_looked_at_without_harm(row):
     assert looked_at(lambda rows: rows, [row, row]) == ""
