@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, batch_first
-from lightning_persample.engine.failure import reason_of
+from lightning_persample.engine.failure import OverwrittenError, reason_of
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.graph import boundary, edges_between, saved_results
-from lightning_persample.engine.observed import Description, ObservedCall
+from lightning_persample.engine.observed import Description, ObservedCall, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, SampleGradient
 from lightning_persample.rules import Call, Rule, op_name
@@ -28,7 +28,6 @@ __all__ = [
     "Contributions",
     "Drawn",
     "Placement",
-    "changed_text",
     "check_unchanged",
     "not_tensors",
     "placed",
@@ -125,11 +124,13 @@ class Drawn:
         output: the first output.
         axis: where the batch lies in it.
         random_state: state of the generator before the call.
+        version: how often the output had been written to when the call was done.
     """
 
     output: Tensor
     axis: BatchAxis | Lost | None
     random_state: Tensor | None
+    version: int
 
 
 class ByRule:
@@ -188,6 +189,7 @@ class ByRule:
     def _call(self, grads: Sequence[Tensor | None]) -> tuple[Call, Any]:
         """The call as the rule sees it, with the gradient of its output, or of all where the rule knows several."""
         placement, tensors, batch_size = self._placement, self._tensors, self._placement.batch_size
+        rule = placement.rule
         arguments: dict[str, Any] = {**self._others, **tensors}
         counts: dict[str, Tensor] = {}
         for name, where in placement.axes.items():
@@ -201,8 +203,10 @@ class ByRule:
         output: Tensor | None = None
         draws: tuple[Tensor, ...] = ()
         if self.drawn is not None:
-            again, axis = _draw_again(placement.rule, {**self._others, **tensors}, self.drawn), self.drawn.axis
-            if isinstance(axis, BatchAxis):
+            again, axis = _draw_again(rule, {**self._others, **tensors}, self.drawn), self.drawn.axis
+            if again or rule.reads_output:
+                check_unchanged(((self.drawn.output, self.drawn.version),), self._text)
+            if isinstance(axis, BatchAxis) and version_of(self.drawn.output) == self.drawn.version:
                 output = batch_first(self.drawn.output, axis, batch_size)
                 draws = tuple(batch_first(tensor, axis, batch_size) for tensor in again)
         by_sample = tuple(
@@ -296,12 +300,9 @@ def check_unchanged(versions: Iterable[tuple[Tensor, int]], text: Description) -
     """Guard the values that are read in backward against changes in place since the forward."""
     for tensor, version in versions:
         if tensor._version != version:
-            raise UnsupportedError(changed_text(text, tensor))
-
-
-def changed_text(description: Description, tensor: Tensor) -> str:
-    """What is said of a tensor that was written to after a call had read it."""
-    return (
-        f"{description}: a tensor of sizes {tuple(tensor.shape)} that the per-sample gradient needs was changed in "
-        "place between forward and backward; write the result to a new tensor instead"
-    )
+            raise OverwrittenError(
+                f"{text}: a tensor of shape {tuple(tensor.shape)} that the per-sample gradient needs was changed in "
+                "place",
+                tensor,
+                " between forward and backward; write the result to a new tensor instead",
+            )

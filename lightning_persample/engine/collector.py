@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.by_rule import Computation
-from lightning_persample.engine.failure import fault_of, in_smaller_chunks
+from lightning_persample.engine.failure import OverwrittenError, fault_of, in_smaller_chunks, reason_of
+from lightning_persample.engine.observed import version_of
 from lightning_persample.engine.weight import Weight
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
 
@@ -51,6 +52,7 @@ class Collector:
         samples: the places in the batch of the samples that are followed, (m,); None follows all.
         penalized: parameters whose gradient in this backward has a term that belongs to no sample.
         fault: why nothing of this capture can be relied on: this package itself has failed; "" as nearly always.
+        writes: of memory that was written to in place, by where it begins: how often by then, and in which call.
         got_gradient: parameters that got a gradient in this backward, with this where a hook may have changed it.
     """
 
@@ -66,6 +68,7 @@ class Collector:
         self.penalized: set[str] = set()
         self.got_gradient: dict[str, Tensor | None] = {}
         self.fault = ""
+        self.writes: dict[int, tuple[int, str]] = {}
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed: no value of this capture is given."""
@@ -129,6 +132,14 @@ class Collector:
         """Whether the one use of a weight contributes now, and nobody asked for more than the squared norm."""
         once = weight.derivation is None and weight.uses == 1 and weight.children == 0 and not weight.has_norms
         return once and not self.keep_structures and not (self.kept and weight.names & self.kept)
+
+    def why(self, error: Exception, what: object) -> str:
+        """Why there are no values of a call or weight, with the op in place that overwrote what it needs."""
+        if isinstance(error, OverwrittenError):
+            times, call = self.writes.get(error.tensor.untyped_storage().data_ptr(), (-1, ""))
+            if times == version_of(error.tensor):
+                return f"{error.before} by {call}{error.after}"
+        return reason_of(error, what)
 
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:
         """Note that a gradient of these weights could not be split by sample."""

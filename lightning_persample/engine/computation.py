@@ -20,6 +20,7 @@ from lightning_persample.engine.by_rule import (
     placement_of,
     versions_of,
 )
+from lightning_persample.engine.observed import version_of
 from lightning_persample.gradients import Dense
 from lightning_persample.rules import Rule, generic_rule
 from lightning_persample.rules.elementwise import widen
@@ -51,7 +52,7 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
     memory = {t.data_ptr() for t in use.arguments.values() if isinstance(t, Tensor) and id(t) in call.written}
     compute = ByRule(placement, values, others, owners, use.description, output, memory)
     if rule.reads_output or rule.draws is not None:
-        compute.drawn = Drawn(output.detach(), use.followed.outputs[0], call.random_state)
+        compute.drawn = Drawn(output.detach(), use.followed.outputs[0], call.random_state, version_of(output))
     return compute
 
 

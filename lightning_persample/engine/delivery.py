@@ -215,7 +215,7 @@ class Delivery:
         """
         weights = list(dict.fromkeys(weight for dispatcher in self._dispatchers for weight in dispatcher.weights))
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            settle(weights, self.refuse)
+            settle(weights, lambda weight, error, text: self.refuse([weight], reason_of(error, text)))
         for target in self._gradients:
             self._add_up(target)
         for weight in weights:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
@@ -16,7 +16,7 @@ from lightning_persample.engine.collector import Collector, Part
 from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.failure import guard
-from lightning_persample.engine.following import common_axis, follow
+from lightning_persample.engine.following import common_axis, follow, is_plain
 from lightning_persample.engine.following.added_up import scaled
 from lightning_persample.engine.fused import fused_call
 from lightning_persample.engine.graph import Node, boundary, unseen_text
@@ -43,6 +43,7 @@ __all__ = ["Dispatcher"]
 
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
+_TENSORS = {Tensor, nn.Parameter}
 _NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
 
 
@@ -219,6 +220,8 @@ class Dispatcher(Collector):
                 if common is not None and not (kind.inplace and len(operands_of(args, kwargs)) > 1):
                     result = _RUNNING
                     result = function(*args, **kwargs)  # by far the most calls
+                    if kind.inplace:
+                        self._note_write(function, args)
                     if type(result) is not Tensor or result.dim() != common[1]:
                         return self._beside(*common, result)
                     self.marks[result] = common[0]
@@ -236,6 +239,8 @@ class Dispatcher(Collector):
             if kinds <= _OF_NO_SAMPLE:
                 result = _RUNNING
                 result = function(*args, **kwargs)
+                if kind.inplace:
+                    self._note_write(function, args)
                 self.marks.note_constant(op, tensors, result)
                 return result
             if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
@@ -243,6 +248,8 @@ class Dispatcher(Collector):
                 if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
                     result = _RUNNING
                     result = function(*args, **kwargs)
+                    if kind.inplace:
+                        self._note_write(function, args)
                     return self._beside(axis, rank, result)
             fused = None
             if self.fuse and Weight in kinds and torch.is_grad_enabled():
@@ -285,6 +292,8 @@ class Dispatcher(Collector):
             if fused is None:
                 result = _RUNNING
             result = function(*args, **kwargs) if fused is None else fused.run()
+            if inplace:
+                self._note_write(function, args)
             outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
             if not inplace and "out" not in kwargs:  # `contiguous`, `to` and the like may return what they were given
                 outputs = tuple(output for output in outputs if all(output is not tensor for tensor, _ in marked))
@@ -326,6 +335,13 @@ class Dispatcher(Collector):
         """Note that this package itself has failed at a call of the user's."""
         name = getattr(function, "__name__", str(function))
         self.fail(error, f"following `{name}`{guard(user_line, lambda error: '')()}")
+
+    def _note_write(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Keep where in the user's code a tensor was changed in place, should a later reader need what it held."""
+        target = args[0] if args else None
+        if isinstance(target, Tensor) and type(target) in _TENSORS and is_plain(target):
+            call = f"`{function.__name__}`{user_line()}"
+            self.writes[target.untyped_storage().data_ptr()] = version_of(target), call
 
     def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
         """The output of a pointwise call holds the batch where its inputs do, counted from the right."""
@@ -505,6 +521,7 @@ class Dispatcher(Collector):
         self.marks.clear()
         self.weights.clear()
         self.nodes.clear()
+        self.writes.clear()
         self._inner = None
 
 

@@ -16,11 +16,30 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
-from lightning_persample.errors import OptionError, PerSampleError, PerSampleWarning, VerificationError
+from lightning_persample.errors import (
+    OptionError,
+    PerSampleError,
+    PerSampleWarning,
+    UnsupportedError,
+    VerificationError,
+)
 from lightning_persample.gradients.cost import halved_memory_budget
 
-__all__ = ["FAULT", "Once", "fault_of", "guard", "in_smaller_chunks", "of_user", "once", "reason_of", "run_all", "stop"]
+__all__ = [
+    "FAULT",
+    "Once",
+    "OverwrittenError",
+    "fault_of",
+    "guard",
+    "in_smaller_chunks",
+    "of_user",
+    "once",
+    "reason_of",
+    "run_all",
+    "stop",
+]
 
 FAULT = "this is a fault of lightning_persample"
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
@@ -63,6 +82,14 @@ def once(
         return run.result if run.has_run else function(*args, **kwargs)
 
     return observed
+
+
+class OverwrittenError(UnsupportedError):
+    """A tensor that a per-sample gradient is computed from was changed in place; where, stands between the texts."""
+
+    def __init__(self, before: str, tensor: Tensor, after: str) -> None:
+        super().__init__(before + after)
+        self.before, self.tensor, self.after = before, tensor, after
 
 
 class Once:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_persample.engine.by_rule import Computation, Contributions
-from lightning_persample.engine.failure import guard, in_smaller_chunks, reason_of
+from lightning_persample.engine.failure import guard, in_smaller_chunks
 from lightning_persample.engine.observed import Description
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options
@@ -131,7 +131,8 @@ class Report:
 
     def failed(self, error: Exception) -> None:
         """Say why there are no contributions."""
-        dispatcher, reason = self._dispatcher, reason_of(error, str(self._text))
+        dispatcher = self._dispatcher
+        reason = dispatcher.why(error, str(self._text))
         for weight in self._weights:
             for name in weight.names:
                 dispatcher.got_gradient.setdefault(name, None)

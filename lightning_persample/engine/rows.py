@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from lightning_persample.engine.batch_axis import BatchAxis
-from lightning_persample.engine.by_rule import changed_text
+from lightning_persample.engine.by_rule import check_unchanged
 from lightning_persample.engine.failure import guard
 from lightning_persample.engine.following import is_plain
 from lightning_persample.engine.observed import Description, user_place
 from lightning_persample.engine.reporting import Report, detached, gradient_reader, hooked_tensor
 from lightning_persample.engine.weight import Weight
-from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense, Outer, SampleGradient, kernel_options
 from lightning_persample.gradients.norms import LONGEST_ROW, dense_sq_norm
 from lightning_persample.rules import rule_of
@@ -117,8 +116,7 @@ class _OfRows:
 
     def __call__(self, grads: Sequence[Tensor | None]) -> list[tuple[Weight, SampleGradient]]:
         (grad,) = grads
-        if self.x._version != self.version:
-            raise UnsupportedError(changed_text(self.text, self.x))
+        check_unchanged(((self.x, self.version),), self.text)
         return [] if grad is None else list(zip(self.weights, self.gradients(grad), strict=False))
 
     def gradients(self, grad: Tensor) -> list[SampleGradient]:

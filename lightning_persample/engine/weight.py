@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_persample.engine.blocks import copied, looked_up, row_by_row
 from lightning_persample.engine.by_rule import Computation
-from lightning_persample.engine.failure import guard, reason_of
+from lightning_persample.engine.failure import OverwrittenError, guard
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
@@ -167,12 +167,12 @@ def with_part(base: Tensor, part: Tensor, places: Tensor) -> Tensor:
     return base.reshape(-1).scatter(0, places.reshape(-1), part.reshape(-1)).reshape(base.shape)
 
 
-def settle(weights: Sequence[Weight], refuse: Callable[[list[Weight], str], None]) -> None:
+def settle(weights: Sequence[Weight], failed: Callable[[Weight, Exception, Description], None]) -> None:
     """Move the contributions of all derived weights to the parameters.
 
     Args:
         weights: parameters and derived weights, each after those it was computed from.
-        refuse: is told of the weights for which that failed, and why.
+        failed: gets each weight for which that failed, with the error and the call.
     """
 
     def settle_one(weight: Weight, derivation: Derivation) -> None:
@@ -183,7 +183,7 @@ def settle(weights: Sequence[Weight], refuse: Callable[[list[Weight], str], None
         derivation = weight.derivation
         if derivation is not None:
             text = derivation.text
-            guard(settle_one, lambda error, w=weight, t=text: refuse([w], reason_of(error, t)))(weight, derivation)  # type: ignore[misc]
+            guard(settle_one, lambda error, w=weight, t=text: failed(w, error, t))(weight, derivation)  # type: ignore[misc]
 
 
 def pull_back(weight: Weight) -> None:
@@ -295,10 +295,11 @@ def _as_read(derivation: Derivation, *, parents_too: bool = True) -> Derivation:
         if not isinstance(leaf, Tensor) or version_of(leaf) == version or not (parents_too or parent is None):
             continue
         if parent is None or parent.derivation is None or parent.hidden:
-            raise UnsupportedError(
+            raise OverwrittenError(
                 f"{derivation.text} computes a weight from a tensor of shape {tuple(leaf.shape)} that was changed in "
-                "place before the backward ended (by an optimizer that steps during the backward?); change it "
-                "afterwards"
+                "place",
+                leaf,
+                " before the backward ended; change it afterwards, or change a copy of it",
             )
         made = _as_read(parent.derivation)
         leaves[place] = made.compute(*(made.leaves[position] for position in made.parents))

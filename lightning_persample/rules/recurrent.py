@@ -316,7 +316,6 @@ def _register(kind: str) -> None:
         bind=bind_layer,
         several_outputs=True,
         draws=_draws,
-        reads_output=True,
         per_sample=("hx",),
     )(layer_rule)
     register_rule(

@@ -73,6 +73,12 @@ def test_dropout_between_recurrent_layers_is_drawn_again(kind: type[nn.RNNBase],
         torch.testing.assert_close(capture.record.grad_samples[name].mean(0), p.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_the_output_of_a_recurrent_layer_may_be_overwritten(kind: type[nn.RNNBase]) -> None:
+    module = OneUse(lambda m, x: m.a(x)[0].mul_(2.0), a=kind(6, 4, 2, batch_first=True)).double()
+    assert_exact(module, mean_of_squares, (torch.randn(5, 7, 6, dtype=torch.float64),))
+
+
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 def test_an_op_that_torch_cannot_run_batched(batch_size: int) -> None:
     """A learned token in the places that a mask tells: how many there are differs from sample to sample."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -158,7 +159,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Tensor], str]] = {
     ),
     "a-constant-that-is-overwritten": (
         lambda m: with_a_counter(m.b),
-        "computes a weight from a tensor of shape (6,) that was changed in place",
+        r"computes a weight from a tensor of shape \(6,\) that was changed in place by `add_` at test_weights",
     ),
 }
 
@@ -182,4 +183,4 @@ def with_a_counter(b: Tensor) -> Tensor:
 def test_what_cannot_be_computed_again_is_refused(name: str) -> None:
     make, text = REFUSED[name]
     record = record_of(Model(lambda m, x: x * make(m), b=parameter(6)), mean_of_squares, torch.randn(5, 6))
-    assert text in record.unsupported["b"]
+    assert re.search(text, record.unsupported["b"])
