@@ -99,6 +99,4 @@ def test_cli_trains_as_its_file_says(tmp_path):
     assert [int(row["step"]) for row in rows] == [9, 19, 29, 39]
     assert all(float(row["per_sample_grad/coverage"]) == 1 for row in rows)
     assert all(float(row["per_sample_grad/encoder/norm_mean"]) > 0 for row in rows)
-    pictures = sorted((log.parent / "per_sample_grad" / "norm_histogram").iterdir())
-    assert [picture.name for picture in pictures] == [f"step_{step:06d}.png" for step in (9, 19, 29, 39)]
     assert len(list(log.parent.glob("checkpoints/epoch=*.ckpt"))) == 1

@@ -1,46 +1,41 @@
-"""Histograms, figures and tables in every logger of Lightning.
+"""Histograms and tables in every logger of Lightning.
 
 Loggers have scalars in common and nothing else. This is the one file that knows what each of them takes:
 
-===================== ========================= =================== ============================
-logger                histogram                 figure              table
-===================== ========================= =================== ============================
-`TensorBoardLogger`   its own                   image               text with a markdown table
-`WandbLogger`         ``wandb.Histogram``       ``wandb.Image``     ``wandb.Table``
-`MLFlowLogger`        figure                    PNG artifact        CSV artifact
-any other             figure                    PNG file            CSV file
-===================== ========================= =================== ============================
+===================== ==================== ============================
+logger                histogram            table
+===================== ==================== ============================
+`TensorBoardLogger`   its own              text with a markdown table
+`WandbLogger`         ``wandb.Histogram``  ``wandb.Table``
+`MLFlowLogger`        none                 CSV artifact
+any other             none                 CSV file
+===================== ==================== ============================
 
-Files and artifacts of one name are in a folder of that name, ``<name>/step_000049.png``, below the logger's directory.
-A logger without a directory gets none, which is said once. As with ``log_metrics``, only the process of rank 0 writes,
-and what a logger raises ends the run, except for an `OSError` (the disk is full), which is said once. Libraries are
-imported where one of their loggers is in use.
+Tables of one name are in a folder of that name, ``<name>/step_000049.csv``, below the logger's directory. A logger
+without a directory gets none, with one warning. As with ``log_metrics``, only the process of rank 0 writes, and what a
+logger raises ends the run, except for an `OSError` (the disk is full), which is one warning. W&B is imported where its
+logger is in use.
 """
 
 from __future__ import annotations
 
 import csv
 import importlib
-import importlib.util
 import io
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_persample.callbacks._histogram_figure import draw_histogram
 from lightning_persample.callbacks._lightning_names import ranked_bases
 from lightning_persample.engine import of_user, warn_user
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["log_figure", "log_histogram", "log_table", "save_table", "unless_disk_fails"]
+__all__ = ["log_histogram", "log_table", "save_table", "unless_disk_fails"]
 
 _Kind = Literal["tensorboard", "wandb", "mlflow", "dummy", "csv", "other"]
 _KINDS: dict[str, _Kind] = {
@@ -54,65 +49,26 @@ _SAID: set[str] = set()
 
 
 @rank_zero_only
-def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: int, label: str = "value") -> None:
-    """Write how values are distributed; without a finite value nothing is written.
-
-    Args:
-        loggers: those of the Trainer.
-        name: under which it is written.
-        values: the values, (n,); those that are not finite are left out.
-        step: the step number.
-        label: what the values are, for a figure.
-    """
+def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: int) -> None:
+    """Write the distribution of the finite values of (n,) to the loggers that have histograms."""
     finite = values.detach()[values.isfinite()].cpu().double()  # NumPy has no bfloat16
-    if not finite.numel():
-        return
-    write = partial(_write_histogram, name=name, finite=finite, step=step)
-    drawn = [logger for logger in loggers if unless_disk_fails(name, partial(write, logger))]
-    if drawn and _can_draw(drawn):
-        title = f"{name}, step {step}: {finite.numel()} samples"
-        log_figure(drawn, name, draw_histogram(finite, title, label), step)
+    takers = [logger for logger in loggers if _kind_of(logger) in ("tensorboard", "wandb", "dummy")]
+    if loggers and not takers:
+        names = ", ".join(dict.fromkeys(type(logger).__name__ for logger in loggers))
+        _say_once(
+            f"`{name}` is not written: {names} takes no histogram, TensorBoardLogger and WandbLogger do. "
+            "PerSampleGradientWriter keeps the norm of every sample"
+        )
+    for logger in takers if finite.numel() else ():
+        unless_disk_fails(name, partial(_write_histogram, logger, name, finite, step))
 
 
-def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> bool:
-    """Write the values to a logger that has histograms; true where it takes a figure instead."""
+def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> None:
     kind = _kind_of(logger)
     if kind == "tensorboard":
         of_user(_experiment(logger).add_histogram, _prefixed(logger, name), finite.numpy(), step)
     elif kind == "wandb":
         _log_to_wandb(logger, name, "Histogram", finite.numpy(), step=step)
-    else:
-        return _has_a_place(logger, kind)
-    return False
-
-
-@rank_zero_only
-def log_figure(loggers: Sequence[Logger], name: str, figure: Figure, step: int) -> None:
-    """Write a figure of matplotlib.
-
-    Args:
-        loggers: those of the Trainer.
-        name: under which it is written.
-        figure: the figure.
-        step: the step number.
-    """
-    for logger in loggers:
-        unless_disk_fails(name, partial(_write_figure, logger, name, figure, step))
-
-
-def _write_figure(logger: Logger, name: str, figure: Figure, step: int) -> None:
-    kind = _kind_of(logger)
-    if kind == "tensorboard":
-        of_user(_experiment(logger).add_figure, _prefixed(logger, name), figure, step, close=False)
-    elif kind == "wandb":
-        _log_to_wandb(logger, name, "Image", figure, step=step)
-    elif kind == "mlflow":
-        path = _path(_prefixed(logger, name), step, "png")
-        of_user(_experiment(logger).log_figure, logger.version, figure, path)
-    elif _has_a_place(logger, kind):
-        image = io.BytesIO()
-        figure.savefig(image, format="png")
-        _write_file(logger, kind, _path(name, step, "png"), image.getvalue())
 
 
 @rank_zero_only
@@ -192,7 +148,7 @@ def _has_a_place(logger: Logger, kind: _Kind) -> bool:
     if kind == "mlflow" or _directory(logger) is not None:
         return True
     name = f"{type(logger).__module__}.{type(logger).__qualname__}"
-    _say_once(f"{name} has no log_dir and no save_dir, so that histograms, figures and tables are not written to it")
+    _say_once(f"{name} has no log_dir and no save_dir, so that tables are not written to it")
     return False
 
 
@@ -223,17 +179,6 @@ def _path(name: str, step: int, ending: str) -> str:
 def _path_part(part: str) -> str:
     """A part of a name as the name of a folder."""
     return re.sub(r"[^\w. -]", "_", part) if part.strip(".") else "_"
-
-
-def _can_draw(loggers: Sequence[Logger]) -> bool:
-    if importlib.util.find_spec("matplotlib") is not None:
-        return True
-    names = ", ".join(dict.fromkeys(type(logger).__name__ for logger in loggers))
-    _say_once(
-        f"a histogram is a figure in {names}, for which matplotlib is needed: none is written to them. "
-        'Install it with pip install "lightning-persample[figures]"'
-    )
-    return False
 
 
 def _say_once(text: str) -> None:

@@ -102,8 +102,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         max_samples: the most samples of a batch whose norms are computed; of a larger one, a random choice of so many,
             another one each time. Means, quantiles, noise scale and diversity are then estimates from a random sample
             of the batch, without bias but for extremes, if batches of a step are of one size. None is all.
-        histogram: write a histogram of the finite norms ||g_i|| as ``<prefix>/norm_histogram`` at each logged step: in
-            TensorBoard and W&B as their own histograms, in other loggers as a figure (PNG), which needs matplotlib.
+        histogram: write a histogram of the finite norms ||g_i|| as ``<prefix>/norm_histogram`` at each logged step to
+            TensorBoard and W&B. Other loggers have none.
         unsupported: "warn", "error" or "vmap", see `PerSampleCallback`.
         engine: "expanded", "vmap" or "loop", see `PerSampleCallback`.
         verify: check the values on the first captured batch, see `PerSampleCallback`.
@@ -405,7 +405,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if self.histogram:
             for place, step in steps.items():
                 name = f"{self._parts[place].prefix}/norm_histogram"
-                log_histogram(trainer.loggers, name, step.norms, logging_step(trainer), "per-sample gradient norm")
+                log_histogram(trainer.loggers, name, step.norms, logging_step(trainer))
         if self.prog_bar:
             means = [metrics[f"{part.prefix}/norm_mean"] if n in steps else None for n, part in enumerate(self._parts)]
             first = next(each for each in _monitors(trainer) if each.prog_bar)

@@ -1,4 +1,4 @@
-"""Histograms, figures and tables, written by real loggers in a fit and read back from what they wrote."""
+"""Histograms and tables, written by real loggers in a fit and read back from what they wrote."""
 
 from __future__ import annotations
 
@@ -18,26 +18,23 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_persample.callbacks import PerSampleGradientMonitor, _logger_media
-from lightning_persample.callbacks._logger_media import log_figure, log_histogram, log_table
+from lightning_persample.callbacks._logger_media import log_histogram, log_table
 from lightning_persample.errors import PerSampleWarning
 from tests.callbacks.runs import Classifier, WithReference, fit, loader
 from tests.callbacks.ways import GAN, Way, run
-from tests.callbacks.written_media import png_size, read_tensorboard, read_wandb
+from tests.callbacks.written_media import read_tensorboard, read_wandb
 from tests.processes import ROOT, run_ranks
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("tensorboard")
 wandb = pytest.importorskip("wandb")
 if importlib.util.find_spec("mlflow") is None:  # which writes to the home directory where it is imported too early
     pytest.skip("MLflow is not installed", allow_module_level=True)
 
-from matplotlib.figure import Figure  # noqa: E402
-
 HISTOGRAM = "per_sample_grad/norm_histogram"
 STEPS = [0, 1, 2]
 COLUMNS = ["sample", "norm", "text"]
 ROWS = [[3, 0.1 + 0.2, "a|b"], [7, 1e-9, None]]
-NO_PLACE = "has no log_dir and no save_dir, so that histograms, figures and tables are not written to it"
+NO_PLACE = "has no log_dir and no save_dir, so that tables are not written to it"
 
 
 class Kept(Logger):
@@ -74,18 +71,17 @@ def generators():
 
 
 class WritesMedia(L.Callback):
-    """A figure and a table after every batch, and whether that left the generators of random numbers alone."""
+    """A histogram and a table after every batch, and whether that left the generators of random numbers alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, histogram: bool = True) -> None:
+        self.histogram = histogram
         self.same: list[bool] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         before = generators()
-        figure = Figure(figsize=(3, 2), dpi=100)
-        figure.subplots().plot([0, 1], [0, batch_idx])
-        log_figure(trainer.loggers, "media/figure", figure, batch_idx)
         log_table(trainer.loggers, "media/table", COLUMNS, ROWS, batch_idx)
-        log_histogram(trainer.loggers, "media/histogram", torch.arange(9.0), batch_idx)
+        if self.histogram:
+            log_histogram(trainer.loggers, "media/histogram", torch.arange(9.0), batch_idx)
         self.same += [a == b for a, b in zip(before, generators(), strict=True)]
 
 
@@ -170,9 +166,7 @@ def test_tensorboard(written, norms):
     assert [event.step for event in events.Scalars("per_sample_grad/norm_mean")] == STEPS
     assert {tag for tag in events.Tags()["scalars"] if "histogram" in tag} == set()
 
-    images = events.Images("media/figure")
-    assert [(each.step, each.width, each.height) for each in images] == [(step, 300, 200) for step in STEPS]
-    assert all(each.encoded_image_string.startswith(b"\x89PNG") for each in images)
+    assert events.Tags()["images"] == []
     tables = events.Tensors("media/table/text_summary")
     assert [each.step for each in tables] == STEPS
     lines = ["| sample | norm | text |", "| --- | --- | --- |", r"| 3 | 0.3 | a\|b |", "| 7 | 1e-09 |  |"]
@@ -193,10 +187,6 @@ def test_wandb(written, norms):
         assert counts == np.histogram(expected, bins)[0].tolist()
     assert [row["trainer/global_step"] for row in rows if "per_sample_grad/norm_mean" in row] == STEPS
 
-    images = [row for row in rows if "media/figure/_type" in row]
-    assert [row["trainer/global_step"] for row in images] == STEPS
-    assert {row["media/figure/_type"] for row in images} == {"image-file"}
-    assert {png_size(files / row["media/figure/path"]) for row in images} == {(300, 200)}
     tables = [row for row in rows if "media/table/_type" in row]
     assert [row["trainer/global_step"] for row in tables] == STEPS
     table = json.loads((files / tables[0]["media/table/path"]).read_text())
@@ -208,24 +198,18 @@ def test_mlflow(written):
     client = logger.experiment
     history = client.get_metric_history(logger.run_id, "per_sample_grad/norm_mean")
     assert [each.step for each in history] == STEPS
-    for name, ending in ((HISTOGRAM, "png"), ("media/figure", "png"), ("media/table", "csv")):
-        paths = [each.path for each in client.list_artifacts(logger.run_id, name)]
-        assert sorted(paths) == [f"{name}/step_{step:06d}.{ending}" for step in STEPS]
-        assert {each.is_dir for each in client.list_artifacts(logger.run_id, name)} == {False}
+    artifacts = client.list_artifacts(logger.run_id, "media/table")
+    assert sorted(each.path for each in artifacts) == [f"media/table/step_{step:06d}.csv" for step in STEPS]
+    assert {each.is_dir for each in artifacts} == {False}
     folder = next((written["folder"] / "mlflow").glob(f"*/{logger.run_id}/artifacts"))
     check_files(folder)
 
 
 def check_files(folder):
-    """PNG and CSV files of all steps, and nothing else beside them."""
+    """CSV files of all steps, and no picture beside them."""
     found = sorted(path.relative_to(folder).as_posix() for kind in ("png", "csv") for path in folder.rglob(f"*.{kind}"))
-    expected = [
-        f"{name}/step_{step:06d}.png" for name in (HISTOGRAM, "media/figure", "media/histogram") for step in STEPS
-    ]
-    expected += [f"media/table/step_{step:06d}.csv" for step in STEPS]
-    assert [name for name in found if name != "metrics.csv"] == sorted(expected)
+    assert [name for name in found if name != "metrics.csv"] == [f"media/table/step_{step:06d}.csv" for step in STEPS]
     for step in STEPS:
-        assert png_size(folder / f"{HISTOGRAM}/step_{step:06d}.png")[0] > 500
         with (folder / f"media/table/step_{step:06d}.csv").open(newline="") as file:
             header, *rows = csv.reader(file)
         assert header == COLUMNS
@@ -261,12 +245,24 @@ def test_no_logger_and_lightnings_dummy():
 
 def test_two_loggers_of_one_kind(tmp_path):
     loggers = [CSVLogger(tmp_path, name="one"), CSVLogger(tmp_path, name="two", prefix="run:1")]
-    fit(Classifier(), [PerSampleGradientMonitor(3, histogram=True)], logger=loggers)
-    found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png"))
+    fit(Classifier(), [WritesMedia(histogram=False)], logger=loggers, limit_train_batches=1)
+    found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("step_*.csv"))
     assert found == [
-        f"one/version_0/{HISTOGRAM}/step_000002.png",
-        f"two/version_0/run_1-{HISTOGRAM}/step_000002.png",
+        "one/version_0/media/table/step_000000.csv",
+        "two/version_0/run_1-media/table/step_000000.csv",
     ]
+
+
+def test_loggers_that_have_no_histograms_are_named_once(tmp_path):
+    loggers = [CSVLogger(tmp_path / "csv"), InFolder(tmp_path)]
+    with pytest.warns(PerSampleWarning) as caught:
+        fit(Classifier(), [PerSampleGradientMonitor(histogram=True)], logger=loggers)
+    (text,) = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    assert text == (
+        f"`{HISTOGRAM}` is not written: CSVLogger, InFolder takes no histogram, TensorBoardLogger and WandbLogger do. "
+        "PerSampleGradientWriter keeps the norm of every sample"
+    )
+    assert list(tmp_path.rglob("*.png")) == []
 
 
 class MyTensorBoard(TensorBoardLogger):
@@ -276,11 +272,11 @@ class MyTensorBoard(TensorBoardLogger):
 def test_prefixes_of_loggers_are_those_of_their_values(tmp_path, own_environment):
     tensorboard = MyTensorBoard(tmp_path / "tensorboard", prefix="mine")
     files = MLFlowLogger(tracking_uri=f"file:{tmp_path / 'mlflow'}", prefix="mine")
-    fit(Classifier(), [PerSampleGradientMonitor(3, histogram=True)], logger=[tensorboard, files])
+    fit(Classifier(), [PerSampleGradientMonitor(3, histogram=True), WritesMedia()], logger=[tensorboard, files])
     events = read_tensorboard(tmp_path / "tensorboard")
-    assert events.Tags()["histograms"] == [f"mine-{HISTOGRAM}"]
+    assert set(events.Tags()["histograms"]) == {f"mine-{HISTOGRAM}", "mine-media/histogram"}
     assert f"mine-{HISTOGRAM.replace('histogram', 'mean')}" in events.Tags()["scalars"]
-    assert len(list((tmp_path / "mlflow").glob(f"*/*/artifacts/mine-{HISTOGRAM}/*.png"))) == 1
+    assert len(list((tmp_path / "mlflow").glob("*/*/artifacts/mine-media/table/*.csv"))) == 3
 
 
 def test_each_optimizer_has_a_histogram_of_its_own(tmp_path):
@@ -305,23 +301,10 @@ def test_names_become_folders_that_stay_below_the_loggers(tmp_path):
 
 
 def test_nothing_finite_is_nothing_to_write(tmp_path):
-    log_histogram([InFolder(tmp_path)], "name", torch.tensor([torch.nan, torch.inf]), 0)
-    log_histogram([InFolder(tmp_path)], "name", torch.empty(0), 0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_matplotlib_the_extra_is_named_once_and_tensorboard_has_its_histogram(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tensorboard"), InFolder(tmp_path)]
-    with pytest.warns(PerSampleWarning) as caught:
-        fit(Classifier(), [PerSampleGradientMonitor(histogram=True)], logger=loggers)
-    (text,) = [str(each.message) for each in caught if each.category is PerSampleWarning]
-    assert text == (
-        "a histogram is a figure in CSVLogger, InFolder, for which matplotlib is needed: none is written to them. "
-        'Install it with pip install "lightning-persample[figures]"'
-    )
-    assert list(tmp_path.rglob("*.png")) == []
-    assert len(read_tensorboard(tmp_path / "tensorboard").Histograms(HISTOGRAM)) == 3
+    logger = TensorBoardLogger(tmp_path)
+    log_histogram([logger], "name", torch.tensor([torch.nan, torch.inf]), 0)
+    log_histogram([logger], "name", torch.empty(0), 0)
+    assert list(tmp_path.rglob("events*")) == []
 
 
 class Failing(InFolder):
@@ -332,7 +315,7 @@ class Failing(InFolder):
 
 def test_what_a_logger_raises_ends_the_run_as_in_lightning(tmp_path):
     with pytest.raises(RuntimeError, match="no connection"):
-        fit(Classifier(), [PerSampleGradientMonitor(histogram=True)], logger=Failing(tmp_path))
+        fit(Classifier(), [WritesMedia(histogram=False)], logger=Failing(tmp_path))
 
 
 @pytest.fixture
@@ -344,18 +327,14 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(_logger_media, "_save", full)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [({"histogram": True}, "per_sample_grad/norm_histogram"), ({"worst_samples": 3}, "worst_samples.csv")],
-)
-def test_a_full_disk_costs_pictures_and_tables_which_is_said_once(options, name, full_disk, tmp_path):
+def test_a_full_disk_costs_tables_with_one_warning(full_disk, tmp_path):
     plain, module = Classifier(), Classifier()
     module.load_state_dict(plain.state_dict())
     fit(plain)
     with pytest.warns(PerSampleWarning) as caught:
-        fit(module, [PerSampleGradientMonitor(1, **options)], tmp_path, max_epochs=2)
+        fit(module, [PerSampleGradientMonitor(1, worst_samples=3)], tmp_path, max_epochs=2)
     (said,) = [str(each.message) for each in caught if each.category is PerSampleWarning]
-    assert f"{name}` is not written: No space left on device. Training goes on without it" in said
+    assert "worst_samples.csv` is not written: No space left on device. Training goes on without it" in said
     fit(plain)
     for key, value in plain.state_dict().items():
         assert torch.equal(value, module.state_dict()[key])
@@ -387,7 +366,6 @@ def test_no_library_is_imported_but_those_of_the_loggers_in_use(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", USES_CSV, str(tmp_path)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert len(list(tmp_path.rglob("*.png"))) == 1
     assert "wandb" not in ran.stdout, ran.stdout
     assert "mlflow" not in ran.stdout, ran.stdout
 
@@ -404,5 +382,4 @@ def test_two_ranks_write_one_histogram_of_all_samples(tmp_path):
         found = event.histogram_value
         assert (found.num, found.sum) == pytest.approx((7, norms.sum()), rel=1e-9)
         assert found.bucket == np.histogram(norms, [-np.inf, *found.bucket_limit])[0].tolist()
-    assert sorted(path.name for path in tmp_path.rglob("*.png")) == [f"step_{step:06d}.png" for step in (1, 3, 5)]
     assert [rank["collectives"] for rank in ranks] == [3, 3]

@@ -46,16 +46,9 @@ def _records(content: bytes) -> list[bytes]:
 
 
 def read_tensorboard(folder: Path) -> Any:
-    """The events of a run: its ``Histograms``, ``Images``, ``Tensors`` and ``Scalars`` by tag."""
+    """The events of a run: its ``Histograms``, ``Tensors`` and ``Scalars`` by tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (file,) = folder.rglob("events.out.tfevents.*")
-    events = EventAccumulator(str(file), size_guidance=dict.fromkeys(("histograms", "images", "tensors", "scalars"), 0))
+    events = EventAccumulator(str(file), size_guidance=dict.fromkeys(("histograms", "tensors", "scalars"), 0))
     return events.Reload()
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    """Width and height of a PNG file."""
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
