@@ -59,6 +59,7 @@ class Dispatcher(Collector):
 
     Attributes:
         of_no_sample: the present backward starts from numbers made of weights alone: a penalty.
+        differentiated: where in the user's code a gradient was computed with ``create_graph=True``; "" where none was.
         part: which samples the loss of the present backward is made of; None where it is all of them, or unknown.
         notes: what there is to say.
     """
@@ -79,6 +80,7 @@ class Dispatcher(Collector):
         self.notes = Notes(self)
         self.part: Part | None = None
         self.of_no_sample = False
+        self.differentiated = ""
         self.fuse = fuse
         self._inner: tuple[Plan, int] | None = None  # the last call of which all was decided before, and its result
         self.keep: Callable[[Tensor], Tensor] = Tensor.detach  # what weights are computed from, until the backward
@@ -101,8 +103,12 @@ class Dispatcher(Collector):
         return gradients
 
     def _note_gradients(self, gradients: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        asked = dict(zip(("outputs", "inputs"), args, strict=False)) | dict(kwargs)
+        asked = dict(zip(("outputs", "inputs", "grad_outputs"), args, strict=False)) | dict(kwargs)
         outputs, inputs = ([*tensors_in((asked.get(name),))] for name in ("outputs", "inputs"))
+        for output, start in zip(outputs, tensors_in((asked.get("grad_outputs"),)), strict=False):
+            mark, unknown = self.marks.of_operand(output), type(self.marks.of_operand(start)) in _OF_NO_SAMPLE
+            if start.requires_grad and isinstance(mark, BatchAxis) and unknown:
+                self.marks[start] = mark  # (a vector to be differentiated by, one row for each of the output)
         self.mark_gradients(gradients, outputs, inputs)
 
     def mark_gradients(self, found: Iterable[Tensor | None], outputs: list[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -115,6 +121,8 @@ class Dispatcher(Collector):
         """
         of_batch = any(isinstance(self.marks.of_operand(output), (BatchAxis, Lost)) for output in outputs)
         for tensor, gradient in zip(inputs, found, strict=False):
+            if gradient is not None and gradient.requires_grad:
+                self.differentiated = self.differentiated or user_line()
             mark = self.marks.of_operand(tensor)
             if gradient is None or (not of_batch and (mark is None or isinstance(mark, Constant))):
                 continue
@@ -503,7 +511,7 @@ class Dispatcher(Collector):
         """
         unseen, met = self.nodes.below(tops)
         for node, weights in unseen:
-            self.refuse(weights, unseen_text(node))
+            self.refuse(weights, unseen_text(node, self.differentiated))
         return met
 
     def find_unseen_inside(self, tops: list[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -102,12 +102,19 @@ def leaf_of(node: Node) -> Tensor | None:
     return node.variable if type(node) is _ACCUMULATES else None  # type: ignore[attr-defined]
 
 
-def unseen_text(node: Node) -> str:
-    """Why the gradients of the weights below this node are not known, and what helps."""
+def unseen_text(node: Node, differentiated: str) -> str:
+    """Why nothing is known of the weights below a node, and what helps; second where a gradient was given a graph."""
+    if differentiated and not isinstance(node, BackwardCFunction):
+        return (
+            f"its gradient also arrives through {node.name()}, of the gradient that was computed with create_graph=True"
+            f"{differentiated} (a gradient of a gradient), whose calls torch does not show; engine='loop' in the "
+            "callback computes it in automatic optimization, loop_per_sample_grads everywhere"
+        )
     if not isinstance(node, BackwardCFunction):
         return (
-            f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen (a "
-            "gradient of a gradient, a tensor from before, or a forward outside)"
+            f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen: it is of a "
+            "tensor from before the step or of a forward outside it (run that in the step), or of a transform of "
+            "torch.func (which engine='loop' in the callback computes, or loop_per_sample_grads)"
         )
     if node.name() == REENTRANT:
         return (

@@ -371,7 +371,7 @@ class Capture:
         if self.after_backward is not None:
             guard(self.after_backward, self._fail)(record)
         if kwargs.get("create_graph") or args[3:4] == (True,):  # the step may make a term of its loss of them
-            guard(self._mark_grads, self._fail)(losses)
+            guard(self._mark_grads, self._fail)(losses, kwargs.get("inputs"))
         return result
 
     def _look_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -394,8 +394,8 @@ class Capture:
         retain = options.get("retain_graph")
         dispatcher.frees = not (options.get("create_graph") if retain is None else retain)
 
-    def _mark_grads(self, losses: list[Tensor]) -> None:
-        own = list(self._parameters.values())
+    def _mark_grads(self, losses: list[Tensor], inputs: Any) -> None:
+        own = [*self._parameters.values(), *tensors_in((inputs,))]
         self._dispatcher.mark_gradients([parameter.grad for parameter in own], losses, own)
 
     def _finish(self) -> PerSampleRecord | None:

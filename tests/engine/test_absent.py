@@ -138,9 +138,28 @@ def test_a_gradient_penalty() -> None:
         return output.mean() + slope.square().sum(1).mean()
 
     record = record_of(module, loss, batch)
-    text = "its gradient also arrives through TBackward"
+    text = r"its gradient also arrives through TBackward0, of the gradient .* at test_absent\.py:\d+ \(a gradient of a"
     assert_missing(record, module, {"0.weight": text, "2.weight": text})
     assert_values(record, loop(module, loss, (batch,)))
+
+
+def test_a_forward_outside_the_step_is_named() -> None:
+    module = Model(lambda m, x: m.a(x) * outside, a=nn.Linear(6, 4))
+    outside = module.a.weight.sum()
+    text = r"through SumBackward0, which is not a torch call that can be seen: it is of a tensor from before"
+    assert_missing(record_of(module, mean_of_squares, vectors()), module, {"a.weight": text})
+
+
+def test_the_slope_along_a_vector_holds_the_samples() -> None:
+    module, x = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)), vectors()
+
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        _, slope = torch.autograd.functional.jvp(module, x, torch.ones_like(x), create_graph=True)
+        return slope.square().mean()
+
+    record = record_of(module, loss, x)
+    assert record.mixing == ()
+    assert_values(record, loop(module, loss, (x,)))
 
 
 def test_a_gradient_asked_for_aside_is_not_the_training_gradient() -> None:
