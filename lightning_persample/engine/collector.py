@@ -87,7 +87,7 @@ class Collector:
             return
         self.dtypes |= {grad.dtype for grad in grads if grad is not None}
         for weight in weights:
-            if weight.derivation is None and weight.names <= self.kept:
+            if weight.names <= self.kept and (weight.derivation is None or weight.hooked):
                 weight.calls.append((compute, grads))
 
     def collect(

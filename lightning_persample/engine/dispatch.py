@@ -222,7 +222,10 @@ class Dispatcher(Collector):
                 if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":
                     self.marks.copy(*args)
                 result = _RUNNING
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                if function is Tensor.register_hook:
+                    self._note_hook(args[0])
+                return result
             if kind.pointwise and "out" not in kwargs:
                 common = self.marks.axis_of_all((*args, *kwargs.values()) if kwargs else args)
                 if common is not None and not (kind.inplace and len(operands_of(args, kwargs)) > 1):
@@ -377,6 +380,20 @@ class Dispatcher(Collector):
             self.marks.note_written_through(call.outputs[0])
         if call.inplace and (before is None or isinstance(before, Constant)) and not involved:
             self.marks.note_written(call.outputs[0])
+
+    def _note_hook(self, tensor: Tensor) -> None:
+        """Keep the gradient that comes behind a hook of the user's on a derived weight, to be compared."""
+        weight = self.marks.get(tensor)
+        if not isinstance(weight, Weight) or weight.derivation is None:
+            return
+        weight.hooked = True
+        self.kept |= weight.names
+
+        def arrive(grad: Tensor) -> None:
+            if self.accepting and grad.layout == torch.strided:
+                weight.arrived = grad.detach().clone()
+
+        tensor.register_hook(guard(arrive, self.fail))
 
     def _derive(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         leaves, spec = tree_flatten((call.args, dict(call.kwargs)))

@@ -404,6 +404,7 @@ class Capture:
             settle(
                 dispatcher.weights,
                 lambda weight, error, text: dispatcher.refuse([weight], dispatcher.why(error, text)),
+                self._watched.changed_by_hook,
             )
             self._sharded.refuse_unseen(dispatcher.got_gradient)
             counts = dispatcher.got_gradient and not dispatcher.of_no_sample

@@ -89,18 +89,18 @@ class WatchedParameters:
         """The weight of a parameter."""
         return self._weights[name]
 
-    def changed_by_hook(self, name: str, total: SampleGradient | None) -> str | None:
-        """Whether a hook on the parameter made its gradient another one than the samples' contributions give.
+    def changed_by_hook(self, weight: Weight, grad: Tensor | None, total: SampleGradient | None) -> str | None:
+        """Whether a hook made the gradient of a weight another one than the samples' contributions give.
 
         Args:
-            name: a parameter.
+            weight: a parameter, or what is computed from parameters.
+            grad: what came behind the hooks; None where there are none.
             total: what the samples contributed.
 
         Returns:
             The reason for which there is no value, or None.
         """
-        grad = self._dispatcher.got_gradient.get(name)
-        if name not in self._hooked or grad is None or total is None:
+        if grad is None or total is None:
             return None
         if self._dispatcher.samples is not None:
             return (
@@ -112,11 +112,12 @@ class WatchedParameters:
         rest = torch.linalg.vector_norm(added - grad)
         sizes = (partial(torch.linalg.vector_norm, grad), lambda: total.sq_norm().sum().sqrt())
         dtypes = {grad.dtype} | self._dispatcher.dtypes
-        if adds_up(rest, dtypes, *sizes, partial(size_of_terms, self._weights[name])):
+        if adds_up(rest, dtypes, *sizes, partial(size_of_terms, weight)):
             return None
+        where = "it" if weight.derivation is None else f"what {weight.derivation.text} computes from it"
         return (
-            "a hook registered on it changes its gradient, or part of its gradient belongs to no sample; remove the "
-            "hook or apply it to the loss"
+            f"a hook registered on {where} changes its gradient, or part of its gradient belongs to no sample; remove "
+            "the hook or apply it to the loss"
         )
 
     def close(self) -> None:

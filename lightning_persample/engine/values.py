@@ -82,7 +82,7 @@ def read_values(
             sq_norms[name] = weight.sq_norm
             return
         total = add_up(weight.contributions) if weight.contributions else None
-        reason = watched.changed_by_hook(name, total)
+        reason = watched.changed_by_hook(weight, dispatcher.got_gradient.get(name), total)
         if reason is not None:
             dispatcher.refuse([weight], reason)
             return

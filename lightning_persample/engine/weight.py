@@ -111,6 +111,8 @@ class Weight:
         told: whether the call that uses it tells that it gets a gradient, so that no hook on it has to.
         version: how often a derived weight had been written to when it was computed.
         hidden: it was written to where autograd did not see it.
+        hooked: the user registered a hook on it, a derived weight.
+        arrived: the gradient behind that hook.
     """
 
     names: frozenset[str]
@@ -126,6 +128,8 @@ class Weight:
     told: bool = False
     version: int = 0
     hidden: bool = False
+    hooked: bool = False
+    arrived: Tensor | None = None
 
     def is_current(self, tensor: Tensor) -> bool:
         """Whether the tensor still holds this weight: a derived one may have been overwritten through another view."""
@@ -145,7 +149,7 @@ class Weight:
         """Drop what the last backward left."""
         self.contributions.clear()
         self.calls.clear()
-        self.sq_norm = self.norm = None
+        self.sq_norm = self.norm = self.arrived = None
 
 
 def places_in(base: Tensor, view: Tensor) -> Tensor | None:
@@ -167,16 +171,26 @@ def with_part(base: Tensor, part: Tensor, places: Tensor) -> Tensor:
     return base.reshape(-1).scatter(0, places.reshape(-1), part.reshape(-1)).reshape(base.shape)
 
 
-def settle(weights: Sequence[Weight], failed: Callable[[Weight, Exception, Description], None]) -> None:
+def settle(
+    weights: Sequence[Weight],
+    failed: Callable[[Weight, Exception, Description], None],
+    changed: Callable[[Weight, Tensor | None, SampleGradient | None], str | None] | None = None,
+) -> None:
     """Move the contributions of all derived weights to the parameters.
 
     Args:
         weights: parameters and derived weights, each after those it was computed from.
         failed: gets each weight for which that failed, with the error and the call.
+        changed: why a hook leaves a derived weight without values; None where there is no such hook.
     """
 
     def settle_one(weight: Weight, derivation: Derivation) -> None:
         with torch.no_grad(), torch.autocast(derivation.value.device.type, enabled=False):
+            if weight.arrived is not None and changed is not None:
+                total = add_up(weight.contributions) if weight.contributions else None
+                reason = changed(weight, weight.arrived, total)
+                if reason is not None:
+                    raise UnsupportedError(reason)
             pull_back(weight)
 
     for weight in reversed(weights):

@@ -121,6 +121,25 @@ def test_a_hook_that_changes_the_gradient_of_a_parameter_is_named() -> None:
     assert record.names == ("bias",)
 
 
+@pytest.mark.parametrize("of", [lambda w: w * 2, lambda w: w.T.contiguous().T, lambda w: w[:, [1, 0, 2, 3, 4, 5]]])
+def test_a_hook_that_changes_the_gradient_of_what_a_weight_is_made_into_is_named(
+    of: Callable[[Tensor], Tensor],
+) -> None:
+    def loss(m: Any, x: Tensor, hook: Callable[[Tensor], Tensor | None] = lambda grad: None) -> Tensor:
+        made = of(m.weight)
+        made.register_hook(hook)
+        return nn.functional.linear(x, made, m.bias).square().sum(1).mean()
+
+    module, batch = nn.Linear(6, 3), vectors()
+    record = record_of(module, loss, batch)
+    assert record.unsupported == {}
+    assert_values(record, loop(module, loss, (batch,)))
+    record = record_of(module, lambda m, x: loss(m, x, lambda grad: grad * torch.eye(3, 6)), batch)
+    assert set(record.unsupported) == {"weight"}
+    assert "a hook registered on what `" in record.unsupported["weight"]
+    assert record.names == ("bias",)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_hook_on_a_gradient_that_is_zero_but_for_rounding(dtype: torch.dtype) -> None:
     for seed in range(5):
