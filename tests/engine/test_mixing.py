@@ -202,6 +202,9 @@ SUMS = {  # what one sample gives is what it adds to the loss of the batch
     "product-with-ones": lambda m, x: squares(m, x).dot(torch.ones(len(x))),
     "inner-with-ones": lambda m, x: torch.inner(squares(m, x), torch.ones(len(x))),
     "matmul-with-ones": lambda m, x: torch.full((len(x),), 0.3) @ squares(m, x),
+    "tensordot-with-ones": lambda m, x: torch.tensordot(squares(m, x), torch.ones(len(x)), 1),
+    "entries-halved": lambda m, x: (0.5 * squares(m, x)).sum(),
+    "entries-of-all-axes-over-a-number": lambda m, x: (m(x).square() / 100).sum(),
     "einsum-over-entries": lambda m, x: torch.einsum("btd,d->", m(x), torch.arange(4.0)),
     "summed-and-averaged": lambda m, x: m(x).square().sum((0, 2)).mean(),
     "accumulated": lambda m, x: accumulated(squares(m, x).sum(), 0.1 * m(x).abs().sum()),
@@ -227,6 +230,14 @@ MEANS = {
     "in-halves": lambda m, x: sum(halves(m, x)) / len(x),
     "in-halves-divided": lambda m, x: sum(halves(m, x, 1 / len(x))),
     "product-with-shares": lambda m, x: squares(m, x).dot(torch.full((len(x),), 1 / len(x))),
+    "matmul-with-shares": lambda m, x: squares(m, x) @ (torch.ones(len(x)) / len(x)),
+    "matmul-with-ones-divided": lambda m, x: squares(m, x) @ torch.ones(len(x)) / len(x),
+    "tensordot-with-shares": lambda m, x: torch.tensordot(squares(m, x), torch.full((len(x),), 1 / len(x)), 1),
+    "vecdot-with-shares": lambda m, x: torch.linalg.vecdot(squares(m, x), torch.full((len(x),), 1 / len(x))),
+    "sum-over-numel": lambda m, x: squares(m, x).sum() / squares(m, x).numel(),
+    "shares-added-up": lambda m, x: (squares(m, x) / len(x)).sum(),
+    "shares-of-a-tensor-added-up": lambda m, x: (torch.full((len(x),), 1 / len(x)) * squares(m, x)).sum(),
+    "shares-of-all-axes-added-up": lambda m, x: (m(x).square() / len(x)).sum(),
     "stacked": lambda m, x: torch.stack([squares(m, x).mean(), m(x).abs().mean()]).mean(),
     "equal-masks": lambda m, x: (m(x).square() * same_mask(x)).sum() / (same_mask(x).expand_as(m(x))).sum(),
     "equal-masks-of-means": lambda m, x: (m(x).square() * same_mask(x)).mean() / same_mask(x).mean(),
@@ -268,6 +279,20 @@ def test_a_multiple_of_a_sum_or_of_a_mean_is_known_as_one(true: str, name: str, 
     elif declared == "mean":
         text = "the loss is a sum over the samples, but loss_reduction is 'mean': pass loss_reduction='sum'"
         assert record.weighting == (text,)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in MEANS
+        if name.startswith(("product-", "matmul-", "tensordot-", "vecdot-", "sum-over", "shares-"))
+    ],
+)
+def test_shares_of_the_samples_are_a_mean_and_no_sum(name: str) -> None:
+    record = record_of(nn.Linear(6, 4), MEANS[name], torch.randn(7, B, 6), loss_reduction="sum")
+    text = "the loss is a mean over the samples, but loss_reduction is 'sum': pass loss_reduction='mean'"
+    assert record.weighting == (() if name == "shares-of-all-axes-added-up" else (text,))  # (which may be positions)
 
 
 GRADIENTS = {

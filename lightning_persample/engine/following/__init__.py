@@ -48,6 +48,8 @@ def follow(call: ObservedCall) -> Followed:
     if known is not None:
         return _laid_over(known(call), call)
     if all(output.dim() == 0 for output in call.outputs):
+        if call.op in ("tensordot", "linalg_vecdot"):
+            return FOLLOWERS["dot"](call)
         return lost(call, "reduces over the batch axis", mixes=True)
     return try_on_one_sample(call)
 

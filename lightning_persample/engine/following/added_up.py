@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ LOSSES = {
     "hinge_embedding_loss": 3, "margin_ranking_loss": 4, "cosine_embedding_loss": 4, "triplet_margin_loss": 7,
 }  # fmt: skip
 _REDUCTIONS = {**LOSSES, "ctc_loss": 5}
+_MOST_FACTORS = 65536  # numbers that are read to tell whether they are alike
 _MOST = 1 << 22  # numbers in data of the batch that are added up once more
 MEAN = 1  # the number by which torch's primitives know reduction="mean"
 
@@ -67,15 +69,40 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     note = mixing
     if weighs and parts:
         factors = factors_beside(call)
-        parts = scaled(parts, factors, size, call.batch_size, frozenset())
+        by_sample = factors is not None and len(factors) > 1  # (one number for all may be a scale of the user's)
+        parts = scaled(parts, factors, size, call.batch_size, frozenset(), divides=by_sample)
         if factors is None or len(set(factors)) > 1:
             parts, note = frozenset(), f"`{call.name}` weighs the samples by a tensor{user_line()}"
+    elif parts and not mean:
+        factor, by_sample = _factor_within(call)
+        parts = scaled(parts, [factor], size, call.batch_size, _counts(call), divides=by_sample)
     if note is None and mean and uneven:
         note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
     one = len(samples) == 1 and not weighs
     silent = one or not any(output.requires_grad for output in call.outputs)
     mark = Lost(what, reduced=not one, uneven=0 if one else uneven, parts=parts, counts=_counts(call), samples=samples)
     return Followed((mark,) * len(call.outputs), weighting=None if silent else note)
+
+
+def _factor_within(call: ObservedCall) -> tuple[float, bool]:
+    """By what the entries of a sum were last multiplied, all alike, and whether that is a number of each sample's."""
+    tensor = call.located[0][0]
+    node: Any = tensor.grad_fn
+    op = "" if len(call.operands) > 1 or node is None else node.name()
+    if (
+        op not in ("MulBackward0", "DivBackward0") or tensor._version
+    ):  # (written to since, torch keeps the number no more)
+        return 1.0, False
+    saved = node._saved_self if op == "MulBackward0" else None
+    factor = node._saved_other if saved is None else saved
+    if factor is None or not 0 < factor.numel() <= _MOST_FACTORS or factor.requires_grad or factor.is_complex():
+        return 1.0, False
+    found = set(factor.flatten().tolist())
+    number = found.pop()
+    if found or not number:
+        return 1.0, False
+    by_sample = tensor.dim() == 1 and (op == "DivBackward0" or factor.numel() > 1)
+    return (number if op == "MulBackward0" else 1 / number), by_sample
 
 
 _CHOSEN = 3  # 2 may as well be a number that somebody chose, and not the size of the batch
@@ -142,7 +169,7 @@ def _digits(number: float) -> int:
     return min(len(f"{each:.6e}".partition("e")[0].replace(".", "").rstrip("0")) for each in (number, 1 / number))
 
 
-def factors_beside(call: ObservedCall, most: int = 65536) -> list[float] | None:
+def factors_beside(call: ObservedCall, most: int = _MOST_FACTORS) -> list[float] | None:
     """The numbers, `most` of them, that a product has beside its one operand with a gradient; None where unknown."""
     followed = {id(operand.tensor) for operand in call.operands if operand.axis is not None}
     others = [operand.tensor for operand in call.operands if id(operand.tensor) not in followed]
