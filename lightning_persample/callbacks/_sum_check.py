@@ -14,6 +14,7 @@ from lightning_persample.engine.diagnosis import default_tolerance
 __all__ = ["SumCheck"]
 
 _NAMED = 8
+_OF_LOSS = 1e-3  # a gradient below this share of the loss is compared as if it were that large
 _CAUSES = (
     "A term of the loss that belongs to no sample (a penalty on the parameters) does this and leaves the samples' own "
     "gradients exact, and so does a hook or a `backward` of yours that changes gradients; if there is neither, check "
@@ -36,6 +37,7 @@ class SumCheck:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._weights = weights
         self._scale: Tensor | None = None
+        self._loss = loss.detach()
         self._failures: list[Exception] = []
         self._handles = [loss.register_hook(guard(self._keep_scale, self._failures.append))]
         self._before: dict[str, Tensor] = {}
@@ -81,6 +83,8 @@ class SumCheck:
         dtypes = {self._parameters[name].dtype for name in terms} | self._autocast
         tolerance = default_tolerance(dtypes, next(iter(self._parameters.values())).device)
         smallest = 0.01 * max(sizes.norm(), before.norm())
+        # Where all gradients cancel (of a bias in front of a normalization), the loss alone tells what rounding makes.
+        smallest = smallest.maximum(_OF_LOSS * (self._scale * self._loss).abs().to(smallest))
         allowed = tolerance * torch.maximum(sizes, contributions).clamp_min(smallest)
         wrong = {
             name: float(error / size)

@@ -57,6 +57,31 @@ WAYS = {
 }
 
 
+class Cancelling(Classifier):
+    """Trains one parameter alone, whose gradient is zero but for rounding: of each sample, or of each entry's terms."""
+
+    def __init__(self, trained):
+        super().__init__(nn.Linear(FEATURES, CLASSES))
+        self.conv, self.shift = nn.Conv1d(1, 4, 3), nn.Parameter(torch.zeros(()))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name == trained)
+
+    def training_step(self, batch, batch_idx):
+        hidden = F.instance_norm(self.conv(batch[0][:, None])).relu().flatten(1)[:, :FEATURES]
+        return F.cross_entropy(self.network(hidden) + self.shift, batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], self.lr)
+
+
+@pytest.mark.parametrize("trained", ["conv.bias", "shift"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_that_all_cancel_are_no_difference(trained, seed, results):
+    torch.manual_seed(seed)
+    assert not texts_of_a_fit(Cancelling(trained))
+    assert results == [None] * 3
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_the_sum_fits_in_every_way_of_training(way, results):
     network, settings = WAYS[way]

@@ -235,9 +235,9 @@ MEANS = {
     "tensordot-with-shares": lambda m, x: torch.tensordot(squares(m, x), torch.full((len(x),), 1 / len(x)), 1),
     "vecdot-with-shares": lambda m, x: torch.linalg.vecdot(squares(m, x), torch.full((len(x),), 1 / len(x))),
     "sum-over-numel": lambda m, x: squares(m, x).sum() / squares(m, x).numel(),
-    "shares-added-up": lambda m, x: (squares(m, x) / len(x)).sum(),
-    "shares-of-a-tensor-added-up": lambda m, x: (torch.full((len(x),), 1 / len(x)) * squares(m, x)).sum(),
-    "shares-of-all-axes-added-up": lambda m, x: (m(x).square() / len(x)).sum(),
+    "shares-added-up": lambda m, x: (torch.full((len(x),), 1 / len(x)) * squares(m, x)).sum(),
+    "parts-added-up": lambda m, x: (squares(m, x) / len(x)).sum(),
+    "parts-of-all-axes-added-up": lambda m, x: (m(x).square() / len(x)).sum(),
     "stacked": lambda m, x: torch.stack([squares(m, x).mean(), m(x).abs().mean()]).mean(),
     "equal-masks": lambda m, x: (m(x).square() * same_mask(x)).sum() / (same_mask(x).expand_as(m(x))).sum(),
     "equal-masks-of-means": lambda m, x: (m(x).square() * same_mask(x)).mean() / same_mask(x).mean(),
@@ -292,7 +292,7 @@ def test_a_multiple_of_a_sum_or_of_a_mean_is_known_as_one(true: str, name: str, 
 def test_shares_of_the_samples_are_a_mean_and_no_sum(name: str) -> None:
     record = record_of(nn.Linear(6, 4), MEANS[name], torch.randn(7, B, 6), loss_reduction="sum")
     text = "the loss is a mean over the samples, but loss_reduction is 'sum': pass loss_reduction='mean'"
-    assert record.weighting == (() if name == "shares-of-all-axes-added-up" else (text,))  # (which may be positions)
+    assert record.weighting == (text,)
 
 
 GRADIENTS = {

@@ -85,7 +85,7 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
 
 
 def _factor_within(call: ObservedCall) -> tuple[float, bool]:
-    """By what the entries of a sum were last multiplied, all alike, and whether that is a number of each sample's."""
+    """By what the entries of a sum were last multiplied, all alike, and whether each has a number of its own."""
     tensor = call.located[0][0]
     node: Any = tensor.grad_fn
     op = "" if len(call.operands) > 1 or node is None else node.name()
@@ -101,8 +101,7 @@ def _factor_within(call: ObservedCall) -> tuple[float, bool]:
     number = found.pop()
     if found or not number:
         return 1.0, False
-    by_sample = tensor.dim() == 1 and (op == "DivBackward0" or factor.numel() > 1)
-    return (number if op == "MulBackward0" else 1 / number), by_sample
+    return (number if op == "MulBackward0" else 1 / number), factor.numel() == tensor.numel() > 1
 
 
 _CHOSEN = 3  # 2 may as well be a number that somebody chose, and not the size of the batch
