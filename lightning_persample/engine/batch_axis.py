@@ -19,7 +19,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["BatchAxis", "Lost", "Owner", "batch_first", "one_entry", "picked", "reshaped", "row_owners"]
+__all__ = [
+    "BatchAxis",
+    "Lost",
+    "Owner",
+    "batch_first",
+    "by_entries",
+    "entry_owners",
+    "one_entry",
+    "picked",
+    "reshaped",
+    "row_owners",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +136,7 @@ class Lost:
         samples: the samples that it is made of, each alone or added up; empty where they are all or not known.
         apart: its entries are of different samples.
         totals: of a sum of data, what each sample adds to it, (B,); None where that is not known.
+        adrift: its axis was lost, and its entries were added up since: they may be of one sample each, or of several.
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
     """
 
@@ -138,12 +150,13 @@ class Lost:
     samples: frozenset[int] = frozenset()
     apart: bool = False
     totals: Tensor | None = None
+    adrift: bool = False
     unplaced: bool = False
 
     @property
     def of_others(self) -> bool:
         """Whether it is known to be made of several samples, or of one for all; its axis alone may have been lost."""
-        return self.reduced or self.crossed or bool(self.samples)
+        return (self.reduced and not self.adrift) or self.crossed or bool(self.samples)
 
     @property
     def alone(self) -> int | None:
@@ -228,6 +241,22 @@ def picked(dim: int, owners: Tensor, batch_size: int, mixing: str | None = None)
         if torch.equal(owners, samples.repeat(repeats)):
             return BatchAxis(dim, outer=repeats, mixing=mixing)
     return BatchAxis(dim, mixing=mixing, owner=Owner(owners))
+
+
+def entry_owners(axis: BatchAxis, shape: Sequence[int], batch_size: int, device: torch.device) -> Tensor:
+    """The sample of every entry of a tensor of this shape."""
+    rows = row_owners(axis, batch_size, device)
+    return rows.reshape(-1, *(1,) * (len(shape) - axis.dim - 1)).expand(tuple(shape))
+
+
+def by_entries(owners: Tensor, batch_size: int, mixing: str | None) -> BatchAxis | None:
+    """The axis each row of which is of one sample, or None; `owners`: the sample of every entry, -1 where none is."""
+    for dim in range(owners.dim() if owners.numel() else 0):
+        rows = owners.movedim(dim, 0).reshape(owners.size(dim), -1)
+        most = rows.amax(1)
+        if bool(((most >= 0) & (torch.where(rows < 0, most[:, None], rows).amin(1) == most)).all()):
+            return picked(dim, most, batch_size, mixing)
+    return None
 
 
 def reshaped(axis: BatchAxis, before: Sequence[int], after: Sequence[int], batch_size: int) -> BatchAxis | None:

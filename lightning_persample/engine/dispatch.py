@@ -74,7 +74,7 @@ class Dispatcher(Collector):
     ) -> None:
         super().__init__(keep_structures)
         self.batch_size = batch_size
-        self.marks = Marks()
+        self.marks = Marks(batch_size)
         self.weights: list[Weight] = []
         self.nodes = WatchedNodes(self.marks)
         self.notes = Notes(self)
@@ -311,11 +311,11 @@ class Dispatcher(Collector):
             if not outputs:
                 return result
             written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
-            beside = BatchAxis in kinds
+            beside, replaced = BatchAxis in kinds, {id(tensor) for tensor in tensors_in(kwargs.get("out"))}
             operands = tuple(
                 Operand(
                     saved[0] if inplace and weights and tensor is args[0] else tensor,
-                    mark if isinstance(mark, (BatchAxis, Lost)) and not (beside and _is_data(tensor, mark)) else None,
+                    _place_of(tensor, mark, replaced, beside),
                 )
                 for tensor, mark in marked
             )
@@ -366,6 +366,8 @@ class Dispatcher(Collector):
         if involved:
             self.nodes.watch_inside(call.outputs, stop)
         before = self.marks.get(call.outputs[0])
+        written = call.outputs if call.inplace or call.kwargs.get("out") is not None else ()
+        known = [self.marks.get(output) for output in written]
         if call.located or call.lost:
             self._with_batch(call, involved)
         elif involved:
@@ -376,10 +378,11 @@ class Dispatcher(Collector):
             before.outside |= call.op in DATA_SOURCES or not all(self.marks.is_known(tensor) for tensor in others)
         else:
             self.marks.note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
-        if call.inplace and call.outputs[0]._is_view() and not self._derive_base(call.outputs[0]):
-            self.marks.note_written_through(call.outputs[0])
-        if call.inplace and (before is None or isinstance(before, Constant)) and not involved:
-            self.marks.note_written(call.outputs[0])
+        for output, mark in zip(written, known, strict=True):
+            if output._is_view() and not self._derive_base(output):
+                self.marks.note_written_through(output, mark)
+            if type(mark) in _OF_NO_SAMPLE and not involved:
+                self.marks.note_written(output)
 
     def _note_hook(self, tensor: Tensor) -> None:
         """Keep the gradient that comes behind a hook of the user's on a derived weight, to be compared."""
@@ -571,9 +574,12 @@ def _as_it_is(
     return function(*args, **kwargs)
 
 
-def _is_data(tensor: Tensor, mark: Mark | None) -> bool:
-    """Whether a tensor counts as data that all samples read, beside tensors that hold the samples."""
-    return isinstance(mark, Lost) and mark.unplaced and not tensor.requires_grad
+def _place_of(tensor: Tensor, mark: Mark | None, replaced: set[int], beside: bool) -> BatchAxis | Lost | None:
+    """Where the samples lie in an operand; `beside` samples, data is read by all of them, and `replaced` by none."""
+    if not isinstance(mark, (BatchAxis, Lost)) or id(tensor) in replaced:
+        return None
+    is_data = beside and isinstance(mark, Lost) and mark.unplaced and not tensor.requires_grad
+    return None if is_data else mark
 
 
 def _is_derived(mark: Mark | None) -> bool:

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from lightning_persample.engine.batch_axis import BatchAxis, Lost
+from lightning_persample.engine.batch_axis import BatchAxis, Lost, by_entries, entry_owners
 from lightning_persample.engine.following import is_plain
 from lightning_persample.engine.kinds import DATA_SOURCES
-from lightning_persample.engine.observed import tensors_in
-from lightning_persample.engine.weight import Weight
+from lightning_persample.engine.observed import tensors_in, user_line
+from lightning_persample.engine.weight import Weight, places_in
 
 __all__ = ["CONSTANT", "KNOWN", "REWRITTEN", "Constant", "Mark", "Marks"]
 
@@ -40,9 +40,13 @@ class Marks:
     """A mapping from tensor objects to marks that holds no tensor alive and writes nothing on it.
 
     An entry answers only for the very object it was made for: ids are reused, so the weak reference is compared too.
+
+    Args:
+        batch_size: number of samples B.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
         self._entries: dict[int, tuple[weakref.ref[Tensor], Mark]] = {}
         self._written: dict[int, UntypedStorage] = {}
 
@@ -71,7 +75,7 @@ class Marks:
         unmarked = mark is None or kind is Constant
         if unmarked and self._written and tensor.layout == torch.strided:
             shared = tensor.untyped_storage().data_ptr() in self._written
-            mark = Lost("it shares its memory with a tensor that the batch was written into") if shared else mark
+            mark = self._read_from_base(tensor) if shared else mark
         if mark is None and tensor.requires_grad and tensor.grad_fn is not None:
             return Lost(
                 f"it passed through {tensor.grad_fn.name()}, which is not a torch call that can be seen (a custom "
@@ -144,15 +148,44 @@ class Marks:
         storage = tensor.untyped_storage()
         self._written[storage.data_ptr()] = storage
 
-    def note_written_through(self, view: Tensor) -> None:
-        """After a write through a view, the tensor behind it holds what the view holds."""
+    def note_written_through(self, view: Tensor, before: Mark | None) -> None:
+        """After a write through a view, which had the mark `before`, the tensor behind it holds what the view holds."""
         base, mark = view._base, self.get(view)
         if base is None or mark is None or (base.is_leaf and base.requires_grad):
             return
-        known = self.get(base)
-        if isinstance(known, BatchAxis) and isinstance(mark, BatchAxis):
+        alike = isinstance(before, BatchAxis) and isinstance(mark, BatchAxis) and before.same_place(mark)
+        if alike and before.mixing == mark.mixing:  # type: ignore[union-attr]
             return
-        self[base] = Lost("it was written to in place through a view; write to the tensor itself instead")
+        self[base] = self._with_view(base, view, mark) or Lost(
+            f"it was written to in place through a view{user_line()}, and no axis of it holds the samples since"
+        )
+
+    def _with_view(self, base: Tensor, view: Tensor, mark: Mark) -> BatchAxis | None:
+        """Where the samples lie in a tensor of which a view was overwritten; None where no axis holds them."""
+        known, places = self.get(base), places_in(base, view)
+        if not isinstance(mark, BatchAxis) or places is None or isinstance(known, (Weight, Lost)):
+            return None
+        mixing = mark.mixing
+        if isinstance(known, BatchAxis):
+            mixing = mixing or known.mixing
+            owners = entry_owners(known, base.shape, self._batch_size, base.device).flatten().clone()
+        else:
+            owners = torch.full((base.numel(),), -1, device=base.device)
+        owners[places] = entry_owners(mark, view.shape, self._batch_size, base.device)
+        return by_entries(owners.view(base.shape), self._batch_size, mixing)
+
+    def _read_from_base(self, view: Tensor) -> BatchAxis | Lost:
+        """Where the samples lie in a view of a tensor that the batch was written into."""
+        base = view._base
+        known = None if base is None else self.get(base)
+        if base is not None and isinstance(known, BatchAxis):
+            places = places_in(base, view)
+            if places is not None:
+                owners = entry_owners(known, base.shape, self._batch_size, base.device).flatten()[places]
+                axis = by_entries(owners, self._batch_size, known.mixing)
+                if axis is not None:
+                    return axis
+        return Lost("it shares its memory with a tensor that the batch was written into")
 
     def clear(self) -> None:
         """Forget everything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -87,9 +88,92 @@ def up_to_the_longest(m: Any, x: Tensor) -> Tensor:
     return m.loss((steps(m, x)[:, : mask.shape[1]] * mask[..., None]).sum(1))
 
 
+# Through views --------------------------------------------------------------------------------------------------------
+
+
+def part(m: Any, x: Tensor) -> Tensor:
+    room = torch.zeros(len(x), 4, 6)
+    room[..., :2].copy_(m.expert(steps(m, x))[..., :2])
+    return m.loss(room.sin().sum(1))
+
+
+def part_of_a_part(m: Any, x: Tensor) -> Tensor:
+    room = torch.zeros(len(x), 4, 6)
+    left = room[:, :3]
+    left[..., 1:].sub_(m.expert(steps(m, x))[:, :3, 1:])
+    return m.loss(left.sin().sum(1))
+
+
+def flattened(m: Any, x: Tensor) -> Tensor:
+    room = torch.ones(len(x), 4, 6)
+    room.view(-1, 6)[:, 2:5].add_(m.expert(steps(m, x)).flatten(0, 1)[:, 2:5])
+    room.flatten(1)[:, :5].copy_(m.first(x)[:, :5])
+    return m.loss(room.sin().sum(1))
+
+
+def one_step_after_the_other(m: Any, x: Tensor) -> Tensor:
+    h, room = steps(m, x), torch.zeros(4, len(x), 6)
+    for step in range(4):
+        room[step].copy_(m.expert(h[:, step]))
+    room.transpose(0, 1)[:, 1:3].mul_(2.0)
+    return m.loss(room.sin().sum(0))
+
+
+def diagonals(m: Any, x: Tensor) -> Tensor:
+    room = torch.zeros(len(x), 6, 6)
+    room.diagonal(dim1=1, dim2=2).copy_(m.first(x))
+    return m.loss(m.expert(room).sin().sum(1))
+
+
+def into_a_part(m: Any, x: Tensor) -> Tensor:
+    room = torch.zeros(len(x), 6)
+    torch.mul(x[:, :2], 2.0, out=room[:, 1:3])
+    return m.loss(m.expert(room).sin())
+
+
+# By masks made in the step --------------------------------------------------------------------------------------------
+
+OFTEN = torch.tensor([True, False, True, True])
+
+
+def learned(m: Any, x: Tensor) -> Tensor:
+    h = m.expert(steps(m, x))
+    h[OFTEN[None].expand(len(x), 4)] = m.last.weight[0]
+    return m.loss(h.sin().sum(1))
+
+
+def learned_along_the_last(m: Any, x: Tensor) -> Tensor:
+    h, mask = m.expert(steps(m, x)).permute(1, 2, 0).contiguous(), OFTEN[:, None].expand(4, len(x))
+    h[:, 2:3].transpose(1, 2)[mask] = m.last.bias[:1]
+    return m.loss(h.sin().sum(0).t())
+
+
+def learned_copy(m: Any, x: Tensor) -> Tensor:
+    mask = OFTEN[None].expand(len(x), 4)
+    return m.loss(m.expert(steps(m, x)).index_put((mask,), m.last.weight[0].tanh()).sin().sum(1))
+
+
 EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     each.__name__: each
-    for each in (added, added_in_place, copied, put_by_a_mask, margins, ends, masked, up_to_the_longest)
+    for each in (
+        added,
+        added_in_place,
+        copied,
+        put_by_a_mask,
+        margins,
+        ends,
+        masked,
+        up_to_the_longest,
+        part,
+        part_of_a_part,
+        flattened,
+        one_step_after_the_other,
+        diagonals,
+        into_a_part,
+        learned,
+        learned_along_the_last,
+        learned_copy,
+    )
 }
 
 
@@ -108,6 +192,54 @@ def test_rows_that_are_added_to_rows_of_other_samples_are_said() -> None:
         return m.loss(h.index_add(0, torch.tensor([1, 0]), m.expert(h[:2])))
 
     assert record_of(Parts(), loss, torch.randn(6, 5)).mixing != ()
+
+
+def test_rows_of_other_samples_written_through_a_view_are_theirs() -> None:
+    module, x = Parts(), torch.randn(6, 5)
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
+        h[:3].copy_(m.expert(m.first(x))[3:])
+        return m.last(h).square().sum(1)  # rows of samples 3, 4, 5, 3, 4, 5
+
+    record = record_of(module, lambda m, x: loss(m, x).mean(), x)
+    assert (record.mixing, record.unsupported, record.samples.tolist()) == ((), {}, [3, 4, 5])
+    for place in range(3):
+        grads = torch.autograd.grad(loss(module, x)[[place, place + 3]].mean(), list(module.parameters()))
+        for (name, _), grad in zip(module.named_parameters(), grads, strict=True):
+            torch.testing.assert_close(record.grad_samples[name][place], grad)
+
+
+def along_both_axes(room: Tensor, h: Tensor) -> None:
+    room[:, 0].copy_(h[:, 0])
+    room[0].copy_(h[:, 1])
+
+
+def along_both_axes_by_a_view_from_before(room: Tensor, h: Tensor) -> None:
+    row = room[0]
+    room[:, 0].copy_(h[:, 0].detach())
+    row.copy_(h[:, 1].detach())
+
+
+def every_other_place(room: Tensor, h: Tensor) -> None:
+    room.view(-1)[3:15:2].copy_(h[:, 0])
+
+
+ROOMS = {each.__name__: each for each in (along_both_axes, along_both_axes_by_a_view_from_before, every_other_place)}
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_that_holds_the_samples_along_no_axis_is_named_with_the_line(name: str) -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        room = torch.zeros(6, 6)
+        ROOMS[name](room, m.first(x))
+        return m.loss(room.sin())
+
+    record = record_of(Parts(), loss, torch.randn(6, 5))
+    assert set(record.unsupported) == {"last.weight", "last.bias"}
+    text = r"test_written_rows\.py:\d+, and no axis of it holds the samples since; keep the samples"
+    assert re.search(text, record.unsupported["last.weight"])
+    assert set(record.mixing) <= set(record.axis_lost)
 
 
 def test_a_range_that_starts_at_a_number_of_the_batch_is_said() -> None:

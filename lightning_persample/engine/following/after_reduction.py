@@ -86,6 +86,7 @@ def after_reduction(call: ObservedCall) -> Followed:
     reduced = any(mark.reduced for mark in with_gradient)
     mixing, weighting = _notes(call, first, len(with_gradient), reduced)
     said = mixing is not None or weighting is not None
+    adrift = not any(mark.of_others for mark in with_gradient) and call.outputs[0].dim() > 0
     reduced = reduced or _adds_up(call, len(with_gradient))
     alike = all((mark.samples, mark.parts) == (first.samples, first.parts) for mark in with_gradient)
     parts = _parts(call, with_gradient)
@@ -95,7 +96,7 @@ def after_reduction(call: ObservedCall) -> Followed:
     if apart and weighting is None and call.op in _PICKS:
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
     result = replace(
-        first, noted=said, unplaced=False, reduced=reduced, apart=apart,
+        first, noted=said, unplaced=False, reduced=reduced, adrift=adrift, apart=apart,
         parts=(parts or frozenset()) if reduced and not said else frozenset(),
         samples=samples if reduced and mixing is None else frozenset(),
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),
@@ -199,7 +200,8 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Not
     if (call.op in _ADDS | _MOVES and not chosen) or (call.op in _SUMS and len(call.lost) == 1):
         return None, None
     if reduced:
-        return f"`{call.name}` of a value computed over the whole batch is not a sum over samples{user_line()}", None
+        text = f"`{call.name}` of a value computed over the whole batch is not a sum over samples{user_line()}"
+        return text if first.of_others else first.reason, None
     if call.op in _KEEPS_ENTRIES and len(call.lost) == 1:
         return None, None
     return first.reason, None

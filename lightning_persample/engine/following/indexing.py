@@ -181,10 +181,12 @@ class _Place:
 @follower("index_put")
 def _follow_index_put(call: ObservedCall) -> Followed:
     """``target.index_put(indices, values)`` is ``target[indices] = values`` on a copy."""
+    target, index = call.argument(0, "input", "self"), tuple(call.argument(1, "indices"))
     value = call.argument(2, "values")
-    if call.argument(3, "accumulate", default=False) or not isinstance(call.axis_of(value), BatchAxis):
+    of_batch = any(isinstance(call.axis_of(each), BatchAxis) for each in (value, target))
+    if call.argument(3, "accumulate", default=False) or not of_batch:
         return try_on_one_sample(call)
-    return _written(call, call.argument(0, "input", "self"), tuple(call.argument(1, "indices")), value)
+    return _written(call, target, index, value)
 
 
 @follower("setitem")
@@ -203,7 +205,7 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Foll
     if isinstance(where, BatchAxis) and call.batch_size > 1 and not _places_are_own(call, items, where):
         return lost(call, "writes into places that depend on other samples", mixes=None)
     if isinstance(where, BatchAxis) and incoming is None:
-        return Followed((where,))
+        return Followed((where,), lambda tensor: _along_target(items, tensor, where))
     own = _row_by_row(call, target, items, value, incoming)
     if own is not None and where is None:
         return Followed((own,))
@@ -219,6 +221,17 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Foll
         return found if tensor is target else None
 
     return Followed((found,), aligned)
+
+
+def _along_target(items: list[Any], tensor: Tensor, where: BatchAxis) -> BatchAxis | None:
+    """The axis of a mask that lies over the batch axis of the target, for any other tensor None."""
+    start = 0
+    for item in items:
+        width = item.dim() if _is_mask(item) else int(item is not None)
+        if item is tensor and _is_mask(item) and start <= where.dim < start + width:
+            return where.moved(where.dim - start)
+        start += width
+    return None
 
 
 def _along_mask(call: ObservedCall, items: list[Any]) -> BatchAxis | None:

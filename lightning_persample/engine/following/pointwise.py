@@ -64,9 +64,19 @@ def common_axis(tensors: Sequence[Tensor], marks: Sequence[object]) -> tuple[Bat
     return found, rank
 
 
-@follower(*sorted(POINTWISE), by_layout=True)
+@follower(*sorted(POINTWISE - {"copy"}), by_layout=True)
 def _follow_pointwise(call: ObservedCall) -> Followed:
     return broadcast(call)
+
+
+@follower("copy", by_layout=True)
+def _follow_copy(call: ObservedCall) -> Followed:
+    """``target.copy_(source)``: of the target nothing is left."""
+    target, source = call.argument(0, "self", "input"), call.argument(1, "src", "other")
+    axis = call.axis_of(source) if isinstance(source, Tensor) and source is not target else None
+    if not call.inplace or not isinstance(axis, BatchAxis):
+        return broadcast(call)
+    return Followed((axis.moved(axis.dim + target.dim() - source.dim()),))
 
 
 @follower("where", by_layout=True)
