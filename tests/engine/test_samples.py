@@ -108,6 +108,14 @@ def test_one_item_per_sample_is_cut(items):
     assert has_ragged_samples({"items": items}, 3)
 
 
+def test_samples_with_as_many_fields_as_there_are_samples():
+    batch = [(torch.randn(4), torch.tensor(place)) for place in range(2)]
+    ((x, y),) = second(batch, batch_size=2)
+    assert torch.equal(x, batch[1][0])
+    assert int(y) == 1
+    assert has_ragged_samples(batch, 2)
+
+
 def test_fields_are_no_samples():
     fields = (torch.randn(2, 4), torch.randn(2), [torch.randn(2, 1), torch.randn(2, 3)])
     one = second(fields, batch_size=2)
