@@ -27,6 +27,7 @@ class ObservedMethod:
         failed: is given what fails in `run` that is not the method's; the method has run then, or runs.
         is_live: whether the fit that this belongs to is still running. What an interrupted fit left behind, because a
             hook of another callback kept ours from running, is removed by the next fit.
+        rests: whether a call is to be the method's and nothing more; asked at each call, and must not fail.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ObservedMethod:
         run: Callable[..., Any],
         failed: Callable[[Exception], Any],
         is_live: Callable[[], bool],
+        rests: Callable[[], bool] = bool,
     ) -> None:
         left = owner.__dict__.get(name)
         if isinstance(left, ObservedMethod) and not left._is_live():
@@ -50,9 +52,10 @@ class ObservedMethod:
         self._own = owner.__dict__.get(name, _ABSENT)
         self._method = method
         self._run: Callable[..., Any] | None = once(run, method, failed)
+        self._rests: Callable[[], bool] = rests
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._run is None:
+        if self._run is None or self._rests():
             return self._method(*args, **kwargs)
         return self._run(*args, **kwargs)
 
@@ -73,7 +76,7 @@ class ObservedMethod:
 
         Then theirs may call this one, or put it back later: from now on it is the method, and holds nothing else.
         """
-        self._run, self._is_live = None, _never
+        self._run, self._is_live, self._rests = None, _never, _never
         if self._owner.__dict__.get(self._name) is not self:
             return
         if self._own is _ABSENT:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import default_collate
 
 from lightning_persample.callbacks._observed_method import ObservedMethod
-from lightning_persample.callbacks._tagged_loader import Drawn, TaggedLoader, last_drawn, why_no_keys
+from lightning_persample.callbacks._tagged_loader import LAST_KEYS, Drawn, TaggedLoader, as_drawn, why_no_keys
 from lightning_persample.engine import PerSampleRecord, fault_of, guard, of_user
 from lightning_persample.errors import OptionError
 
@@ -139,7 +139,7 @@ class BatchIndices:
         noted = vars(self._followed)[_LOG]
         # A loader without a length is one batch ahead, because Lightning has to know which batch is the last.
         ahead = len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
-        return noted[-1 - ahead] if len(noted) > ahead else []
+        return guard(_drawn, _not_known)(self._followed.flattened, noted[-1 - ahead]) if len(noted) > ahead else []
 
     def _why_absent(self, drawn: Drawn, batch_size: int) -> str:
         if drawn.why:
@@ -167,7 +167,11 @@ def _following(kind: Any) -> Any:
 
         def __next__(self) -> Any:
             fetched = super().__next__()
-            vars(self)[_LOG].append(_known_drawn(self.flattened, self._iterator.iterators))
+            try:  # no `guard`: this runs at every batch
+                keys: Any = [getattr(each, LAST_KEYS, None) for each in self._iterator.iterators]
+            except Exception as error:
+                keys = error
+            self.__dict__[_LOG].append(keys)
             return fetched
 
         def __reduce_ex__(self, protocol: Any) -> Any:
@@ -183,17 +187,15 @@ def _tagged(loaders: list[Any]) -> list[Any]:
     return [TaggedLoader(each) if why_no_keys(each) is None else each for each in loaders]
 
 
-def _drawn(loaders: list[Any], iterators: list[Any]) -> list[Drawn]:
-    drawn = [last_drawn(each, loader) for loader, each in zip(loaders, iterators, strict=False)]
-    one_each = len(loaders) == len(iterators)  # not so in mode "sequential", which Lightning refuses later
-    return drawn if one_each else []
+def _drawn(loaders: list[Any], keys: list[Any] | Exception) -> list[Drawn]:
+    if isinstance(keys, Exception):
+        raise keys
+    one_each = len(loaders) == len(keys)  # not so in mode "sequential", which Lightning refuses later
+    return [as_drawn(each, loader) for loader, each in zip(loaders, keys, strict=True)] if one_each else []
 
 
 def _not_known(error: Exception) -> list[Drawn]:
     return [Drawn(None, fault_of(error, "following the data loader"))]
-
-
-_known_drawn = guard(_drawn, _not_known)
 
 
 def _itself(combined: Any) -> Any:

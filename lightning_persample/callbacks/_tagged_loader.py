@@ -19,7 +19,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from lightning_persample.callbacks._row_order import RowOrder
 from lightning_persample.engine import fault_of, guard
 
-__all__ = ["Drawn", "TaggedLoader", "last_drawn", "why_no_keys"]
+__all__ = ["LAST_KEYS", "Drawn", "TaggedLoader", "as_drawn", "last_drawn", "why_no_keys"]
+
+LAST_KEYS = "_last_drawn"  # an attribute of iterators, for `as_drawn`
 
 _REPLACED = ("dataset", "collate_fn", "worker_init_fn")
 
@@ -38,6 +40,9 @@ class Drawn(NamedTuple):
     why: str = ""
     is_expected: bool = False
     rows: int | None = None
+
+
+_EXHAUSTED = Drawn(None, "the loader is exhausted", True)
 
 
 def why_no_keys(loader: object) -> Drawn | None:
@@ -106,20 +111,14 @@ class TaggedLoader:
 
 def last_drawn(iterator: object, loader: object) -> Drawn:
     """What is known of the rows of the batch that an iterator of a loader gave last."""
-    drawn: Drawn | None = getattr(iterator, "_last_drawn", None)
-    if drawn is not None:  # as nearly always, at every batch
-        return drawn
-    return why_no_keys(loader) or Drawn(None, "its iterator was made before the fit")
+    return as_drawn(getattr(iterator, LAST_KEYS, None), loader)
 
 
-class _Rows:
-    """What a dataset gave, and the key or keys it was asked for."""
-
-    __slots__ = ("keys", "rows")
-
-    def __init__(self, rows: Any, keys: Any) -> None:
-        self.rows = rows
-        self.keys = keys
+def as_drawn(keys: list[Any] | Drawn | None, loader: object) -> Drawn:
+    """What is known of the rows of a batch, from the `LAST_KEYS` that the iterator of its loader had."""
+    if keys is None:
+        return why_no_keys(loader) or Drawn(None, "its iterator was made before the fit")
+    return keys if isinstance(keys, Drawn) else Drawn(keys, rows=len(keys))
 
 
 class _Tagged:
@@ -127,7 +126,7 @@ class _Tagged:
 
     __slots__ = ("batch", "drawn")
 
-    def __init__(self, batch: Any, drawn: Drawn) -> None:
+    def __init__(self, batch: Any, drawn: list[Any] | Drawn) -> None:
         self.batch = batch
         self.drawn = drawn
 
@@ -142,17 +141,21 @@ class _KeyedDataset:
     def __init__(self, dataset: Any) -> None:
         self.__dict__["_own_dataset"] = dataset
 
-    def __getitem__(self, key: Any) -> _Rows:
-        return _Rows(self._own_dataset[key], key)
+    def __getitem__(self, key: Any) -> tuple[Any, Any]:
+        return self._own_dataset[key], key
 
-    def __getitems__(self, keys: Any) -> _Rows:
-        if isinstance(keys, Iterator):  # it can be walked through once
+    def __getitems__(self, keys: Any) -> tuple[Any, list[Any] | str]:
+        if type(keys) is not list and isinstance(keys, Iterator):  # it can be walked through once
             keys = list(keys)
-        drawn = guard(_plain, _why)(keys)
+        drawn: list[Any] | str
+        try:  # no `guard`: this runs at every batch
+            drawn = _plain(keys)
+        except Exception as error:
+            drawn = _why(error)
         dataset = self._own_dataset
         if hasattr(dataset, "__getitems__") and dataset.__getitems__:  # as torch asks
-            return _Rows(dataset.__getitems__(keys), drawn)
-        return _Rows([dataset[key] for key in keys], drawn)
+            return dataset.__getitems__(keys), drawn
+        return [dataset[key] for key in keys], drawn
 
     def __len__(self) -> int:
         return len(self._own_dataset)
@@ -184,17 +187,20 @@ class _KeyedCollate:
         self._is_automatic = is_automatic
         self._order = RowOrder(collate)
 
-    def __call__(self, given: _Rows) -> _Tagged:
+    def __call__(self, keyed: tuple[Any, Any]) -> _Tagged:
+        rows, keys = keyed
         if not self._is_automatic:
-            return _Tagged(self._collate(given.rows), _of_one_item(given.keys))
-        why = given.keys if isinstance(given.keys, str) else ""
+            return _Tagged(self._collate(rows), _of_one_item(keys))
+        if self._order.is_kept and type(keys) is list:  # as nearly always
+            return _Tagged(self._collate(rows), keys)
+        why = keys if isinstance(keys, str) else ""
         failures: list[Exception] = []
-        columns = guard(self._order.start, failures.append)(given.rows)
-        batch = self._collate(given.rows)
+        columns = guard(self._order.start, failures.append)(rows)
+        batch = self._collate(rows)
         if why or failures:
             return _Tagged(batch, Drawn(None, why or _why(failures.pop())))
         why = guard(self._order.why_lost, _why)(columns, batch)
-        return _Tagged(batch, Drawn(None if why else given.keys, why, rows=len(given.keys)))
+        return _Tagged(batch, Drawn(None if why else keys, why, rows=len(keys)))
 
 
 class _ShowsOwnDataset:
@@ -221,10 +227,10 @@ def _untagging(kind: Any) -> Any:
     """The kind of iterator that takes the keys off the batches it gives."""
 
     class Untagging(kind):
-        _last_drawn: Drawn | None = None
+        _last_drawn: list[Any] | Drawn | None = None
 
         def _next_data(self) -> Any:
-            self._last_drawn = Drawn(None, "the loader is exhausted", True)
+            self._last_drawn = _EXHAUSTED
             tagged = super()._next_data()
             self._last_drawn = tagged.drawn
             return tagged.batch

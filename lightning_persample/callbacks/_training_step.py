@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_persample.callbacks._aside import on_other_batches
+from lightning_persample.callbacks._lightning_names import skips_hooks
 from lightning_persample.callbacks._manual_step import (
     NO_BACKWARD,
     NO_FALLBACK,
@@ -155,6 +156,8 @@ class SharedCapture:
         self._sums_differ = False
         self._averages = trainer.world_size > 1 or is_sharded(pl_module)
         self._batch: Any = None
+        self._is_resting, self._rested_at = False, -1
+        self._awake: list[PerSampleCallback] = []
 
         check_options_agree(trainer, self._callbacks)
         reason = why_unsupported(trainer, pl_module)
@@ -173,16 +176,24 @@ class SharedCapture:
             if self._verify:
                 self._verify = False
                 self._reports.report(UnsupportedError(NOT_VERIFIED))
-        runs: dict[str, Callable[..., Any]] = {"training_step": self._run_training_step, "backward": self._run_backward}
-        runs["manual_backward"] = self._run_manual_backward  # a module may go over to it, or back, in the middle
+        is_resting = partial(getattr, self, "_is_resting")
+        runs: dict[str, tuple[Callable[..., Any], Callable[[], bool]]] = {
+            "training_step": (self._run_training_step, self._rests),
+            "backward": (self._run_backward, is_resting),
+            "manual_backward": (self._run_manual_backward, is_resting),  # a module may go over to it in the middle
+        }
         self._methods = tuple(
-            ObservedMethod(pl_module, name, run, self._failed, self._is_live) for name, run in runs.items()
+            ObservedMethod(pl_module, name, run, self._failed, self._is_live, rests)
+            for name, (run, rests) in runs.items()
         )
 
     def install(self) -> None:
         """Take the methods' places; whatever goes wrong here, a warning that is an error, `uninstall` undoes it."""
         for method in self._methods:
             method.install()
+        if self._methods and skips_hooks(self._trainer):
+            for callback in self._callbacks:
+                callback._skip_hooks()
         for callback in self._callbacks:
             if self._methods and not callback.receives_records():
                 self._reports.warn(
@@ -230,8 +241,51 @@ class SharedCapture:
 
     def uninstall(self) -> None:
         """Leave the module as it was before the fit. May be called twice."""
-        run_all(*[method.restore for method in reversed(self._methods)], self.end_batch)
+        self._is_resting = False
+        hooks = [callback._restore_hooks for callback in self._callbacks]
+        run_all(*[method.restore for method in reversed(self._methods)], self.end_batch, *hooks)
         self._methods = ()
+
+    def _rests(self) -> bool:
+        """Whether nobody wants the current batch and nothing of an earlier one is left; asked at every batch."""
+        if not self._is_resting:  # `_run_once` finds out
+            return False
+        try:  # no `guard`: it would be most of what a batch that is not captured costs
+            trainer = self._trainer
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            is_due = trainer.should_stop  # then Lightning logs
+            for callback in self._callbacks:
+                every = callback.every_n_steps
+                if every is None:
+                    every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+                is_due = is_due or bool(every and (step + 1) % every == 0)
+            if is_due:
+                self._end_rest(step)
+                return False
+            self._rested_at = step
+            if self._awake:
+                self._awake = self._not_resting()
+        except Exception as error:
+            self._is_resting = False
+            self._failed(error)
+        return self._is_resting
+
+    def _start_rest(self) -> None:
+        """From this batch on, nothing is done at batches that no callback wants, if that is known beforehand."""
+        trainer: Any = self._trainer
+        if not trainer.fast_dev_run and all(callback._goes_by_steps() for callback in self._callbacks):
+            self._is_resting, self._rested_at = True, logging_step(trainer)
+            self._awake = self._not_resting()
+
+    def _not_resting(self) -> list[PerSampleCallback]:
+        automatic = self._module.automatic_optimization
+        return [callback for callback in self._callbacks if not callback._rest(automatic=automatic)]
+
+    def _end_rest(self, step: int) -> None:
+        self._is_resting = False
+        for callback in self._callbacks:
+            if callback not in self._awake:
+                callback._end_rest(has_missed=self._rested_at == step)
 
     def _run_training_step(self, training_step: Once, *args: Any, **kwargs: Any) -> Any:
         # A validation_step that calls self.training_step, and a training_step that calls itself, are not the step.
@@ -251,6 +305,7 @@ class SharedCapture:
         present = [callback for callback in self._callbacks if callback in self._trainer.callbacks]  # type: ignore[attr-defined]
         self._receivers = [callback for callback in present if of_user(callback.should_capture, self._trainer)]
         if not self._receivers:
+            self._start_rest()
             return training_step(*args, **kwargs)
         self._quantities = frozenset().union(*(of_user(each.needs, self._trainer) for each in self._receivers))
         self._batch = args[0] if args else next(iter(kwargs.values()), None)

@@ -77,6 +77,15 @@ class Window:
         return self._mean is not None
 
     @property
+    def is_new(self) -> bool:
+        """Whether nothing has happened since `start`."""
+        return self._is_whole and not (self._seen or self._batches)
+
+    def miss_batch(self) -> None:
+        """A batch of the step was not captured."""
+        self._is_whole = False
+
+    @property
     def is_empty(self) -> bool:
         """Whether no batch of the step has a record."""
         return not self._batches
@@ -147,7 +156,7 @@ class Window:
     def end_batch(self, batch_idx: int | None) -> None:
         """A batch has ended; None for one that has no part in the gradient."""
         if not self._holds(batch_idx):
-            self._is_whole = False
+            self.miss_batch()
 
     def norms(self, last: int | None) -> StepNorms:
         """The norms of the step; of none, unless every batch of it was captured, the last one included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -131,7 +131,7 @@ class PerSampleCallback(Callback):
         self._shared: SharedCapture | None = None
         self._indices: BatchIndices | None = None
         self._key: str | None = None
-        self._has_failed = False
+        self._has_failed = self._skips = False
 
     def needs(self, trainer: Trainer) -> set[str]:
         """The quantities this callback reads from the record of the current step.
@@ -183,6 +183,36 @@ class PerSampleCallback(Callback):
 
     def _backward_ended(self, trainer: Trainer, record: PerSampleRecord | None) -> None:
         """It has run, and nothing else since: gradients are as it left them; None of a batch without samples."""
+
+    def _goes_by_steps(self) -> bool:
+        """Whether the option `every_n_steps` decides which batches are captured."""
+        is_own = type(self).should_capture is PerSampleCallback.should_capture
+        return is_own and "should_capture" not in vars(self)
+
+    def _is_done(self, *, automatic: bool) -> bool:
+        """Whether nothing of earlier batches is left to be done, so that batches that are not captured need no hook."""
+        return True
+
+    def _rest(self, *, automatic: bool) -> bool:
+        """Let Lightning skip the hooks that are of use at captured batches alone, if nothing is left to do in them."""
+        if not self._is_done(automatic=automatic):
+            return False
+        if self._skips:
+            _skip(self, _hooks_of(type(self))[1])
+        return True
+
+    def _end_rest(self, *, has_missed: bool) -> None:
+        """The batch that begins is captured; `has_missed` says that one of the same optimizer step was not."""
+        _restore(self, _hooks_of(type(self))[1])
+
+    def _skip_hooks(self) -> None:
+        """Let Lightning skip the hooks that do nothing: what it does around each costs more than a step of ours."""
+        self._skips = True
+        _skip(self, _hooks_of(type(self))[0])
+
+    def _restore_hooks(self) -> None:
+        self._skips = False
+        _restore(self, _BATCH_HOOKS)
 
     def receives_records(self) -> bool:
         """Whether this class does anything with the records."""
@@ -270,7 +300,8 @@ class PerSampleCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # A running capture belongs to this process and this module: a copy of the callback starts its own.
-        return {**self.__dict__, "_shared": None, "_indices": None, "_key": None}
+        kept = {name: value for name, value in self.__dict__.items() if name not in _BATCH_HOOKS or value is not None}
+        return {**kept, "_shared": None, "_indices": None, "_key": None, "_skips": False}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -317,6 +348,30 @@ def _guarded(hook: Callable[..., Any], answer: Callable[[], Any] | None, *, is_b
 
 
 _guard_hooks(PerSampleCallback)
+
+
+_BATCH_HOOKS = (
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end",
+)  # fmt: skip
+
+
+def _hooks_of(kind: type[PerSampleCallback]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The hooks of a batch that are Lightning's empty ones, and those of this package; a user's are in neither."""
+    empty = tuple(name for name in _BATCH_HOOKS if getattr(kind, name) is getattr(Callback, name))
+    own = tuple(name for name in _BATCH_HOOKS if getattr(kind, name).__module__.startswith("lightning_persample."))
+    return empty, own
+
+
+def _skip(callback: PerSampleCallback, hooks: Iterable[str]) -> None:
+    for name in hooks:
+        vars(callback).setdefault(name, None)
+
+
+def _restore(callback: PerSampleCallback, hooks: Iterable[str]) -> None:
+    for name in hooks:
+        if vars(callback).get(name, callback) is None:
+            del vars(callback)[name]
 
 
 def _with_capture(name: str, hook: Callable[..., None]) -> Callable[..., None]:

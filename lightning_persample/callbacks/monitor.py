@@ -287,6 +287,15 @@ class PerSampleGradientMonitor(PerSampleCallback):
         depth = self.per_layer
         return () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
 
+    def _is_done(self, *, automatic: bool) -> bool:
+        # Of several devices each takes part in what the others exchange.
+        return self._joined is None and (self._window is None or self._window.is_new)
+
+    def _end_rest(self, *, has_missed: bool) -> None:
+        super()._end_rest(has_missed=has_missed)
+        if has_missed and self._window is not None:
+            self._window.miss_batch()
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start anew: an epoch that was broken off leaves no optimizer step behind."""
         if self._window is not None:

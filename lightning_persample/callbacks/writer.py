@@ -324,6 +324,10 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._is_behind = False
             self._settle()
 
+    def _is_done(self, *, automatic: bool) -> bool:
+        # In manual optimization every batch is counted.
+        return automatic and not (self._current or self._held or self._is_behind)
+
     def _complete(self, outputs: Any, batch: Any, *, ran_again: bool) -> None:
         current, self._current = self._current, []
         columns = columns_of(outputs, batch, self.columns)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter
 from lightning_persample.callbacks import (
@@ -115,7 +116,8 @@ def trained(kind: type, callbacks: list[Any], tmp_path: Any) -> tuple[Any, Any, 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PerSampleWarning)
         trainer = make_trainer(callbacks, tmp_path, max_epochs=2)
-        trainer.fit(module)
+        data = module.train_dataloader()
+        trainer.fit(module, DataLoader(data.dataset, data.batch_size, collate_fn=lambda rows: default_collate(rows)))
     return module, trainer, [str(each.message) for each in caught if each.category is PerSampleWarning]
 
 
