@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "lightning_persample"
 MAY_IMPORT = {
     "errors": set(),
-    "typing": {"errors"},
-    "gradients": {"errors", "typing"},
-    "rules": {"errors", "typing", "gradients"},
-    "engine": {"errors", "typing", "gradients", "rules"},
-    "metrics": {"errors", "typing"},
-    "influence": {"errors", "typing", "gradients"},
-    "callbacks": {"errors", "typing", "gradients", "rules", "engine", "metrics", "influence"},
+    "options": {"errors"},
+    "gradients": {"errors", "options"},
+    "rules": {"errors", "options", "gradients"},
+    "engine": {"errors", "options", "gradients", "rules"},
+    "metrics": {"errors", "options"},
+    "influence": {"errors", "options", "gradients"},
+    "callbacks": {"errors", "options", "gradients", "rules", "engine", "metrics", "influence"},
 }
 FROM_OUTSIDE = {"metrics": {"torch", "torchmetrics", "matplotlib"}}  # where a part may import these only
 TOP_LEVEL = {".ci", ".git", ".github", ".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml"}

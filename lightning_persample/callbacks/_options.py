@@ -7,39 +7,13 @@ from pathlib import Path
 
 from lightning_persample.callbacks._statistics import STATISTICS
 from lightning_persample.callbacks._step_norms import percent
-from lightning_persample.engine.options import is_int, shown
-from lightning_persample.errors import OptionError
 
 __all__ = [
     "are_quantiles",
     "are_statistics",
-    "check_option",
-    "is_int",
-    "is_none_or_int",
     "is_path",
     "is_prefix",
 ]
-
-
-def check_option(name: str, value: object, allowed: bool, expected: str) -> None:
-    """Refuse an option's value.
-
-    Args:
-        name: the option.
-        value: its value.
-        allowed: whether the value is allowed.
-        expected: what is allowed, in words.
-
-    Raises:
-        OptionError: `allowed` is False.
-    """
-    if not allowed:
-        raise OptionError(f"{name}={shown(value)} is not allowed: {name} must be {expected}")
-
-
-def is_none_or_int(value: object, least: int) -> bool:
-    """Whether the value is None or such an int."""
-    return value is None or is_int(value, least)
 
 
 def is_path(value: object) -> bool:

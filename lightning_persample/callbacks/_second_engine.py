@@ -18,7 +18,6 @@ from lightning_persample.engine.batch_statistics import batch_statistics_explain
 from lightning_persample.engine.failure import in_smaller_chunks
 from lightning_persample.engine.functional import vmap_per_sample_grads
 from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
-from lightning_persample.engine.options import QUANTITIES
 from lightning_persample.engine.samples import (
     Weighting,
     has_ragged_samples,
@@ -31,6 +30,7 @@ from lightning_persample.engine.samples import (
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
+from lightning_persample.options import QUANTITIES
 
 __all__ = ["SecondEngine"]
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int
 from lightning_persample.callbacks._sample_index import BatchIndices
 from lightning_persample.callbacks._training_step import SharedCapture, is_logging_step
 from lightning_persample.engine import PerSampleRecord, fault_of, guard, run_all, warn_user
+from lightning_persample.options import CaptureOptions, check_option, check_options
 
 __all__ = ["PerSampleCallback"]
 
@@ -90,25 +91,21 @@ class PerSampleCallback(Callback):
         max_samples: int | None = None,
     ) -> None:
         super().__init__()
-        check_option("every_n_steps", every_n_steps, is_none_or_int(every_n_steps, 1), "None or an int >= 1")
-        check_option(
-            "loss_reduction",
-            loss_reduction,
-            loss_reduction in ("mean", "sum") or callable(loss_reduction),
-            "'mean', 'sum', or a callable (outputs, batch) -> Tensor of shape (B,)",
+        check_options(
+            every_n_steps=every_n_steps,
+            loss_reduction=loss_reduction,
+            batch_dim=batch_dim,
+            batch_size=batch_size,
+            sample_index=sample_index,
+            verify=verify,
+            fuse_weight_grad=fuse_weight_grad,
+            max_memory=max_memory,
+            max_samples=max_samples,
         )
-        check_option("batch_dim", batch_dim, is_int(batch_dim, 0), "an int >= 0")
-        check_option("batch_size", batch_size, is_none_or_int(batch_size, 1), "None or an int >= 1")
-        is_none_or_callable = sample_index is None or callable(sample_index)
-        check_option("sample_index", sample_index, is_none_or_callable, "None or a callable (batch) -> B ints")
         choices = ("warn", "error", "vmap")
         check_option("unsupported", unsupported, unsupported in choices, "'warn', 'error' or 'vmap'")
         engines = ("expanded", "vmap", "loop")
         check_option("engine", engine, engine in engines, "'expanded', 'vmap' or 'loop'")
-        check_option("verify", verify, verify in (True, False), "True or False")
-        check_option("fuse_weight_grad", fuse_weight_grad, isinstance(fuse_weight_grad, bool), "True or False")
-        check_option("max_memory", max_memory, is_none_or_int(max_memory, 1), "None or an int >= 1")
-        check_option("max_samples", max_samples, is_none_or_int(max_samples, 1), "None or an int >= 1")
         if engine != "expanded":
             why = f"with engine={engine!r}, which runs the samples alone"
             check_option("unsupported", unsupported, unsupported != "vmap", f"'warn' or 'error' {why}")
@@ -305,6 +302,8 @@ class PerSampleCallback(Callback):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__.__signature__ = _with_capture_options(inspect.signature(cls.__init__))  # type: ignore[attr-defined]
         if cls.__module__.startswith("lightning_persample."):  # what a class of the user's raises is the user's
             _guard_hooks(cls)
         for name in ("setup", "on_fit_start", "on_train_batch_end", "on_fit_end", "teardown", "on_exception"):
@@ -399,3 +398,12 @@ def _name_of(value: Any) -> str:
     # Not repr(): the address in it would change from run to run, and the state of a checkpoint would not be found.
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def _with_capture_options(signature: inspect.Signature) -> inspect.Signature:
+    """A signature of an ``__init__`` with the options in place of ``**capture``."""
+    parameters = dict(signature.parameters)
+    if parameters.pop("capture", None) is not None:
+        shared = inspect.signature(PerSampleCallback.__init__, eval_str=True).parameters
+        parameters |= {name: shared[name] for name in CaptureOptions.__annotations__}
+    return signature.replace(parameters=list(parameters.values()))

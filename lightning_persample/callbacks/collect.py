@@ -21,7 +21,7 @@ from lightning_persample.callbacks._collecting import WritesInAnyCase, collectin
 from lightning_persample.callbacks._gradient_values import layout_of
 from lightning_persample.callbacks._lightning_names import is_a, is_lightning_module
 from lightning_persample.callbacks._named_callables import is_told, named
-from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
+from lightning_persample.callbacks._options import is_path
 from lightning_persample.callbacks._requires_grad import requiring_gradients
 from lightning_persample.callbacks._samples_once import SamplesOnce
 from lightning_persample.engine import is_sharded
@@ -29,6 +29,7 @@ from lightning_persample.engine.untouched import untouched
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.store import GradientStore, StoreManifest
+from lightning_persample.options import check_option, check_options, is_none_or_int
 
 __all__ = ["collect_gradients"]
 
@@ -215,19 +216,20 @@ def _check_options(
     weights_only: Any,
     overwrite: Any,
 ) -> None:
-    is_reduction = callable(loss_reduction) or loss_reduction in ("mean", "sum")
-    check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a callable (outputs, batch)")
-    check_option("batch_dim", batch_dim, is_int(batch_dim, 0), "an int >= 0")
-    check_option("batch_size", batch_size, is_none_or_int(batch_size, 1), "None or an int >= 1")
+    check_options(
+        loss_reduction=loss_reduction,
+        batch_dim=batch_dim,
+        batch_size=batch_size,
+        max_memory=max_memory,
+        overwrite=overwrite,
+    )
     check_option("direction", direction, direction in (None, "adam"), "None or 'adam'")
     is_projection = projection is None or isinstance(projection, Projection)
     check_option("projection", projection, is_projection, "None (in full) or a Projection as Projection(dim=64)")
     check_option("rows_per_shard", rows_per_shard, is_none_or_int(rows_per_shard, 1), "None or an int >= 1")
-    check_option("max_memory", max_memory, is_none_or_int(max_memory, 1), "None or an int >= 1")
     are_columns = columns is None or (isinstance(columns, Mapping) and all(map(callable, columns.values())))
     check_option("columns", columns, are_columns, "None or a dict of callables (outputs, batch)")
     check_option("weights_only", weights_only, weights_only in (None, True, False), "None, True or False")
-    check_option("overwrite", overwrite, isinstance(overwrite, bool), "True or False")
 
 
 def _places(checkpoints: Any) -> tuple[Source, ...] | None:

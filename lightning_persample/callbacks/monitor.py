@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_persample.callbacks._logged_values import log_metrics, show_means
 from lightning_persample.callbacks._logger_media import log_histogram
 from lightning_persample.callbacks._mean_gradient import MeanGradient
 from lightning_persample.callbacks._optimizer_steps import names_by_optimizer
-from lightning_persample.callbacks._options import (
-    are_quantiles,
-    are_statistics,
-    check_option,
-    is_int,
-    is_none_or_int,
-    is_prefix,
-)
+from lightning_persample.callbacks._options import are_quantiles, are_statistics, is_prefix
 from lightning_persample.callbacks._requirements import why_unsupported
 from lightning_persample.callbacks._statistics import STATISTICS, Part, Statistics
 from lightning_persample.callbacks._step_norms import NormsOfAllProcesses, StepNorms
@@ -33,6 +26,7 @@ from lightning_persample.callbacks._worst_samples import SampleNorms, WorstSampl
 from lightning_persample.callbacks.base import PerSampleCallback
 from lightning_persample.engine import PerSampleRecord, group_name, guard, warn_user
 from lightning_persample.errors import OptionError
+from lightning_persample.options import CaptureOptions, check_option, check_options, is_int, is_none_or_int
 
 __all__ = ["PerSampleGradientMonitor"]
 
@@ -89,31 +83,23 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     Args:
         every_n_steps: log every n-th optimizer step; None follows the Trainer's `log_every_n_steps`.
-        loss_reduction: how the training loss is made of the samples' own losses, see `PerSampleCallback`.
-        batch_dim: the axis of the batch's tensors that counts samples.
-        batch_size: number of samples B; None reads it from the batch's tensors.
-        sample_index: a callable ``(batch)`` that returns each sample's index, see `PerSampleCallback`.
         per_layer: how many leading parts of a parameter's module path name its group: 1 is the module's children, 2 as
             ``encoder.0``; parameters of the module itself go under their own name. None logs no groups.
         quantiles: which quantiles, each strictly between 0 and 1.
         statistics: which statistics are logged beside those of the norms: any of "noise_scale" and "diversity", which
             cost one norm of ``.grad``; "cosine_to_mean", which keeps the activations of the step's batches until its
             last backward; and "signal_to_noise", which forms every sample's gradient, and works on one device alone.
-        max_samples: the most samples of a batch whose norms are computed; of a larger one, a random choice of so many,
-            another one each time. Means, quantiles, noise scale and diversity are then estimates from a random sample
-            of the batch, without bias but for extremes, if batches of a step are of one size. None is all.
         histogram: write a histogram of the finite norms ||g_i|| as ``<prefix>/norm_histogram`` at each logged step to
             TensorBoard and W&B. Other loggers have none.
-        unsupported: "warn", "error" or "vmap", see `PerSampleCallback`.
-        engine: "expanded", "vmap" or "loop", see `PerSampleCallback`.
-        verify: check the values on the first captured batch, see `PerSampleCallback`.
-        fuse_weight_grad: form gradients once for norms and training, see `PerSampleCallback`.
-        max_memory: bytes that the temporaries of one kernel may take, see `PerSampleCallback`.
         prefix: what the logged names start with.
         prog_bar: show ``<prefix>/norm_mean`` in the progress bar, where it is called ``norm_mean``, or ``norm_mean_0``
             and so on with several optimizers; of several monitors all but the first show theirs with their prefix.
         worst_samples: write that many of the samples with the largest mean norm to ``worst_samples.csv`` in the
             Trainer's `log_dir` at the end of the fit, see `worst`; None writes none.
+        capture: `loss_reduction`, `batch_dim`, `batch_size`, `sample_index`, `unsupported`, `engine`, `verify`,
+            `fuse_weight_grad`, `max_memory` and `max_samples`, see `PerSampleCallback`. With `max_samples`, means,
+            quantiles, noise scale and diversity are estimates from a random sample of the batch, without bias but for
+            extremes, if batches of a step are of one size.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -123,38 +109,17 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self,
         every_n_steps: int | None = None,
         *,
-        loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
-        batch_dim: int = 0,
-        batch_size: int | None = None,
-        sample_index: Callable[[Any], Any] | None = None,
         per_layer: int | None = None,
         quantiles: Sequence[float] = (0.5, 0.95),
         statistics: Sequence[str] = ("noise_scale", "diversity"),
-        max_samples: int | None = None,
         histogram: bool = False,
-        unsupported: Literal["warn", "error", "vmap"] = "warn",
-        engine: Literal["expanded", "vmap", "loop"] = "expanded",
-        verify: bool = False,
-        fuse_weight_grad: bool = False,
-        max_memory: int | None = None,
         prefix: str = "per_sample_grad",
         prog_bar: bool = False,
         worst_samples: int | None = None,
+        **capture: Unpack[CaptureOptions],
     ) -> None:
-        super().__init__(
-            every_n_steps,
-            loss_reduction=loss_reduction,
-            batch_dim=batch_dim,
-            batch_size=batch_size,
-            sample_index=sample_index,
-            unsupported=unsupported,
-            engine=engine,
-            verify=verify,
-            fuse_weight_grad=fuse_weight_grad,
-            max_memory=max_memory,
-            max_samples=max_samples,
-        )
-        check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
+        super().__init__(every_n_steps, **capture)
+        check_options(per_layer=per_layer)
         check_option(
             "quantiles",
             quantiles,

@@ -12,11 +12,12 @@ import torch
 from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_persample.callbacks._gradient_rows import GradientRows, settle_gradients
 from lightning_persample.callbacks._learning_rates import LearningRates
 from lightning_persample.callbacks._ledger_rows import CapturedRows, checked_types, columns_of, table_of
-from lightning_persample.callbacks._options import check_option, is_int, is_none_or_int, is_path
+from lightning_persample.callbacks._options import is_path
 from lightning_persample.callbacks._training_step import window_continues
 from lightning_persample.callbacks.base import PerSampleCallback
 from lightning_persample.engine import PerSampleRecord, group_name, run_all, warn_user
@@ -33,6 +34,7 @@ from lightning_persample.influence.ledger import (
     remove_empty,
     write_manifest,
 )
+from lightning_persample.options import CaptureOptions, check_option, check_options, is_int
 
 __all__ = ["PerSampleGradientWriter"]
 
@@ -83,16 +85,9 @@ class PerSampleGradientWriter(PerSampleCallback):
         dtype: of the numbers that are kept of gradients. In "float16" each row has a scale of its own.
         flush_every: count of captured batches from one file to the next.
         overwrite: remove the ledger of another run from the folder, and its gradients.
-        loss_reduction: how the training loss is made of the samples' own losses, see `PerSampleCallback`.
-        batch_dim: the axis of the batch's tensors that counts samples.
-        batch_size: number of samples B; None reads it from the batch's tensors.
-        sample_index: a callable ``(batch)`` that returns each sample's index, see `PerSampleCallback`.
-        max_samples: the most samples of a batch that have rows, see `PerSampleCallback`.
-        unsupported: "warn", "error" or "vmap", see `PerSampleCallback`.
-        engine: "expanded", "vmap" or "loop", see `PerSampleCallback`. The last two do not know the samples' weights.
-        verify: check the values on the first captured batch, see `PerSampleCallback`.
-        fuse_weight_grad: form gradients once for norms and training, see `PerSampleCallback`.
-        max_memory: bytes that the temporaries of one kernel may take, see `PerSampleCallback`.
+        capture: `loss_reduction`, `batch_dim`, `batch_size`, `sample_index`, `unsupported`, `engine`, `verify`,
+            `fuse_weight_grad`, `max_memory` and `max_samples`, see `PerSampleCallback`. The engines "vmap" and "loop"
+            do not know the samples' weights.
 
     Raises:
         OptionError: an option has a value that is not allowed.
@@ -109,39 +104,17 @@ class PerSampleGradientWriter(PerSampleCallback):
         dtype: Literal["float16", "float32", "float64"] = "float32",
         flush_every: int = 100,
         overwrite: bool = False,
-        loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
-        batch_dim: int = 0,
-        batch_size: int | None = None,
-        sample_index: Callable[[Any], Any] | None = None,
-        max_samples: int | None = None,
-        unsupported: Literal["warn", "error", "vmap"] = "warn",
-        engine: Literal["expanded", "vmap", "loop"] = "expanded",
-        verify: bool = False,
-        fuse_weight_grad: bool = False,
-        max_memory: int | None = None,
+        **capture: Unpack[CaptureOptions],
     ) -> None:
-        super().__init__(
-            every_n_steps,
-            loss_reduction=loss_reduction,
-            batch_dim=batch_dim,
-            batch_size=batch_size,
-            sample_index=sample_index,
-            unsupported=unsupported,
-            engine=engine,
-            verify=verify,
-            fuse_weight_grad=fuse_weight_grad,
-            max_memory=max_memory,
-            max_samples=max_samples,
-        )
+        super().__init__(every_n_steps, **capture)
         check_option("dirpath", dirpath, is_path(dirpath), "the path of a folder")
         is_none_or_callable = columns is None or callable(columns)
         check_option("columns", columns, is_none_or_callable, "None or a callable (outputs, batch) -> dict of tensors")
-        check_option("per_layer", per_layer, is_none_or_int(per_layer, 1), "None or an int >= 1")
         is_projection = projection is None or isinstance(projection, Projection)
         check_option("projection", projection, is_projection, "None or a Projection as Projection(dim=64)")
         check_option("dtype", dtype, dtype in ("float16", "float32", "float64"), "'float16', 'float32' or 'float64'")
         check_option("flush_every", flush_every, is_int(flush_every, 1), "an int >= 1")
-        check_option("overwrite", overwrite, isinstance(overwrite, bool), "True or False")
+        check_options(per_layer=per_layer, overwrite=overwrite)
         self.dirpath = Path(dirpath)
         self._folder = self.dirpath.absolute()  # wherever the process works later
         self.columns = columns

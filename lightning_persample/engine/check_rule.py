@@ -20,6 +20,7 @@ from lightning_persample.engine.rule_call import Finding, RuleCall, compared, ra
 from lightning_persample.engine.rule_report import RuleCheck, RuleReport
 from lightning_persample.errors import OptionError, PerSampleError, RuleRegistrationError, UnsupportedError
 from lightning_persample.gradients import Dense, SampleGradient
+from lightning_persample.options import check_option, check_options, is_none_or_positive
 from lightning_persample.rules import Call, Rule, canonical_op, find_rule, op_name, watched
 
 __all__ = ["check_rule"]
@@ -81,7 +82,10 @@ def check_rule(
         raise RuleRegistrationError(
             f"{op_name(canonical_op(op))!r} has no rule; register one with lightning_persample.register_rule"
         )
-    _check_options(batch_dim, dtypes, tolerance)
+    check_options(batch_dim=batch_dim)
+    are_precisions = len(dtypes) > 0 and all(getattr(dtype, "is_floating_point", False) for dtype in dtypes)
+    check_option("dtypes", dtypes, are_precisions, "floating point precisions, at least one")
+    check_option("tolerance", tolerance, is_none_or_positive(tolerance), "None or a number > 0")
     example = _example(op, rule, arguments, batched, weights)
     _check_sizes(example, batch_dim)
     if rule.mixes_samples is not None and rule.mixes_samples(example.named):
@@ -343,12 +347,3 @@ def _check_sizes(example: ExampleCall, batch_dim: int) -> None:
             f"the batched arguments have sizes {shapes}; allowed is one number of samples along axis {batch_dim} "
             f"(batch_dim), at least {_FEWEST}"
         )
-
-
-def _check_options(batch_dim: object, dtypes: Sequence[object], tolerance: object) -> None:
-    if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
-        raise OptionError(f"batch_dim is {batch_dim!r}; allowed is an integer of at least 0")
-    if not dtypes or not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in dtypes):
-        raise OptionError(f"dtypes is {dtypes!r}; allowed are floating point precisions, at least one")
-    if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance > 0):
-        raise OptionError(f"tolerance is {tolerance!r}; allowed is None or a number above 0")

@@ -22,7 +22,8 @@ from lightning_persample.engine.inputs import call_inputs, mark_inputs, shared_b
 from lightning_persample.engine.members import unwrapped
 from lightning_persample.engine.use import refuse_where_used
 from lightning_persample.engine.weight import Weight
-from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
+from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
+from lightning_persample.options import check_option, is_none_or_int
 
 __all__ = ["call_for_per_sample_grads", "loop_per_sample_grads", "vmap_per_sample_grads"]
 
@@ -124,17 +125,15 @@ def vmap_per_sample_grads(
         The losses (B,), and by name the gradients (B, *parameter.shape); zeros for a parameter that a sample's loss
         does not depend on.
 
-    Raises:
-        OptionError: `chunk_size` or `randomness` has a value that is not allowed.
-    What torch.func cannot follow gives an `UnsupportedError` where the reason is known (batch normalisation that keeps
-    statistics of the batch), tensors that do not agree on a batch size a `BatchSizeError`.
+    An option with a value that is not allowed gives an `OptionError`. What torch.func cannot follow gives an
+    `UnsupportedError` where the reason is known (batch normalisation that keeps statistics of the batch), tensors that
+    do not agree on a batch size a `BatchSizeError`.
     """
     _check_module(module)
-    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size >= 1
-    if chunk_size is not None and not whole:
-        raise OptionError(f"chunk_size is {chunk_size!r}; allowed is None or an integer of at least 1")
-    if randomness not in ("different", "same", "error"):
-        raise OptionError(f"randomness is {randomness!r}; allowed are 'different', 'same' and 'error'")
+    check_option("chunk_size", chunk_size, is_none_or_int(chunk_size, 1), "None or an int >= 1")
+    check_option(
+        "randomness", randomness, randomness in ("different", "same", "error"), "'different', 'same' or 'error'"
+    )
     read_batch_size(batch, 0)
     leaves, spec = tree_flatten(_splittable(batch))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]

@@ -22,7 +22,6 @@ from lightning_persample.engine.graph import is_recomputing
 from lightning_persample.engine.members import parameters_and_buffers, unwrapped
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
-from lightning_persample.engine.options import QUANTITIES, check_kernel_options, check_options, check_samples
 from lightning_persample.engine.own_scale import OwnScale
 from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.record import PerSampleRecord
@@ -37,9 +36,11 @@ from lightning_persample.engine.values import (
 from lightning_persample.engine.weight import settle
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError
 from lightning_persample.gradients import KernelOptions, kernel_options
+from lightning_persample.options import check_option, check_options
 
-__all__ = ["QUANTITIES", "Capture", "expanded_weights"]
+__all__ = ["Capture", "expanded_weights"]
 
+_UNSUPPORTED = ("warn", "error", "ignore")
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _CLOSED = "this capture is closed; make a new one with expanded_weights for every training step"
 
@@ -135,16 +136,25 @@ class Capture:
         max_memory: int | None = None,
         samples: Tensor | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            raise OptionError(f"module is {module!r}; allowed is an instance of torch.nn.Module")
+        check_option("module", module, isinstance(module, nn.Module), "an instance of torch.nn.Module")
         module = unwrapped(module)
-        check_options(loss_reduction, batch_dim, batch_size, quantities, unsupported)
-        check_kernel_options(max_memory, fuse_weight_grad)
+        is_reduction = isinstance(loss_reduction, Tensor) or loss_reduction in ("mean", "sum")
+        check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a tensor of weights (B,)")
+        check_option("unsupported", unsupported, unsupported in _UNSUPPORTED, "'warn', 'error' or 'ignore'")
+        check_options(
+            batch_dim=batch_dim,
+            batch_size=batch_size,
+            quantities=quantities,
+            fuse_weight_grad=fuse_weight_grad,
+            max_memory=max_memory,
+            samples=samples,
+        )
         self._fault = ""
         layout = guard(lay_out, self._cannot_lay_out)(batch, batch_dim, batch_size)
         self.batch_size = layout.batch_size
-        if not self._fault:
-            check_samples(samples, self.batch_size)
+        if samples is not None and not self._fault:
+            are_places = int(samples.min()) >= 0 and int(samples.max()) < self.batch_size
+            check_option("samples", samples.tolist(), are_places, f"places from 0 to {self.batch_size - 1}")
         if samples is not None and fuse_weight_grad:
             raise OptionError("samples and fuse_weight_grad=True do not go together: the weight's gradient needs all")
         self.records: list[PerSampleRecord] = []

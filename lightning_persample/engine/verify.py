@@ -22,7 +22,8 @@ from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.report import ParameterCheck, VerificationReport
 from lightning_persample.engine.samples import Weighting, loss_of, own_loss, take
 from lightning_persample.engine.untouched import ModuleState, untouched
-from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError
+from lightning_persample.errors import BatchSizeError, PerSampleError
+from lightning_persample.options import check_option, check_options, is_int, is_none_or_positive
 
 __all__ = ["check_per_sample_gradients"]
 
@@ -79,7 +80,9 @@ def check_per_sample_gradients(
     Raises:
         PerSampleError: the loss is not one number, or an option has a value that is not allowed (`OptionError`).
     """
-    _check_options(samples, loss_reduction, batch_dim, batch_size, tolerance)
+    check_option("samples", samples, is_int(samples, 2), "an int >= 2")
+    check_options(loss_reduction=loss_reduction, batch_dim=batch_dim, batch_size=batch_size)
+    check_option("tolerance", tolerance, is_none_or_positive(tolerance), "None or a number > 0")
     trainable = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
     allowed = _tolerance(list(trainable.values())) if tolerance is None else tolerance
     tensors = list(batch_tensors(batch))
@@ -280,27 +283,3 @@ def _other_axes(tensors: list[Tensor], batch_dim: int) -> str:
                 f"(batch_dim={axis}, not {batch_dim})?"
             )
     return ""
-
-
-def _check_options(
-    samples: object, loss_reduction: object, batch_dim: object, batch_size: object, tolerance: object
-) -> None:
-    def check(name: str, value: object, allowed: bool, expected: str) -> None:
-        if not allowed:
-            raise OptionError(f"{name} is {value!r}; allowed is {expected}")
-
-    def whole(value: object, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    check("samples", samples, whole(samples, 2), "an integer of at least 2")
-    named = isinstance(loss_reduction, str) and loss_reduction in ("mean", "sum")
-    check(
-        "loss_reduction",
-        loss_reduction,
-        named or callable(loss_reduction),
-        "'mean', 'sum' or a function (outputs, batch)",
-    )
-    check("batch_dim", batch_dim, whole(batch_dim, 0), "an integer of at least 0")
-    check("batch_size", batch_size, batch_size is None or whole(batch_size, 1), "None or an integer of at least 1")
-    positive = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool) and tolerance > 0
-    check("tolerance", tolerance, tolerance is None or positive, "None or a number above 0")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
+import pydoc
+import typing
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +17,14 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 from lightning_persample import expanded_weights
-from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, _observed_step
+from lightning_persample.callbacks import (
+    PerSampleCallback,
+    PerSampleGradientMonitor,
+    PerSampleGradientWriter,
+    _observed_step,
+)
 from lightning_persample.errors import OptionError, PerSampleError
+from lightning_persample.options import CaptureOptions
 from tests.callbacks.runs import Classifier, Recorder, fit, make_trainer
 
 NONE_OR_POSITIVE = "None or an int >= 1"
@@ -48,9 +58,9 @@ BASE += [
     ("verify", None, "True or False"),
     ("fuse_weight_grad", 1, "True or False"),
     ("fuse_weight_grad", None, "True or False"),
-    ("max_memory", 0, NONE_OR_POSITIVE),
-    ("max_memory", True, NONE_OR_POSITIVE),
-    ("max_memory", 2.0**20, NONE_OR_POSITIVE),
+    ("max_memory", 0, f"{NONE_OR_POSITIVE}, in bytes"),
+    ("max_memory", True, f"{NONE_OR_POSITIVE}, in bytes"),
+    ("max_memory", 2.0**20, f"{NONE_OR_POSITIVE}, in bytes"),
 ]
 MONITOR = [
     ("per_layer", 0, NONE_OR_POSITIVE),
@@ -223,3 +233,22 @@ def test_memory_reaches_the_capture_and_leave_the_values(monkeypatch):
         norms.append(torch.cat([record.norms() for record in recorder.records]))
     assert list(dict.fromkeys(taken)) == [None, 64]
     torch.testing.assert_close(norms[1], norms[0])
+
+
+def test_the_shared_options_are_those_of_the_base_and_every_signature_shows_them():
+    shared = inspect.signature(PerSampleCallback, eval_str=True).parameters
+    types = typing.get_type_hints(CaptureOptions)
+    assert {name: each.annotation for name, each in shared.items() if name != "every_n_steps"} == types
+
+    class MyCallback(PerSampleGradientMonitor):
+        def __init__(self, mine: int, **capture: Any) -> None:
+            super().__init__(**capture)
+
+    for kind in (PerSampleGradientMonitor, PerSampleGradientWriter, MyCallback):
+        shown = inspect.signature(kind).parameters
+        assert {name: shown[name].default for name in types} == {name: shared[name].default for name in types}
+        assert all(f"{name}: " in pydoc.plaintext.document(kind) for name in types)
+        assert "capture" not in shown
+    assert MyCallback(1, batch_dim=2).batch_dim == 2
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batch_axis'"):
+        PerSampleGradientMonitor(batch_axis=1)  # type: ignore[call-arg]

@@ -50,11 +50,17 @@ def test_arguments_that_do_not_fit():
 
 def test_options_that_are_not_allowed():
     register(right)
-    text = "batch_dim is -1; allowed is an integer of at least 0"
+    text = "batch_dim=-1 is not allowed: batch_dim must be an int >= 0"
     refused(OptionError, text, affine, arguments(), batch_dim=-1)
-    text = "dtypes is (torch.int64,); allowed are floating point precisions, at least one"
+    text = "dtypes=(torch.int64,) is not allowed: dtypes must be floating point precisions, at least one"
     refused(OptionError, text, affine, arguments(), dtypes=(torch.int64,))
-    refused(OptionError, "tolerance is 0; allowed is None or a number above 0", affine, arguments(), tolerance=0)
+    refused(
+        OptionError,
+        "tolerance=0 is not allowed: tolerance must be None or a number > 0",
+        affine,
+        arguments(),
+        tolerance=0,
+    )
 
 
 def test_ops_that_a_loop_says_nothing_about():

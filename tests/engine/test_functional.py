@@ -150,12 +150,12 @@ VMAP_REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "vmap-chunk-size": (
         lambda: vmapped(torch.zeros(B, 6), chunk_size=0),
         OptionError,
-        "chunk_size is 0; allowed is None or an integer of at least 1",
+        "chunk_size=0 is not allowed: chunk_size must be None or an int >= 1",
     ),
     "vmap-randomness": (
         lambda: vmapped(torch.zeros(B, 6), randomness="some"),
         OptionError,
-        "randomness is 'some'; allowed are 'different', 'same' and 'error'",
+        "randomness='some' is not allowed: randomness must be 'different', 'same' or 'error'",
     ),
     "vmap-sizes-differ": (
         lambda: vmapped(torch.zeros(B, 6), torch.zeros(5)),

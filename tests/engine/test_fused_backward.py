@@ -241,5 +241,5 @@ def test_a_rule_that_fails_leaves_the_gradient_to_autograd(monkeypatch: pytest.M
 
 
 def test_the_option_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"fuse_weight_grad is 1; allowed are True and False"):
+    with pytest.raises(ValueError, match=r"fuse_weight_grad=1 is not allowed: fuse_weight_grad must be True or False"):
         expanded_weights(nn.Linear(2, 2), images(3, 2), fuse_weight_grad=1)  # type: ignore[arg-type]

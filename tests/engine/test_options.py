@@ -18,12 +18,18 @@ from tests.engine.model_cases import Model
 from tests.engine.reference import assert_exact
 
 BAD_OPTIONS = {
-    "loss_reduction": ("median", "loss_reduction is 'median'; allowed are 'mean', 'sum' or a tensor of weights"),
-    "batch_dim": (-1, "batch_dim is -1; allowed is an integer of at least 0"),
-    "batch_size": (0, "batch_size is 0; allowed is None or an integer of at least 1"),
-    "quantities": ("sq_norm", "quantities is 'sq_norm'; allowed is a collection such as ('sq_norm', 'grad_sample')"),
-    "unsupported": ("raise", "unsupported is 'raise'; allowed are 'warn', 'error' and 'ignore'"),
-    "max_memory": (0, "max_memory is 0; allowed is None or an integer of at least 1, in bytes"),
+    "loss_reduction": (
+        "median",
+        "loss_reduction='median' is not allowed: loss_reduction must be 'mean', 'sum' or a tensor of weights",
+    ),
+    "batch_dim": (-1, "batch_dim=-1 is not allowed: batch_dim must be an int >= 0"),
+    "batch_size": (0, "batch_size=0 is not allowed: batch_size must be None or an int >= 1"),
+    "quantities": (
+        "sq_norm",
+        "quantities='sq_norm' is not allowed: quantities must be a collection of 'sq_norm', 'grad_sample'",
+    ),
+    "unsupported": ("raise", "unsupported='raise' is not allowed: unsupported must be 'warn', 'error' or 'ignore'"),
+    "max_memory": (0, "max_memory=0 is not allowed: max_memory must be None or an int >= 1, in bytes"),
 }
 
 B = 5
@@ -40,7 +46,7 @@ def test_bad_options(option: str) -> None:
 def test_memory_is_a_whole_number_of_bytes(value: object) -> None:
     with pytest.raises(OptionError) as error:
         expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), max_memory=value)  # type: ignore[arg-type]
-    assert str(error.value) == f"max_memory is {value!r}; allowed is None or an integer of at least 1, in bytes"
+    assert str(error.value) == f"max_memory={value!r} is not allowed: max_memory must be None or an int >= 1, in bytes"
 
 
 def test_weights_of_another_shape() -> None:

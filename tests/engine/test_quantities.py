@@ -197,10 +197,16 @@ def test_dots_after_a_change_in_place_are_refused() -> None:
 @pytest.mark.parametrize(
     ("samples", "text"),
     [
-        ([0], "samples is [0]; allowed is None or an int64 tensor (m,) of places in the batch, m >= 1"),
-        (torch.zeros(2), "samples is torch.float32 of sizes (2,); allowed is None or an int64 tensor (m,)"),
-        (torch.zeros(0, dtype=torch.int64), "samples is torch.int64 of sizes (0,); allowed is"),
-        (torch.tensor([0, 4]), "samples has places from 0 to 4; allowed are 0 to 3"),
+        (
+            [0],
+            "samples=[0] is not allowed: samples must be None or an int64 tensor (m,) of places in the batch, m >= 1",
+        ),
+        (
+            torch.zeros(2),
+            "samples=a tensor of shape (2,) and dtype torch.float32 is not allowed: samples must be None or an int64",
+        ),
+        (torch.zeros(0, dtype=torch.int64), "samples=a tensor of shape (0,) and dtype torch.int64 is not allowed"),
+        (torch.tensor([0, 4]), "samples=[0, 4] is not allowed: samples must be places from 0 to 3"),
     ],
 )
 def test_samples_that_are_not_allowed(samples: Any, text: str) -> None:

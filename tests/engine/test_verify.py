@@ -377,17 +377,23 @@ def test_a_loss_that_cannot_be_used_is_said(outputs, found):
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
-        ("samples", 1, "an integer of at least 2"),
-        ("samples", 2.0, "an integer of at least 2"),
-        ("loss_reduction", "none", "'mean', 'sum' or a function (outputs, batch)"),
-        ("loss_reduction", torch.ones(4), "'mean', 'sum' or a function (outputs, batch)"),
-        ("batch_dim", -1, "an integer of at least 0"),
-        ("batch_size", 0, "None or an integer of at least 1"),
-        ("tolerance", 0.0, "None or a number above 0"),
-        ("tolerance", "small", "None or a number above 0"),
+        ("samples", 1, "an int >= 2"),
+        ("samples", 2.0, "an int >= 2"),
+        ("loss_reduction", "none", "'mean', 'sum', or a callable (outputs, batch) -> Tensor of shape (B,)"),
+        ("batch_dim", -1, "an int >= 0"),
+        ("batch_size", 0, "None or an int >= 1"),
+        ("tolerance", 0.0, "None or a number > 0"),
+        ("tolerance", "small", "None or a number > 0"),
     ],
 )
 def test_a_value_that_is_not_allowed_raises(option, value, allowed):
     with pytest.raises(OptionError) as error:
         check_per_sample_gradients(network(), batch(), mean_loss, **{option: value})
-    assert str(error.value) == f"{option} is {value!r}; allowed is {allowed}"
+    assert str(error.value) == f"{option}={value!r} is not allowed: {option} must be {allowed}"
+
+
+def test_a_tensor_of_weights_is_refused_by_its_shape():
+    with pytest.raises(
+        OptionError, match=r"loss_reduction=a tensor of shape \(4,\) and dtype torch.float32 is not allowed"
+    ):
+        check_per_sample_gradients(network(), batch(), mean_loss, loss_reduction=torch.ones(4))

@@ -1,0 +1,106 @@
+"""The options of a capture: their types, what each may be, and the one text that refuses another value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from lightning_persample.errors import OptionError
+
+__all__ = [
+    "QUANTITIES",
+    "CaptureOptions",
+    "check_option",
+    "check_options",
+    "is_int",
+    "is_none_or_int",
+    "is_none_or_positive",
+    "shown",
+]
+
+QUANTITIES = ("sq_norm", "grad_sample", "dot", "square_sum", "projection")
+
+
+class CaptureOptions(TypedDict, total=False):
+    """The keyword arguments that every callback shares; `PerSampleCallback` documents them."""
+
+    loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
+    batch_dim: int
+    batch_size: int | None
+    sample_index: Callable[[Any], Any] | None
+    unsupported: Literal["warn", "error", "vmap"]
+    engine: Literal["expanded", "vmap", "loop"]
+    verify: bool
+    fuse_weight_grad: bool
+    max_memory: int | None
+    max_samples: int | None
+
+
+def is_int(value: object, least: int) -> bool:
+    """Whether the value is an int (a bool is none) that is not less than `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_none_or_int(value: object, least: int) -> bool:
+    """Whether the value is None or such an int."""
+    return value is None or is_int(value, least)
+
+
+def is_none_or_positive(value: object) -> bool:
+    """Whether the value is None or a number greater than 0."""
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0)
+
+
+def shown(value: object) -> str:
+    """A value in a message: a tensor by its shape and dtype, anything else as Python writes it."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return repr(value)
+
+
+def check_option(name: str, value: object, allowed: bool, expected: str) -> None:
+    """Refuse an option's value that is not `allowed` with an `OptionError` that says what is expected."""
+    if not allowed:
+        raise OptionError(f"{name}={shown(value)} is not allowed: {name} must be {expected}")
+
+
+def _are_quantities(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str) and all(each in QUANTITIES for each in value)
+
+
+def _is_reduction(value: object) -> bool:
+    return (isinstance(value, str) and value in ("mean", "sum")) or callable(value)
+
+
+def _are_places(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 1 and value.numel() > 0
+
+
+# Options that mean the same wherever they stand: which values are allowed, in code and in words.
+_SHARED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "loss_reduction": (_is_reduction, "'mean', 'sum', or a callable (outputs, batch) -> Tensor of shape (B,)"),
+    "batch_dim": (lambda value: is_int(value, 0), "an int >= 0"),
+    "batch_size": (lambda value: is_none_or_int(value, 1), "None or an int >= 1"),
+    "sample_index": (lambda value: value is None or callable(value), "None or a callable (batch) -> B ints"),
+    "verify": (lambda value: isinstance(value, bool), "True or False"),
+    "fuse_weight_grad": (lambda value: isinstance(value, bool), "True or False"),
+    "max_memory": (lambda value: is_none_or_int(value, 1), "None or an int >= 1, in bytes"),
+    "max_samples": (lambda value: is_none_or_int(value, 1), "None or an int >= 1"),
+    "every_n_steps": (lambda value: is_none_or_int(value, 1), "None or an int >= 1"),
+    "per_layer": (lambda value: is_none_or_int(value, 1), "None or an int >= 1"),
+    "quantities": (_are_quantities, f"a collection of {', '.join(map(repr, QUANTITIES))}"),
+    "samples": (_are_places, "None or an int64 tensor (m,) of places in the batch, m >= 1"),
+    "overwrite": (lambda value: isinstance(value, bool), "True or False"),
+}
+
+
+def check_options(**values: object) -> None:
+    """Refuse the first of these options, given by name, whose value is not allowed, with an `OptionError`."""
+    for name, value in values.items():
+        is_allowed, expected = _SHARED[name]
+        check_option(name, value, is_allowed(value), expected)
