@@ -20,7 +20,14 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import default_collate
 
 from lightning_persample.callbacks._observed_method import ObservedMethod
-from lightning_persample.callbacks._tagged_loader import LAST_KEYS, Drawn, TaggedLoader, as_drawn, why_no_keys
+from lightning_persample.callbacks._tagged_loader import (
+    LAST_KEYS,
+    Drawn,
+    TaggedLoader,
+    as_drawn,
+    note_failures,
+    why_no_keys,
+)
 from lightning_persample.engine import PerSampleRecord, fault_of, guard, of_user
 from lightning_persample.errors import OptionError
 
@@ -159,11 +166,14 @@ def _following(kind: Any) -> Any:
         def __iter__(self) -> Any:
             attributes: dict[str, Any] = self.__dict__
             own = attributes["_flattened"]
-            attributes["_flattened"] = guard(_tagged, lambda error: own)(own)
+            failures: list[Exception] = []
+            attributes["_flattened"] = guard(_tagged, failures.append)(own) or own
             try:
-                return super().__iter__()
+                iterator = super().__iter__()
             finally:
                 attributes["_flattened"] = own
+            note_failures(self._iterator.iterators, failures)
+            return iterator
 
         def __next__(self) -> Any:
             fetched = super().__next__()

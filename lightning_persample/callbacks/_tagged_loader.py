@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_persample.callbacks._row_order import RowOrder
-from lightning_persample.engine import fault_of, guard
+from lightning_persample.engine import Once, fault_of, guard
 
-__all__ = ["LAST_KEYS", "Drawn", "TaggedLoader", "as_drawn", "last_drawn", "why_no_keys"]
+__all__ = ["LAST_KEYS", "Drawn", "TaggedLoader", "as_drawn", "last_drawn", "note_failures", "why_no_keys"]
 
 LAST_KEYS = "_last_drawn"  # an attribute of iterators, for `as_drawn`
 
@@ -89,11 +89,13 @@ class TaggedLoader:
         # Not setattr: a DataLoader refuses to change its dataset, and a subclass may do more than set it.
         attributes = vars(self._loader)
         own = {name: attributes[name] for name in _REPLACED}
+        failures: list[Exception] = []
         try:
-            attributes.update(guard(self._keyed, lambda error: {})(own))
+            attributes.update(guard(self._keyed, failures.append)(own) or own)
             iterator = iter(self._loader)
         finally:
             attributes.update(own)
+        note_failures([iterator], failures)
         is_keyed = isinstance(getattr(iterator, "_collate_fn", None), _KeyedCollate)
         if is_keyed and "_last_drawn" not in vars(type(iterator)):
             kind: Any = type(iterator)
@@ -119,6 +121,12 @@ def as_drawn(keys: list[Any] | Drawn | None, loader: object) -> Drawn:
     if keys is None:
         return why_no_keys(loader) or Drawn(None, "its iterator was made before the fit")
     return keys if isinstance(keys, Drawn) else Drawn(keys, rows=len(keys))
+
+
+def note_failures(iterators: Iterable[Any], failures: list[Exception]) -> None:
+    """Let iterators say why nothing is known of their batches, where this package has failed."""
+    for iterator in iterators if failures else ():
+        setattr(iterator, LAST_KEYS, Drawn(None, _why(failures[0])))
 
 
 class _Tagged:
@@ -189,18 +197,21 @@ class _KeyedCollate:
 
     def __call__(self, keyed: tuple[Any, Any]) -> _Tagged:
         rows, keys = keyed
-        if not self._is_automatic:
-            return _Tagged(self._collate(rows), _of_one_item(keys))
-        if self._order.is_kept and type(keys) is list:  # as nearly always
+        if self._is_automatic and self._order.is_kept and type(keys) is list:  # as nearly always
             return _Tagged(self._collate(rows), keys)
-        why = keys if isinstance(keys, str) else ""
-        failures: list[Exception] = []
-        columns = guard(self._order.start, failures.append)(rows)
-        batch = self._collate(rows)
-        if why or failures:
-            return _Tagged(batch, Drawn(None, why or _why(failures.pop())))
-        why = guard(self._order.why_lost, _why)(columns, batch)
-        return _Tagged(batch, Drawn(None if why else keys, why, rows=len(keys)))
+        collate = Once(self._collate)
+        drawn = guard(self._drawn, _not_known)(collate, rows, keys)
+        return _Tagged(collate.result if collate.has_run else self._collate(rows), drawn)
+
+    def _drawn(self, collate: Once, rows: Any, keys: Any) -> Drawn:
+        """What is known of the rows that are collated."""
+        if not self._is_automatic:
+            return _of_one_item(keys)
+        if isinstance(keys, str):
+            return Drawn(None, keys)
+        columns = self._order.start(rows)
+        why = self._order.why_lost(columns, collate(rows))
+        return Drawn(None if why else keys, why, rows=len(keys))
 
 
 class _ShowsOwnDataset:
@@ -249,6 +260,10 @@ def _plain(keys: Any) -> list[Any]:
 
 def _why(error: Exception) -> str:
     return fault_of(error, "following the data loader")
+
+
+def _not_known(error: Exception) -> Drawn:
+    return Drawn(None, _why(error))
 
 
 def _of_one_item(key: Any) -> Drawn:

@@ -339,7 +339,8 @@ class SharedCapture:
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             self.end_batch()
             return outputs
-        step.capture.before_backward, step.capture.after_backward = self._backward_starts, self._backward_ended
+        step.capture.before_backward = self._backward_starts
+        step.capture.after_backward = guard(self._backward_ended, self._failed)
         try:
             step.attach(loss, outputs)
         except PerSampleError as error:

@@ -25,13 +25,10 @@ __all__ = ["decomposed", "decomposed_backward", "is_composite"]
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _ENGINE = "_engine_run_backward"  # what torch.autograd.backward calls after it has checked its arguments
 _ASKING = {*_QUESTIONS, "handle_torch_function", "Tensor"}
+_NO = "".format  # takes whatever it is asked about and answers with what is false, without a call into Python
 _MODULES = ("torch.nn.functional", "torch.functional")
 _visible: ContextVar[AbstractContextManager[Any]] = ContextVar("where a backward is seen", default=nullcontext())  # noqa: B039
 _inner: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar("where captures inside see it", default=())
-
-
-def _no(*_: object) -> bool:
-    return False
 
 
 def is_composite(function: Callable[..., Any]) -> bool:
@@ -127,7 +124,7 @@ _TORCH = types.SimpleNamespace(autograd=types.SimpleNamespace(backward=_backward
 
 
 def _answering_no(function: types.FunctionType, **replaced: Any) -> types.FunctionType:
-    namespace = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _no), **replaced}
+    namespace = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _NO), **replaced}
     copy = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )

@@ -60,6 +60,10 @@ def guard(run: Callable[..., Any], otherwise: Callable[[Exception], Any]) -> Cal
             failure = error
         try:
             return otherwise(failure)
+        except Exception as error:  # (of what cannot be said, nothing can be said)
+            if _passes(error):
+                raise
+            return None
         finally:
             del failure  # its traceback holds this frame
 

@@ -16,7 +16,7 @@ from lightning_persample.engine.coverage import classify, say, warn_user
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
-from lightning_persample.engine.failure import fault_of, guard, run_all
+from lightning_persample.engine.failure import fault_of, guard, run_all, stop
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
 from lightning_persample.engine.graph import is_recomputing
 from lightning_persample.engine.members import parameters_and_buffers, unwrapped
@@ -34,7 +34,7 @@ from lightning_persample.engine.values import (
     why_no_factor,
 )
 from lightning_persample.engine.weight import settle
-from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError
+from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import KernelOptions, kernel_options
 from lightning_persample.options import check_option, check_options
 
@@ -137,7 +137,6 @@ class Capture:
         samples: Tensor | None = None,
     ) -> None:
         check_option("module", module, isinstance(module, nn.Module), "an instance of torch.nn.Module")
-        module = unwrapped(module)
         is_reduction = isinstance(loss_reduction, Tensor) or loss_reduction in ("mean", "sum")
         check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a tensor of weights (B,)")
         check_option("unsupported", unsupported, unsupported in _UNSUPPORTED, "'warn', 'error' or 'ignore'")
@@ -150,6 +149,7 @@ class Capture:
             samples=samples,
         )
         self._fault = ""
+        module = guard(unwrapped, self._cannot_be_set_up)(module) or module
         layout = guard(lay_out, self._cannot_lay_out)(batch, batch_dim, batch_size)
         self.batch_size = layout.batch_size
         if samples is not None and not self._fault:
@@ -169,7 +169,7 @@ class Capture:
         self.before_backward: Callable[[list[Tensor]], None] | None = None
         self.after_backward: Callable[[PerSampleRecord | None], None] | None = None
         self.counted = self.batch_size
-        self._closed = self._loss_is_known = False
+        self._closed = self._loss_is_known = self._has_said_fault = False
         self._mode = ObservingMode(self.call)
         self._depth = 0
         guard(self._set_up, self._cannot_be_set_up)(layout, fuse_weight_grad, max_memory, samples)
@@ -214,7 +214,9 @@ class Capture:
 
     def __exit__(self, *exception: Any) -> None:
         ends = (partial(self._observing.__exit__, *exception), self.close)
-        guard(run_all, lambda error: warn_user(fault_of(error, "the end of the capture")))(*ends)
+        guard(run_all, self._fail)(*ends)
+        if exception[0] is None and self._why_at_fault() and not self._has_said_fault:
+            guard(self._say_fault, self._fail)()
 
     @contextmanager
     def observe(self) -> Iterator[Capture]:
@@ -289,7 +291,7 @@ class Capture:
 
     def _cannot_lay_out(self, error: Exception) -> BatchLayout:
         if isinstance(error, BatchSizeError):
-            raise error
+            stop(error)
         self._cannot_be_set_up(error)
         return BatchLayout(1, [], [])
 
@@ -355,34 +357,52 @@ class Capture:
             if torch._C._current_graph_task_id() >= 0 and not self._fault:  # inside another
                 guard(self._look_inside, self._fail)(args, kwargs)
             return run(*args, **kwargs)
-        losses, gradients = _tops_and_gradients(args, kwargs)
-        if self.before_backward is not None:
-            guard(self.before_backward, self._fail)(losses)
-        if not self._fault:
-            guard(self._start_backward, self._fail)(losses, gradients, args, kwargs)
+        guard(self._before, self._fail)(args, kwargs)
         self._depth += 1
         try:
             result = run(*args, **kwargs)
         except BaseException:
-            self._forget()
+            guard(self._forget, self._fail)()
             raise
         finally:
             self._depth -= 1
             if not self._fault:
                 self._dispatcher.frees = self._dispatcher.accepting = False
+        guard(self._after, self._fail_at_end)(args, kwargs)
+        return result
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        losses, gradients = _tops_and_gradients(args, kwargs)
+        if self.before_backward is not None:
+            self.before_backward(losses)
+        if not self._fault:
+            self._start_backward(losses, gradients, args, kwargs)
+
+    def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         record = None if self._fault else guard(self._finish, self._fail)()
         if self._why_at_fault():
-            record = self._without_values()
+            record, self._has_said_fault = self._without_values(), True
         self._forget()
         self._forget_loss()
         if record is not None:
             self.records.append(record)
             say(record, self._unsupported)
         if self.after_backward is not None:
-            guard(self.after_backward, self._fail)(record)
+            self.after_backward(record)
         if kwargs.get("create_graph") or args[3:4] == (True,):  # the step may make a term of its loss of them
-            guard(self._mark_grads, self._fail)(losses, kwargs.get("inputs"))
-        return result
+            self._mark_grads(_tops_and_gradients(args, kwargs)[0], kwargs.get("inputs"))
+
+    def _fail_at_end(self, error: Exception) -> None:
+        self._fail(error)
+        if not self._has_said_fault:
+            self._say_fault()
+
+    def _say_fault(self) -> None:
+        self._has_said_fault = True
+        if self._unsupported == "error":
+            stop(UnsupportedError(self._why_at_fault()))
+        if self._unsupported == "warn":
+            warn_user(self._why_at_fault())
 
     def _look_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._dispatcher.find_unseen_inside(*_tops_and_gradients(args, kwargs))

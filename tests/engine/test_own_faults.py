@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_persample import PerSampleWarning, UnsupportedError, call_for_per_sample_grads, expanded_weights
 from lightning_persample.engine import (
@@ -37,8 +38,9 @@ from lightning_persample.engine import (
     watched_nodes,
     weight,
 )
+from lightning_persample.engine.failure import FAULT
 from lightning_persample.rules import registry
-from tests.own_faults import broken
+from tests.own_faults import broken, called, interrupted, name_of
 
 B = 4
 
@@ -238,3 +240,110 @@ def test_an_op_of_the_users_runs_once_where_this_package_fails() -> None:
         with broken(function), pytest.warns(PerSampleWarning), expanded_weights(module, (x,)):
             own(module.first(x)).sum(1).mean().backward()
         assert len(runs) == 1
+
+
+class Larger(Network):
+    """Calls of many kinds: recurrent, attention, a checkpoint, picked rows, writes in place, views of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.gru = nn.Embedding(7, 6), nn.GRU(6, 6, batch_first=True)
+        self.attention, self.batch_norm = nn.MultiheadAttention(6, 2, batch_first=True), nn.BatchNorm1d(6)
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.conv(self.first(x).relu()[:, None]).flatten(1)) @ (2 * self.mix)
+        words, _ = self.gru(self.words((x[:, :3] > 0).long()))
+        words, _ = self.attention(words, words, words)
+        scale = torch.zeros(6)
+        scale[:3] = self.scale[:3]
+        inner = hidden + words.mean(1) * scale
+        hidden = checkpoint(lambda h: F.dropout(self.batch_norm(h).tanh(), 0.5), inner, use_reentrant=False)
+        hidden = torch.stack([hidden[place] for place in range(len(hidden))])[x[:, 0].argsort()].clone()
+        hidden[:, 0] += 1
+        return (
+            self.last(hidden)
+            + F.pixel_shuffle(hidden[:, :, None, None].expand(-1, -1, 2, 2)[:, :4], 2).sum((1, 2))[:, :3]
+        )
+
+
+# What runs the user's own calls and holds nothing else that could fail, what a user calls and what ends a capture.
+BOUNDARY = {
+    "engine.decompose._backward_in_the_open.<locals>.run",
+    "engine.decompose._backward_of_torch",
+    "engine.decompose.decomposed_backward.<locals>.run",
+    "engine.dispatch.Dispatcher.call",
+    "engine.observing.ObservingMode.__init__",
+    "engine.observing.ObservingMode.__torch_function__",
+    "engine.observing.ObservingMode.release",
+    "engine.parameters.WatchedParameters.close",
+    "engine.coverage.warn_user",
+    *(
+        f"engine.mode.Capture.{name}"
+        for name in (
+            "__init__", "__enter__", "__exit__", "_backward", "_check_weighting", "_why_at_fault", "call", "close",
+            "observe", "record",
+        )
+    ),
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "norms": {},
+    "all": {"quantities": ("sq_norm", "grad_sample", "square_sum", "dot", "projection"), "max_memory": 1000},
+    "some": {"samples": torch.tensor([0, 2]), "quantities": ("square_sum",)},
+}
+
+
+def larger_step(options: dict[str, Any] | None) -> tuple[nn.Module, dict[str, Tensor], Any, list[str]]:
+    torch.manual_seed(0)
+    module, x, y = Larger(), torch.randn(B, 5), torch.tensor([0, 2, 1, 1])
+    layout._PLANS.clear()
+    kinds._KINDS.clear()
+    if options is None:
+        return module, step(module, x, y), None, []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PerSampleWarning)
+        with expanded_weights(module, (x, y), **options) as capture:
+            found = step(module, x, y)
+        return module, found, capture.record, [str(each.message) for each in caught]
+
+
+def is_clean(module: nn.Module) -> bool:
+    hooks = [p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters()]
+    return not any(hooks) and torch.overrides._get_current_function_mode_stack() == []
+
+
+def sweep(options: dict[str, Any], every: int, calls: int | None) -> None:
+    """Break one function after the other, always or at one call, counted from the last where negative."""
+    _, plain, _, _ = larger_step(None)
+    *_, known, usual = larger_step(options)
+    codes = [
+        (code, count)
+        for code, count in called(lambda: larger_step(options)).items()
+        if name_of(code) not in BOUNDARY and not name_of(code).startswith(("engine.failure.", "options."))
+    ]
+    assert len(codes) > 200
+    for code, count in sorted(codes, key=lambda each: name_of(each[0]))[::every]:
+        name = name_of(code)
+        fault = broken(code) if calls is None else interrupted(code, calls if calls > 0 else count, RuntimeError)
+        with fault:
+            module, found, record, said = larger_step(options)
+        assert plain.keys() == found.keys(), name
+        assert all(torch.equal(value, found[key]) for key, value in plain.items()), name
+        assert is_clean(module), name
+        faults = [text for text in said if FAULT in text]
+        assert len(faults) <= 1, (name, said)
+        if not faults:  # then nothing of the record is missing
+            assert said == usual, name
+            assert record.names == known.names, name
+            assert torch.equal(record.norms(), known.norms()), name
+
+
+def test_a_fault_in_some_of_all_functions_leaves_the_step_as_it_is() -> None:
+    sweep(OPTIONS["norms"], every=9, calls=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", [None, 1, -1], ids=["always", "first", "last"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_fault_in_any_function_leaves_the_step_as_it_is(name: str, calls: int | None) -> None:
+    sweep(OPTIONS[name], every=1, calls=calls)
