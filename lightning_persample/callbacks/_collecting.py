@@ -30,6 +30,7 @@ from lightning_persample.influence.store import (
     StoreWriter,
     open_store,
     read_store_manifest,
+    write_store_manifest,
 )
 
 __all__ = ["Collecting", "WritesInAnyCase", "collecting_with"]
@@ -104,11 +105,12 @@ class _Collecting(_Base):
             self.module.trainer = trainer
         self._samples.check_processes(trainer.world_size)
         self._manifest = self._opened(trainer)
-        rows = GradientStore(self._dirpath).rows
+        rows = GradientStore(self._dirpath, complete=False).rows
         for place in np.unique(rows["checkpoint"]).tolist():
             self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
         if trainer.is_global_zero:
             self._warn_of_kept()
+            self._promise(self._expected(len(rows)))
         trainer.strategy.barrier("all have read the store")  # and nobody has written to it
         self._writer = StoreWriter(self._dirpath, self._manifest, trainer.global_rank, self._rows_per_shard)
 
@@ -116,6 +118,20 @@ class _Collecting(_Base):
         """The batches that the store lacks, those of this process."""
         rank, processes = self.trainer.global_rank, self.trainer.world_size
         return _Batches(lambda: self._samples.batches(len(self._checkpoints), self._visited_at, rank, processes))
+
+    def _expected(self, there: int) -> int:
+        """How many rows the store is going to have; -1 where only the batches tell it."""
+        indices = self._samples.indices()
+        if indices is None:
+            return -1
+        lacking = (np.setdiff1d(indices, self._visited_at(place)) for place in range(len(self._checkpoints)))
+        return there + sum(map(len, lacking))
+
+    def _promise(self, rows: int) -> None:
+        """Say in the manifest how many rows complete the store, and no fewer than were to be there before."""
+        promised = rows if rows < 0 else max(rows, self._manifest.rows or 0)
+        self._manifest = replace(self._manifest, rows=promised)
+        self._write(write_store_manifest, self._dirpath, self._manifest)
 
     def _warn_of_kept(self) -> None:
         """Nobody knows whether the rows that are kept are of these data, or of these callables."""
@@ -232,6 +248,8 @@ class _Collecting(_Base):
         """Write what there is, and wait until all processes have."""
         self.write()
         self.trainer.strategy.barrier("all gradients are written")
+        if self.trainer.is_global_zero:
+            self._promise(len(GradientStore(self._dirpath, complete=False)))
 
     def write(self) -> None:
         """Write the rows that wait."""

@@ -198,7 +198,7 @@ def collect_gradients(
             untold=[name for name, each in {**callables, **columns_of}.items() if not is_told(each)],
         )
         trainer.predict(collecting, return_predictions=False)
-    store = GradientStore(folder)
+    store = GradientStore(folder, complete=False)
     samples.check_complete(store.rows, len(places or (None,)))
     return store
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,16 +26,18 @@ from lightning_persample.engine import PerSampleRecord, group_name, run_all, war
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence._arrow import arrow
-from lightning_persample.influence._files import GRADIENTS
+from lightning_persample.influence._files import GRADIENTS, MANIFEST
 from lightning_persample.influence._parts import Parts
 from lightning_persample.influence.ledger import (
     Manifest,
     check_ledger,
     open_ledger,
+    promise_rows,
     read_manifest,
     remove_empty,
     write_manifest,
 )
+from lightning_persample.influence.store import GradientStore, read_store_manifest, write_store_manifest
 from lightning_persample.options import CaptureOptions, check_option, check_options, is_int
 
 __all__ = ["PerSampleGradientWriter"]
@@ -379,7 +383,22 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what there is, and say what is missing."""
+        is_open = self._parts is not None
         self._finish(trainer)
+        trainer.strategy.barrier("PerSampleGradientWriter.on_train_end")
+        if is_open and trainer.is_global_zero and self._manifest is not None:
+            with suppress(PerSampleError, OSError):  # then nothing is promised
+                self._promise(self._manifest.run)
+
+    def _promise(self, run: str) -> None:
+        """Let the manifests say how many rows there are, so that it is seen where files are missing later."""
+        promise_rows(self._folder, run)
+        gradients = self._folder / GRADIENTS
+        if (gradients / MANIFEST).exists():
+            manifest = read_store_manifest(gradients)
+            if manifest.run == run:
+                rows = len(GradientStore(gradients, complete=False))
+                write_store_manifest(gradients, replace(manifest, rows=rows))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write what there is; the rows of a batch that was not completed are left out."""

@@ -80,10 +80,10 @@ def remove_partial_files(dirpath: Path) -> None:
 
 @contextmanager
 def broken_files_named(path: Path) -> Iterator[None]:
-    """Name the file that cannot be decoded (a ``ValueError`` of json, numpy or Arrow); one that is absent stays so."""
+    """Name the file that cannot be decoded, or lacks what is asked of it; one that is absent stays so."""
     try:
         yield
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, KeyError, TypeError) as error:
         raise PerSampleError(
             f"{os.fspath(path)!r} is broken: it is no whole file of its kind (cut off, or changed by something else). "
             "Put it back from a copy, or write the folder again"

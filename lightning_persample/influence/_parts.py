@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lightning_persample.influence._arrow import arrow, compute, parquet
 from lightning_persample.influence._files import broken_files_named, force_names, write_atomically
 
-__all__ = ["Part", "Parts", "drop_rows", "parts_of", "read_part"]
+__all__ = ["Part", "Parts", "drop_rows", "parts_of", "read_part", "rows_of"]
 
 _NAME = re.compile(r"rows-(\d+)-(\d+)-(\d+)-(\d+)\.parquet")
 
@@ -47,6 +47,13 @@ def read_part(path: Path) -> Any:
     """The rows of a file, as a ``pyarrow.Table``."""
     with broken_files_named(path), parquet().ParquetFile(path) as file:
         return file.read()
+
+
+def rows_of(path: Path) -> int:
+    """How many rows a file has."""
+    with broken_files_named(path), parquet().ParquetFile(path) as file:
+        rows: int = file.metadata.num_rows
+        return rows
 
 
 def drop_rows(dirpath: Path, step: int) -> None:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_persample.errors import OptionError
-from lightning_persample.influence._files import MANIFEST, read_json, remove_partial_files, write_json
+from lightning_persample.influence._files import (
+    MANIFEST,
+    broken_files_named,
+    read_json,
+    remove_partial_files,
+    write_json,
+)
 from lightning_persample.influence._kind import refuse_ledger
 from lightning_persample.influence._shards import BASE_FIELDS, DTYPES, drop_rows, remove_uncounted, shards_of
 
@@ -80,6 +86,7 @@ class StoreManifest:
         checkpoints: of each checkpoint "step", "learning_rate" and "path", as far as they are known; what the rows call
             checkpoint counts these.
         processes: number of processes of the run, or of its latest part after it was resumed.
+        rows: how many rows complete the store; -1 while that cannot be told yet, None where nothing is promised.
 
     Raises:
         OptionError: a value is not allowed.
@@ -95,6 +102,7 @@ class StoreManifest:
     samples: int | None = None
     checkpoints: tuple[Mapping[str, Any], ...] = ()
     processes: int = 1
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -135,12 +143,14 @@ def read_store_manifest(dirpath: str | os.PathLike[str]) -> StoreManifest:
     """
     refuse_ledger(Path(dirpath))
     found = read_json(Path(dirpath), _KIND, FORMAT_VERSION)
-    values = {field.name: found[field.name] for field in fields(StoreManifest)}
-    parameters = tuple(
-        ParameterColumns(each["name"], tuple(each["shape"]), each["start"], each["stop"])
-        for each in values["parameters"]
-    )
-    tuples = {name: tuple(values[name]) for name in ("columns", "checkpoints")}
+    with broken_files_named(Path(dirpath) / MANIFEST):
+        values = {field.name: found[field.name] for field in fields(StoreManifest) if field.name != "rows"}
+        values["rows"] = found.get("rows")
+        parameters = tuple(
+            ParameterColumns(each["name"], tuple(each["shape"]), each["start"], each["stop"])
+            for each in values["parameters"]
+        )
+        tuples = {name: tuple(values[name]) for name in ("columns", "checkpoints")}
     return StoreManifest(**{**values, "parameters": parameters, **tuples})
 
 
@@ -189,7 +199,8 @@ def open_store(
         if continued is not None:
             drop_rows(dirpath, continued[found.run])
         checkpoints = max(found.checkpoints, manifest.checkpoints, key=len)
-        manifest = replace(manifest, run=found.run, checkpoints=checkpoints)
+        promised = found.rows if continued is None else None
+        manifest = replace(manifest, run=found.run, checkpoints=checkpoints, rows=promised)
     elif shards and not overwrite:
         if differing is not None:
             raise OptionError(

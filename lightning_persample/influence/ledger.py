@@ -6,6 +6,7 @@ The files of a folder have one schema and are read by anything that reads Parque
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,9 +18,15 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.influence._arrow import arrow
-from lightning_persample.influence._files import MANIFEST, read_json, remove_partial_files, write_json
+from lightning_persample.influence._files import (
+    MANIFEST,
+    broken_files_named,
+    read_json,
+    remove_partial_files,
+    write_json,
+)
 from lightning_persample.influence._kind import refuse_store
-from lightning_persample.influence._parts import drop_rows, parts_of, read_part
+from lightning_persample.influence._parts import drop_rows, parts_of, read_part, rows_of
 
 __all__ = [
     "BASE_COLUMNS",
@@ -27,6 +34,7 @@ __all__ = [
     "as_tensors",
     "check_ledger",
     "open_ledger",
+    "promise_rows",
     "read_ledger",
     "read_manifest",
     "remove_empty",
@@ -65,6 +73,7 @@ class Manifest:
             "batches" in manual optimization.
         libraries: the versions of what wrote them.
         processes: number of processes of the run, or of its latest part after it was resumed.
+        rows: how many rows complete the ledger; None before the fit has ended.
     """
 
     run: str
@@ -73,6 +82,7 @@ class Manifest:
     settings: Mapping[str, Any]
     libraries: Mapping[str, str]
     processes: int
+    rows: int | None = None
 
 
 def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:
@@ -86,8 +96,9 @@ def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:
     """
     refuse_store(Path(dirpath))
     found = read_json(Path(dirpath), _KIND, FORMAT_VERSION)
-    values = {field.name: found[field.name] for field in fields(Manifest)}
-    return Manifest(**{**values, "parameters": tuple(values["parameters"])})
+    with broken_files_named(Path(dirpath) / MANIFEST):
+        values = {field.name: found[field.name] for field in fields(Manifest) if field.name != "rows"}
+        return Manifest(**{**values, "parameters": tuple(values["parameters"]), "rows": found.get("rows")})
 
 
 def write_manifest(dirpath: Path, manifest: Manifest) -> None:
@@ -102,7 +113,26 @@ def write_manifest(dirpath: Path, manifest: Manifest) -> None:
     write_json(dirpath, _KIND, FORMAT_VERSION, asdict(manifest), is_name_forced=False)
 
 
-def read_ledger(dirpath: str | os.PathLike[str]) -> Any:
+def promise_rows(dirpath: Path, run: str) -> None:
+    """Say in the manifest of a run that has ended how many rows its ledger has; of several processes one calls this."""
+    manifest = read_manifest(dirpath)
+    if manifest.run == run:
+        write_manifest(dirpath, replace(manifest, rows=sum(rows_of(part.path) for part in parts_of(dirpath))))
+
+
+def _what_is_missing(dirpath: Path, manifest: Manifest, before: float = math.inf) -> str:
+    """Which files or rows of a ledger are not there any more, as far as rows of steps before this one tell; or ""."""
+    parts = parts_of(dirpath)
+    for rank in dict.fromkeys(part.rank for part in parts):
+        own = [part.counter for part in parts if part.rank == rank and part.first < before]
+        gaps = sorted(set(range(max(own, default=0))) - set(own))
+        if gaps:
+            return f"file {gaps[0]} of process {rank}, which has written {own[-1] + 1}"
+    there = 0 if manifest.rows is None else sum(rows_of(part.path) for part in parts)
+    return f"{manifest.rows - there} of {manifest.rows} rows" if manifest.rows and there < manifest.rows else ""
+
+
+def read_ledger(dirpath: str | os.PathLike[str], *, complete: bool = True) -> Any:
     """The rows of a ledger, those of all processes together.
 
     Columns are
@@ -129,12 +159,22 @@ def read_ledger(dirpath: str | os.PathLike[str]) -> Any:
 
     Args:
         dirpath: the ledger's folder.
+        complete: whether a ledger is refused of which files were removed. False reads what there is.
+
+    Raises:
+        PerSampleError: files are missing, or one cannot be read.
 
     Returns:
         A ``pyarrow.Table``, by step, rank, batch and row; its ``to_pandas()`` gives a ``DataFrame``.
     """
     pyarrow = arrow()
     manifest = read_manifest(dirpath)
+    missing = _what_is_missing(Path(dirpath), manifest) if complete else ""
+    if missing:
+        raise PerSampleError(
+            f"the ledger in {os.fspath(dirpath)!r} lacks {missing}: put the files back, or read what there is with "
+            "read_ledger(..., complete=False)"
+        )
     tables = [read_part(part.path) for part in parts_of(Path(dirpath))]
     if not tables:
         return schema_of(manifest.columns or BASE_COLUMNS).empty_table()
@@ -199,6 +239,12 @@ def check_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int]
     found = read_manifest(dirpath) if (dirpath / MANIFEST).exists() else None
     if found is not None and found.run in continued:
         _check_alike(dirpath, found, manifest)
+        missing = _what_is_missing(dirpath, found, continued[found.run])
+        if missing:
+            raise OptionError(
+                f"dirpath={os.fspath(dirpath)!r} lacks {missing} of this run: put the files back, or pass another "
+                "dirpath"
+            )
     elif (parts or found is not None) and not overwrite:
         steps = "no rows yet: that run may be about to write some"
         if parts:

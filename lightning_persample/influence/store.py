@@ -55,6 +55,11 @@ class GradientStore:
 
     Args:
         dirpath: the store's folder. A folder without a manifest, or with one of another format, is refused.
+        complete: whether a store that lacks rows is refused: of a collection that was broken off or goes on, or of
+            which files were removed. False reads what there is.
+
+    Raises:
+        PerSampleError: rows are missing.
 
     Attributes:
         dirpath: the folder, as an absolute path.
@@ -67,7 +72,7 @@ class GradientStore:
     manifest: StoreManifest
     rows: NDArray[Any]
 
-    def __init__(self, dirpath: str | os.PathLike[str]) -> None:
+    def __init__(self, dirpath: str | os.PathLike[str], *, complete: bool = True) -> None:
         self.dirpath = Path(dirpath).absolute()
         self.manifest = read_store_manifest(dirpath)
         shards = shards_of(self.dirpath)
@@ -81,6 +86,14 @@ class GradientStore:
         self._shard = np.repeat(np.arange(len(shards)), lengths)[order]
         self._position = np.concatenate([np.empty(0, np.int64), *(places for _, places in found)])[order]
         self._ranges: tuple[tuple[int, int], ...] = ((0, self.manifest.num_columns),)
+        promised = self.manifest.rows
+        if complete and promised is not None and not 0 <= promised <= len(rows):
+            of = "rows, and not all" if promised < 0 else f"of {promised} rows"
+            raise PerSampleError(
+                f"the store in {os.fspath(self.dirpath)!r} holds {len(rows)} {of}: its collection was broken off or "
+                "goes on, or files were removed. Put them back, or repeat the call of collect_gradients, which adds "
+                "what is missing; GradientStore(..., complete=False) reads what there is"
+            )
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -17,7 +17,15 @@ from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import Manifest, as_tensors, read_ledger, read_manifest
 from lightning_persample.influence._files import write_atomically
 from lightning_persample.influence._parts import Parts, drop_rows, parts_of
-from lightning_persample.influence.ledger import BASE_COLUMNS, open_ledger, remove_empty, schema_of, write_manifest
+from lightning_persample.influence.ledger import (
+    BASE_COLUMNS,
+    check_ledger,
+    open_ledger,
+    promise_rows,
+    remove_empty,
+    schema_of,
+    write_manifest,
+)
 
 COLUMNS = {**BASE_COLUMNS, "loss": "double"}
 MANIFEST = Manifest("first", COLUMNS, ("weight", "bias"), {"loss_reduction": "mean", "per_layer": 1}, {"torch": "2"}, 2)
@@ -262,6 +270,21 @@ def test_without_pyarrow_the_extra_is_named(folder, monkeypatch):
     with pytest.raises(ModuleNotFoundError) as refused:
         read_ledger(folder)
     assert "pip install 'lightning-persample[influence]'" in str(refused.value)
+
+
+@pytest.mark.parametrize(("lost", "said"), [(0, "file 0 of process 0, which has written 3"), (2, "2 of 6 rows")])
+def test_a_file_that_was_removed_is_noticed(folder, lost, said):
+    write(folder, 0, [0], [1], [2])
+    promise_rows(folder, read_manifest(folder).run)
+    assert read_ledger(folder).num_rows == 6
+    parts_of(folder)[lost].path.unlink()
+    with pytest.raises(PerSampleError) as refused:
+        read_ledger(folder)
+    text = f"lacks {said}: put the files back, or read what there is with read_ledger(..., complete=False)"
+    assert text in str(refused.value)
+    assert read_ledger(folder, complete=False).num_rows == 4
+    with pytest.raises(OptionError, match=f"lacks {said} of this run: put the files back, or pass another dirpath"):
+        check_ledger(folder, read_manifest(folder), {read_manifest(folder).run: 3}, overwrite=False)
 
 
 @pytest.mark.parametrize("name", ["_manifest.json", "rows-00000-0000000000-0000000002-000000.parquet"])

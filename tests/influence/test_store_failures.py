@@ -6,13 +6,15 @@ import errno
 import json
 import os
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from lightning_persample import OptionError, PerSampleError
-from lightning_persample.influence import GradientStore, StoreWriter
+from lightning_persample.influence import GradientStore, StoreWriter, grad_dot
+from lightning_persample.influence.store import columns_for, write_store_manifest
 from tests.influence.stores import MANIFEST, K, gradients, made, write
 from tests.processes import run_alone
 
@@ -127,6 +129,37 @@ def test_a_shard_that_something_else_broke_is_named(folder):
     np.save(path, np.zeros((3, K), np.float32))
     with pytest.raises(PerSampleError, match=r"holds values of shape \(3, 20\), but rows up to 3 and 20 columns are"):
         list(GradientStore(folder).blocks())
+
+
+@pytest.mark.parametrize(("promised", "said"), [(-1, "holds 8 rows, and not all: "), (12, "holds 8 of 12 rows: ")])
+def test_a_store_that_lacks_rows_is_refused_by_scores_and_read_where_that_is_said(folder, promised, said):
+    write_store_manifest(folder, replace(MANIFEST, rows=promised))
+    write(folder, gradients(8), sample_index=torch.arange(8))
+    with pytest.raises(PerSampleError) as refused:
+        grad_dot(folder, folder)
+    assert f"{said}its collection was broken off or goes on, or files were removed. Put" in str(refused.value)
+    assert len(GradientStore(folder, complete=False)) == 8
+    write(folder, gradients(4))
+    if promised == 12:
+        assert len(GradientStore(folder)) == 12
+
+
+def test_a_manifest_of_more_columns_than_there_are_takes_no_memory_for_them(folder):
+    write(folder, gradients(4))
+    wide = columns_for({"weight": ((10**6, 10**6), 10**12)})
+    write_store_manifest(folder, replace(MANIFEST, parameters=wide))
+    with pytest.raises(PerSampleError, match=r"shape \(4, 20\), but rows up to 0 and 1000000000000 columns are"):
+        list(GradientStore(folder).blocks())
+
+
+@pytest.mark.parametrize("name", ["parameters", "run"])
+def test_a_manifest_that_lacks_a_value_is_named(folder, name):
+    path = folder / "_manifest.json"
+    values = json.loads(path.read_text())
+    del values[name]
+    path.write_text(json.dumps(values))
+    with pytest.raises(PerSampleError, match=r"_manifest\.json' is broken: it is no whole file of its kind"):
+        GradientStore(folder)
 
 
 @pytest.mark.parametrize("option", ["rows_per_shard", "most_waiting"])
