@@ -33,6 +33,7 @@ from lightning_persample.engine.marks import CONSTANT, KNOWN, REWRITTEN, Constan
 from lightning_persample.engine.notes import Notes
 from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, user_line, version_of
 from lightning_persample.engine.planned import note_as_planned
+from lightning_persample.engine.reporting import on_gradient
 from lightning_persample.engine.rows import LINEAR, note_rows, rows_of_linear
 from lightning_persample.engine.use import Use, attach, note_term, refuse_where_used
 from lightning_persample.engine.watched_nodes import WatchedNodes
@@ -380,6 +381,7 @@ class Dispatcher(Collector):
             self.marks.note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
         for output, mark in zip(written, known, strict=True):
             if output._is_view() and not self._derive_base(output):
+                self._refuse_rest(call, output)
                 self.marks.note_written_through(output, mark)
             if type(mark) in _OF_NO_SAMPLE and not involved:
                 self.marks.note_written(output)
@@ -466,6 +468,27 @@ class Dispatcher(Collector):
             self.marks[before] = KNOWN if self.marks.is_known(base) else CONSTANT
         self._derive_from("as_strided_scatter", with_part, (before, view, places), base, involved)
         return True
+
+    def _refuse_rest(self, call: ObservedCall, view: Tensor) -> None:
+        """After samples were written into a part of what weights alone have made, nobody follows the rest of it."""
+        base = view._base
+        weight = None if base is None else self.marks.get(base)
+        if base is None or not isinstance(weight, Weight) or not base.requires_grad:
+            return
+        places = places_in(base, view)
+        reason = (
+            f"{call.describe()} writes samples into a part of what weights alone have made; put the parts together by "
+            "torch.cat, torch.stack or torch.where in place of it"
+        )
+
+        def hook(grad: Tensor) -> None:
+            rest = grad.flatten().clone()
+            if places is not None:
+                rest[places.flatten()] = 0
+            if self.accepting and bool(rest.any()):
+                self.refuse([weight], reason)
+
+        on_gradient(base, hook, self.fail)
 
     def _derive_from(
         self,

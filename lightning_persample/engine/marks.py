@@ -163,7 +163,9 @@ class Marks:
     def _with_view(self, base: Tensor, view: Tensor, mark: Mark) -> BatchAxis | None:
         """Where the samples lie in a tensor of which a view was overwritten; None where no axis holds them."""
         known, places = self.get(base), places_in(base, view)
-        if not isinstance(mark, BatchAxis) or places is None or isinstance(known, (Weight, Lost)):
+        if not isinstance(mark, BatchAxis) or places is None:
+            return None
+        if isinstance(known, (Weight, Lost)) and view.numel() < base.numel():
             return None
         mixing = mark.mixing
         if isinstance(known, BatchAxis):

@@ -184,3 +184,61 @@ def test_what_cannot_be_computed_again_is_refused(name: str) -> None:
     make, text = REFUSED[name]
     record = record_of(Model(lambda m, x: x * make(m), b=parameter(6)), mean_of_squares, torch.randn(5, 6))
     assert re.search(text, record.unsupported["b"])
+
+
+def tables(m: Any, x: Tensor) -> Tensor:
+    """One copy of a matrix for each sample."""
+    return m.w[None].repeat(len(x), 1, 1)
+
+
+def in_one_row(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    made = tables(m, x)
+    row = made[:, 0]
+    row.mul_(x)
+    return made, row
+
+
+def in_all(m: Any, x: Tensor) -> Tensor:
+    made = tables(m, x)
+    made.view(len(x), -1).mul_(x[:, :1])
+    return made
+
+
+def on_the_diagonal(m: Any, x: Tensor) -> Tensor:
+    made = tables(m, x)
+    made.diagonal(dim1=1, dim2=2).add_(x)
+    return made
+
+
+def by_hand(m: Any, x: Tensor) -> Tensor:
+    made = x.new_zeros(len(x), 2, 6)
+    made[:, 0] += m.w[0]
+    made[:, 1] += x
+    return made.prod(1)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: torch.einsum("bi,bij->bj", x, in_one_row(m, x)[0]),
+        lambda m, x: in_one_row(m, x)[0][:, 1] * x,
+        lambda m, x: torch.einsum("bi,bij->bj", x, on_the_diagonal(m, x)),
+        by_hand,
+    ],
+)
+def test_samples_written_into_a_part_of_what_weights_made_leave_no_value(
+    forward: Callable[[Any, Tensor], Tensor],
+) -> None:
+    module = Model(forward, w=parameter(6, 6))
+    record = record_of(module, mean_of_squares, torch.randn(5, 6))
+    assert "writes samples into a part of what weights alone have made" in record.unsupported["w"]
+    assert_same(module, [torch.randn(5, 6)], first_order)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda m, x: in_one_row(m, x)[1], lambda m, x: torch.einsum("bi,bij->bj", x, in_all(m, x))],
+)
+def test_samples_written_into_all_that_is_used_of_what_weights_made(forward: Callable[[Any, Tensor], Tensor]) -> None:
+    record = assert_exact(Model(forward, w=parameter(6, 6)), mean_of_squares, (torch.randn(5, 6),))
+    assert record.mixing == ()
