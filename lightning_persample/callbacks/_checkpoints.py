@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -61,7 +62,13 @@ class Checkpoints:
             found: Mapping[str, Any] = trainer.strategy.load_checkpoint(os.fspath(source), **options)
         except FileNotFoundError:
             raise OptionError(f"checkpoints[{place}]={os.fspath(source)!r}: no such file") from None
-        except OSError as error:
+        except pickle.UnpicklingError as error:
+            kinds = "it holds other things than tensors and plain values (hyperparameters?), or is cut off"
+            raise OptionError(
+                f"checkpoints[{place}]={os.fspath(source)!r} cannot be read: {kinds}; if you trust it, pass "
+                "weights_only=False"
+            ) from error
+        except (OSError, EOFError, RuntimeError) as error:  # (a broken archive is a RuntimeError of torch)
             raise OptionError(f"checkpoints[{place}]={os.fspath(source)!r} cannot be read: {error}") from error
         if not isinstance(found, Mapping):
             raise OptionError(
@@ -97,9 +104,15 @@ class Checkpoints:
         if not own.keys() & weights.keys():
             raise OptionError(
                 f"checkpoints[{place}] is of another module: its weights are {_shown(weights)}, but those of "
-                f"{type(module).__name__} are {_shown(own)}, and none is alike: rename them"
+                f"{type(module).__name__} are {_shown(own)}, and none is alike: {_renamed(weights, own)}"
             )
-        module.load_state_dict(weights, strict=is_strict)
+        try:
+            module.load_state_dict(weights, strict=is_strict)
+        except RuntimeError as error:
+            raise OptionError(
+                f"checkpoints[{place}] does not fit {type(module).__name__}: {_difference(weights, own) or error}; "
+                "pass the module as it was when the checkpoint was saved, or checkpoints as state dicts that fit it"
+            ) from error
 
     def described(self, trainer: Trainer, module: nn.Module, has_optimizer: bool) -> tuple[dict[str, Any], ...]:
         """What a manifest says of the checkpoints.
@@ -152,6 +165,32 @@ def _weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 def _shown(weights: Mapping[str, Any]) -> str:
     names = [f"`{name}`" for name in weights]
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
+
+
+def _renamed(weights: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """How to give weights the names that a module has."""
+    first = next(iter(own), "")
+    prefix = next((name.removesuffix(first) for name in weights if first and name.endswith(f".{first}")), "")
+    if not prefix or any(prefix + name not in weights for name in own):
+        return "rename them"
+    return (
+        f"pass them without {prefix!r}, checkpoints=[{{name.removeprefix({prefix!r}): weight for name, weight in "
+        f"torch.load(path)['state_dict'].items() if name.startswith({prefix!r})}}]"
+    )
+
+
+def _difference(weights: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Where weights are not those of a module: other shapes, and names that only one of them has."""
+    shapes = [
+        f"`{name}` has shape {tuple(weights[name].shape)} there and {tuple(value.shape)} in the module"
+        for name, value in own.items()
+        if isinstance(weights.get(name), Tensor) and isinstance(value, Tensor) and weights[name].shape != value.shape
+    ]
+    more = [f"{len(shapes) - _NAMED} more shapes differ"] if shapes[_NAMED:] else []
+    lacks, adds = ({n: None for n in a if n not in b} for a, b in ((own, weights), (weights, own)))
+    names = [f"it lacks {_shown(lacks)}"] if lacks else []
+    names += [f"it has {_shown(adds)}, which the module does not have"] if adds else []
+    return ", ".join(shapes[:_NAMED] + more + names)
 
 
 def _fitting(weights: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:

@@ -60,4 +60,47 @@ def test_weights_of_another_module_are_refused(is_strict, tmp_path):
     text = r"checkpoints\[1\] is of another module: its weights are `model.steps`, .* but those of Net are `steps`, "
     with pytest.raises(OptionError, match=text):
         collect_gradients(module, loader(), tmp_path, checkpoints=[Net(6).state_dict(), weights], **FULL)
-    assert GradientStore(tmp_path).checkpoints == (0,)
+    assert GradientStore(tmp_path, complete=False).checkpoints == (0,)
+
+
+def test_weights_with_a_prefix_are_refused_with_the_line_that_takes_it_off(tmp_path):
+    weights = Net(6).state_dict()
+    torch.save({"state_dict": {f"network.{name}": value for name, value in weights.items()}}, tmp_path / "last.ckpt")
+    with pytest.raises(OptionError, match=r"none is alike: pass them without 'network\.', checkpoints=\[\{") as refused:
+        collect_gradients(Net(5), loader(), tmp_path / "1", checkpoints=[tmp_path / "last.ckpt"], **FULL)
+    remedy = str(refused.value).partition("checkpoints=")[2]
+    checkpoints = eval(remedy, {"torch": torch, "path": tmp_path / "last.ckpt"})  # the remedy, as it is written
+    assert_at(collect_gradients(Net(5), loader(), tmp_path / "2", checkpoints=checkpoints, **FULL), 0, weights)
+
+
+def changed(**weights):
+    own = {**Net(6).state_dict(), **weights}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+UNFIT = {
+    "other shapes": (
+        changed(**{"last.bias": torch.zeros(7)}),
+        r"checkpoints\[0\] does not fit Net: `last\.bias` has shape \(7,\) there and \(3,\) in the module; pass",
+    ),
+    "a name that is missing": (changed(**{"last.bias": None}), r"does not fit Net: it lacks `last\.bias`; pass the"),
+    "a name too many": (changed(ema=torch.ones(2)), r"does not fit Net: it has `ema`, which the module does not have"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_weights_that_do_not_fit_are_named_with_their_shapes(name, tmp_path):
+    weights, text = UNFIT[name]
+    with pytest.raises(OptionError, match=text):
+        collect_gradients(Net(5), loader(), tmp_path, checkpoints=[weights], **FULL)
+
+
+@pytest.mark.parametrize("content", ["an object", "cut off"])
+def test_a_file_that_cannot_be_read_is_named(content, tmp_path):
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": Net(6).state_dict(), "hyper_parameters": {"loader": loader}}, path)
+    if content == "cut off":
+        path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(OptionError, match=r"checkpoints\[0\]='.*last\.ckpt' cannot be read: ") as refused:
+        collect_gradients(Net(5), loader(), tmp_path / "1", checkpoints=[path], weights_only=True, **FULL)
+    assert ("if you trust it, pass weights_only=False" in str(refused.value)) == (content == "an object")
