@@ -152,7 +152,7 @@ class BatchGradients:
                 "what is said of them"
             )
         rest = [text for text in warning_texts(record) if not text.startswith("Per-sample gradients are missing")]
-        if record.mixing:
+        if record.mixing or record.axis_lost:
             raise UnsupportedError(f"{rest[0]}\nThis is not collected: pass loss=..., or a module, without such calls")
         if record.weighting:
             raise UnsupportedError(rest[0])

@@ -138,6 +138,7 @@ class Lost:
         totals: of a sum of data, what each sample adds to it, (B,); None where that is not known.
         adrift: its axis was lost, and its entries were added up since: they may be of one sample each, or of several.
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
+        listed: it lists places or numbers that occur in the batch, or is one of them.
     """
 
     reason: str
@@ -152,6 +153,7 @@ class Lost:
     totals: Tensor | None = None
     adrift: bool = False
     unplaced: bool = False
+    listed: bool = False
 
     @property
     def of_others(self) -> bool:

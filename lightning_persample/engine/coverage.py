@@ -97,13 +97,12 @@ def warning_texts(record: PerSampleRecord, weights: str = OF_CALLBACK) -> list[s
         )
     if not record.sq_norms:  # there are no values to say more of
         return texts
-    mixing = tuple(text for text in record.mixing if text not in record.axis_lost)
-    if mixing:
-        norm = " (GroupNorm in place of BatchNorm)" if any("batch_norm` on" in text for text in mixing) else ""
+    if record.mixing:
+        norm = " (GroupNorm in place of BatchNorm)" if any("batch_norm` on" in text for text in record.mixing) else ""
         texts.append(
             "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each "
             "sample's contribution to the batch gradient. For more, use layers and losses that keep samples apart"
-            f"{norm}.\n" + _bullets(mixing)
+            f"{norm}.\n" + _bullets(record.mixing)
         )
     if record.axis_lost:
         texts.append(

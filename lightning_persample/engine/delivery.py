@@ -278,11 +278,11 @@ class Delivery:
             )
         for dispatcher in self._dispatchers:
             given = {target.name: total for target, total in totals.items()}
-            mixing, apart = dispatcher.notes.known("mixing"), dispatcher.notes.known("not_additive")
+            mixing, axis_lost = dispatcher.notes.split(dispatcher.notes.known("mixing"))
+            apart = dispatcher.notes.known("not_additive")
             record = PerSampleRecord(
-                dispatcher.batch_size, given, coverage=1.0, mixing=mixing, not_additive=apart,
-                axis_lost=tuple(text for text in mixing if text in dispatcher.notes.axis_lost),
-            )  # fmt: skip
+                dispatcher.batch_size, given, coverage=1.0, mixing=mixing, axis_lost=axis_lost, not_additive=apart
+            )
             say(record, "warn")
 
 

@@ -116,16 +116,14 @@ def why_different(
     mean = float(factors.mean())
     if mean and all(compared.agrees(name, mean) for name in compared.loop):
         return _wrong_reduction(mean, record.batch_size, loss_reduction)
-    if record.mixing:
+    if record.mixing or record.axis_lost:
         cause = (
-            "the batch axis is lost, and values computed from there on cannot be assigned to samples"
-            if len(record.axis_lost) == len(record.mixing)
-            else "samples influence each other, so a sample in its batch and the same sample alone have different "
-            "gradients"
+            "samples influence each other, so a sample in its batch and the same sample alone have different gradients"
+            if record.mixing
+            else "the batch axis is lost, and values computed from there on cannot be assigned to samples"
         )
-        return f"{cause}; the engine gives each sample's contribution to the batch's gradient: " + "; ".join(
-            record.mixing
-        )
+        texts = "; ".join((*record.mixing, *record.axis_lost))
+        return f"{cause}; the engine gives each sample's contribution to the batch's gradient: {texts}"
     if is_random():
         return RANDOM
     if bool(factors.isfinite().all() & (factors != 0).all()) and all(

@@ -45,6 +45,7 @@ __all__ = ["Dispatcher"]
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
 _TENSORS = {Tensor, nn.Parameter}
+_COUNTED = frozenset({"getitem", "select", "index_select", "embedding", "eq", "ne"})  # read a number as `int` gives it
 _NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
 
 
@@ -313,10 +314,11 @@ class Dispatcher(Collector):
                 return result
             written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
             beside, replaced = BatchAxis in kinds, {id(tensor) for tensor in tensors_in(kwargs.get("out"))}
+            counted = op in _COUNTED and bool(kinds & {BatchAxis, Weight})
             operands = tuple(
                 Operand(
                     saved[0] if inplace and weights and tensor is args[0] else tensor,
-                    _place_of(tensor, mark, replaced, beside),
+                    None if counted and _is_entry(tensor, mark) else _place_of(tensor, mark, replaced, beside),
                 )
                 for tensor, mark in marked
             )
@@ -603,6 +605,11 @@ def _place_of(tensor: Tensor, mark: Mark | None, replaced: set[int], beside: boo
         return None
     is_data = beside and isinstance(mark, Lost) and mark.unplaced and not tensor.requires_grad
     return None if is_data else mark
+
+
+def _is_entry(tensor: Tensor, mark: Mark | None) -> bool:
+    """Whether it is one number of those that occur in the batch, which a program goes through one by one."""
+    return isinstance(mark, Lost) and mark.listed and tensor.dim() == 0
 
 
 def _is_derived(mark: Mark | None) -> bool:

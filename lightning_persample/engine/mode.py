@@ -481,8 +481,8 @@ class Capture:
                 f"the loss takes {len(part.samples)} of the {self.batch_size} samples alone, and not by one mean: give "
                 "the weight of each sample in the loss as loss_reduction"
             )
-        mixing, not_additive = notes.reached("mixing"), notes.reached("not_additive")
-        weighting = [text for text in notes.reached("weighting") if text not in mixing]
+        (mixing, axis_lost), not_additive = notes.split(notes.reached("mixing")), notes.reached("not_additive")
+        weighting = [text for text in notes.reached("weighting") if text not in (*mixing, *axis_lost)]
         asked = {
             field: {name: found[name] for name in reached}
             for quantity, field, found in (
@@ -501,7 +501,7 @@ class Capture:
             unsupported=coverage.unsupported,
             unused=coverage.unused,
             mixing=mixing,
-            axis_lost=tuple(text for text in mixing if text in notes.axis_lost),
+            axis_lost=axis_lost,
             weighting=() if isinstance(weights, Tensor) else tuple(weighting),
             not_additive=not_additive,
             backward_index=len(self.records),

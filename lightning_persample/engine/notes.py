@@ -65,6 +65,11 @@ class Notes:
         found = tuple(text for text in self._texts[kind] if (kind, text) in self._always | self._reached)
         return (*found, *self._of_loss) if kind == "weighting" else found
 
+    def split(self, texts: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Texts on calls by which samples influence each other, and those after which it is not known whether."""
+        lost = tuple(text for text in texts if text in self.axis_lost)
+        return tuple(text for text in texts if text not in lost), lost
+
     def forget(self) -> None:
         """The backward is over."""
         self._of_loss.clear()

@@ -77,8 +77,8 @@ class PerSampleRecord:
         mixing: the calls by which samples influence each other (batch normalisation in training): each value is then
             the sample's contribution to the batch gradient, divided by w_i, not what the sample alone would give. Empty
             where there are none, as the next three.
-        axis_lost: those of `mixing` after which it is not known whose the values are, since no axis holds the samples
-            any more. Whether samples influence each other there is not known.
+        axis_lost: the calls after which it is not known whose the values are, since no axis holds the samples any more.
+            Whether samples influence each other there is not known: where they do, each value is as with `mixing`.
         weighting: the calls by which the loss gives samples weights w_i that `loss_reduction` does not tell: each value
             is then the sample's share of the batch gradient over the assumed weight (B times it for a mean), and off
             by the factor between the true w_i and the assumed one, a squared norm by its square.

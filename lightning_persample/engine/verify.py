@@ -111,10 +111,9 @@ def check_per_sample_gradients(
             raise
         except Exception as error:  # whatever the user's own code raises, which the report names
             reason = f"running the loss {doing} failed with {type(error).__name__}: {str(error).strip()}"
-            mixing = record.mixing if record is not None else ()
-            axis_lost = record is not None and len(mixing) == len(record.axis_lost)
-            noted = "the batch axis is lost" if axis_lost else "samples influence each other"
-            noted = f"{noted}: {'; '.join(mixing)}" if mixing else ""
+            texts = (*record.mixing, *record.axis_lost) if record is not None else ()
+            noted = "samples influence each other" if record is not None and record.mixing else "the batch axis is lost"
+            noted = f"{noted}: {'; '.join(texts)}" if texts else ""
             hint = other_axes if str(error) != _CHECKPOINT else ""
             reason = "; ".join(text for text in (reason, noted, hint) if text)
             return _nothing(trainable, count, allowed, reason, error)
@@ -204,7 +203,8 @@ def _compare(
     whole = both if record.samples is None else {}
     finite = {n: (e, r) for n, (e, r) in whole.items() if bool(e.isfinite().all() & r.isfinite().all())}
     compared = Comparison({n: e for n, (e, _) in finite.items()}, {n: r for n, (_, r) in finite.items()}, tolerance)
-    beside = {} if record.mixing else {n: compared.error_beside_a_constant(n) for n in finite if not compared.agrees(n)}
+    noted = record.mixing or record.axis_lost
+    beside = {} if noted else {n: compared.error_beside_a_constant(n) for n in finite if not compared.agrees(n)}
     penalized = {name: error for name, error in beside.items() if error <= tolerance}
     differing = [n for n in finite if n not in penalized and not compared.agrees(n)]
     reason = why_different(compared, record, loss_reduction, is_random, other_axes) if differing else ""

@@ -155,9 +155,10 @@ def compare(build: Callable[[], Trial]) -> Verdict:
         faults.append(f"parameters of two captures differ: {sorted(set(record.names) ^ set(lean.names))}")
     if record.mixing and not said:
         faults.append(f"samples influence each other, and no warning says so: {record.mixing}")
-    reasons = "\n".join([*dict.fromkeys(record.unsupported.values()), *record.mixing, *record.weighting, *said])
+    noted = (*record.mixing, *record.axis_lost, *record.weighting)
+    reasons = "\n".join([*dict.fromkeys(record.unsupported.values()), *noted, *said])
     # what batch statistics mix is no sample's own gradient: the values are declared as something else
-    declared = bool(record.mixing or record.weighting) and all("off by" in fault for fault in faults)
+    declared = bool(noted) and all("off by" in fault for fault in faults)
     if faults and not declared:
         return Verdict("wrong", record.coverage, reasons, faults)
     if record.mixing and not faults:  # the samples are said to influence each other, and they do not

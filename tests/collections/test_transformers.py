@@ -227,7 +227,6 @@ CASES = [
         "LongformerForMaskedLM",
         LONG | {"sep_token_id": 2},
         padded=False,
-        named="einsum",
     ),
     case(
         "Funnel",
@@ -314,9 +313,9 @@ CASES = [
     *decoder("Granite"),
     *decoder("SmolLM3"),
     *(
-        case(f"{name}-{way}-experts", text, f"{name}Config", f"{name}ForCausalLM", MOE, experts=way, named=named)
+        case(f"{name}-{way}-experts", text, f"{name}Config", f"{name}ForCausalLM", MOE, experts=way)
         for name in ("Mixtral", "Qwen2Moe", "Qwen3Moe")
-        for way, named in (("eager", "the batch axis cannot be followed here"), ("batched_mm", None))
+        for way in ("eager", "batched_mm")
     ),
     case(
         "Mamba",
@@ -337,7 +336,6 @@ CASES = [
         "LEDForConditionalGeneration",
         BETWEEN | {"attention_window": 4, "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32},
         padded=False,
-        named="einsum",
     ),
     case("T5", between, "T5Config", "T5ForConditionalGeneration", T5),
     case("MT5", between, "MT5Config", "MT5ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu"}),
@@ -383,7 +381,7 @@ CASES = [
     case("Hubert", speech, "HubertConfig", "HubertModel", masked=False),
     case("Hubert-masked", speech, "HubertConfig", "HubertModel"),
     case("WavLM-masked", speech, "WavLMConfig", "WavLMModel"),
-    case("Llava", picture_and_text, named="masked_scatter"),
+    case("Llava", picture_and_text),
     case("Swin", pictures, "SwinConfig", "SwinForImageClassification", bare=True, **WINDOWS),
     case("Swinv2", pictures, "Swinv2Config", "Swinv2ForImageClassification", bare=True, **WINDOWS),
     case(

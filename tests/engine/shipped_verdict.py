@@ -136,7 +136,7 @@ def _compare(
     trial: Trial, known: Truth, record: PerSampleRecord, grads: dict[str, Tensor], reduction: str, tolerance: float
 ) -> Verdict:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in record.unsupported.items())
-    noted = "; ".join((*record.mixing, *record.weighting))
+    noted = "; ".join((*record.mixing, *record.axis_lost, *record.weighting))
     fault = _inconsistency(trial, known, record, grads, reduction, tolerance)
     if fault is not None:
         return Verdict("wrong", known.reference, fault)

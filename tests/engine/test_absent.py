@@ -158,7 +158,7 @@ def test_the_slope_along_a_vector_holds_the_samples() -> None:
         return slope.square().mean()
 
     record = record_of(module, loss, x)
-    assert record.mixing == ()
+    assert (record.mixing, record.axis_lost) == ((), ())
     assert_values(record, loop(module, loss, (x,)))
 
 
@@ -318,7 +318,7 @@ def test_a_fault_in_following_leaves_no_values_as_nothing_can_be_said_of_the_sam
     record = record_of(module, mean_of_squares, vectors())
     text = r"following `softmax` at test_absent\.py:\d+ failed with ValueError: no such axis; this is a fault of"
     assert_missing(record, module, dict.fromkeys(("a.weight", "a.bias", "b.weight", "b.bias"), text))
-    assert (record.mixing, record.weighting) == ((), ())
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
 
 
 def test_bags_scaled_by_frequency_and_several_bags_to_a_sample() -> None:

@@ -34,7 +34,7 @@ def observed(module: nn.Module, batch: Any, step: Step, **options: Any) -> PerSa
 def assert_as_one_by_one(module: nn.Module, record: PerSampleRecord, samples: list[Any], step: Step) -> None:
     """Every gradient is that of the step on the batch of one sample."""
     assert record.coverage == 1
-    assert (record.batch_size, record.mixing, record.weighting) == (len(samples), (), ())
+    assert (record.batch_size, record.mixing, record.axis_lost, record.weighting) == (len(samples), (), (), ())
     for place, sample in enumerate(samples):
         alone = copy.deepcopy(module)
         alone.zero_grad()

@@ -56,7 +56,7 @@ def test_gpt_with_as_many_samples_as_tokens(manual_attention: bool) -> None:
 def _check_model(model: Model, batch_size: int, tolerance: float) -> None:
     record = assert_exact(model.module, model.loss_fn, model.make_batch(batch_size), tolerance=tolerance)
     assert set(record.names) == {name for name, _ in model.module.named_parameters()}
-    assert record.mixing == ()
+    assert (record.mixing, record.axis_lost) == ((), ())
     assert record.weighting == ()
 
 

@@ -177,9 +177,9 @@ def test_what_is_said_of_a_call_is_said_in_every_step():
     across = Step(lambda w, b, x: F.linear(x, w, b).softmax(0))
     for module, x in ((Step(centred), cube()), (normalised, cube()[0]), (across, cube())):
         records = [record_of(module, mean_of_squares, x) for _ in range(3)]
-        assert any((*records[0].mixing, *records[0].weighting, *records[0].unsupported.values()))
+        assert any((*records[0].mixing, *records[0].axis_lost, *records[0].weighting, *records[0].unsupported.values()))
         for record in records[1:]:
-            assert record.mixing == records[0].mixing
+            assert (record.mixing, record.axis_lost) == (records[0].mixing, records[0].axis_lost)
             assert record.weighting == records[0].weighting
             assert record.unsupported == records[0].unsupported
 

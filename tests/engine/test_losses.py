@@ -84,7 +84,7 @@ def test_a_parameter_in_a_loss_is_exact(name: str, reduction: str, batch_size: i
     module = Model(lambda m, x: LOSSES[name](m, x, reduction), w=parameter(D), a=nn.Linear(D, D))
     record = assert_exact(module, lambda m, x: m(x), (torch.randn(batch_size, D),), loss_reduction=reduction)
     assert "w" in record.names
-    assert (record.mixing, record.weighting) == ((), ())
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

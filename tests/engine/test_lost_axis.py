@@ -58,7 +58,7 @@ def side_by_side(z: Tensor) -> Tensor:
 def test_samples_that_mix_after_their_axis_was_lost_are_said(name: str, samples: int) -> None:
     module = network()
     record = record_of(module, lambda m, x: MIXING[name](m(x)), torch.randn(samples, 5))
-    assert record.mixing != (), record.weighting
+    assert (*record.mixing, *record.axis_lost) != (), record.weighting
     assert record.unsupported == {}
     for parameter, p in module.named_parameters():  # values are then each sample's contribution
         torch.testing.assert_close(record.grad_samples[parameter].mean(0), p.grad, rtol=1e-10, atol=1e-12)
@@ -66,7 +66,7 @@ def test_samples_that_mix_after_their_axis_was_lost_are_said(name: str, samples:
 
 def test_one_sample_mixes_with_none() -> None:
     record = record_of(network(), lambda m, x: torch.cat([m(x), QUEUE]).softmax(0).pow(2).sum(), torch.randn(1, 5))
-    assert (record.mixing, record.weighting) == ((), ())
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
 
 
 PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -109,7 +109,7 @@ def test_values_that_stay_a_sum_over_the_samples_raise_no_alarm(name: str) -> No
         return PLAIN[name](m(x), x)
 
     record = record_of(module, loss, batch)
-    assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
     assert_values(record, loop(module, loss, (batch,)))
 
 
@@ -120,7 +120,7 @@ def test_a_layer_on_samples_that_were_stacked_again_is_exact() -> None:
         return m[2](torch.stack([2 * m[1](row) for row in m[0](x)])).square().mean()
 
     record = record_of(module, loss, batch)
-    assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
     assert_values(record, loop(module, loss, (batch,)))
 
 
@@ -130,7 +130,7 @@ def test_a_loss_of_some_samples_alone_is_said() -> None:
     )
     assert any("of a value computed over the whole batch" in text for text in record.mixing)
     record = record_of(network(), lambda m, x: m(x)[0].square().sum() + m(x)[2].square().sum(), torch.randn(4, 5))
-    assert record.mixing == ()
+    assert (record.mixing, record.axis_lost) == ((), ())
     assert record.weighting == (
         "the loss is a sum over the samples, but loss_reduction is 'mean': pass loss_reduction='sum'",
     )
@@ -179,7 +179,7 @@ def test_rows_written_or_gathered_by_index_are_exact(name: str) -> None:
     module, batch = network(), torch.randn(6, 5)
     batch[:, 0] -= batch[:, 0].median()  # samples on both ways
     record = record_of(module, ROWS_OF_THEIR_OWN[name], batch)
-    assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
     assert_values(record, loop(module, ROWS_OF_THEIR_OWN[name], (batch,)))
 
 
@@ -200,7 +200,7 @@ ROWS_OF_OTHERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ROWS_OF_OTHERS)
 def test_rows_that_belong_to_no_one_sample_are_said(name: str) -> None:
     record = record_of(network(), ROWS_OF_OTHERS[name], torch.randn(6, 5))
-    assert record.mixing == record.axis_lost != ()
+    assert record.axis_lost != () == record.mixing
 
 
 PICKED_BY_VALUE: dict[str, Callable[[Tensor], Tensor]] = {

@@ -137,7 +137,7 @@ PLAIN_LOSSES = {
 def test_common_losses_raise_no_alarm(name: str) -> None:
     module, batch = nn.Linear(6, 4), sequences()
     record = record_of(module, PLAIN_LOSSES[name], batch)
-    assert record.mixing == ()
+    assert (record.mixing, record.axis_lost) == ((), ())
     assert record.weighting == ()
     assert_values(record, loop(module, PLAIN_LOSSES[name], (batch,)))
 
@@ -272,7 +272,7 @@ def test_a_multiple_of_a_sum_or_of_a_mean_is_known_as_one(true: str, name: str, 
     torch.manual_seed(2)
     module, batch, loss = nn.Linear(6, 4), torch.randn(size, B, 6), (SUMS if true == "sum" else MEANS)[name]
     record = record_of(module, loss, batch, loss_reduction=declared)
-    assert record.mixing == ()
+    assert (record.mixing, record.axis_lost) == ((), ())
     if declared == true:
         assert record.weighting == ()
         assert_values(record, loop(module, loss, (batch,)))
@@ -477,7 +477,8 @@ def test_an_argument_that_is_read_from_other_samples_is_said(name: str) -> None:
     loss, text = READ_FROM_OTHERS[name]
     module = nn.Linear(6, B)
     record = record_of(module, lambda m, x: loss(m(x), x), vectors(), loss_reduction="sum")
-    assert any(text in entry for entry in record.mixing), record.mixing
+    noted = (*record.mixing, *record.axis_lost)
+    assert any(text in entry for entry in noted), noted
     for name, p in module.named_parameters():
         if name in record.names:
             torch.testing.assert_close(record.grad_samples[name].sum(0), p.grad, rtol=1e-10, atol=1e-12)
@@ -512,7 +513,7 @@ def test_an_embedding_that_counts_in_the_batch_is_the_loop_and_says_that_it_does
     (text,) = record.not_additive
     assert "`embedding` on (4, 3), (5, 6)" in text
     assert "with `weight` divides by how often an index occurs in the whole batch (scale_grad_by_freq)" in text
-    assert (record.mixing, record.weighting) == ((), ())
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
     assert record_of(module, mean_of_squares, tokens[:1]).not_additive == ()
 
 
@@ -553,7 +554,7 @@ def test_a_penalty_on_the_gradients_that_a_backward_wrote_mixes_its_samples() ->
         module.zero_grad()
         (loss + penalty).backward()
     plain, penalized = capture.records
-    assert plain.mixing == ()
+    assert (plain.mixing, plain.axis_lost) == ((), ())
     assert plain.coverage == 1.0
     assert any("of a value computed over the whole batch is not a sum over samples" in t for t in penalized.mixing)
     module.zero_grad()  # a tensor with its graph in `.grad` is a cycle
@@ -567,5 +568,5 @@ def test_a_second_backward_without_the_gradients_of_the_first_mixes_nothing() ->
         loss.backward(create_graph=True)
         module.zero_grad()
         loss.backward()
-    assert [record.mixing for record in capture.records] == [(), ()]
+    assert [(*record.mixing, *record.axis_lost) for record in capture.records] == [(), ()]
     assert [record.coverage for record in capture.records] == [1.0, 1.0]

@@ -114,7 +114,7 @@ def test_nested_tensors_run_as_without() -> None:
         found = module(x)
         found.square().sum().backward()
     assert torch.equal(found, expected)
-    assert seen.record.mixing
+    assert seen.record.axis_lost
     for place, (one, length) in enumerate(zip(x, lengths, strict=True)):
         module.zero_grad()
         (2 * module.a(one[:length])).square().sum().backward()

@@ -235,7 +235,7 @@ def test_one_sample_mixes_with_none(name: str) -> None:
         return m(x).square().mean()
 
     record = record_of(module, loss, batch)
-    assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
     assert_values(record, loop(module, loss, (batch,)))
 
 

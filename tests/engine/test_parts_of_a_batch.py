@@ -56,7 +56,7 @@ def test_each_part_with_a_backward_of_its_own_is_exact(name: str, reduction: str
             loss(module, *part).backward()
     seen: list[int] = []
     for record in capture.records:
-        assert (record.mixing, record.weighting, record.unsupported) == ((), (), {})
+        assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
         assert record.samples is not None
         own = record.samples.tolist()
         seen += own
@@ -89,7 +89,7 @@ def test_parts_of_one_size_that_are_put_together_raise_no_alarm(name: str) -> No
     with expanded_weights(module, data, quantities=BOTH) as capture:
         one_loss(name)(module, *data).backward()
     record = capture.record
-    assert (record.mixing, record.weighting, record.samples) == ((), (), None)
+    assert (record.mixing, record.axis_lost, record.weighting, record.samples) == ((), (), (), None)
     for parameter, grads in expected.items():
         torch.testing.assert_close(record.grad_samples[parameter], grads, rtol=1e-9, atol=1e-12)
 
@@ -125,7 +125,7 @@ def test_notes_are_those_of_their_own_backward() -> None:
     plain, weighed, mixed, again = capture.records
     assert (plain.weighting, plain.mixing, again.weighting, again.mixing) == ((), (), (), ())
     assert len(weighed.weighting) == 1
-    assert weighed.mixing == ()
+    assert (weighed.mixing, weighed.axis_lost) == ((), ())
     assert len(mixed.mixing) == 1
     assert mixed.weighting == ()
 
@@ -179,7 +179,7 @@ def test_windows_drawn_in_the_step_give_shares_of_their_own_samples_alone(name: 
     assert record.samples is not None
     assert record.samples.tolist() == present
     assert len(record.weighting) == 1
-    assert record.mixing == ()
+    assert (record.mixing, record.axis_lost) == ((), ())
     for place, sample in enumerate(present):
         alone = torch.zeros(6, 9).index_fill(0, torch.tensor([sample]), 1.0)
         share = WINDOWED[name]((module(rows).squeeze(1) - 1).square() * windows(alone, mask)[0][:, 0], kept)

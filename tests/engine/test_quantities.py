@@ -56,7 +56,7 @@ def check(module: nn.Module, loss_fn: Any, batch: tuple[Tensor, ...], samples: T
                 close(record.square_sums[name].flatten(), grads.square().sum(0), size**2)
             if "grad_sample" in quantities:
                 close(record.grad_samples[name].reshape(grads.shape), grads, size)
-        if not record.mixing and not record.not_additive and not record.weighting:
+        if not record.mixing and not record.axis_lost and not record.not_additive and not record.weighting:
             assert record.why_no_factor == ""
             for name in used:
                 grad = module.get_parameter(name).grad

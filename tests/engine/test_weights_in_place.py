@@ -139,7 +139,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_values_are_exact(name: str) -> None:
     record = assert_exact(CASES[name](), mean_of_squares, (torch.randn(5, 6),))
-    assert (record.mixing, record.weighting) == ((), ())
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
 
 
 @pytest.mark.parametrize("name", CASES)

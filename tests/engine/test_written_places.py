@@ -135,7 +135,7 @@ def test_a_row_written_at_the_places_of_its_own_sample(written: Callable[..., Te
     torch.manual_seed(1)
     module, batch = nn.Linear(6, shape[1]), (torch.randn(shape[0], 6), torch.randint(0, shape[1], (shape[0],)))
     record = assert_exact(module, lambda m, x, y: F.cross_entropy(written(m(x), y), y), batch)
-    assert (record.mixing, record.weighting) == ((), ())
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
     assert record.factor is not None
 
 
@@ -156,7 +156,7 @@ def test_places_of_other_samples_are_said(name: str) -> None:
         return F.cross_entropy(m(x) - t, y)
 
     record = record_of_both(nn.Linear(6, 5), loss, (torch.randn(5, 6), torch.randint(0, 5, (5,))))
-    assert (*record.mixing, *record.weighting) != ()
+    assert (*record.mixing, *record.axis_lost, *record.weighting) != ()
 
 
 def record_of_both(module: nn.Module, loss: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> PerSampleRecord:

@@ -153,26 +153,91 @@ def learned_copy(m: Any, x: Tensor) -> Tensor:
     return m.loss(m.expert(steps(m, x)).index_put((mask,), m.last.weight[0].tanh()).sin().sum(1))
 
 
+# Places that are read from the batch ----------------------------------------------------------------------------------
+
+
+class Experts(Parts):
+    """Every token is sent to the expert of its largest score; the experts that occur are gone through one by one."""
+
+    def __init__(self, listed: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.listed, self.weights = listed, nn.Parameter(torch.randn(4, 6, 6))
+
+    def routed(self, x: Tensor) -> Tensor:
+        tokens = steps(self, x).flatten(0, 1)
+        chosen = tokens.detach()[:, :4].argmax(1)
+        out = torch.zeros_like(tokens)
+        for expert in self.listed(chosen):
+            (rows,) = torch.where((chosen == expert) & (F.one_hot(chosen, 4).T[expert] > 0))
+            out.index_add_(0, rows, F.linear(tokens[rows], self.weights[expert]).tanh())
+        return self.loss(out.view(len(x), 4, 6).sum(1))
+
+
+LISTED: dict[str, Callable[[Tensor], Any]] = {
+    "nonzero": lambda chosen: (e[0] for e in (F.one_hot(chosen, 4).sum(0) > 0).nonzero()),
+    "flattened": lambda chosen: F.one_hot(chosen, 4).sum(0).nonzero().flatten(),
+    "where": lambda chosen: torch.where(torch.bincount(chosen) > 0)[0].unbind(),
+    "unique": lambda chosen: chosen.unique(),
+    "by-place": lambda chosen: (chosen.unique()[i] for i in range(len(chosen.unique()))),
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_an_expert_that_occurs_in_the_batch_is_a_weight_of_its_own(name: str) -> None:
+    module, x = Experts(LISTED[name]), torch.randn(6, 5)
+    record = record_of(module, lambda m, x: m.routed(x), x)
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
+    assert_values(record, loop(module, lambda m, x: m.routed(x), (x,)))
+
+
+@pytest.mark.parametrize("expert", [lambda s: s.argmax(), lambda s: s.softmax(0).multinomial(1)[0]])
+def test_an_expert_that_the_whole_batch_chooses_is_named(expert: Callable[[Tensor], Tensor]) -> None:
+    module, x = Experts(labels), torch.randn(6, 5)
+    record = record_of(module, lambda m, x: m.loss(F.linear(m.first(x), m.weights[expert(x.mean(0)[:4])])), x)
+    assert "`getitem` on (4, 6, 6), ()" in record.unsupported["weights"]
+    assert (record.names, record.mixing) == (("first.weight", "first.bias"), ())
+    assert "`linear` has a weight that depends on the batch" in record.axis_lost[0]
+
+
+@pytest.mark.parametrize("number", [lambda e: e, lambda e: STEPS[e], lambda e: (e == 1) + 1.0])
+def test_a_number_that_occurs_in_the_batch_and_scales_all_samples_is_said(number: Callable[[Tensor], Tensor]) -> None:
+    record = record_of(Parts(), lambda m, x: m.loss(m.first(x) * number(labels(x).unique()[-1])), torch.randn(6, 5))
+    assert record.mixing != () or record.axis_lost != ()
+
+
+def overlapping_windows(m: Any, x: Tensor) -> Tensor:
+    """Heads are folded into the batch, and windows of 2 steps overlap by one, as in Longformer."""
+    heads = steps(m, x).view(-1, 4, 2, 3).transpose(1, 2).reshape(-1, 4, 3).contiguous()
+    windows = heads.as_strided((len(heads), 3, 2, 3), (12, 3, 3, 1))
+    return m.loss(windows.sum(2).sin().view(len(x), 2, 3, 3).sum(2).flatten(1))
+
+
+def windows_of_a_part(m: Any, x: Tensor) -> Tensor:
+    h = steps(m, x).transpose(0, 1).contiguous()
+    return m.loss(h.as_strided((2, len(x), 6), (2 * h.stride(0), 6, 1), 6 * len(x)).sin().sum(0))
+
+
+def scattered(m: Any, x: Tensor) -> Tensor:
+    """What is computed for some places alone goes to them in order, as image features in a text."""
+    h, mask = steps(m, x), torch.arange(4) < 1 + labels(x)[:, None]
+    places = mask[..., None].expand_as(h)
+    return m.loss(h.masked_scatter(places, m.expert(h[mask])).sum(1))
+
+
+def scattered_in_place(m: Any, x: Tensor) -> Tensor:
+    out = torch.zeros(len(x), 4, 6)
+    mask = (torch.arange(4) % 2 > labels(x)[:, None] - 2)[..., None] & (torch.arange(4)[:, None] > 1)
+    out.masked_scatter_(mask, m.expert(steps(m, x)[:, :2]).flatten(0, 1))
+    return m.loss(out.sum(1))
+
+
 EXACT: dict[str, Callable[[Any, Tensor], Tensor]] = {
     each.__name__: each
     for each in (
-        added,
-        added_in_place,
-        copied,
-        put_by_a_mask,
-        margins,
-        ends,
-        masked,
-        up_to_the_longest,
-        part,
-        part_of_a_part,
-        flattened,
-        one_step_after_the_other,
-        diagonals,
-        into_a_part,
-        learned,
-        learned_along_the_last,
-        learned_copy,
+        *(added, added_in_place, copied, put_by_a_mask, margins, ends, masked, up_to_the_longest),
+        *(part, part_of_a_part, flattened, one_step_after_the_other, diagonals, into_a_part),
+        *(learned, learned_along_the_last, learned_copy),
+        *(overlapping_windows, windows_of_a_part, scattered, scattered_in_place),
     )
 }
 
@@ -182,7 +247,13 @@ def test_values_are_exact_and_nothing_is_said(name: str) -> None:
     module, x = Parts(), torch.randn(6, 5)
     x[0, 0], x[1, 0] = 1.0, -1.0
     record = record_of(module, EXACT[name], x)
-    assert (record.mixing, record.weighting, record.not_additive, record.unsupported) == ((), (), (), {})
+    assert (record.mixing, record.axis_lost, record.weighting, record.not_additive, record.unsupported) == (
+        (),
+        (),
+        (),
+        (),
+        {},
+    )
     assert_values(record, loop(module, EXACT[name], (x,)))
 
 
@@ -191,7 +262,26 @@ def test_rows_that_are_added_to_rows_of_other_samples_are_said() -> None:
         h = m.first(x)
         return m.loss(h.index_add(0, torch.tensor([1, 0]), m.expert(h[:2])))
 
-    assert record_of(Parts(), loss, torch.randn(6, 5)).mixing != ()
+    assert record_of(Parts(), loss, torch.randn(6, 5)).axis_lost != ()
+
+
+REFUSED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "`masked_scatter` writes samples into places of other samples": lambda m, x: m.loss(
+        m.first(x).masked_scatter(torch.arange(6)[:, None] > 0, m.expert(m.first(x)))
+    ),
+    "`as_strided` puts entries of several samples side by side along every axis": lambda m, x: m.loss(
+        m.first(x).as_strided((5, 2, 6), (6, 6, 1)).flatten(0, 1)
+    ),
+    "`as_strided` reads beyond the tensor": lambda m, x: m.loss(m.first(x)[1:].as_strided((6, 6), (6, 1), 0)),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_entries_of_several_samples_in_one_row_are_named(text: str) -> None:
+    record = record_of(Parts(), REFUSED[text], torch.randn(6, 5))
+    assert all(text in reason for reason in record.unsupported.values())
+    assert list(record.unsupported) == ["last.weight", "last.bias"]
+    assert record.mixing == ()
 
 
 def test_rows_of_other_samples_written_through_a_view_are_theirs() -> None:
@@ -203,7 +293,7 @@ def test_rows_of_other_samples_written_through_a_view_are_theirs() -> None:
         return m.last(h).square().sum(1)  # rows of samples 3, 4, 5, 3, 4, 5
 
     record = record_of(module, lambda m, x: loss(m, x).mean(), x)
-    assert (record.mixing, record.unsupported, record.samples.tolist()) == ((), {}, [3, 4, 5])
+    assert (record.mixing, record.axis_lost, record.unsupported, record.samples.tolist()) == ((), (), {}, [3, 4, 5])
     for place in range(3):
         grads = torch.autograd.grad(loss(module, x)[[place, place + 3]].mean(), list(module.parameters()))
         for (name, _), grad in zip(module.named_parameters(), grads, strict=True):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_persample.engine.batch_axis import Lost, picked
 from lightning_persample.engine.following.added_up import LOSSES, absent, factors_beside, reduction_of, scaled
-from lightning_persample.engine.following.base import Followed
+from lightning_persample.engine.following.base import Followed, listed, lists
 from lightning_persample.engine.following.pointwise import POINTWISE
 from lightning_persample.engine.observed import ObservedCall, user_line
 
@@ -68,6 +68,8 @@ def after_reduction(call: ObservedCall) -> Followed:
     with_gradient = [mark for tensor, mark in call.lost if tensor.requires_grad]
     first = with_gradient[0] if with_gradient else marks[0]
     one = first.alone if all(mark.alone == first.alone for mark in marks) else None
+    if one is None and lists(call):
+        return listed(call)
     if one is None and len(marks) > 1:
         stacked = _stacked(call, marks)
         if stacked is not None:
@@ -82,6 +84,7 @@ def after_reduction(call: ObservedCall) -> Followed:
         mark = replace(noted, samples=samples) if noted is not None else mark
         if one is not None and with_gradient:
             mark = replace(mark, parts=_parts(call, with_gradient) or frozenset({1}))
+        mark = replace(mark, listed=first.listed and call.op in _MOVES and len(marks) == 1)
         return Followed((mark,) * len(call.outputs))
     reduced = any(mark.reduced for mark in with_gradient)
     mixing, weighting = _notes(call, first, len(with_gradient), reduced)

@@ -20,12 +20,15 @@ __all__ = [
     "Followed",
     "Follower",
     "alone",
+    "beside_lost",
     "broadcast",
     "crossed",
     "dims_argument",
     "follower",
     "is_plain",
     "keep",
+    "listed",
+    "lists",
     "lost",
     "meet",
 ]
@@ -79,6 +82,7 @@ class Followed:
 Follower = Callable[[ObservedCall], Followed]
 FOLLOWERS: dict[object, Follower] = {}
 BY_LAYOUT: set[object] = set()
+_LISTS = frozenset({"nonzero", "argwhere", "where", "unique", "unique_consecutive"})
 
 
 def follower(*ops: str, by_layout: bool = False) -> Callable[[Follower], Follower]:
@@ -111,9 +115,13 @@ def keep(call: ObservedCall, axis: BatchAxis | Lost, aligned: Alignment | None =
     return Followed((axis,) * len(call.outputs), aligned)
 
 
+def _reason(call: ObservedCall, what: str) -> str:
+    return f"`{call.name}` {what} (sizes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
+
+
 def lost(call: ObservedCall, what: str, *, mixes: bool | None = False) -> Followed:
     """No output holds the batch along an axis any more; `mixes`: samples influence each other, None: not known."""
-    reason = f"`{call.name}` {what} (sizes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
+    reason = _reason(call, what)
     mixing = reason if mixes is not False and any(o.requires_grad for o in call.outputs) else None
     mark = Lost(reason, noted=mixing is not None, crossed=bool(mixes))
     return Followed((mark,) * len(call.outputs), mixing=mixing)
@@ -125,10 +133,30 @@ def crossed(call: ObservedCall, *indices: object) -> bool | None:
     return by_index or any(mark.of_others for _, mark in call.lost) or None
 
 
+def lists(call: ObservedCall) -> bool:
+    """Whether the call gives places or the numbers that occur."""
+    return call.op in _LISTS and (call.op != "where" or len(call.args) + len(call.kwargs) < 3)
+
+
+def listed(call: ObservedCall) -> Followed:
+    """Places of true entries or the numbers that occur, over the whole batch: data along no axis of it."""
+    reason = _reason(call, "gives positions or numbers across the batch")
+    integers = [not (output.is_floating_point() or output.is_complex()) for output in call.outputs]
+    return Followed(tuple(Lost(reason, listed=each) for each in integers))
+
+
+def beside_lost(call: ObservedCall) -> Followed:
+    """An operand of the call holds the batch along no axis: it is made of several samples, or that is not known."""
+    if crossed(call):
+        return lost(call, "combines samples with a value computed over the whole batch", mixes=True)
+    reason = call.lost[0][1].reason
+    noted = any(output.requires_grad for output in call.outputs)
+    return Followed((Lost(reason, noted=noted),) * len(call.outputs), mixing=reason if noted else None)
+
+
 def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
     """Each output is one row of the batch axis, and so belongs to one sample alone."""
-    what = f"`{call.name}` takes single samples out of the batch"
-    reason = f"{what} (sizes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
+    reason = _reason(call, "takes single samples out of the batch")
     if axis.mixing is not None:
         return Followed((Lost(reason),) * len(call.outputs))
     owners = row_owners(axis, call.batch_size).tolist()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, picked, row_owners
-from lightning_persample.engine.following.base import Followed, alone, crossed, follower, keep, lost
+from lightning_persample.engine.following.base import Followed, alone, beside_lost, crossed, follower, keep, lost
 from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
@@ -23,7 +23,7 @@ def _follow_getitem(call: ObservedCall) -> Followed:
     items = _per_axis(call.args[1], tensor.dim())
     source = call.axis_of(tensor)
     if isinstance(source, Lost):
-        return lost(call, "picks from a tensor that does not hold the batch along an axis", mixes=None)
+        return beside_lost(call)
     if any(_is_mask(item) for item in items):
         return _by_mask(call, tensor, items, source)
     place = _Place(items)
@@ -122,8 +122,33 @@ def _follow_masked_select(call: ObservedCall) -> Followed:
     tensor, mask = call.argument(0, "input", "self"), call.argument(1, "mask")
     source = call.axis_of(tensor)
     if not isinstance(source, BatchAxis) or tensor.shape != mask.shape:
-        return lost(call, "gathers entries across the batch", mixes=None)
+        return lost(call, "picks by a mask that does not lie entry by entry over a tensor of the batch", mixes=None)
     return _by_mask(call, tensor, [mask], source)
+
+
+@follower("masked_scatter")
+def _follow_masked_scatter(call: ObservedCall) -> Followed:
+    """The entries of the source go, in order, to the true places of the mask: each to one of its own sample."""
+    target, mask, source = (call.argument(*each) for each in ((0, "self", "input"), (1, "mask"), (2, "source")))
+    where, by, incoming = map(call.axis_of, (target, mask, source))
+    if call.lost:
+        return beside_lost(call)
+    own = by.moved(by.dim + target.dim() - mask.dim()) if isinstance(by, BatchAxis) else None
+    place = where if isinstance(where, BatchAxis) else own
+    if not isinstance(place, BatchAxis) or not isinstance(incoming, BatchAxis):
+        return lost(call, "writes entries in the order of places in the whole batch", mixes=None)
+    owners, given = (
+        row_owners(axis, call.batch_size, mask.device)
+        .reshape(-1, *[1] * (tensor.dim() - axis.dim - 1))
+        .expand(tensor.shape)
+        for tensor, axis in ((target, place), (source, incoming))
+    )
+    written = owners[mask.expand(target.shape)]
+    same = torch.equal(written, given.flatten()[: written.numel()])
+    if not same or (own is not None and not own.same_place(place)):
+        return lost(call, "writes samples into places of other samples", mixes=None)
+    mixing = next((axis.mixing for _, axis in call.located if axis.mixing), None)
+    return keep(call, place.mixed(mixing), lambda tensor: place if tensor is target else None)
 
 
 def _is_mask(item: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, picked, row_owners
 from lightning_persample.engine.following.added_up import added_up
-from lightning_persample.engine.following.base import Followed, broadcast, crossed, follower, keep, lost
+from lightning_persample.engine.following.base import Followed, beside_lost, broadcast, follower, keep, lost
 from lightning_persample.engine.observed import ObservedCall
 
 __all__: list[str] = []
@@ -198,7 +198,7 @@ def _follow_added_product(call: ObservedCall) -> Followed:
 def _product(call: ObservedCall, left: Tensor, right: Tensor) -> Followed:
     """Rows of the left, columns of the right, or a shared leading axis may hold the batch."""
     if call.lost:
-        return lost(call, "combines samples with a value computed over the whole batch", mixes=crossed(call))
+        return beside_lost(call)
     output = call.outputs[0]
     places: list[BatchAxis] = []
     summed_over = 0
@@ -244,7 +244,9 @@ def _contracted(call: ObservedCall, *, alone: bool, mixed: bool) -> Followed:
 @follower("einsum", by_layout=True)
 def _follow_einsum(call: ObservedCall) -> Followed:
     equation = call.argument(0, "equation")
-    if not isinstance(equation, str) or call.lost:
+    if call.lost:
+        return beside_lost(call)
+    if not isinstance(equation, str):
         return lost(call, "combines samples in a way that cannot be followed", mixes=None)
     inputs, _, result = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")

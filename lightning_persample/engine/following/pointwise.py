@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis
-from lightning_persample.engine.following.base import Followed, broadcast, follower, is_plain, lost
+from lightning_persample.engine.following.base import Followed, broadcast, follower, is_plain, listed, lists
 from lightning_persample.engine.observed import ObservedCall
 
 __all__ = ["POINTWISE", "common_axis"]
@@ -81,6 +81,4 @@ def _follow_copy(call: ObservedCall) -> Followed:
 
 @follower("where", by_layout=True)
 def _follow_where(call: ObservedCall) -> Followed:
-    if len(call.args) + len(call.kwargs) < 3:
-        return lost(call, "gives positions across the batch")
-    return broadcast(call)
+    return listed(call) if lists(call) else broadcast(call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_persample.engine.following.added_up import added_up
-from lightning_persample.engine.following.base import Followed, broadcast, dims_argument, follower, keep, lost
+from lightning_persample.engine.following.base import Followed, broadcast, dims_argument, follower, keep, listed, lost
 from lightning_persample.engine.observed import ObservedCall
 
 __all__: list[str] = []
@@ -87,17 +87,12 @@ def _follow_topk(call: ObservedCall) -> Followed:
     return _along(call, dims_argument(call.argument(2, "dim", default=-1), tensor.dim()))
 
 
-@follower(
-    "nonzero",
-    "argwhere",
-    "unique",
-    "bincount",
-    "histc",
-    "as_strided",
-    "as_strided_copy",
-    "as_strided_scatter",
-    "unique_consecutive",
-)
+@follower("nonzero", "argwhere", "unique", "unique_consecutive")
+def _follow_list(call: ObservedCall) -> Followed:
+    return listed(call)
+
+
+@follower("bincount", "histc", "as_strided_scatter")
 def _follow_scattered(call: ObservedCall) -> Followed:
     return lost(call, "gathers entries across the batch")
 

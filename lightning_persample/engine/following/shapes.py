@@ -11,6 +11,7 @@ from lightning_persample.engine.batch_axis import BatchAxis, picked, reshaped, r
 from lightning_persample.engine.following.base import (
     Followed,
     alone,
+    beside_lost,
     broadcast,
     crossed,
     dims_argument,
@@ -80,6 +81,27 @@ def _follow_expand(call: ObservedCall) -> Followed:
     return broadcast(call)
 
 
+@follower("as_strided", "as_strided_copy")
+def _follow_strided(call: ObservedCall) -> Followed:
+    """The same places are read of a tensor that holds, in the same memory, which sample each entry is of."""
+    tensor, axis = call.located[0]
+    size, stride, offset = (call.argument(*each) for each in ((1, "size"), (2, "stride"), (3, "storage_offset")))
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return lost(call, "reads a tensor that has gaps in memory", mixes=None)
+    owners = row_owners(axis, call.batch_size, tensor.device)
+    entries = torch.empty_strided(tensor.shape, tensor.stride(), dtype=owners.dtype, device=tensor.device)
+    entries.copy_(owners.reshape(-1, *[1] * (tensor.dim() - axis.dim - 1)).expand(tensor.shape))
+    start = 0 if offset is None else offset - tensor.storage_offset()
+    if start < 0 or start + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) >= tensor.numel():
+        return lost(call, "reads beyond the tensor", mixes=None)
+    entries = entries.as_strided(size, stride, start)
+    for dim in range(entries.dim()):
+        rows = entries.movedim(dim, 0).flatten(1)
+        if torch.equal(rows, rows[:, :1].expand_as(rows)):
+            return _rows(call, axis, dim, rows[:, 0])
+    return lost(call, "puts entries of several samples side by side along every axis", mixes=None)
+
+
 @follower("repeat", "tile", by_layout=True)
 def _follow_repeat(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
@@ -114,7 +136,7 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
 def _follow_joined(call: ObservedCall) -> Followed:
     located = call.located
     if call.lost:
-        return lost(call, "combines samples with a value computed over the whole batch", mixes=crossed(call))
+        return beside_lost(call)
     first, axis = located[0]
     output = call.outputs[0]
     dim = int(call.argument(1, "dim", "axis", default=0)) % output.dim()
@@ -226,7 +248,7 @@ def _follow_gather(call: ObservedCall) -> Followed:
     if own is not None:
         return own
     if dim is None or call.lost:
-        return lost(call, "gathers entries across the batch", mixes=None)
+        return lost(call, "takes places that are not known to stay within a sample", mixes=None)
     dim = int(dim) % max(target.dim(), 1)
     located = call.located
     _, axis = located[0]
@@ -250,7 +272,7 @@ def _follow_gather(call: ObservedCall) -> Followed:
     size = located[0][0].size(axis.dim)
     others = [o.tensor for o in call.operands if o.axis is None]
     if dim == axis.dim or any(other.dim() > axis.dim and other.size(axis.dim) != size for other in others):
-        return lost(call, "picks entries across the batch", mixes=None)
+        return lost(call, "picks along the batch axis by places that are not known to stay within a sample", mixes=None)
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
         return axis if tensor.dim() > axis.dim and call.batch_size > 1 else None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_persample.engine.batch_axis import BatchAxis, one_entry
-from lightning_persample.engine.following.base import Followed, crossed, follower, keep, lost
+from lightning_persample.engine.following.base import Followed, beside_lost, follower, keep, lost
 from lightning_persample.engine.observed import ObservedCall, tensors_in
 from lightning_persample.rules import other_generators_kept
 
@@ -47,7 +47,7 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
     if call.inplace:
         return _follow_inplace(call)
     if call.lost:
-        return lost(call, "combines samples with a value computed over the whole batch", mixes=crossed(call))
+        return beside_lost(call)
     if any(not other.same_layout(axis) for _, other in call.located):
         return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=None)
 
