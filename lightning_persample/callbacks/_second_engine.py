@@ -27,6 +27,7 @@ from lightning_persample.engine.samples import (
     tensors_of,
     with_tensors,
 )
+from lightning_persample.engine.values import samples_in_loss, samples_with_values
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
@@ -50,7 +51,7 @@ class SecondEngine:
     Attributes:
         totals: of a pass whose sums are to be compared with ``.grad``, the weighted sums over the samples by name;
             None where they cannot be compared, as the samples drew random numbers of their own.
-        weights: what each sample weighs in them, (B,).
+        weights: what each sample weighs in the loss, (B,).
     """
 
     def __init__(
@@ -88,17 +89,20 @@ class SecondEngine:
         size = layout.batch_size
         _refuse_what_cannot_be_cut(layout, engine)
         run = self._loop if engine == "loop" else self._vmap
-        samples = self._choice.of_batch(size)
-        weights = self._weigh(training_step, batch, size) if sums and samples is None else None
+        chosen = self._choice.of_batch(size)
+        self.weights = self._weigh(training_step, batch, size)
+        in_loss = samples_in_loss(None, self.weights)  # of the others, what they lose is not known
+        samples, _ = samples_with_values(chosen, in_loss)
+        weights = self.weights if samples is None else self.weights[samples]
 
         def collect() -> _Collected:
-            collected = _Collected(size, samples, frozenset(quantities), weights)
+            collected = _Collected(size, samples, frozenset(quantities), weights if sums else None)
+            collected.in_loss = size if in_loss is None else len(in_loss)
             run(training_step, batch, size, collected)
             return collected
 
         collected = in_smaller_chunks(collect) if engine == "vmap" else collect()
-        self.weights = weights
-        self.totals = collected.totals if weights is not None and not collected.drew else None
+        self.totals = collected.totals if sums and chosen is None and not collected.drew else None
         return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
 
     def record_or_reason(
@@ -183,7 +187,16 @@ class SecondEngine:
         if not callable(self._weighting):
             return torch.full((size,), 1.0 if self._weighting == "sum" else 1.0 / size)
         with aside(self._trainer, self._module), torch.no_grad():
-            return self._weighting(training_step(batch), batch).detach()
+            outputs = training_step(batch)
+            if loss_of(outputs) is None:
+                raise NoLossError
+            weights: Any = self._weighting(outputs, batch)
+        if not isinstance(weights, Tensor) or weights.shape != (size,):
+            found = (
+                f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+            )
+            raise OptionError(f"loss_reduction returned {found}, but it must return a tensor of shape ({size},)")
+        return weights.detach().cpu()
 
     def _loss_scale(self, size: int) -> float:
         """The factor that keeps gradients in half precision from vanishing, as in the training of one sample."""
@@ -198,11 +211,12 @@ class _Collected:
         batch_size: number of samples B.
         samples: the places of those that run; None is all.
         quantities: what is asked for.
-        weights: what each sample weighs in sums over them, (B,); None asks for no sums.
+        weights: what each of those weighs in sums over them; None asks for no sums.
 
     Attributes:
         totals: the weighted sums by parameter.
         drew: whether the samples drew random numbers.
+        in_loss: number of samples with a part in the loss.
     """
 
     def __init__(
@@ -214,7 +228,7 @@ class _Collected:
         self._quantities = quantities
         self._weights = weights
         self.totals: dict[str, Tensor] = {}
-        self.drew = False
+        self.drew, self.in_loss = False, batch_size
         self._sq_norms: dict[str, Tensor] = {}
         self._grad_samples: dict[str, Tensor] = {}
         self._square_sums: dict[str, Tensor] = {}
@@ -256,6 +270,7 @@ class _Collected:
             coverage=1.0,
             unused=tuple(name for name in names if name not in self._sq_norms),
             samples=self._samples,
+            in_loss=self.in_loss,
             why_no_factor=_NO_FACTOR,
             **asked,
         )

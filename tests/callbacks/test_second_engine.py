@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,6 +64,38 @@ def test_weights_given_by_a_function_are_those_of_a_batch_of_one(engine):
     module, recorder = Weighted(), Recorder(engine=engine, loss_reduction=weights_by_label)
     fit(module, [recorder])
     torch.testing.assert_close(norms_of(recorder), torch.cat(module.reference), rtol=1e-5, atol=1e-6)
+
+
+def weights_of_some(outputs, batch):
+    present = (batch[1] > 0).float()
+    return present / present.sum()
+
+
+class OfSome(WithReference):
+    def training_step(self, batch, batch_idx):
+        losses = F.cross_entropy(self.network(batch[0]), batch[1], reduction="none")
+        return (losses * weights_of_some(None, batch)).sum()
+
+
+@pytest.mark.parametrize("max_samples", [None, 5])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_samples_of_weight_zero_have_no_part_and_make_no_nan(engine, max_samples):
+    module, quantities = OfSome(), (*BOTH, "square_sum")
+    options = {"engine": engine, "loss_reduction": weights_of_some, "max_samples": max_samples}
+    recorder = Recorder(1, quantities=quantities, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PerSampleWarning)
+        fit(module, [recorder], data=loader(24, 8))
+    labels = torch.cat([batch[1] for batch in loader(24, 8)]).split(8)
+    assert any(bool((each == 0).any()) for each in labels)
+    for record, reference, own in zip(recorder.records, module.reference, labels, strict=True):
+        present = (own > 0).nonzero().flatten()
+        assert record.in_loss == len(present)
+        assert set(record.samples.tolist()) <= set(present.tolist())
+        assert max_samples is not None or torch.equal(record.samples, present)
+        torch.testing.assert_close(record.norms(), reference[record.samples], rtol=1e-5, atol=1e-6)
+        for name, grads in record.grad_samples.items():
+            torch.testing.assert_close(record.square_sums[name], grads.square().sum(0))
 
 
 class TimeMajor(Classifier):
