@@ -17,6 +17,7 @@ from lightning_persample.engine.batch_axis import Lost
 from lightning_persample.engine.batch_statistics import batch_statistics_explained
 from lightning_persample.engine.failure import in_smaller_chunks
 from lightning_persample.engine.functional import vmap_per_sample_grads
+from lightning_persample.engine.graph import REENTRANT, node_below
 from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
 from lightning_persample.engine.samples import (
     Weighting,
@@ -36,6 +37,11 @@ from lightning_persample.options import QUANTITIES
 __all__ = ["SecondEngine"]
 
 _NO_FACTOR = "the samples run in a pass of their own, with random numbers of its own"
+
+_CHECKPOINT = (
+    "engine='loop' takes gradients with torch.autograd.grad, and activation checkpointing with use_reentrant=True "
+    "gives none to it; use checkpoint(..., use_reentrant=False)"
+)
 
 
 class SecondEngine:
@@ -139,6 +145,8 @@ class SecondEngine:
             for place, sample in enumerate(collected.places):
                 one = take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
                 loss = self._own_loss(training_step, one)
+                if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
+                    raise UnsupportedError(_CHECKPOINT)
                 grads: tuple[Tensor | None, ...] = (None,) * len(parameters)
                 if loss.requires_grad:
                     grads = torch.autograd.grad(loss * scale, parameters, allow_unused=True)

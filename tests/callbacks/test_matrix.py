@@ -20,8 +20,9 @@ REFUSED |= {
     ("reentrant checkpoint", "vmap"): FAILED.format(
         "vmap", "In order to use an autograd.Function with functorch transforms*"
     ),
-    ("reentrant checkpoint", "loop"): FAILED.format(
-        "loop", "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs`*"
+    ("reentrant checkpoint", "loop"): (
+        "engine='loop' takes gradients with torch.autograd.grad, and activation checkpointing with use_reentrant=True "
+        "gives none to it; use checkpoint(..., use_reentrant=False)"
     ),
     ("checkpoint", "vmap"): FAILED.format(
         "vmap", "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks*"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
 from lightning_persample.errors import OptionError, PerSampleWarning, UnsupportedError
@@ -96,6 +97,21 @@ def test_samples_of_weight_zero_have_no_part_and_make_no_nan(engine, max_samples
         torch.testing.assert_close(record.norms(), reference[record.samples], rtol=1e-5, atol=1e-6)
         for name, grads in record.grad_samples.items():
             torch.testing.assert_close(record.square_sums[name], grads.square().sum(0))
+
+
+class CheckpointedFirst(Classifier):
+    """Nothing that is trained lies in front of its reentrant checkpoint, so that torch.autograd.grad passes it by."""
+
+    def training_step(self, batch, batch_idx):
+        hidden = checkpoint(self.network[:2], batch[0].requires_grad_(), use_reentrant=True)
+        return F.cross_entropy(self.network[2](hidden), batch[1])
+
+
+def test_a_reentrant_checkpoint_that_grad_passes_by_is_refused_and_no_zero():
+    recorder = Recorder(engine="loop")
+    with pytest.warns(PerSampleWarning, match="use_reentrant=True gives none to it; use checkpoint"):
+        fit(CheckpointedFirst(), [recorder])
+    assert recorder.records == []
 
 
 class TimeMajor(Classifier):
