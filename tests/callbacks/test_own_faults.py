@@ -39,7 +39,7 @@ from lightning_persample.errors import PerSampleWarning
 from lightning_persample.influence import _parts, ledger
 from tests.callbacks.runs import Recorder, make_trainer
 from tests.callbacks.ways import Classifier, Manual, traces
-from tests.own_faults import broken
+from tests.own_faults import broken, called, interrupted, name_of
 
 AUTOMATIC: list[Callable[..., Any]] = [
     _learning_rates.LearningRates._now,
@@ -152,3 +152,61 @@ def test_a_fault_is_said_once_and_the_training_is_that_without_us(
     assert type(trainer.fit_loop._combined_loader).__name__ == "CombinedLoader"
     assert "_load_combined_loader_states" not in vars(trainer.fit_loop)
     assert torch.overrides._get_current_function_mode_stack() == []
+
+
+# What runs the user's own code and holds nothing else that could fail, and what puts things back at the end.
+BOUNDARY = (
+    "callbacks._observed_method.ObservedMethod.",
+    "callbacks._sample_index._following.<locals>.",
+    "callbacks._sample_index.BatchIndices._let_go",
+    "callbacks._sample_index.BatchIndices.uninstall",
+    "callbacks._tagged_loader.TaggedLoader.__",
+    "callbacks._tagged_loader._KeyedCollate.__call__",
+    "callbacks._tagged_loader._KeyedDataset.__",
+    "callbacks._tagged_loader._Tagged.__init__",
+    "callbacks._tagged_loader._untagging.<locals>.",
+    "callbacks._training_step.SharedCapture.uninstall",
+    "callbacks.base._guarded.<locals>.run",
+    "callbacks.base._with_capture.<locals>.both",
+)
+
+
+def sweep(kind: type, tmp_path: Any, every: int, calls: int | None) -> None:
+    """Break one function after the other, always or at one call, counted from the last where negative."""
+    plain, _, _ = trained(kind, [], tmp_path / "plain")
+    callbacks = all_of_ours(tmp_path)
+    codes = {
+        code: count
+        for code, count in called(lambda: trained(kind, callbacks, tmp_path / "called")).items()
+        if name_of(code).startswith(("callbacks.", "influence.")) and not name_of(code).startswith(BOUNDARY)
+    }
+    assert len(codes) > 150
+    wrong = {}
+    for place, code in enumerate(sorted(codes, key=name_of)[::every]):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        callbacks = all_of_ours(folder)
+        number = 1 if calls == 1 else codes[code]
+        try:
+            with broken(code) if calls is None else interrupted(code, number, RuntimeError):
+                module, _, said = trained(kind, callbacks, folder / "watched")
+        except Exception as error:
+            wrong[name_of(code)] = repr(error)
+            continue
+        same = all(torch.equal(value, module.state_dict()[name]) for name, value in plain.state_dict().items())
+        is_fault = len(said) == 1 and "this is a fault of lightning_persample" in said[0]
+        if not (same and (is_fault or not said) and traces(module) == traces(plain)):
+            wrong[name_of(code)] = f"{same=} {said=} {traces(module) == traces(plain)}"
+    assert wrong == {}
+
+
+def test_a_fault_in_some_of_all_functions_leaves_the_training_as_it_is(tmp_path: Any) -> None:
+    sweep(Classifier, tmp_path, every=25, calls=None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("calls", [None, 1, -1], ids=["always", "first", "last"])
+@pytest.mark.parametrize("kind", [Classifier, Manual])
+def test_a_fault_in_any_function_leaves_the_training_as_it_is(kind: type, calls: int | None, tmp_path: Any) -> None:
+    sweep(kind, tmp_path, every=1, calls=calls)

@@ -278,6 +278,8 @@ BOUNDARY = {
     "engine.observing.ObservingMode.release",
     "engine.parameters.WatchedParameters.close",
     "engine.coverage.warn_user",
+    "engine.mode.expanded_weights",
+    "engine.record._NotAsked.__init__",
     *(
         f"engine.mode.Capture.{name}"
         for name in (
@@ -322,20 +324,22 @@ def sweep(options: dict[str, Any], every: int, calls: int | None) -> None:
         if name_of(code) not in BOUNDARY and not name_of(code).startswith(("engine.failure.", "options."))
     ]
     assert len(codes) > 200
+    wrong = {}
     for code, count in sorted(codes, key=lambda each: name_of(each[0]))[::every]:
-        name = name_of(code)
         fault = broken(code) if calls is None else interrupted(code, calls if calls > 0 else count, RuntimeError)
-        with fault:
-            module, found, record, said = larger_step(options)
-        assert plain.keys() == found.keys(), name
-        assert all(torch.equal(value, found[key]) for key, value in plain.items()), name
-        assert is_clean(module), name
+        try:
+            with fault:
+                module, found, record, said = larger_step(options)
+        except Exception as error:
+            wrong[name_of(code)] = repr(error)
+            continue
         faults = [text for text in said if FAULT in text]
-        assert len(faults) <= 1, (name, said)
-        if not faults:  # then nothing of the record is missing
-            assert said == usual, name
-            assert record.names == known.names, name
-            assert torch.equal(record.norms(), known.norms()), name
+        same_step = plain.keys() == found.keys() and all(torch.equal(value, found[key]) for key, value in plain.items())
+        # What is not said to be missing is there.
+        complete = said == usual and record.names == known.names and torch.equal(record.norms(), known.norms())
+        if not (same_step and is_clean(module) and (len(faults) == 1 or complete)):
+            wrong[name_of(code)] = f"{same_step=} {is_clean(module)=} {said=} {record.names=}"
+    assert wrong == {}
 
 
 def test_a_fault_in_some_of_all_functions_leaves_the_step_as_it_is() -> None:
@@ -343,6 +347,7 @@ def test_a_fault_in_some_of_all_functions_leaves_the_step_as_it_is() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("calls", [None, 1, -1], ids=["always", "first", "last"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_fault_in_any_function_leaves_the_step_as_it_is(name: str, calls: int | None) -> None:
