@@ -23,6 +23,7 @@ from lightning_persample.engine import warn_user
 from lightning_persample.engine.batch import count_samples, fields_of
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.influence._files import MANIFEST
+from lightning_persample.influence._lock import FolderLock
 from lightning_persample.influence._shards import shards_of
 from lightning_persample.influence.store import (
     GradientStore,
@@ -90,6 +91,7 @@ class _Collecting(_Base):
         self._place = -1
         self._adam: dict[str, AdamState] = {}
         self._writer: StoreWriter | None = None
+        self._lock: FolderLock | None = None
 
     def setup(self, stage: str) -> None:
         """Open the store: all processes are there. A folder that holds another one gives an `OptionError`.
@@ -157,6 +159,7 @@ class _Collecting(_Base):
             try:
                 # None goes on with what is there, and no run is one that goes on with overwrite
                 continued: dict[str, int] | None = {} if self._overwrite else None
+                self._lock = FolderLock(self._dirpath)
                 new = self._described(trainer)
                 manifest = open_store(self._dirpath, new, continued, overwrite=self._overwrite)
             except PerSampleError as error:  # said to the other processes, which would wait for this one
@@ -165,6 +168,7 @@ class _Collecting(_Base):
                 refusal = OptionError(f"dirpath={str(self._dirpath)!r} cannot hold gradients: {error}")
         manifest, refusal = trainer.strategy.broadcast((manifest, refusal))
         if refusal is not None:
+            self.release()
             raise refusal
         if manifest is None:
             raise PerSampleError("the first process has sent no manifest of the store")
@@ -250,6 +254,13 @@ class _Collecting(_Base):
         self.trainer.strategy.barrier("all gradients are written")
         if self.trainer.is_global_zero:
             self._promise(len(GradientStore(self._dirpath, complete=False)))
+        self.release()
+
+    def release(self) -> None:
+        """Let others write to the folder."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
     def write(self) -> None:
         """Write the rows that wait."""
@@ -308,7 +319,10 @@ class WritesInAnyCase(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the rows that wait."""
         if isinstance(pl_module, _Collecting):
-            pl_module.write()
+            try:
+                pl_module.write()
+            finally:
+                pl_module.release()
 
 
 class _Batches:

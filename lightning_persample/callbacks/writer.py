@@ -27,6 +27,7 @@ from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence._arrow import arrow
 from lightning_persample.influence._files import GRADIENTS, MANIFEST
+from lightning_persample.influence._lock import FolderLock
 from lightning_persample.influence._parts import Parts
 from lightning_persample.influence.ledger import (
     Manifest,
@@ -141,6 +142,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._captured: list[CapturedRows] = []
         self._types: dict[str, str] = {}
         self._precision: Any = None
+        self._lock: FolderLock | None = None
         self._processes, self._was_automatic = 1, True
         self._said: set[str] = set()
         self._backwards, self._is_behind = 0, False  # runs in this batch; a checkpoint has a batch without its rows
@@ -191,6 +193,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         if self._rates is not None:  # of a fit that was not told of its end
             self._rates.close()
         self._forget_rows()
+        self._release()
         depth, names = self.per_layer, dict(pl_module.named_parameters())
         self._groups = () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -209,6 +212,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         manifest, found, refusal = self._manifest, None, ""
         if trainer.is_global_zero:
             try:
+                self._lock = FolderLock(self._folder)
                 new = self._new_manifest(trainer, pl_module)
                 check_ledger(self._folder, new, self._loaded, overwrite=self.overwrite)  # before anything is removed
                 if self._gradients is None:
@@ -222,6 +226,7 @@ class PerSampleGradientWriter(PerSampleCallback):
                 refusal = f"dirpath={str(self.dirpath)!r} cannot hold a ledger: {error}"
         manifest, found, refusal = trainer.strategy.broadcast((manifest, found, refusal))
         if refusal or manifest is None:
+            self._release()
             raise OptionError(refusal)
         self._manifest, self._types = manifest, dict(manifest.columns)
         if self._gradients is not None:
@@ -389,6 +394,12 @@ class PerSampleGradientWriter(PerSampleCallback):
         if is_open and trainer.is_global_zero and self._manifest is not None:
             with suppress(PerSampleError, OSError):  # then nothing is promised
                 self._promise(self._manifest.run)
+        self._release()
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
     def _promise(self, run: str) -> None:
         """Let the manifests say how many rows there are, so that it is seen where files are missing later."""
@@ -406,6 +417,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._finish(trainer)
         if is_open and self._manifest is not None and trainer.world_size == 1:
             remove_empty(self._folder, self._manifest.run)
+        self._release()
 
     def _end_capture(self) -> None:
         rates = self._rates
@@ -427,5 +439,12 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._warn(f"{parts.lost + parts.waiting} rows of the ledger in {str(self.dirpath)!r} were not written")
 
     def __getstate__(self) -> dict[str, Any]:
-        copied = {**super().__getstate__(), "_parts": None, "_rates": None, "_precision": None, "_gradients": None}
+        copied = {
+            **super().__getstate__(),
+            "_parts": None,
+            "_rates": None,
+            "_precision": None,
+            "_gradients": None,
+            "_lock": None,
+        }
         return {**copied, "_current": [], "_held": [], "_captured": []}

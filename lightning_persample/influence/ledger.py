@@ -245,10 +245,8 @@ def check_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int]
                 f"dirpath={os.fspath(dirpath)!r} lacks {missing} of this run: put the files back, or pass another "
                 "dirpath"
             )
-    elif (parts or found is not None) and not overwrite:
-        steps = "no rows yet: that run may be about to write some"
-        if parts:
-            steps = f"{len(parts)} files, steps {min(p.first for p in parts)} to {max(p.last for p in parts)}"
+    elif parts and not overwrite:
+        steps = f"{len(parts)} files, steps {min(p.first for p in parts)} to {max(p.last for p in parts)}"
         known = "a run without manifest" if found is None else f"run {found.run}"
         new = f"continues run {' or '.join(continued)}" if continued else "starts a new run"
         raise OptionError(

@@ -96,6 +96,16 @@ def test_what_a_killed_process_left_in_part_is_made_anew(tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
 
 
+def test_the_folder_of_a_collection_that_goes_on_is_refused(tmp_path):
+    def collects(module, batch):
+        with pytest.raises(OptionError, match="is being written to by another fit or collection"):
+            collect_gradients(Net(), loader(), tmp_path, overwrite=True, **FULL)
+        return F.cross_entropy(module(batch[0]), batch[1])
+
+    assert len(collect_gradients(Net(), loader(), tmp_path, loss=collects, **FULL)) == COUNT
+    assert not [*tmp_path.glob("*.lock")]
+
+
 def test_more_checkpoints_are_added(tmp_path):
     collect_gradients(Net(), loader(), tmp_path, checkpoints=SOURCES[:1], **FULL)
     data = loader()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
+import sys
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleWarning
 from lightning_persample.gradients import Projection
-from lightning_persample.influence import GradientStore, read_ledger, read_manifest
+from lightning_persample.influence import GradientStore, _lock, read_ledger, read_manifest
 from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
 
@@ -61,17 +65,38 @@ class FitsInBetween(Callback):
             fit(PerSampleGradientWriter(self.folder, **self.options))
 
 
-def test_the_folder_of_a_run_without_rows_yet_is_refused(folder):
-    with pytest.raises(OptionError, match=r"holds the ledger of run \w+ \(no rows yet: that run may be about to write"):
-        fit(PerSampleGradientWriter(folder), callbacks=[FitsInBetween(folder)])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_folder_of_a_fit_that_goes_on_is_refused(folder, overwrite):
+    with pytest.raises(OptionError, match="ledger' is being written to by another fit or collection, in this process"):
+        fit(PerSampleGradientWriter(folder), callbacks=[FitsInBetween(folder, overwrite=overwrite)])
     assert read_ledger(folder).num_rows == 4
     other = folder.with_name("other")
     module = fit(PerSampleGradientWriter(folder, overwrite=True), callbacks=[FitsInBetween(other)])
     assert_rows(rows(folder, NAMES[:-2]), module.notes)
     assert read_ledger(other).num_rows == 22
+    assert not [*folder.glob("*.lock"), *other.glob("*.lock")]
 
 
-def test_a_fit_whose_folder_another_one_takes_stops_writing_and_goes_on(folder):
+def test_the_folder_of_a_run_that_was_killed_before_its_first_row_is_free(folder):
+    code = (
+        "import os, sys\nfrom lightning_persample import PerSampleGradientWriter\n"
+        "from tests.callbacks.ledger_runs import Noted, fit\n"
+        "class Killed(Noted):\n    def training_step(self, batch, batch_idx):\n        os._exit(9)\n"
+        "fit(PerSampleGradientWriter(sys.argv[1]), Killed())\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False, capture_output=True).returncode == 9
+    assert (folder / "_manifest.json").exists()
+    module = fit(PerSampleGradientWriter(folder))
+    assert_rows(rows(folder, NAMES[:-2]), module.notes)
+
+
+def test_a_fit_whose_folder_another_one_takes_stops_writing_and_goes_on(folder, monkeypatch):
+    """Where the system knows no locks."""
+
+    def unknown(file):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(_lock, "_lock", unknown)
     projection = Projection(dim=4)
     between = FitsInBetween(folder, overwrite=True, projection=projection)
     with pytest.warns(PerSampleWarning, match="was taken by run") as caught:
