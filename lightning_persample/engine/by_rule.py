@@ -109,7 +109,8 @@ def placement_of(use: Use, rule: Rule) -> Placement:
 
 def not_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call that are no tensors, by name; lists are copied: who gave them may change them."""
-    return {name: _copied(value) for name, value in arguments.items() if not isinstance(value, Tensor)}
+    others = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
+    return others | {name: _copied(value) for name, value in others.items() if isinstance(value, list)}
 
 
 def _copied(value: Any) -> Any:

@@ -247,8 +247,11 @@ class Dispatcher(Collector):
                     note_rows(self, result, rows)
                     return result
             tensors = data_of(op, args, kwargs) if kind.converts else operands_of(args, kwargs)
-            marks = [self._mark_of(tensor) for tensor in tensors]
+            marks = [self.marks.of_operand(tensor) for tensor in tensors]
             kinds = set(map(type, marks))
+            if Lost in kinds:
+                marks = [self._mark_of(tensor) for tensor in tensors]
+                kinds = set(map(type, marks))
             if kinds <= _OF_NO_SAMPLE:
                 result = _RUNNING
                 result = function(*args, **kwargs)

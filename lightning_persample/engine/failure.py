@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -31,6 +32,7 @@ __all__ = [
     "FAULT",
     "Once",
     "OverwrittenError",
+    "attempt",
     "fault_of",
     "guard",
     "in_smaller_chunks",
@@ -48,26 +50,26 @@ _HALVINGS = 3
 Result = TypeVar("Result")
 
 
-def guard(run: Callable[..., Any], otherwise: Callable[[Exception], Any]) -> Callable[..., Any]:
-    """`run`, whose own failures go to `otherwise`, which then answers; a failure of the user's passes."""
+def attempt(run: Callable[..., Any], otherwise: Callable[[Exception], Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `run`, whose own failures go to `otherwise`, which then answers; a failure of the user's passes."""
+    try:
+        return run(*args, **kwargs)
+    except Exception as error:
+        if _passes(error):
+            raise
+        failure = error
+    try:
+        return otherwise(failure)
+    except Exception as error:  # (of what cannot be said, nothing can be said)
+        if _passes(error):
+            raise
+        return None
+    finally:
+        del failure  # its traceback holds this frame
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)
-        except Exception as error:
-            if _passes(error):
-                raise
-            failure = error
-        try:
-            return otherwise(failure)
-        except Exception as error:  # (of what cannot be said, nothing can be said)
-            if _passes(error):
-                raise
-            return None
-        finally:
-            del failure  # its traceback holds this frame
 
-    return guarded
+# `guard(run, otherwise)` is `run` under `attempt`; made without a call of a Python function, because steps make many.
+guard: Callable[[Callable[..., Any], Callable[[Exception], Any]], Callable[..., Any]] = partial(partial, attempt)
 
 
 def once(
@@ -78,7 +80,7 @@ def once(
     def observed(*args: Any, **kwargs: Any) -> Any:
         run = Once(function)
         try:
-            guard(observe, otherwise)(run, *args, **kwargs)
+            attempt(observe, otherwise, run, *args, **kwargs)
             if run.error is not None:  # and on the way out something of ours has failed, too
                 raise run.error
         finally:
@@ -150,7 +152,12 @@ def run_all(*steps: Callable[[], object]) -> None:
     """Run each of them, even where others fail; the first failure is passed on at the end."""
     failures: list[Exception] = []
     for step in steps:
-        guard(step, failures.append)()
+        try:
+            step()
+        except Exception as error:
+            if _passes(error):
+                raise
+            failures.append(error)
     if failures:
         raise failures[0]
 

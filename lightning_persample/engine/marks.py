@@ -70,7 +70,7 @@ class Marks:
         if kind is BatchAxis:
             return mark
         if type(mark) is Weight:
-            current = mark.is_current(tensor)
+            current = mark.derivation is None or mark.is_current(tensor)
             return (mark if current else REWRITTEN) if tensor.requires_grad else None
         unmarked = mark is None or kind is Constant
         if unmarked and self._written and tensor.layout == torch.strided:

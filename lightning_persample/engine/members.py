@@ -36,14 +36,14 @@ def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, nn.Parameter], 
 
 
 class _Seen:
-    """What was met; apart by kind, for a parameter may be a buffer of another module, too."""
+    """The ids of what was met; apart by kind, for a parameter may be a buffer of another module, too."""
 
     __slots__ = ("buffers", "modules", "parameters")
 
     def __init__(self) -> None:
-        self.modules: set[nn.Module] = set()
-        self.parameters: set[nn.Parameter] = set()
-        self.buffers: set[Tensor] = set()
+        self.modules: set[int] = set()
+        self.parameters: set[int] = set()
+        self.buffers: set[int] = set()
 
 
 def _walk(
@@ -52,17 +52,17 @@ def _walk(
     """Add what a module holds that was not met before; false where one of the modules lists its parts itself."""
     if getattr(module.named_modules, "__func__", None) is not _OF_EACH:
         return False
-    seen.modules.add(module)
+    seen.modules.add(id(module))
     for name, parameter in module._parameters.items():
-        if parameter is not None and parameter not in seen.parameters:
-            seen.parameters.add(parameter)
+        if parameter is not None and id(parameter) not in seen.parameters:
+            seen.parameters.add(id(parameter))
             parameters[prefix + name] = parameter
     for buffer in module._buffers.values():
-        if buffer is not None and buffer not in seen.buffers:
-            seen.buffers.add(buffer)
+        if buffer is not None and id(buffer) not in seen.buffers:
+            seen.buffers.add(id(buffer))
             buffers.append(buffer)
     for name, part in module._modules.items():
-        if part is None or part in seen.modules:
+        if part is None or id(part) in seen.modules:
             continue
         if not _walk(part, f"{prefix}{name}.", seen, parameters, buffers):
             return False

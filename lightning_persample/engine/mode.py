@@ -466,7 +466,7 @@ class Capture:
         part = dispatcher.part
         self.counted = part.mean_of if part is not None and part.mean_of else self.batch_size
         trainable = watched.trainable()
-        reported = [name for name in trainable if name in dispatcher.got_gradient and has_value(watched.weight(name))]
+        reported = [name for name in trainable if name in dispatcher.got_gradient and has_value(watched.weights[name])]
         in_loss = samples_in_loss(None if part is None else part.samples, weights)
         samples, places = samples_with_values(dispatcher.samples, in_loss)
         counted = len(in_loss) if in_loss is not None and isinstance(weights, Tensor) else self.counted

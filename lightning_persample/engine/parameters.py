@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.engine.dispatch import Dispatcher
@@ -30,7 +30,7 @@ class WatchedParameters:
     def __init__(self, parameters: Mapping[str, nn.Parameter], dispatcher: Dispatcher) -> None:
         self._parameters = dict(parameters)
         self._dispatcher = dispatcher
-        self._weights: dict[str, Weight] = dict(zip(self._parameters, dispatcher.weights, strict=True))
+        self.weights: dict[str, Weight] = dict(zip(self._parameters, dispatcher.weights, strict=True))
         self._handles: dict[str, RemovableHandle] = {}
         self._adopted: list[RemovableHandle] = []
         self._hooked: set[str] = set()
@@ -42,7 +42,7 @@ class WatchedParameters:
             told: weights whose calls will be gone through by the backward that starts. A parameter that has no other
                 use gets its gradient from that call, which tells, so that no hook is needed on the parameter itself.
         """
-        for weight in self._weights.values():
+        for weight in self.weights.values():
             weight.told = False
         for weight in told:
             weight.told = weight.uses == 1 and weight.children == 0
@@ -54,10 +54,10 @@ class WatchedParameters:
 
     def _watch(self) -> None:
         for name, parameter in self._parameters.items():
-            if not parameter.requires_grad or is_lazy(parameter):
+            if not parameter.requires_grad or isinstance(parameter, UninitializedTensorMixin):
                 continue
             hooks, ours = parameter._backward_hooks or {}, self._handles.get(name)
-            weight = self._weights[name]
+            weight = self.weights[name]
             if ours is None and not hooks and weight.told:
                 continue
             weight.told = False
@@ -72,7 +72,7 @@ class WatchedParameters:
 
     def adopt(self, name: str, tensor: Tensor) -> Weight:
         """Take another tensor for a parameter, too: the one that a sharded module holds while its forward runs."""
-        weight = self._weights[name]
+        weight = self.weights[name]
         self._dispatcher.marks[tensor] = weight
         self._adopted.append(tensor.register_hook(self._noting(name)))
         return weight
@@ -82,12 +82,8 @@ class WatchedParameters:
         return {
             name: parameter.numel()
             for name, parameter in self._parameters.items()
-            if parameter.requires_grad and not is_lazy(parameter)
+            if parameter.requires_grad and not isinstance(parameter, UninitializedTensorMixin)
         }
-
-    def weight(self, name: str) -> Weight:
-        """The weight of a parameter."""
-        return self._weights[name]
 
     def changed_by_hook(self, weight: Weight, grad: Tensor | None, total: SampleGradient | None) -> str | None:
         """Whether a hook made the gradient of a weight another one than the samples' contributions give.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_persample.engine.by_rule import Computation, Contributions
-from lightning_persample.engine.failure import guard, in_smaller_chunks
+from lightning_persample.engine.failure import attempt, guard, in_smaller_chunks
 from lightning_persample.engine.observed import Description
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options
@@ -160,9 +160,9 @@ def on_gradient(output: Tensor, hook: Callable[[Tensor], None], failed: Callable
     def before_node(grads: Sequence[Tensor | None]) -> None:
         grad = grads[place]
         if grad is not None:
-            hook(grad)
+            attempt(hook, failed, grad)
 
-    node.register_prehook(guard(before_node, failed))
+    node.register_prehook(before_node)
 
 
 def hooked_tensor(output: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def rows_of_linear(dispatcher: Dispatcher, args: tuple[Any, ...]) -> RowsOfLinea
         mark = marks.get(parameter) if type(parameter) in _CLASSES else None
         if (
             type(mark) is not Weight
-            or not mark.is_current(parameter)
+            or not (mark.derivation is None or mark.is_current(parameter))
             or not parameter.requires_grad
             or parameter.dtype is not dtype
         ):
@@ -169,7 +169,10 @@ class _RowsReport(Report):
         """Note the norms of weight and bias, unless the general way has to find them, or say what is wrong."""
         if grad.dtype is not rows.x.dtype or grad.requires_grad or rows.x._version != rows.version:
             return False
-        if not guard(self.take_norms, _fails)(grad, rows):
+        try:
+            if not self.take_norms(grad, rows):
+                return False
+        except Exception:  # for want of memory perhaps: the general way tries it, and says what is wrong
             return False
         self.tell()
         if self._dispatcher.frees:
@@ -207,11 +210,6 @@ class _SeveralRowsReport(_RowsReport):
             bias.norm = _row_norms(outer.left.sum(1))
         weight.norm = norm
         return True
-
-
-def _fails(error: Exception) -> bool:
-    """What the short way cannot do, for want of memory perhaps, the general way tries."""
-    return False
 
 
 def _row_norms(rows: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_persample.engine.collector import USED_AGAIN
 from lightning_persample.engine.dispatch import Dispatcher
-from lightning_persample.engine.failure import guard, in_smaller_chunks, reason_of
+from lightning_persample.engine.failure import attempt, in_smaller_chunks, reason_of
 from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
 from lightning_persample.engine.own_scale import OwnScale, in_dtype_of
 from lightning_persample.engine.parameters import WatchedParameters
@@ -43,7 +43,7 @@ class Values:
 
 def has_value(weight: Weight) -> bool:
     """Whether a backward has left anything of a weight's per-sample gradient."""
-    return weight.has_norms or bool(weight.contributions)
+    return weight.norm is not None or weight.sq_norm is not None or bool(weight.contributions)
 
 
 def read_values(
@@ -75,12 +75,6 @@ def read_values(
         if weight.has_norms and weight.contributions:  # those came through a weight derived from it
             dispatcher.refuse([weight], USED_AGAIN)
             return
-        if weight.norm is not None and places is None:  # all that was asked for, of a parameter without hooks
-            norms[name] = weight.norm
-            return
-        if weight.sq_norm is not None and places is None:  # the same
-            sq_norms[name] = weight.sq_norm
-            return
         total = add_up(weight.contributions) if weight.contributions else None
         reason = watched.changed_by_hook(weight, dispatcher.got_gradient.get(name), total)
         if reason is not None:
@@ -104,14 +98,18 @@ def read_values(
         if OF_KEPT.intersection(quantities):
             values.structures[name], values.dtypes[name] = total, weight.tensor.dtype
 
+    def failed(name: str, error: Exception) -> None:
+        dispatcher.refuse([watched.weights[name]], reason_of(error, f"the sum of the uses of `{name}`"))
+
     with torch.no_grad():
         for name in names:
-            weight = watched.weight(name)
-
-            def failed(error: Exception, name: str = name, weight: Weight = weight) -> None:
-                dispatcher.refuse([weight], reason_of(error, f"the sum of the uses of `{name}`"))
-
-            guard(read, failed)(name, weight)
+            weight = watched.weights[name]
+            if weight.contributions or places is not None:
+                attempt(read, partial(failed, name), name, weight)
+            elif weight.norm is not None:  # all that was asked for, of a parameter without hooks
+                norms[name] = weight.norm
+            elif weight.sq_norm is not None:  # the same
+                sq_norms[name] = weight.sq_norm
         if norms and not sq_norms and len({(norm.dtype, norm.device) for norm in norms.values()}) == 1:
             squares = own.own_norms(list(norms.values())).square_()
             values.sq_norms = dict(zip(norms, squares.unbind(), strict=True))
@@ -119,7 +117,7 @@ def read_values(
         sq_norms |= dict(zip(norms, _squares(list(norms.values())), strict=True))
         own_sq_norms = own.own_sq_norms(list(sq_norms.values()))
     found = {
-        name: in_dtype_of(watched.weight(name).tensor, own) for name, own in zip(sq_norms, own_sq_norms, strict=True)
+        name: in_dtype_of(watched.weights[name].tensor, own) for name, own in zip(sq_norms, own_sq_norms, strict=True)
     }
     values.sq_norms = {name: found[name] for name in names if name in found}
     return values

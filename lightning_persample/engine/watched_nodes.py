@@ -36,9 +36,12 @@ class WatchedNodes:
 
     def weights_of(self, node: Node) -> list[Weight]:
         """The weights whose gradient goes through a node."""
-        known, leaf = self._weights.get(node), leaf_of(node)
-        mark = self._marks.get(leaf) if known is None and leaf is not None else None
-        return [mark] if isinstance(mark, Weight) else known or []
+        known = self._weights.get(node)
+        if known is not None:
+            return known
+        leaf = leaf_of(node)
+        mark = None if leaf is None else self._marks.get(leaf)
+        return [mark] if isinstance(mark, Weight) else []
 
     def watch_inside(self, outputs: Sequence[Tensor], stop: set[Node]) -> Edges:
         """Gradients may enter a call through its outputs only, not through the nodes between them and the weights.
