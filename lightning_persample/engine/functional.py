@@ -73,19 +73,22 @@ def call_for_per_sample_grads(
     check_loss_reduction(loss_reduction)
     _refuse_left_over(module)
     axis = 0 if batch_first else 1
+    inner = unwrapped(module)  # Fabric's wrapper holds it twice, and functional_call would put back one of both alone
+    holder = _Holder(inner, lambda _, *args, **kwargs: module(*args, **kwargs))
 
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         _refuse_left_over(module)
         inputs = call_inputs(module, args, kwargs, axis)
         size = shared_batch_size(inputs, axis) if batch_size is None else batch_size
-        originals = _trainable(module)
+        originals = _trainable(inner)
         leaves = {name: stand_in(parameter) for name, parameter in originals.items()}
-        dispatcher = DeliveringDispatcher(leaves, size, module.buffers())
+        dispatcher = DeliveringDispatcher(leaves, size, inner.buffers())
         dispatcher.add_targets(originals, leaves, size if loss_reduction == "mean" else 1)
         mark_inputs(inputs, axis, size, dispatcher)
         with _recurrent_layers_kept(module):
-            outputs = dispatcher.observe(functional_call, (module, dict(leaves), args, kwargs), {})
+            replaced = {f"module.{name}": leaf for name, leaf in leaves.items()}
+            outputs = dispatcher.observe(functional_call, (holder, replaced, args, kwargs), {})
         _look_through(outputs, dispatcher)
         dispatcher.end_forward()
         return outputs
@@ -140,7 +143,7 @@ def vmap_per_sample_grads(
     module = unwrapped(module)  # Fabric's wrapper holds it twice, and functional_call would put back one of both alone
     parameters = {name: parameter.detach() for name, parameter in _trainable(module).items()}
     buffers = dict(module.named_buffers())
-    holder = _LossOf(module, loss_fn)
+    holder = _Holder(module, loss_fn)
 
     def loss_of(parameters: dict[str, Tensor], *rows: Tensor) -> Tensor:
         one = list(leaves)
@@ -148,7 +151,7 @@ def vmap_per_sample_grads(
             one[place] = row.unsqueeze(0)
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         replaced = {f"module.{name}": tensor for name, tensor in (parameters | copies).items()}
-        loss = functional_call(holder, replaced, tree_unflatten(one, spec))
+        loss: Tensor = functional_call(holder, replaced, tree_unflatten(one, spec))
         _check_loss(loss)
         return loss
 
@@ -202,16 +205,16 @@ def loop_per_sample_grads(
     return torch.stack(losses), {name: torch.stack(grads) for name, grads in rows.items()}
 
 
-class _LossOf(nn.Module):
-    """A loss function as a module that holds the module it is about."""
+class _Holder(nn.Module):
+    """A function of a module as a module that holds that module."""
 
-    def __init__(self, module: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
         self._loss_fn = loss_fn
 
-    def forward(self, *batch: Any) -> Tensor:
-        return self._loss_fn(self.module, *batch)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loss_fn(self.module, *args, **kwargs)
 
 
 def _check_module(module: object) -> None:

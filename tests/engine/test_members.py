@@ -12,7 +12,12 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from lightning_persample import expanded_weights, loop_per_sample_grads, vmap_per_sample_grads
+from lightning_persample import (
+    call_for_per_sample_grads,
+    expanded_weights,
+    loop_per_sample_grads,
+    vmap_per_sample_grads,
+)
 from lightning_persample.engine.members import parameters_and_buffers
 
 
@@ -96,7 +101,13 @@ def test_names_of_a_module_that_fabric_has_set_up_are_its_own() -> None:
     passes = (vmap_per_sample_grads, loop_per_sample_grads)
     others = [f(wrapped, lambda m, x, y: F.cross_entropy(m(x), y), x, y)[1] for f in passes]
     assert all(isinstance(each, nn.Parameter) for layer in network for each in layer.parameters(recurse=False))
-    for found in (seen.record.grad_samples, *others):
+    parameters = dict(network.named_parameters())
+    network.zero_grad()
+    F.cross_entropy(call_for_per_sample_grads(wrapped, loss_reduction="mean")(x), y).backward()
+    assert all(dict(network.named_parameters())[name] is parameter for name, parameter in parameters.items())
+    assert all(parameter.grad is None for parameter in parameters.values())
+    called = {name: parameter.grad_sample for name, parameter in parameters.items()}
+    for found in (seen.record.grad_samples, *others, called):
         assert list(found) == list(expected)
         for name, grads in expected.items():
             torch.testing.assert_close(found[name], grads)
