@@ -27,6 +27,8 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "normalised-over-two-samples": lambda z: F.layer_norm(z.view(-1, 2), (2,)).pow(3).mean(),
     "square-of-a-partial-sum": lambda z: z.view(-1, 2).sum(1).pow(2).mean(),
     "square-of-a-partial-mean": lambda z: z.view(-1, 2).mean(1).square().sum(),
+    "beyond-a-bound": lambda z: z.square().mean().clamp(max=1e-6),
+    "square-of-a-mean": lambda z: z.mean().pow(2),
     "root-of-a-mean": lambda z: z.square().view(-1, 2, 1).mean().sqrt(),
     "repeated-and-cut-apart": lambda z: z.repeat(2, 1).view(len(z), 2).std(1).mean(),
     "graph": lambda z: torch.sparse.mm(NEIGHBOURS[: len(z), : len(z)].to_sparse(), z).pow(2).mean(),
@@ -70,6 +72,11 @@ def test_one_sample_mixes_with_none() -> None:
 
 
 PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "within-bounds": lambda z, x: z.square().mean().clamp(min=0.0, max=1e9),
+    "positive": lambda z, x: torch.maximum(z.square().mean().relu().abs(), torch.zeros(())),
+    "to-the-power-of-one": lambda z, x: z.square().sum() ** 1 / len(z),
+    "finite": lambda z, x: torch.nan_to_num(z.square().mean()),
+    "with-a-product-added": lambda z, x: torch.addcmul(z.square().mean(), torch.tensor(0.5), torch.tensor(2.0)),
     "cut-apart": lambda z, x: z.view(-1, 2).square().mean() if len(z) > 1 else z.square().mean(),
     "cut-apart-and-moved": lambda z, x: (
         (2 * z.exp().view(2, -1).t().reshape(-1).clamp(max=9.0)).mean() if len(z) > 1 else 2 * z.exp().mean()

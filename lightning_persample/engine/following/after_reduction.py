@@ -50,6 +50,26 @@ _ENTRYWISE_LOSSES = frozenset({
     "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
 })
 # fmt: on
+# Of numbers beyond their bounds they are the numbers themselves.
+_BOUNDS = frozenset(
+    {
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "clip",
+        "relu",
+        "abs",
+        "absolute",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+        "nan_to_num",
+        "hardtanh",
+        "threshold",
+        "leaky_relu",
+    }
+)
 _SCALED = "`{name}` scales the loss by a number computed over the whole batch{line}"
 _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
 
@@ -74,6 +94,8 @@ def after_reduction(call: ObservedCall) -> Followed:
         stacked = _stacked(call, marks)
         if stacked is not None:
             return stacked
+    if len(with_gradient) == 1 and _leaves_as_is(call):
+        return Followed((first,) * len(call.outputs), by_values=True)
     noted = next((mark for mark in with_gradient if mark.noted), None)
     known = all(mark.samples for mark in with_gradient)
     samples = frozenset().union(*(mark.samples for mark in with_gradient)) if known else frozenset()
@@ -105,6 +127,23 @@ def after_reduction(call: ObservedCall) -> Followed:
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),
     )  # fmt: skip
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)
+
+
+def _leaves_as_is(call: ObservedCall) -> bool:
+    """Whether a number's gradient is what it was: within its bounds, to the power of 1, with a constant added."""
+    number = next(tensor for tensor, _ in call.lost if tensor.requires_grad)
+    others = [value for value in (*call.args, *call.kwargs.values()) if value is not number and value is not None]
+    if number.numel() != 1 or call.outputs[0].numel() != 1 or call.inplace:
+        return False
+    if call.op in ("addcmul", "addcdiv"):
+        return number is call.args[0]
+    if call.op in ("pow", "float_power"):
+        return number is call.args[0] and all(isinstance(each, (int, float)) and each == 1 for each in others)
+    if call.op not in _BOUNDS:
+        return False
+    value, bounds = number.detach(), [each for each in others if isinstance(each, (int, float, Tensor))]
+    at_bound = any(bool((value == each).any()) for each in bounds)
+    return not at_bound and bool(value != 0) and bool(call.outputs[0].detach() == value)
 
 
 def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
