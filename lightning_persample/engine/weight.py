@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from lightning_persample.engine.blocks import copied, looked_up, row_by_row
 from lightning_persample.engine.by_rule import Computation
 from lightning_persample.engine.failure import OverwrittenError, guard
+from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
@@ -241,7 +242,9 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
     devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), other_generators_kept():
         derivation = _as_read(derivation)
-        rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) else None
+        one = _of_one_row(derivation, gradient) if isinstance(gradient, Block) else None
+        rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) and one is None else None
+        block, derivation = gradient, one or derivation
         inputs = [derivation.leaves[position] for position in derivation.parents]
         if rows is not None:
             _check_repeats(derivation, derivation.compute(*inputs), inputs)
@@ -252,14 +255,14 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
         _check_repeats(derivation, value, inputs)
         before = _random_states(devices)
         with other_generators_kept() as others_drawn:
-            pulled = _pulled(value, pull, gradient)
+            pulled = _pulled(value, pull, gradient if one is None else Dense(block.tensors()[0]))
             if others_drawn() or not all(map(torch.equal, before, _random_states(devices))):
                 raise UnsupportedError(
                     f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op "
                     "away from the weights"
                 )
     for parent, grads in zip(parents, pulled, strict=True):
-        parent.contributions.append(Dense(grads))
+        parent.contributions.append(replace(block, grad=grads) if isinstance(block, Block) and one else Dense(grads))
 
 
 def _random_states(devices: list[torch.device]) -> list[Tensor]:
@@ -286,7 +289,7 @@ def _pulled(value: Tensor, pull: Pull, gradient: SampleGradient) -> list[Tensor]
             NotImplementedError,
         ):  # no batching rule for the backward of this op: one sample at a time
             pieces.append(tuple(torch.stack(column) for column in zip(*(pull([c]) for c in cotangents), strict=True)))
-    return [torch.cat(column) for column in zip(*pieces, strict=True)]
+    return [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*pieces, strict=True)]
 
 
 def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGradient) -> SampleGradient | None:
@@ -318,6 +321,23 @@ def _as_read(derivation: Derivation, *, parents_too: bool = True) -> Derivation:
         made = _as_read(parent.derivation)
         leaves[place] = made.compute(*(made.leaves[position] for position in made.parents))
     return replace(derivation, leaves=tuple(leaves))
+
+
+def _of_one_row(derivation: Derivation, gradient: Block) -> Derivation | None:
+    """A pointwise computation of rows that are all equal, one for each sample, for one of the rows."""
+    value, leaves, dim = derivation.value, list(derivation.leaves), gradient.dim
+    has_rows = gradient.total == value.size(dim) and not derivation.inplace
+    if derivation.op not in POINTWISE or not has_rows or version_of(value) != derivation.made:
+        return None
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or (leaf.numel() == 1 and place not in derivation.parents):
+            continue
+        row = leaf.narrow(dim, 0, 1) if leaf.shape == value.shape else None
+        if row is None or not torch.equal(leaf, row.expand_as(leaf)):
+            return None
+        leaves[place] = row
+    row = value.narrow(dim, 0, 1)
+    return replace(derivation, leaves=tuple(leaves), value=row) if torch.equal(value, row.expand_as(value)) else None
 
 
 def _check_repeats(derivation: Derivation, value: Tensor, inputs: Sequence[Tensor]) -> None:

@@ -249,10 +249,12 @@ def _merge(terms: Sequence[SampleGradient]) -> SampleGradient:
     """One structure for terms of one kind."""
     first = terms[0]
     if isinstance(first, Dense | Block):  # (a sample has the same place in all blocks)
-        grad = first.grad.to(first.dtype)
-        for term in terms[1:]:
-            grad = grad + term.tensors()[0].to(term.dtype)
-        return replace(first, grad=grad)
+        grads = [term.tensors()[0].to(term.dtype) for term in terms]
+        total = grads[0] + grads[1]
+        for grad in grads[2:]:  # in place as a rule: a tensor of this size is often more to make than to fill
+            fits = grad.dtype == total.dtype and not grad.requires_grad and not total.requires_grad
+            total = total.add_(grad) if fits else total + grad
+        return replace(first, grad=total)
     tensors = [torch.cat(same, 1) for same in zip(*(term.tensors() for term in terms), strict=True)]
     if isinstance(first, Outer):
         return Outer(*tensors)
