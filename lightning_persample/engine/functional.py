@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -73,22 +73,20 @@ def call_for_per_sample_grads(
     check_loss_reduction(loss_reduction)
     _refuse_left_over(module)
     axis = 0 if batch_first else 1
-    inner = unwrapped(module)  # Fabric's wrapper holds it twice, and functional_call would put back one of both alone
-    holder = _Holder(inner, lambda _, *args, **kwargs: module(*args, **kwargs))
 
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         _refuse_left_over(module)
         inputs = call_inputs(module, args, kwargs, axis)
         size = shared_batch_size(inputs, axis) if batch_size is None else batch_size
-        originals = _trainable(inner)
+        originals = _trainable(module)
         leaves = {name: stand_in(parameter) for name, parameter in originals.items()}
-        dispatcher = DeliveringDispatcher(leaves, size, inner.buffers())
+        dispatcher = DeliveringDispatcher(leaves, size, module.buffers())
         dispatcher.add_targets(originals, leaves, size if loss_reduction == "mean" else 1)
         mark_inputs(inputs, axis, size, dispatcher)
         with _recurrent_layers_kept(module):
-            replaced = {f"module.{name}": leaf for name, leaf in leaves.items()}
-            outputs = dispatcher.observe(functional_call, (holder, replaced, args, kwargs), {})
+            call = functools.partial(functional_call, tie_weights=False)
+            outputs = dispatcher.observe(call, (module, _by_place(module, leaves), args, kwargs), {})
         _look_through(outputs, dispatcher)
         dispatcher.end_forward()
         return outputs
@@ -140,18 +138,18 @@ def vmap_per_sample_grads(
     read_batch_size(batch, 0)
     leaves, spec = tree_flatten(_splittable(batch))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    module = unwrapped(module)  # Fabric's wrapper holds it twice, and functional_call would put back one of both alone
+    module = unwrapped(module)
     parameters = {name: parameter.detach() for name, parameter in _trainable(module).items()}
     buffers = dict(module.named_buffers())
-    holder = _Holder(module, loss_fn)
+    holder = _LossOf(module, loss_fn)
 
     def loss_of(parameters: dict[str, Tensor], *rows: Tensor) -> Tensor:
         one = list(leaves)
         for place, row in zip(places, rows, strict=True):
             one[place] = row.unsqueeze(0)
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
-        replaced = {f"module.{name}": tensor for name, tensor in (parameters | copies).items()}
-        loss: Tensor = functional_call(holder, replaced, tree_unflatten(one, spec))
+        replaced = {f"module.{name}": tensor for name, tensor in _by_place(module, parameters | copies).items()}
+        loss = functional_call(holder, replaced, tree_unflatten(one, spec), tie_weights=False)
         _check_loss(loss)
         return loss
 
@@ -205,16 +203,16 @@ def loop_per_sample_grads(
     return torch.stack(losses), {name: torch.stack(grads) for name, grads in rows.items()}
 
 
-class _Holder(nn.Module):
-    """A function of a module as a module that holds that module."""
+class _LossOf(nn.Module):
+    """A loss function as a module that holds the module it is about."""
 
-    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
         super().__init__()
         self.module = module
         self._loss_fn = loss_fn
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._loss_fn(self.module, *args, **kwargs)
+    def forward(self, *batch: Any) -> Tensor:
+        return self._loss_fn(self.module, *batch)
 
 
 def _check_module(module: object) -> None:
@@ -235,6 +233,19 @@ def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     if lazy:
         raise UnsupportedError(f"parameter `{lazy[0]}` is not initialized yet; run one batch through the module first")
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _by_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name, for every place that holds what they replace, once each."""
+    # A layer that is held twice has one place and two names: of those, `functional_call` would put back one alone.
+    named: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    replacing = {id(named[name]): tensor for name, tensor in tensors.items()}
+    return {
+        f"{path}.{name}" if path else name: replacing[id(held)]
+        for path, part in module.named_modules()
+        for name, held in (part._parameters | part._buffers).items()
+        if id(held) in replacing
+    }
 
 
 def _refuse_left_over(module: nn.Module) -> None:

@@ -111,3 +111,32 @@ def test_names_of_a_module_that_fabric_has_set_up_are_its_own() -> None:
         assert list(found) == list(expected)
         for name, grads in expected.items():
             torch.testing.assert_close(found[name], grads)
+
+
+class HeldTwice(nn.Module):
+    """One layer under two names, in a list, too, and a weight that is another layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(5, 5)
+        self.target = self.encoder
+        self.layers = nn.ModuleList([self.encoder, nn.BatchNorm1d(5).eval()])
+        self.table = nn.Embedding(5, 5)
+        self.table.weight = self.encoder.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.target(x).tanh()) + self.encoder(x) + x @ self.table.weight
+
+
+def test_a_layer_that_is_held_twice_has_its_parameters_afterwards() -> None:
+    module, x = HeldTwice(), torch.randn(6, 5)
+    _, expected = loop_per_sample_grads(module, lambda m, x: m(x).square().sum(), x)
+    parts = [part for _, part in module.named_modules(remove_duplicate=False)]
+    before = [dict(part._parameters) for part in parts]
+    _, by_vmap = vmap_per_sample_grads(module, lambda m, x: m(x).square().sum(), x)
+    call_for_per_sample_grads(module)(x).square().sum().backward()
+    for part, parameters in zip(parts, before, strict=True):
+        assert all(part._parameters[name] is parameter for name, parameter in parameters.items())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(by_vmap[name], expected[name])
+        torch.testing.assert_close(parameter.grad_sample, expected[name])
