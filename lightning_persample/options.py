@@ -54,11 +54,20 @@ def is_none_or_positive(value: object) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0)
 
 
+_SHOWN = 200
+
+
 def shown(value: object) -> str:
-    """A value in a message: a tensor by its shape and dtype, anything else as Python writes it."""
+    """A value in a message: a tensor by its shape and dtype, anything else as Python writes it, cut off where long."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
-    return repr(value)
+    if isinstance(value, (list, tuple)):
+        first, last = "[]" if isinstance(value, list) else "()"
+        comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
+        text = f"{first}{', '.join(map(shown, value[:_SHOWN]))}{comma}{last}"
+    else:
+        text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def check_option(name: str, value: object, allowed: bool, expected: str) -> None:

@@ -278,7 +278,8 @@ class PerSampleCallback(Callback):
 
     def _fail(self, trainer: Trainer | None, error: Exception) -> None:
         """Say once that this callback has failed, by a fault of this package, and let it rest until the next fit."""
-        others = [] if trainer is None else guard(_per_sample_callbacks, lambda error: [])(trainer)
+        found: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+        others = [each for each in found if isinstance(each, PerSampleCallback)]  # (their own search may have failed)
         if not any(each._has_failed for each in (self, *others)):
             text = f"{type(self).__name__} gives nothing more in this fit: {fault_of(error, 'a hook of it')}"
             shared = others[0]._shared if others else None

@@ -102,6 +102,15 @@ def test_a_tensor_that_is_not_allowed_is_named_by_its_shape():
     assert str(error.value) == f"{got}: loss_reduction must be {REDUCTIONS}"
 
 
+def test_tensors_in_a_value_that_is_not_allowed_are_named_by_their_shapes():
+    with pytest.raises(OptionError) as error:
+        PerSampleCallback(loss_reduction=[torch.ones(2000), (1,)])
+    got = "loss_reduction=[a tensor of shape (2000,) and dtype torch.float32, (1,)] is not allowed"
+    assert str(error.value) == f"{got}: loss_reduction must be {REDUCTIONS}"
+    with pytest.raises(OptionError, match=r"engine='x{199}\.\.\. is not allowed"):
+        PerSampleCallback(engine="x" * 5000)
+
+
 def test_allowed_values_are_kept():
     def weights(outputs, batch):
         return torch.ones(1)

@@ -32,12 +32,14 @@ from lightning_persample.callbacks import (
     _training_step,
     _window,
     _worst_samples,
+    base,
 )
 from lightning_persample.engine import coverage, dispatch, kinds, layout, marks, mode, reporting
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning
 from lightning_persample.influence import _parts, ledger
-from tests.callbacks.runs import Recorder, make_trainer
+from tests.callbacks.runs import Classifier as Plain
+from tests.callbacks.runs import Recorder, fit, make_trainer
 from tests.callbacks.ways import Classifier, Manual, traces
 from tests.own_faults import broken, called, interrupted, name_of
 
@@ -210,3 +212,15 @@ def test_a_fault_in_some_of_all_functions_leaves_the_training_as_it_is(tmp_path:
 @pytest.mark.parametrize("kind", [Classifier, Manual])
 def test_a_fault_in_any_function_leaves_the_training_as_it_is(kind: type, calls: int | None, tmp_path: Any) -> None:
     sweep(kind, tmp_path, every=1, calls=calls)
+
+
+def test_a_fault_in_the_search_for_the_callbacks_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(trainer: Any) -> None:
+        raise ValueError("mistaken")
+
+    monkeypatch.setattr(base, "_per_sample_callbacks", fails)
+    with pytest.warns(PerSampleWarning) as caught:
+        fit(Plain(), [PerSampleGradientMonitor(), Recorder(), Recorder(2)])
+    texts = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    assert len(texts) == 1, texts
+    assert "gives nothing more in this fit: a hook of it failed with ValueError: mistaken" in texts[0]
