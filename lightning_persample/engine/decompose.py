@@ -112,7 +112,7 @@ def _backward_in_the_open(function: types.FunctionType) -> tuple[types.FunctionT
 
 def _backward_of_torch(*args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.backward``, in the open unless somebody has replaced it."""
-    function = torch.autograd.backward
+    function = getattr(torch.autograd.backward, "__wrapped__", torch.autograd.backward)
     if isinstance(function, types.FunctionType) and _ENGINE in function.__code__.co_names:
         return _backward_in_the_open(function)[0](*args, **kwargs)
     with _visible.get():

@@ -149,17 +149,18 @@ _PASSING = (_users.__code__, stop.__code__)
 
 
 def run_all(*steps: Callable[[], object]) -> None:
-    """Run each of them, even where others fail; the first failure is passed on at the end."""
-    failures: list[Exception] = []
+    """Run each of them, even where others fail or are interrupted; the first failure is passed on at the end."""
+    failures: list[BaseException] = []
     for step in steps:
         try:
             step()
-        except Exception as error:
-            if _passes(error):
-                raise
+        except BaseException as error:
             failures.append(error)
-    if failures:
-        raise failures[0]
+    try:
+        if failures:
+            raise min(failures, key=lambda error: isinstance(error, Exception))  # an interrupt before any other
+    finally:
+        failures.clear()  # the traceback of one holds this frame
 
 
 def in_smaller_chunks(compute: Callable[[], Result]) -> Result:

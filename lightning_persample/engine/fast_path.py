@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -85,11 +85,26 @@ def _not_counted(kind: type[TorchFunctionMode]) -> Iterator[None]:
             return bool(asked(args))
         return any(_overrides(type(arg)) for arg in args)
 
+    backward = torch.autograd.backward
     torch.overrides.has_torch_function = has_torch_function
+    if "handle_torch_function" not in backward.__code__.co_names:
+        torch.autograd.backward = _offered(backward)
     try:
         yield
     finally:
-        torch.overrides.has_torch_function = asked
+        torch.overrides.has_torch_function, torch.autograd.backward = asked, backward
+
+
+def _offered(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.autograd.backward`` of old releases of torch, which do not offer it to modes; checkpoints call it."""
+
+    @wraps(backward)
+    def offer(*args: Any, **kwargs: Any) -> Any:
+        if not _get_current_function_mode_stack():
+            return backward(*args, **kwargs)
+        return torch.overrides.handle_torch_function(backward, (), *args, **kwargs)
+
+    return offer
 
 
 def _overrides(kind: type) -> bool:

@@ -265,8 +265,7 @@ class Capture:
         """Forget every mark and remove every hook; the records stay."""
         self._closed = True
         self.before_backward = self.after_backward = None
-        self._mode.release()
-        ends: list[Callable[[], None]] = [self._forget_loss]
+        ends: list[Callable[[], None]] = [self._mode.release, self._forget_loss]
         if not self._fault:
             nodes, dispatcher = self._dispatcher.nodes, self._dispatcher
             ends += [self._sharded.close, self._watched.close, nodes.release, dispatcher.close]
