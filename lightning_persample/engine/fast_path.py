@@ -100,7 +100,7 @@ def _offered(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def offer(*args: Any, **kwargs: Any) -> Any:
-        if not _get_current_function_mode_stack():
+        if not (torch._C._is_torch_function_enabled() and _get_current_function_mode_stack()):
             return backward(*args, **kwargs)
         return torch.overrides.handle_torch_function(backward, (), *args, **kwargs)
 
