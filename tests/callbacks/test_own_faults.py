@@ -167,7 +167,10 @@ BOUNDARY = (
     "callbacks._tagged_loader._KeyedDataset.__",
     "callbacks._tagged_loader._Tagged.__init__",
     "callbacks._tagged_loader._untagging.<locals>.",
+    "callbacks._tagged_loader.note_failures",
+    "callbacks._training_step.SharedCapture._rests",
     "callbacks._training_step.SharedCapture.uninstall",
+    "callbacks.base.PerSampleCallback._end_capture",
     "callbacks.base._guarded.<locals>.run",
     "callbacks.base._with_capture.<locals>.both",
 )
