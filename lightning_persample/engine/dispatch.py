@@ -45,7 +45,9 @@ __all__ = ["Dispatcher"]
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
 _TENSORS = {Tensor, nn.Parameter}
-_COUNTED = frozenset({"getitem", "select", "index_select", "embedding", "eq", "ne"})  # read a number as `int` gives it
+# ops that read a number as `int` gives it: which of the batch's numbers it is, and how large a result is to be
+_COUNTED = frozenset({"getitem", "select", "index_select", "embedding", "eq", "ne"})
+_SIZED = frozenset({"expand", "broadcast_to", "view", "reshape", "unflatten", "repeat", "tile"})
 _NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
 
 
@@ -321,7 +323,9 @@ class Dispatcher(Collector):
             operands = tuple(
                 Operand(
                     saved[0] if inplace and weights and tensor is args[0] else tensor,
-                    None if counted and _is_entry(tensor, mark) else _place_of(tensor, mark, replaced, beside),
+                    None
+                    if (counted and _is_entry(tensor, mark)) or (op in _SIZED and tensor is not tensors[0])
+                    else _place_of(tensor, mark, replaced, beside),
                 )
                 for tensor, mark in marked
             )

@@ -71,8 +71,11 @@ def is_inplace(function: Callable[..., Any]) -> bool:
 
 def data_of(op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments whose values the results are made of, in order."""
-    if op not in _CONVERTS or (op == "arange" and (len(args) > 1 or "start" in kwargs)):
+    if op not in _CONVERTS:
         return operands_of(args, kwargs)
+    if op == "arange":  # how far it goes is a size
+        starts = args[:1] if len(args) > 1 or "end" in kwargs else ()
+        return operands_of((*starts, *args[2:3]), {name: kwargs[name] for name in ("start", "step") if name in kwargs})
     place, name = _CONVERTS[op] or (len(args), "")
     return operands_of(args[place : place + 1], {name: kwargs[name]} if name in kwargs else {})
 

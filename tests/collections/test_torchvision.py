@@ -61,7 +61,7 @@ CASES = [
     case("googlenet", aux_logits=False, init_weights=False),
     Case("vision_transformer", transformer),
     Case("swin", lambda: swin("v1")),
-    Case("swin_v2", lambda: swin("v2"), "a weight that depends on the batch"),
+    Case("swin_v2", lambda: swin("v2")),
     Case("lraspp_mobilenet_v3_large", lambda: segmented("lraspp_mobilenet_v3_large")),
 ]
 
