@@ -205,12 +205,14 @@ def sweep(kind: type, tmp_path: Any, every: int, calls: int | None) -> None:
     assert wrong == {}
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of files that a fault leaves open
 def test_a_fault_in_some_of_all_functions_leaves_the_training_as_it_is(tmp_path: Any) -> None:
     sweep(Classifier, tmp_path, every=25, calls=None)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("calls", [None, 1, -1], ids=["always", "first", "last"])
 @pytest.mark.parametrize("kind", [Classifier, Manual])
 def test_a_fault_in_any_function_leaves_the_training_as_it_is(kind: type, calls: int | None, tmp_path: Any) -> None:
