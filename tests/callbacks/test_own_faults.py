@@ -205,6 +205,7 @@ def sweep(kind: type, tmp_path: Any, every: int, calls: int | None) -> None:
     assert wrong == {}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of files that a fault leaves open
 def test_a_fault_in_some_of_all_functions_leaves_the_training_as_it_is(tmp_path: Any) -> None:
     sweep(Classifier, tmp_path, every=25, calls=None)
