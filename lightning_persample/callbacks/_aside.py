@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_persample.engine import is_sharded, without_compilation
@@ -97,9 +99,42 @@ def on_other_batches(
     return step
 
 
+# Functions of torch that draw a dropout mask, and where their probability stands.
+_DROPOUT: dict[Callable[..., Any], tuple[int, str]] = {
+    **dict.fromkeys(
+        (
+            F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+            torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
+        ),
+        (1, "p"),
+    ),
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+}  # fmt: skip
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Sets the dropout probability of torch's own functions to 0."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the call without its dropout."""
+        kwargs = kwargs or {}
+        place, name = _DROPOUT.get(func, (len(args), ""))
+        if place < len(args):
+            args = (*args[:place], 0.0, *args[place + 1 :])
+        elif name and (name in kwargs or name == "p"):
+            kwargs = {**kwargs, name: 0.0}
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Set the dropout probability of torch's own layers to 0 in this context."""
+    """Set the dropout probability of torch's own layers and functions to 0 in this context."""
     found: list[tuple[Any, str, float]] = []
     for layer in module.modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd):
@@ -109,7 +144,8 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     for layer, name, _ in found:
         setattr(layer, name, 0.0)
     try:
-        yield
+        with _WithoutDropout():
+            yield
     finally:
         for layer, name, probability in found:
             setattr(layer, name, probability)

@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.callbacks._aside import NoLossError, aside
+from lightning_persample.callbacks._aside import NoLossError, aside, without_dropout
 from lightning_persample.callbacks._sample_choice import SampleChoice
+from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.engine import PerSampleRecord, guard
 from lightning_persample.engine.batch import BatchLayout
 from lightning_persample.engine.batch_axis import Lost
@@ -34,14 +35,28 @@ from lightning_persample.gradients import Dense
 from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
 from lightning_persample.options import QUANTITIES
 
-__all__ = ["SecondEngine"]
+__all__ = ["NOT_COMPARED", "NOT_ONE_BY_ONE", "SecondEngine", "SumsDifferError"]
 
 _NO_FACTOR = "the samples run in a pass of their own, with random numbers of its own"
+
+NOT_ONE_BY_ONE = (
+    "The loss of the batch is not made of the losses of its samples as loss_reduction says (samples that weigh "
+    "otherwise, samples that influence each other as in batch normalization, a term that belongs to no sample), or the "
+    "batch is cut otherwise than its data lie"
+)
+NOT_COMPARED = (
+    "could not be compared with the gradient of the batch, because training_step draws random numbers: where samples "
+    "influence each other or weigh otherwise than loss_reduction says, the values are not those of the training step"
+)
 
 _CHECKPOINT = (
     "engine='loop' takes gradients with torch.autograd.grad, and activation checkpointing with use_reentrant=True "
     "gives none to it; use checkpoint(..., use_reentrant=False)"
 )
+
+
+class SumsDifferError(UnsupportedError):
+    """The samples, each run alone, do not add up to the gradient of their batch."""
 
 
 class SecondEngine:
@@ -56,7 +71,9 @@ class SecondEngine:
 
     Attributes:
         totals: of a pass whose sums are to be compared with ``.grad``, the weighted sums over the samples by name;
-            None where they cannot be compared, as the samples drew random numbers of their own.
+            None where they cannot be compared, as the samples drew random numbers of their own. Without dropout they
+            are compared in the pass itself then.
+        draws: whether a sample draws random numbers even without dropout, so that nothing was compared.
         weights: what each sample weighs in the loss, (B,).
     """
 
@@ -75,6 +92,7 @@ class SecondEngine:
         self._choice = choice
         self.totals: dict[str, Tensor] | None = None
         self.weights: Tensor | None = None
+        self.draws = False
 
     def record(
         self,
@@ -109,6 +127,10 @@ class SecondEngine:
 
         collected = in_smaller_chunks(collect) if engine == "vmap" else collect()
         self.totals = collected.totals if sums and chosen is None and not collected.drew else None
+        if sums and chosen is None and collected.drew:
+            with without_dropout(self._module):
+                again = in_smaller_chunks(collect) if engine == "vmap" else collect()
+                self._compare_aside(training_step, self._copied(batch, size), again)
         return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
 
     def record_or_reason(
@@ -181,6 +203,27 @@ class SecondEngine:
                 state.restore(random_states=False)
             collected.drew = state.drew_random_numbers()
 
+    def _compare_aside(self, training_step: Callable[[Any], Any], batch: Any, collected: _Collected) -> None:
+        """Compare the sums of a pass with the gradient of the batch, of which no parameter is given any."""
+        names, parameters = zip(*self._trainable(), strict=True)
+        scale = self._loss_scale(1)
+        with aside(self._trainer, self._module) as state:
+            loss = loss_of(training_step(batch))
+            if not isinstance(loss, Tensor) or self.weights is None:
+                raise NoLossError
+            check = SumCheck(self._module, loss, self.weights)
+            grads = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
+            self.draws = collected.drew or state.drew_random_numbers()
+        text = check.finish(
+            collected.record(list(names)), collected.totals, NOT_ONE_BY_ONE, dict(zip(names, grads, strict=True))
+        )
+        if text is not None and not self.draws:
+            raise SumsDifferError(text)
+
+    def _copied(self, batch: Any, size: int) -> Any:
+        """The batch for a step aside, which may change its inputs in place."""
+        return take(batch, 0, size, batch_size=size, batch_dim=self._batch_dim)
+
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
 
@@ -194,6 +237,7 @@ class SecondEngine:
         """What each sample weighs in the loss of the batch, (B,)."""
         if not callable(self._weighting):
             return torch.full((size,), 1.0 if self._weighting == "sum" else 1.0 / size)
+        batch = self._copied(batch, size)
         with aside(self._trainer, self._module), torch.no_grad():
             outputs = training_step(batch)
             if loss_of(outputs) is None:

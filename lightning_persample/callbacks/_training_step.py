@@ -42,7 +42,7 @@ from lightning_persample.callbacks._requirements import (
 )
 from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.callbacks._sample_index import BatchIndices
-from lightning_persample.callbacks._second_engine import SecondEngine
+from lightning_persample.callbacks._second_engine import NOT_COMPARED, NOT_ONE_BY_ONE, SecondEngine, SumsDifferError
 from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.callbacks._verification import verify_values
 from lightning_persample.engine import (
@@ -61,12 +61,6 @@ from lightning_persample.errors import BatchSizeError, PerSampleError, Unsupport
 
 if TYPE_CHECKING:
     from lightning_persample.callbacks.base import PerSampleCallback
-
-_NOT_ONE_BY_ONE = (
-    "The loss of the batch is not made of the losses of its samples as loss_reduction says (samples that weigh "
-    "otherwise, samples that influence each other as in batch normalization, a term that belongs to no sample), or the "
-    "batch is cut otherwise than its data lie"
-)
 
 __all__ = ["SharedCapture", "is_logging_step", "logging_step", "shared_capture", "window_continues"]
 
@@ -396,6 +390,11 @@ class SharedCapture:
             return training_step(*args, **kwargs)
         sums, self._second_is_compared = not self._second_is_compared, True
         record = self._run_aside(self._engine, sums=sums)
+        if isinstance(record, SumsDifferError):
+            self._refuse_second(str(record))
+            return training_step(*args, **kwargs)
+        if sums and self._second.draws:
+            self._reports.warn(f"engine={self._engine!r} {NOT_COMPARED}")
         outputs = training_step(*args, **kwargs)
         loss = loss_of(outputs)
         if isinstance(record, PerSampleRecord):
@@ -427,7 +426,11 @@ class SharedCapture:
 
     def _open(self) -> ObservedStep | None:
         self._is_empty = False
-        self._step = guard(self._observed_step, self._cannot_open)()
+        try:
+            self._step = guard(self._observed_step, self._cannot_open)()
+        except BatchSizeError as error:  # which `expanded_weights` raises to its caller: here, that is no one
+            self._step = None
+            self._cannot_open(error)
         return self._step
 
     def _observed_step(self) -> ObservedStep:
@@ -487,11 +490,14 @@ class SharedCapture:
         return result
 
     def _is_refused(self, record: PerSampleRecord, check: SumCheck | None) -> bool:
-        text = None if check is None else check.finish(record, self._second.totals, _NOT_ONE_BY_ONE)
+        text = None if check is None else check.finish(record, self._second.totals, NOT_ONE_BY_ONE)
         if text is not None:
-            self._second_is_refused = True
-            self._reports.report(UnsupportedError(f"engine={self._engine!r} is not used in this fit: {text}"))
+            self._refuse_second(text)
         return text is not None
+
+    def _refuse_second(self, text: str) -> None:
+        self._second_is_refused = True
+        self._reports.report(UnsupportedError(f"engine={self._engine!r} is not used in this fit: {text}"))
 
     def _backward_starts(self, losses: list[Tensor]) -> None:
         with unseen(self._module.device.type):
@@ -517,11 +523,13 @@ class SharedCapture:
             found = self._run_aside(engine, sums=True)
             check, totals, text = self._second_check, self._second.totals, None
             if isinstance(found, PerSampleRecord) and check is not None and totals is not None:
-                text = check.finish(found, totals, _NOT_ONE_BY_ONE)
+                text = check.finish(found, totals, NOT_ONE_BY_ONE)
             if text is not None:
                 failures += f"; engine={engine!r}: {text}"
             elif isinstance(found, PerSampleRecord):
                 self._engine, self._second_is_compared = engine, True
+                if self._second.draws:
+                    failures += f"; engine={engine!r} {NOT_COMPARED}"
                 self._reports.warn(
                     f"{missing}\nFrom this step on, captured steps use engine={engine!r}, an extra pass over the "
                     f"batch{failures}"

@@ -48,7 +48,9 @@ class PerSampleCallback(Callback):
             follow: at captured steps only, an extra pass before the training step runs `training_step` aside on each
             sample alone, all at once with `torch.func.vmap`, or one after the other, which works with anything but
             reentrant activation checkpointing. The pass has random numbers of its own (dropout masks differ from those
-            of the training step), and batch normalization in training mode sees a single sample.
+            of the training step). Where samples influence each other (batch normalization in training mode), their
+            gradients do not add up to that of the batch, which the first captured step compares, without dropout: the
+            engine is then not used.
         verify: before the first captured batch, compare the engine with the one-sample loop on a few of its samples,
             and raise `VerificationError` with a table and the reasons if a value is missing or wrong. Dropout layers
             have probability 0 during the check. One callback with True decides for all callbacks of the Trainer.

@@ -93,10 +93,13 @@ def count_samples(batch: Any, batch_dim: int, declared: int | None, drawn: int |
         return read_batch_size(batch, batch_dim) if declared is None else declared
     found = _agreed_size(batch, batch_dim) if declared is None else declared
     if found is not None and (found % drawn or declared not in (None, drawn)):
-        what = f"the tensors of the batch hold {found} samples" if declared is None else f"batch_size={declared}"
+        what, remedy = f"batch_size={declared}", "leave batch_size out"
+        if declared is None:
+            what = f"the tensors of the batch hold {found} samples along axis {batch_dim}"
+            remedy = "pass batch_dim if the samples lie along another axis"
         raise BatchSizeError(
-            f"{what}, but the sampler drew {drawn} rows for this batch, of which nothing is reported: where a "
-            "collate function or a hook of the module adds or drops rows, pass sample_index=<function of the batch "
+            f"{what}, but the sampler drew {drawn} rows for this batch, of which nothing is reported: {remedy}; where "
+            "a collate function or a hook of the module adds or drops rows, pass sample_index=<function of the batch "
             "that returns the index of each sample>"
         )
     return drawn
@@ -243,7 +246,7 @@ def _items(walk: _Walk, batch_dim: int, batch_size: int) -> dict[int, Lost]:
             continue
         for place, found in enumerate(inner):
             for where, tensor in found:
-                reason = f"{where} is of one sample, in a list with one item per sample"
+                reason = f"{where} is of one sample, in a list with one item per sample; stack the list first"
                 of_one[id(tensor)] = Lost(reason, samples=frozenset({place}))
     return of_one
 
@@ -279,6 +282,7 @@ def _place(path: str, tensor: Tensor, batch_dim: int, batch_size: int) -> Place:
     if size == batch_size:
         return BatchAxis(min(batch_dim, tensor.dim() - 1))
     reason = f"{path} has shape {tuple(tensor.shape)}, which does not hold {batch_size} samples along axis {batch_dim}"
+    other = next((axis for axis, length in enumerate(tensor.shape) if length == batch_size > 1), None)
     if size and size % batch_size == 0:
         reason = (
             f"{path} has shape {tuple(tensor.shape)}, {size} rows along axis {batch_dim} for {batch_size} samples, and "
@@ -286,6 +290,8 @@ def _place(path: str, tensor: Tensor, batch_dim: int, batch_size: int) -> Place:
             f"{'neighbouring' if batch_dim == 0 else 'equally spaced'} rows, pass the tensor to mark_samples in the "
             "training step"
         )
+    elif other is not None:
+        reason += f"; if they lie along axis {other}, pass batch_dim={other}"
     return Lost(reason, unplaced=True)
 
 

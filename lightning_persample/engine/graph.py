@@ -124,8 +124,8 @@ def unseen_text(node: Node, differentiated: str) -> str:
     name = node.name().removesuffix("Backward")
     return (
         f"its gradient also arrives through {name}.apply, a custom autograd function, which torch does not show; "
-        "call it in a function decorated with torch.overrides.wrap_torch_function (register_rule then makes it fast), "
-        "or use engine='loop' in the callback"
+        "call it in a function decorated with @torch.overrides.wrap_torch_function(lambda *args: args) (register_rule "
+        "then makes it fast), or use engine='loop' in the callback"
     )
 
 

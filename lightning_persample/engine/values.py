@@ -171,7 +171,8 @@ def why_no_factor(
     """
     if penalized:
         names = ", ".join(f"`{name}`" for name in sorted(penalized)[:3])
-        return f"the loss has a term that belongs to no sample, made of {names}"
+        more = f" and {len(penalized) - 3} more" if len(penalized) > 3 else ""
+        return f"the loss has a term that belongs to no sample, made of {names}{more}"
     if not_additive:
         return not_additive[0]
     if isinstance(own.weighting, Tensor):

@@ -193,6 +193,12 @@ def learning_rates_of(
                 f"the test store: pass {name}(..., learning_rates=[...])"
             )
         rates.append(float(next(iter(found.values()))))
+    if not any(rates):
+        raise OptionError(
+            f"the learning rate of every checkpoint ({_listed(train_keys)}) is 0, as after a schedule that ends "
+            f"there, and every score would be 0: pass {name}(..., learning_rates=[...]), such as the mean rate of the "
+            "steps before it, or take earlier checkpoints"
+        )
     return rates
 
 

@@ -135,14 +135,30 @@ def doubling(rows: Any) -> Any:
     return torch.stack([x for x, _ in rows for _ in range(2)]), torch.stack([y for _, y in rows for _ in range(2)])
 
 
+def test_another_batch_axis_is_proposed_where_it_has_as_many_rows_as_were_drawn():
+    def step(network: nn.Module, batch: Any) -> Tensor:
+        return (network(batch[0])[-1].sum(1) - batch[1]).square().mean()
+
+    def time_major(rows: Any) -> tuple[Tensor, Tensor]:
+        return torch.stack([x for x, _ in rows], 1)[..., None], torch.stack([y for _, y in rows]).float()
+
+    data = DataLoader(LABELLED, 4, collate_fn=time_major)
+    _, texts = captured(nn.Linear(1, 2), step, data)
+    assert "pass batch_dim" in texts[0]
+    norms, texts = captured(nn.Linear(1, 2), step, data, batch_dim=1)
+    assert texts == []
+    assert norms[0].isfinite().all()
+
+
 def test_a_collate_function_that_drops_rows_is_refused_unless_the_samples_are_named():
     data = DataLoader(LABELLED, 4, collate_fn=dropping)
     norms, texts = captured(nn.Linear(5, 2), classify, data)
     assert norms == []
     assert texts == [
-        "the tensors of the batch hold 3 samples, but the sampler drew 4 rows for this batch, of which nothing is "
-        "reported: where a collate function or a hook of the module adds or drops rows, pass sample_index=<function of "
-        "the batch that returns the index of each sample>"
+        "the tensors of the batch hold 3 samples along axis 0, but the sampler drew 4 rows for this batch, of which "
+        "nothing is reported: pass batch_dim if the samples lie along another axis; where a collate function or a hook "
+        "of the module adds or drops rows, pass sample_index=<function of the batch that returns the index of each "
+        "sample>"
     ]
     network = nn.Linear(5, 2)
     norms, texts = captured(network, classify, data, sample_index=lambda batch: [1, 2, 3])
@@ -171,7 +187,8 @@ def test_a_batch_size_other_than_the_rows_drawn_is_refused():
     norms, texts = captured(nn.Linear(5, 2), classify, DataLoader(LABELLED, 4), batch_size=2)
     assert norms == []
     assert len(texts) == 1
-    assert texts[0].startswith("batch_size=2, but the sampler drew 4 rows for this batch, of which nothing is reported")
+    what = "batch_size=2, but the sampler drew 4 rows for this batch, of which nothing is reported"
+    assert texts[0].startswith(f"{what}: leave batch_size out; where a collate function")
 
 
 class Streamed(IterableDataset):
@@ -228,12 +245,14 @@ NOT_SUMS = {
 
 
 @pytest.mark.parametrize("case", NOT_SUMS)
+@pytest.mark.parametrize("dropout", [None, 0.5])
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
-def test_samples_that_do_not_add_up_to_the_gradient_are_refused(case, engine):
+def test_samples_that_do_not_add_up_to_the_gradient_are_refused(case, engine, dropout):
     make, step = NOT_SUMS[case]
     if engine == "vmap" and case == "batch norm":
         pytest.skip("torch.func refuses it")
-    norms, texts = captured(make(), step, DataLoader(LABELLED, 4), engine=engine)
+    network = make() if dropout is None else nn.Sequential(make(), nn.Dropout(dropout))
+    norms, texts = captured(network, step, DataLoader(LABELLED, 4), engine=engine)
     assert norms == []
     assert len(texts) == 1
     assert texts[0].startswith(
@@ -253,6 +272,20 @@ def test_samples_that_add_up_or_draw_are_not_refused(engine, dropout):
     network = nn.Sequential(nn.Linear(5, 8), nn.Dropout(dropout), nn.Linear(8, 2))
     norms, texts = captured(network, classify, DataLoader(LABELLED, 2), engine=engine)
     assert texts == []
+    assert [len(each) for each in norms] == [2, 2]
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_samples_that_draw_without_a_dropout_layer_are_not_compared_with_one_warning(engine):
+    def noisy(network: nn.Module, batch: Any) -> Tensor:
+        return classify(network, (batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+    norms, texts = captured(nn.Linear(5, 2), noisy, DataLoader(LABELLED, 2), engine=engine)
+    assert texts == [
+        f"engine={engine!r} could not be compared with the gradient of the batch, because training_step draws random "
+        "numbers: where samples influence each other or weigh otherwise than loss_reduction says, the values are not "
+        "those of the training step"
+    ]
     assert [len(each) for each in norms] == [2, 2]
 
 

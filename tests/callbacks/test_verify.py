@@ -99,10 +99,15 @@ def test_batch_normalization_ends_the_training_with_the_reason():
         fit(Classifier(nn.Sequential(*layers)), [Recorder(verify=True)])
 
 
+class Noisy(ResidualInPlace):
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
 def test_a_model_that_draws_noise_cannot_be_compared_and_trains():
     text = r"verify=True could not compare the gradients of `network\..*: the loss changes with the random seed"
     with pytest.warns(PerSampleWarning, match=text):
-        fit(Classifier(ResidualInPlace()), [recorder := Recorder(verify=True)])
+        fit(Classifier(Noisy()), [recorder := Recorder(verify=True)])
     assert all(record.coverage == 1 for record in recorder.records)
 
 
@@ -117,6 +122,22 @@ class Drops(nn.Module):
     def forward(self, x):
         hidden = self.recurrent(x[..., None])[0]
         return self.last(self.drop(self.attention(hidden, hidden, hidden, need_weights=False)[0]).mean(1))
+
+
+def test_dropout_functions_do_not_drop_during_the_check():
+    fit(Classifier(ResidualInPlace()), [recorder := Recorder(verify=True)])
+    assert all(record.coverage == 1 for record in recorder.records)
+    x = torch.ones(64, 2, 3)
+    with without_dropout(nn.Identity()):
+        for drop in (F.dropout, F.dropout1d, F.alpha_dropout, F.feature_alpha_dropout):
+            assert torch.equal(drop(x, 0.5, True), x)
+            assert torch.equal(drop(x, p=0.5, training=True), x)
+            assert torch.equal(drop(x, training=True), x)
+        assert torch.equal(torch.dropout(x, 0.5, True), x)
+        attended = F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        assert torch.equal(attended, F.scaled_dot_product_attention(x, x, x, None, 0.5))
+    torch.testing.assert_close(attended, x)
+    assert not torch.equal(F.dropout(x, 0.5, True), x)
 
 
 def test_dropout_layers_do_not_drop_during_the_check():

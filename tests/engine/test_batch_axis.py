@@ -108,8 +108,14 @@ KEPT: dict[str, Change] = {
 }
 LOST: dict[str, tuple[Change, str]] = {
     "reduced": (lambda x: x.mean(0), "`mean` reduces over the batch axis"),
-    "single-sample": (lambda x: x[1], "`getitem` takes single samples out of the batch"),
-    "unbound": (lambda x: x.unbind()[0], "`unbind` takes single samples out of the batch"),
+    "single-sample": (
+        lambda x: x[1],
+        "`getitem` takes single samples out of the batch; keep the axis, as x[i:i+1] does",
+    ),
+    "unbound": (
+        lambda x: x.unbind()[0],
+        "`unbind` takes single samples out of the batch; keep the axis, as x[i:i+1] does",
+    ),
     "cut-apart": (lambda x: x.reshape(2, 12), "`reshape` cuts the batch axis apart"),
     "sorted": (lambda x: x.sort(0).values, "`sort` works along the batch axis"),
     "pairs": (

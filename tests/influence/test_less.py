@@ -192,3 +192,13 @@ def test_rates_are_needed(tmp_path):
         OptionError, match=r"step 5 is in neither manifest: pass less\(\.\.\., learning_rates=\[\.\.\.\]\)"
     ):
         less(train, test)
+
+
+def test_rates_that_are_all_zero_score_nothing(tmp_path):
+    described = [{"step": 5, "learning_rate": 0.0}]
+    train = simple(tmp_path / "train", [[1.0]], checkpoints=described, settings={"direction": "adam"})
+    test = simple(tmp_path / "test", [[1.0]], checkpoints=described)
+    text = r"the learning rate of every checkpoint \(step 5\) is 0, .* pass less\(\.\.\., learning_rates=\[\.\.\.\]\)"
+    with pytest.raises(OptionError, match=text):
+        less(train, test)
+    assert float(less(train, test, learning_rates=[1.0]).scores[0, 0]) == pytest.approx(1.0)

@@ -156,7 +156,7 @@ def beside_lost(call: ObservedCall) -> Followed:
 
 def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
     """Each output is one row of the batch axis, and so belongs to one sample alone."""
-    reason = _reason(call, "takes single samples out of the batch")
+    reason = _reason(call, "takes single samples out of the batch; keep the axis, as x[i:i+1] does")
     if axis.mixing is not None:
         return Followed((Lost(reason),) * len(call.outputs))
     owners = row_owners(axis, call.batch_size).tolist()
