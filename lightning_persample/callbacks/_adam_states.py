@@ -47,15 +47,8 @@ class AdamState:
     weight_decay: float
 
     def direction(self, grads: Tensor, parameter: Tensor) -> Tensor:
-        """What the next step would go along, were a sample's gradient that of the step.
-
-        Args:
-            grads: (B, *shape).
-            parameter: the weights, (*shape).
-
-        Returns:
-            (B, *shape); the step is minus the learning rate times it.
-        """
+        """What the next step would go along, were a sample's gradient that of the step."""
+        # grads (B, *shape) -> (B, *shape)
         if self.weight_decay:
             grads = grads + self.weight_decay * parameter.detach().to(grads.dtype)
         return adam_direction(
@@ -76,24 +69,9 @@ def adam_states(
     names: Collection[str],
     requires_grad: Mapping[str, bool],
 ) -> dict[str, AdamState]:
-    """The state of each parameter.
-
-    The state in a checkpoint counts parameters through. Which one is which is told by the names that an optimizer of
-    named parameters saves, else by the order that the Trainer's optimizers have, or those of `configure_optimizers`.
-
-    Args:
-        checkpoint: of a Trainer.
-        module: the module.
-        trainer: may hold the optimizers of an earlier fit.
-        names: the parameters that need one.
-        requires_grad: by parameter whether it is trainable, as `configure_optimizers` is to find it.
-
-    Returns:
-        By name.
-
-    Raises:
-        UnsupportedError: there is no state, it is not Adam's, or a parameter has none.
-    """
+    """The state of each parameter."""
+    # The state in a checkpoint counts parameters through. Which one is which is told by the names that an optimizer of
+    # named parameters saves, else by the order that the Trainer's optimizers have, or those of `configure_optimizers`.
     states = [] if checkpoint is None else checkpoint.get("optimizer_states") or []
     if not states:
         raise UnsupportedError(

@@ -31,21 +31,9 @@ class NoLossError(Exception):
 
 @contextmanager
 def aside(trainer: Trainer, pl_module: LightningModule) -> Iterator[ModuleState]:
-    """Run training steps as the Trainer runs them, and leave no trace of them.
-
-    ``log``, ``log_dict`` and ``print`` of the module do nothing, the Trainer's loggers are replaced by dummies,
-    compiled code runs as written, and at the end the module and the random number generators are put back.
-
-    Args:
-        trainer: the Trainer, inside its training loop.
-        pl_module: its module.
-
-    Yields:
-        The state of the module that is put back.
-
-    Raises:
-        UnsupportedError: the module is sharded, or it waits for other processes.
-    """
+    """Run training steps as the Trainer runs them, and leave no trace of them."""
+    # ``log``, ``log_dict`` and ``print`` of the module do nothing, the Trainer's loggers are replaced by dummies,
+    # compiled code runs as written, and at the end the module and the random number generators are put back.
     if is_sharded(pl_module):
         raise UnsupportedError(
             f"{type(pl_module).__name__} is sharded (fully_shard), so that every process has to take part in each of "

@@ -71,24 +71,7 @@ class BatchGradients:
         scale: float,
         adam: Mapping[str, AdamState],
     ) -> _Found:
-        """The gradients of a batch.
-
-        Args:
-            batch: the batch.
-            view: the batch as its samples are looked for.
-            number: what `training_step` is given as its batch_idx.
-            samples: the places of the samples that are wanted, (m,).
-            size: number of samples of the batch.
-            scale: what the loss is multiplied by in the backward; values are without it.
-            adam: the state of each parameter, with direction="adam".
-
-        Returns:
-            What was found.
-
-        Raises:
-            OptionError: the loss is not one number.
-            UnsupportedError: the gradients are not known exactly.
-        """
+        """The gradients of a batch."""
         options = self._options
         quantity = "grad_sample" if options.direction else quantity_for(options.projection)
         capture = expanded_weights(

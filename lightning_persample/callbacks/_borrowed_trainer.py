@@ -24,14 +24,7 @@ __all__ = ["borrowed", "quiet_trainer"]
 
 
 def quiet_trainer() -> Trainer:
-    """A Trainer of one device that logs, saves and shows nothing.
-
-    Returns:
-        The Trainer.
-
-    Raises:
-        OptionError: this is one of several processes, each of which would have one.
-    """
+    """A Trainer of one device that logs, saves and shows nothing."""
     told = os.environ.get("WORLD_SIZE", "")
     processes = int(told) if told.isdigit() else 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -54,21 +47,9 @@ def quiet_trainer() -> Trainer:
 
 @contextmanager
 def borrowed(trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Predict with a Trainer that knows nothing of it afterwards.
-
-    Its own callbacks, loggers, data module, profiler and limits have no part in what runs in this context. Gradients
-    can be computed in it: ``torch.inference_mode`` is off.
-
-    Args:
-        trainer: the Trainer.
-        callbacks: those that it has meanwhile.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        OptionError: the Trainer is running.
-    """
+    """Predict with a Trainer that knows nothing of it afterwards."""
+    # Its own callbacks, loggers, data module, profiler and limits have no part in what runs in this context. Gradients
+    # can be computed in it: ``torch.inference_mode`` is off.
     if trainer.state.status == TrainerStatus.RUNNING:
         function = getattr(trainer.state.fn, "value", "run")
         raise OptionError(f"trainer is in the middle of its {function}: pass another one, or None for one of its own")

@@ -40,18 +40,7 @@ class Checkpoints:
         return 1 if self._sources is None else len(self._sources)
 
     def read(self, trainer: Trainer, place: int) -> Mapping[str, Any] | None:
-        """What a checkpoint holds.
-
-        Args:
-            trainer: reads files.
-            place: which checkpoint.
-
-        Returns:
-            The checkpoint of a Trainer, or a state dict; None for the module as it is.
-
-        Raises:
-            OptionError: there is no such file, or it cannot be read.
-        """
+        """What a checkpoint holds."""
         if self._sources is None:
             return None
         source = self._sources[place]
@@ -78,18 +67,8 @@ class Checkpoints:
         return found
 
     def load(self, place: int, checkpoint: Mapping[str, Any] | None, module: nn.Module) -> None:
-        """Give a module the weights and buffers of a checkpoint.
-
-        What a checkpoint lacks (``strict_loading=False``) is that of the module as it was given.
-
-        Args:
-            place: which checkpoint.
-            checkpoint: what `read` gave.
-            module: the module.
-
-        Raises:
-            OptionError: the checkpoint is of another module.
-        """
+        """Give a module the weights and buffers of a checkpoint."""
+        # What a checkpoint lacks (``strict_loading=False``) is that of the module as it was given.
         if checkpoint is None:
             return
         is_strict = getattr(module, "strict_loading", True)
@@ -115,20 +94,7 @@ class Checkpoints:
             ) from error
 
     def described(self, trainer: Trainer, module: nn.Module, has_optimizer: bool) -> tuple[dict[str, Any], ...]:
-        """What a manifest says of the checkpoints.
-
-        Args:
-            trainer: reads files.
-            module: the module as it is.
-            has_optimizer: whether the state of the optimizers counts.
-
-        Returns:
-            For each its optimizer step and learning rate where they are known (those of several groups of parameters
-            only if they agree), its path, and a fingerprint of its weights; with the state of the optimizers one of it.
-
-        Raises:
-            OptionError: one of them holds no weights.
-        """
+        """What a manifest says of the checkpoints."""
         found = []
         for place in range(len(self)):
             checkpoint = self.read(trainer, place)

@@ -94,13 +94,9 @@ class _Collecting(_Base):
         self._lock: FolderLock | None = None
 
     def setup(self, stage: str) -> None:
-        """Open the store: all processes are there. A folder that holds another one gives an `OptionError`.
-
-        It is done here because an error in `predict_dataloader` would leave Lightning's changes in torch's DataLoader.
-
-        Args:
-            stage: of the Trainer.
-        """
+        """Open the store: all processes are there. A folder that holds another one gives an `OptionError`."""
+        # It is done here because an error in `predict_dataloader` would leave Lightning's changes in torch's
+        # DataLoader.
         trainer = self.trainer
         if is_lightning_module(self.module):  # Lightning does it for modules under its own package name alone
             self.module.to(trainer.strategy.root_device)
@@ -194,15 +190,7 @@ class _Collecting(_Base):
         return self._visited.get(place, np.empty(0, np.int64))
 
     def predict_step(self, fetched: Fetched, batch_idx: int) -> int:
-        """Store the gradients of the samples of a batch that the store lacks.
-
-        Args:
-            fetched: the batch.
-            batch_idx: which one it is in this process.
-
-        Returns:
-            How many they are.
-        """
+        """Store the gradients of the samples of a batch that the store lacks."""
         if self._writer is None:
             return 0
         if fetched.place != self._place:

@@ -17,14 +17,7 @@ _LENGTH = 16
 
 
 def fingerprint_of_weights(weights: Mapping[str, Any]) -> str:
-    """The fingerprint of the tensors of a state dict.
-
-    Args:
-        weights: the state dict.
-
-    Returns:
-        The fingerprint.
-    """
+    """The fingerprint of the tensors of a state dict."""
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         if isinstance(value, Tensor):
@@ -34,28 +27,14 @@ def fingerprint_of_weights(weights: Mapping[str, Any]) -> str:
 
 
 def fingerprint_of_states(states: Any) -> str:
-    """The fingerprint of the state dicts of optimizers.
-
-    Args:
-        states: tensors and plain values in dicts and lists.
-
-    Returns:
-        The fingerprint.
-    """
+    """The fingerprint of the state dicts of optimizers."""
     digest = hashlib.sha256()
     _add(digest, states)
     return digest.hexdigest()[:_LENGTH]
 
 
 def fingerprint_of_data(dataset: Any) -> str | None:
-    """The fingerprint of a dataset whose content can be told cheaply and exactly.
-
-    Args:
-        dataset: a ``TensorDataset``, a dataset of Hugging Face, or a ``Subset`` or ``ConcatDataset`` of such.
-
-    Returns:
-        The fingerprint; None for any other dataset.
-    """
+    """The fingerprint of a dataset whose content can be told cheaply and exactly."""
     kind = type(dataset)  # a subclass may give other rows
     if kind is TensorDataset:
         return _of_tensors(dataset.tensors)

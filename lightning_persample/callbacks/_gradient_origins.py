@@ -95,12 +95,7 @@ class GradientOrigins:
             held.note(now)
 
     def add(self, backward: int, reached: Collection[str]) -> None:
-        """A backward has run.
-
-        Args:
-            backward: its number.
-            reached: the parameters whose ``.grad`` it added to.
-        """
+        """A backward has run."""
         for name, held in self._held.items():
             if name in reached and held.parameter.grad is not None:
                 held.of.add(backward)

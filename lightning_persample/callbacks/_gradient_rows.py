@@ -32,15 +32,8 @@ __all__ = ["GradientRows", "settle_gradients"]
 
 
 def settle_gradients(dirpath: Path, continued: Mapping[str, int], *, overwrite: bool) -> None:
-    """Leave no gradient beside a ledger that is not of a row of it; of several processes one alone calls this.
-
-    The store of a run that goes on keeps the rows of its earlier steps. That of another run is removed.
-
-    Args:
-        dirpath: the folder of the store, which need not be there.
-        continued: the runs that this one may continue, each with the first step whose rows are written anew.
-        overwrite: whether the store of another run is removed. If not, one with rows gives an `OptionError`.
-    """
+    """Leave no gradient beside a ledger that is not of a row of it; of several processes one alone calls this."""
+    # The store of a run that goes on keeps the rows of its earlier steps. That of another run is removed.
     if not dirpath.is_dir():
         return
     manifest = dirpath / MANIFEST
@@ -87,15 +80,7 @@ class GradientRows:
         self._ended: list[_Captured] = []
 
     def prepare(self, continued: Mapping[str, int], *, overwrite: bool) -> StoreManifest | None:
-        """Make the folder ready; of several processes one alone calls this.
-
-        Args:
-            continued: the runs that this one may continue, each with the first step whose rows are written anew.
-            overwrite: whether the store of another run is removed.
-
-        Returns:
-            The manifest of a store that goes on. One of another run, or of another projection, gives an `OptionError`.
-        """
+        """Make the folder ready; of several processes one alone calls this."""
         manifest = self._dirpath / MANIFEST
         found = read_store_manifest(self._dirpath) if manifest.exists() else None
         if found is None or found.run not in continued:
@@ -106,13 +91,7 @@ class GradientRows:
         return open_store(self._dirpath, alike, continued, overwrite=overwrite)
 
     def start(self, found: StoreManifest | None, told: Mapping[str, Any], module: nn.Module) -> None:
-        """Note what goes on and what is told of it; the manifest is written as soon as the parameters are known.
-
-        Args:
-            found: the manifest of the store that goes on, if one does.
-            told: the run, its settings, libraries and processes.
-            module: the module that is trained, whose trainable parameters have columns.
-        """
+        """Note what goes on and what is told of it; the manifest is written as soon as the parameters are known."""
         self._found, self._told = found, dict(told)
         trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._shapes = {name: p.shape for name, p in trainable.items() if not p.is_complex()}
@@ -129,17 +108,7 @@ class GradientRows:
         rate: float | Tensor,
         divisor: float,
     ) -> dict[str, Any] | None:
-        """Keep the gradients of a backward until its batch ends.
-
-        Args:
-            record: of the backward.
-            step: count of optimizer steps before it.
-            rate: the learning rate, or that of each sample.
-            divisor: what the record's factor has to be divided by to be a sample's weight.
-
-        Returns:
-            What is told of these rows, which may be changed until it is handed on and then is empty; None without rows.
-        """
+        """Keep the gradients of a backward until its batch ends."""
         if self._writer is None:
             self._open(record)
         if self._writer is None:

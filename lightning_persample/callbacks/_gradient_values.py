@@ -15,15 +15,7 @@ __all__ = ["layout_of", "quantity_for", "values_of"]
 
 
 def layout_of(shapes: Mapping[str, Sequence[int]], projection: Projection | None) -> tuple[ParameterColumns, ...]:
-    """Which columns are those of which parameter.
-
-    Args:
-        shapes: by the parameter's name its shape.
-        projection: None keeps gradients in full.
-
-    Returns:
-        The columns of each, in that order.
-    """
+    """Which columns are those of which parameter."""
     sizes = {name: torch.Size(shape) for name, shape in shapes.items()}
     kept = {name: size.numel() if projection is None else projection.size_of(size) for name, size in sizes.items()}
     return columns_for({name: (tuple(size), kept[name]) for name, size in sizes.items()})
@@ -35,16 +27,7 @@ def quantity_for(projection: Projection | None) -> str:
 
 
 def values_of(record: PerSampleRecord, layout: Sequence[ParameterColumns], projection: Projection | None) -> Tensor:
-    """The gradients of a record's samples.
-
-    Args:
-        record: with what `quantity_for` names.
-        layout: the parameters and their columns.
-        projection: None keeps gradients in full.
-
-    Returns:
-        (m, K): 0 where the backward did not reach a parameter, nan where its values are not known.
-    """
+    """The gradients of a record's samples; -> (m, K)."""
     parts = record.grad_samples if projection is None else record.project(projection)
     dtypes = [part.dtype for part in parts.values()]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32

@@ -78,26 +78,12 @@ class LearningRates:
         self._waiting, self._written = [], {}
 
     def of_record(self, record: PerSampleRecord) -> float | Tensor:
-        """The learning rate eta of each sample, now.
-
-        Args:
-            record: the record of a backward.
-
-        Returns:
-            One number where all parameters with values have one learning rate; else (samples,) float64, for each sample
-            ``sum_p eta_p ||g_p||^2 / ||g||^2``, with 0 for parameters of no optimizer and the largest where g is 0.
-        """
+        """The learning rate eta of each sample, now."""
         self._last = self._now()
         return self._of_norms(record.sq_norms, self._last)
 
     def wait(self, rows: object, record: PerSampleRecord, correct: Callable[[float | Tensor], None]) -> None:
-        """Be told if the rate turns out to be another one when the optimizer steps; to be called after `of_record`.
-
-        Args:
-            rows: the rows.
-            record: the record that they are of.
-            correct: is given the rate, as `of_record` gives it.
-        """
+        """Be told if the rate turns out to be another one when the optimizer steps; to be called after `of_record`."""
         places = {self._groups[name] for name in record.sq_norms if name in self._groups}
         if places and self._handles:
             self._waiting.append(_Waiting(rows, correct, record.sq_norms, self._last, places))

@@ -65,20 +65,7 @@ class CapturedRows:
         divisor: float,
         depth: int | None,
     ) -> CapturedRows:
-        """What is kept of a record.
-
-        Args:
-            record: the record.
-            step: count of optimizer steps before it.
-            epoch: the epoch.
-            batch_idx: the batch.
-            rate: the learning rate.
-            divisor: what the record's factor has to be divided by.
-            depth: how many leading parts of a parameter's module path name its group; None makes no groups.
-
-        Returns:
-            The rows, without columns that the run adds.
-        """
+        """What is kept of a record."""
         return cls(
             step,
             epoch,
@@ -100,17 +87,7 @@ class CapturedRows:
         return self.norms.shape[0]
 
     def own(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values that the run adds to these rows.
-
-        Args:
-            columns: by name (batch_size,), or (m,) as the norms.
-
-        Returns:
-            By name those of the samples that have rows, (m,).
-
-        Raises:
-            OptionError: a column has another shape.
-        """
+        """The values that the run adds to these rows."""
         found = {}
         for name, values in columns.items():
             if values.shape == (self.batch_size,):
@@ -138,19 +115,7 @@ def _is_of_a_loader(each: Any) -> bool:
 
 
 def columns_of(outputs: Any, batch: Any, columns: Callable[[Any, Any], Any] | None) -> dict[str, Tensor]:
-    """The columns that a run adds to the rows of a batch.
-
-    Args:
-        outputs: what `training_step` returned, which may have some.
-        batch: the batch.
-        columns: gives further ones.
-
-    Returns:
-        The values by name, (B,) each, without graph.
-
-    Raises:
-        OptionError: it is no dict of tensors, or a name is there twice.
-    """
+    """The columns that a run adds to the rows of a batch."""
     returned = outputs.get(_RESULTS) if isinstance(outputs, (dict, Mapping)) else None  # a dict is told faster
     if returned is None and columns is None:
         return {}
@@ -171,18 +136,7 @@ def columns_of(outputs: Any, batch: Any, columns: Callable[[Any, Any], Any] | No
 
 
 def kind_of(name: str, values: Tensor) -> str:
-    """The Arrow type of a column that the run adds.
-
-    Args:
-        name: its name.
-        values: its values in a batch.
-
-    Returns:
-        "double", "bool" or "int64".
-
-    Raises:
-        OptionError: there is none.
-    """
+    """The Arrow type of a column that the run adds."""
     if values.is_complex() or values.dtype in _UNSIGNED:
         raise OptionError(
             f"the column {name!r} has dtype {values.dtype}; a ledger has real numbers, ints with a sign and bools"
@@ -193,19 +147,7 @@ def kind_of(name: str, values: Tensor) -> str:
 
 
 def columns_and_types(groups: Sequence[str], first: CapturedRows, columns: Mapping[str, Tensor]) -> dict[str, str]:
-    """All columns of a run, which its first rows decide.
-
-    Args:
-        groups: the names of the groups of parameters.
-        first: the first rows.
-        columns: by name what the run adds to them.
-
-    Returns:
-        The type of each column by name.
-
-    Raises:
-        OptionError: a column that the run adds has the name of another one.
-    """
+    """All columns of a run, which its first rows decide."""
     known = {**BASE_COLUMNS, **{f"norm/{group}": "double" for group in groups}}
     if isinstance(first.keys, list):
         known["sample_index"] = "string"
@@ -218,20 +160,7 @@ def columns_and_types(groups: Sequence[str], first: CapturedRows, columns: Mappi
 def checked_types(
     types: dict[str, str], groups: Sequence[str], rows: CapturedRows, columns: Mapping[str, Tensor]
 ) -> dict[str, str]:
-    """The types of all columns, which further rows have to fit.
-
-    Args:
-        types: those so far; none before the first rows.
-        groups: the names of the groups of parameters.
-        rows: the rows.
-        columns: by name what the run adds to them.
-
-    Returns:
-        The type of each column by name.
-
-    Raises:
-        OptionError: a column is new, or of another type than before.
-    """
+    """The types of all columns, which further rows have to fit."""
     types = types or columns_and_types(groups, rows, columns)
     for name, values in columns.items():
         before, now = types.get(name), kind_of(name, values)
@@ -246,16 +175,7 @@ def checked_types(
 
 
 def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str], rank: int) -> Any:
-    """The rows as a ``pyarrow.Table``; values leave their device here, a column at a time.
-
-    Args:
-        captured: the rows of some backward passes, at least one.
-        types: all columns of the run and their types.
-        rank: this process.
-
-    Returns:
-        The table.
-    """
+    """The rows as a ``pyarrow.Table``; values leave their device here, a column at a time."""
     counts = [len(rows) for rows in captured]
     own = {
         name: _array(np.repeat([getattr(rows, name) for rows in captured], counts), kind)

@@ -16,14 +16,7 @@ __all__ = ["log_metrics", "show_means"]
 
 
 def log_metrics(trainer: Trainer, metrics: Mapping[str, float], new: Iterable[str], *, step: int) -> None:
-    """Write values at one step to every logger, and some of them to `callback_metrics`.
-
-    Args:
-        trainer: the Trainer.
-        metrics: the values, by name.
-        new: the names of those that are new; the others keep what they were in `callback_metrics`.
-        step: the step in the loggers.
-    """
+    """Write values at one step to every logger, and some of them to `callback_metrics`."""
     # With the epoch, as Lightning adds it to the values of its own.
     for logger in trainer.loggers:
         values = {**metrics, "epoch": float(trainer.current_epoch)}
@@ -34,13 +27,7 @@ def log_metrics(trainer: Trainer, metrics: Mapping[str, float], new: Iterable[st
 
 
 def show_means(trainer: Trainer, name: str, means: Sequence[float | None]) -> None:
-    """Show values in the progress bar.
-
-    Args:
-        trainer: the Trainer.
-        name: a short one: a terminal has one line for everything that is shown.
-        means: one value, or one for each optimizer, which then have its number behind the name; None shows nothing new.
-    """
+    """Show values in the progress bar."""
     names = [name] if len(means) == 1 else [f"{name}_{place}" for place in range(len(means))]
     # Not by log(..., prog_bar=True), whose names are also those of callback_metrics.
     trainer.progress_bar_metrics.update(

@@ -75,15 +75,7 @@ def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> No
 def log_table(
     loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
 ) -> None:
-    """Write a table.
-
-    Args:
-        loggers: those of the Trainer.
-        name: under which it is written.
-        columns: what stands above the columns.
-        rows: the cells of each row: text, numbers or None.
-        step: the step number.
-    """
+    """Write a table."""
     for logger in loggers:
         unless_disk_fails(name, partial(_write_table, logger, name, columns, rows, step))
 
@@ -104,13 +96,7 @@ def _write_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequen
 
 
 def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Write a table as a file of comma-separated values.
-
-    Args:
-        path: the file; its folder is made.
-        columns: what stands above the columns.
-        rows: the cells of each row: text, numbers or None.
-    """
+    """Write a table as a file of comma-separated values."""
     unless_disk_fails(path, partial(_save, path, _comma_separated(columns, rows).encode()))
 
 

@@ -84,11 +84,7 @@ class ManualStep:
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
-        """Be told of every step of an optimizer, whoever calls it, in this context.
-
-        Yields:
-            Nothing.
-        """
+        """Be told of every step of an optimizer, whoever calls it, in this context."""
         handles = []
         try:
             for place, optimizer in enumerate(self._optimizers):
@@ -158,13 +154,6 @@ class ManualStep:
 
 @contextmanager
 def unseen(device: str) -> Iterator[None]:
-    """What is computed in this context is in no graph, and the capture does not see it.
-
-    Args:
-        device: the type of the device whose autocast is switched off.
-
-    Yields:
-        Nothing.
-    """
+    """What is computed in this context is in no graph, and the capture does not see it."""
     with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(device):
         yield

@@ -89,12 +89,7 @@ class MeanGradient:
         self._records: list[PerSampleRecord] = []
 
     def before_backward(self, *, first: bool, again: bool) -> None:
-        """Look at what ``.grad`` holds; to be called right before the backward itself.
-
-        Args:
-            first: whether this is the first backward of the step.
-            again: whether there was one on the same batch in this step.
-        """
+        """Look at what ``.grad`` holds; to be called right before the backward itself."""
         if first:
             self.start()
             # A fit may unfreeze parameters, and make new ones.
@@ -116,13 +111,7 @@ class MeanGradient:
                 self._checks.append(((_sq_norms(held) == self._sizes).all(), _CHANGED))
 
     def after_backward(self, record: PerSampleRecord | None, *, keep: bool, is_last: bool) -> None:
-        """Take note of a backward that has run; to be called before anything else can change ``.grad``.
-
-        Args:
-            record: its record; None of a batch without samples.
-            keep: whether dots or sums of squares of it will be asked for.
-            is_last: whether the optimizer steps after this batch.
-        """
+        """Take note of a backward that has run; to be called before anything else can change ``.grad``."""
         if record is not None:
             self._count(record)
         held = [p.grad for p in self._parameters.values() if p.grad is not None]
@@ -182,13 +171,7 @@ class MeanGradient:
         return torch.zeros(_HEAD + 1 + len(self._groups), dtype=torch.float64)
 
     def numbers(self) -> Tensor:
-        """What this process knows, on the host in double precision, to be joined by `joined_sq_norms`.
-
-        Returns:
-            1 if the mean is known, the factor, the samples, the share of them that have values, the parameters that
-            count as one number; 1 if ``.grad`` is the gradient of the loss, times what, its squared norm; and this
-            process's share of the squared norm of the mean over all parameters and over each group: (8 + 1 + groups,).
-        """
+        """What this process knows, on the host in double precision, to be joined by `joined_sq_norms`."""
         numbers = self.nothing()
         grads = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.reason = next((text for holds, text in self._checks if not bool(holds)), "")
@@ -215,11 +198,7 @@ class MeanGradient:
         return numbers
 
     def cosines(self) -> list[Tensor]:
-        """Cosines of the samples with the mean gradient, g_i . gbar / (||g_i|| ||gbar||).
-
-        Returns:
-            For each backward of the step (samples,). A gradient that is spread over devices has no part in them.
-        """
+        """Cosines of the samples with the mean gradient, g_i . gbar / (||g_i|| ||gbar||)."""
         grads = {name: grad for name, grad in self._grads().items() if not is_distributed(grad)}
         total = _sq_norms(grads.values()).sum()
         found = []
@@ -232,11 +211,7 @@ class MeanGradient:
         return found
 
     def signal_to_noise(self) -> Tensor:
-        """Mean over the entries of the parameters of the gradient signal to noise ratio, and over those of each group.
-
-        Returns:
-            (1 + groups,) in double precision on the host; nan where nothing varies.
-        """
+        """Mean over all entries of the parameters of the gradient signal to noise ratio, and that of each group."""
         ratios: dict[str, Tensor] = {}
         for name, grad in self._grads().items():
             squares = [
@@ -264,14 +239,7 @@ def is_known(numbers: Tensor) -> bool:
 
 
 def joined_sq_norms(numbers: Tensor) -> Tensor:
-    """Squared norm of the mean gradient over the samples of all processes.
-
-    Args:
-        numbers: for each process its `MeanGradient.numbers`, (processes, 8 + 1 + groups).
-
-    Returns:
-        ||gbar||^2 over all parameters and over each group, (1 + groups,); nan where the mean is not known.
-    """
+    """Squared norm of the mean gradient over the samples of all processes."""
     if not is_known(numbers):
         return numbers.new_full((numbers.shape[1] - _HEAD,), math.nan)
     _, factor, samples, *_ = numbers[:, :_OF_MEAN].unbind(1)

@@ -14,14 +14,7 @@ _ADDRESS = " at 0x"  # in what Python shows of an object that says nothing of it
 
 
 def named(value: Any) -> str | None:
-    """An option as a manifest names it.
-
-    Args:
-        value: None, a string or a callable.
-
-    Returns:
-        The name of a callable with its module, that of ``functools.partial`` with its arguments.
-    """
+    """An option as a manifest names it."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, functools.partial):
@@ -33,15 +26,7 @@ def named(value: Any) -> str | None:
 
 
 def is_told(value: Any) -> bool:
-    """Whether two options of equal names are alike, as long as nobody edits their code.
-
-    Args:
-        value: None, a string or a callable.
-
-    Returns:
-        False for a lambda, a function within a function, an object and a method of one, for they hold what no name
-        tells; True for other functions, methods of a module, classes, and partials of such with plain arguments.
-    """
+    """Whether two options of equal names are alike, as long as nobody edits their code."""
     if value is None or isinstance(value, (str, type)):
         return True
     if isinstance(value, functools.partial):

@@ -72,10 +72,8 @@ class ObservedMethod:
         self._owner.__dict__[self._name] = self
 
     def restore(self) -> None:
-        """Put back exactly what was there; where somebody else has replaced the method since, leave theirs alone.
-
-        Then theirs may call this one, or put it back later: from now on it is the method, and holds nothing else.
-        """
+        """Put back exactly what was there; where somebody else has replaced the method since, leave theirs alone."""
+        # Then theirs may call this one, or put it back later: from now on it is the method, and holds nothing else.
         self._run, self._is_live, self._rests = None, _never, _never
         if self._owner.__dict__.get(self._name) is not self:
             return

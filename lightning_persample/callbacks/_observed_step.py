@@ -86,15 +86,7 @@ class ObservedStep:
         )
 
     def attach(self, loss: Tensor, outputs: Any) -> None:
-        """Tell the capture the loss of the next backward.
-
-        Args:
-            loss: what the backward's factors (accumulation, loss scaling) are counted from.
-            outputs: what a callable loss_reduction is given.
-
-        Raises:
-            OptionError: the loss_reduction of a callback gives weights that cannot be used.
-        """
+        """Tell the capture the loss of the next backward."""
         reduction, size = self._reduction, self.capture.batch_size
         weights: Tensor | float = 1.0 if reduction == "sum" else 1.0 / size
         if callable(reduction):
@@ -128,14 +120,7 @@ class ObservedStep:
                 self._sum_check, self._lacks_memory = None, True
 
     def why_sums_differ(self, record: PerSampleRecord) -> str | None:
-        """Compare the sums with what the backward added to ``.grad``; said once, and not looked at again.
-
-        Args:
-            record: of the backward that has just run.
-
-        Returns:
-            A text on the parameters that differ, or None.
-        """
+        """Compare the sums with what the backward added to ``.grad``; said once, and not looked at again."""
         check, self._sum_check = self._sum_check, None
         if check is not None and self._reduction == "mean":
             check.weigh(1.0 / self.capture.counted)

@@ -64,12 +64,7 @@ class ManualSteps:
         self._origins.look()
 
     def after_backward(self, record: PerSampleRecord | None, *, is_valid: bool = True) -> None:
-        """A backward has run.
-
-        Args:
-            record: its record; None for one that reached no parameter, or belongs to no sample.
-            is_valid: whether the record's values can be used.
-        """
+        """A backward has run."""
         reached = () if record is None else (*record.sq_norms, *record.unsupported)
         self._origins.add(len(self._records), reached)
         if record is not None:
@@ -97,12 +92,7 @@ class ManualSteps:
         self._decided.discard(optimizer)
 
     def end(self) -> dict[int, list[PerSampleRecord]]:
-        """The training step has ended.
-
-        Returns:
-            The records of each optimizer's step, by the place of the optimizer and of its parameters alone; those
-            without a backward, and those of which it cannot be told, are left out.
-        """
+        """The training step has ended."""
         taken = {number for content in self._steps.values() if not isinstance(content, str) for number in content}
         waiting: dict[int, dict[int, frozenset[str]]] = {}
         self._origins.look()

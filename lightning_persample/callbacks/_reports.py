@@ -42,13 +42,7 @@ class Reports:
         self._grad_samples: dict[torch.nn.Parameter, Tensor] = {}
 
     def deliver(self, record: PerSampleRecord, receivers: Sequence[PerSampleCallback], batch: Any) -> None:
-        """Give a record to the callbacks that want it, and its gradients to the parameters.
-
-        Args:
-            record: the record.
-            receivers: the callbacks.
-            batch: the batch that it is of.
-        """
+        """Give a record to the callbacks that want it, and its gradients to the parameters."""
         texts = warning_texts(record)
         if record.unsupported and self._raises:
             stop(UnsupportedError(texts[0]))
@@ -71,11 +65,7 @@ class Reports:
         self._grad_samples = {}
 
     def report(self, error: PerSampleError) -> None:
-        """Say why something is not captured, or raise it if a callback has ``unsupported="error"``.
-
-        Args:
-            error: the reason, raised with ``unsupported="error"``.
-        """
+        """Say why something is not captured, or raise it if a callback has ``unsupported="error"``."""
         if self._raises:
             stop(error)
         self.warn(str(error))

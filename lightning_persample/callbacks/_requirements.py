@@ -25,15 +25,7 @@ _CAPTURE_OPTIONS = (
 
 
 def check_options_agree(trainer: Trainer, callbacks: Sequence[PerSampleCallback]) -> None:
-    """Refuse callbacks that cannot share one capture.
-
-    Args:
-        trainer: the Trainer.
-        callbacks: its per-sample callbacks.
-
-    Raises:
-        OptionError: two of them differ in an option of the capture.
-    """
+    """Refuse callbacks that cannot share one capture."""
 
     def described(callback: PerSampleCallback, option: str) -> str:
         place = trainer.callbacks.index(callback)  # type: ignore[attr-defined]
@@ -60,15 +52,7 @@ def holds_compiled_code(pl_module: LightningModule) -> bool:
 
 
 def why_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Why this way of training cannot be captured, or None where it can.
-
-    Args:
-        trainer: the Trainer, after its strategy was set up.
-        pl_module: the module that is trained.
-
-    Returns:
-        The reason, as the start of a sentence.
-    """
+    """Why this way of training cannot be captured, or None where it can."""
     if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
         return "training_step(self, dataloader_iter) is not supported, because it hides the batch"
     return why_strategy_is_unsupported(trainer, pl_module)

@@ -12,15 +12,7 @@ __all__ = ["requiring_gradients"]
 
 @contextmanager
 def requiring_gradients(module: nn.Module, wanted: Mapping[str, bool]) -> Iterator[None]:
-    """Let parameters of a module require gradients or not, and put all back afterwards.
-
-    Args:
-        module: the module.
-        wanted: by the parameter's name whether it requires gradients; those that are not named do not.
-
-    Yields:
-        Nothing.
-    """
+    """Let parameters of a module require gradients or not, and put all back afterwards."""
     before = {parameter: parameter.requires_grad for parameter in module.parameters()}
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(wanted.get(name, False))

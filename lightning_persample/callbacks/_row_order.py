@@ -53,14 +53,7 @@ class RowOrder:
         self._is_lost = False
 
     def start(self, rows: Any) -> list[Column]:
-        """Note the rows, before the collate function may change them.
-
-        Args:
-            rows: what the dataset gave.
-
-        Returns:
-            What `why_lost` is given; empty where there is nothing to look at.
-        """
+        """Note the rows, before the collate function may change them."""
         if self._left == 0 or type(rows) is not list or len(rows) < 2:
             return []
         self._left -= 1
@@ -72,15 +65,7 @@ class RowOrder:
         return [column for column in columns if len(set(column.rows)) > 1]
 
     def why_lost(self, columns: list[Column], batch: Any) -> str:
-        """Why the batch's rows are not in the order of the dataset's.
-
-        Args:
-            columns: what `start` returned for the rows.
-            batch: what the collate function made of them.
-
-        Returns:
-            The start of a sentence, or an empty text.
-        """
+        """Why the batch's rows are not in the order of the dataset's."""
         if columns and not self._is_lost:
             self._is_lost = _is_lost(columns, batch)
         self.is_kept = self._left == 0 and not self._is_lost

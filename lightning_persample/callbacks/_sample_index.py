@@ -63,17 +63,7 @@ class BatchIndices:
             self._install()
 
     def attach(self, record: PerSampleRecord, batch: Any, warn: Callable[[str], None]) -> PerSampleRecord:
-        """The record with its `sample_index`.
-
-        Args:
-            record: the record of a backward.
-            batch: the batch as `training_step` got it.
-            warn: is told why there is none, where one could be expected.
-
-        Returns:
-            The same with an index, if there is one. An answer of the option `sample_index` that is not one index for
-            each sample raises an `OptionError`.
-        """
+        """The record with its `sample_index`."""
         if self._of_batch is not None:
             index = checked_index(of_user(self._of_batch, batch), record.batch_size)
             return replace(record, sample_index=_of_samples(index, record))

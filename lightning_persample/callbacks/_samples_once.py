@@ -76,14 +76,7 @@ class SamplesOnce:
         return None if self._has_index else self._indices()
 
     def check_processes(self, processes: int) -> None:
-        """Refuse what cannot be split.
-
-        Args:
-            processes: how many there are.
-
-        Raises:
-            UnsupportedError: every process would see all samples.
-        """
+        """Refuse what cannot be split."""
         if processes > 1 and not self._is_made_anew:
             raise UnsupportedError(
                 f"the samples cannot be split among {processes} processes, because {self._why}: pass a DataLoader of a "
@@ -93,32 +86,14 @@ class SamplesOnce:
     def batches(
         self, places: int, visited: Callable[[int], np.ndarray[Any, Any]], rank: int, processes: int
     ) -> Iterator[Fetched]:
-        """The batches of one process, for one checkpoint after the other.
-
-        Args:
-            places: number of checkpoints.
-            visited: gives the indices that a checkpoint needs no more.
-            rank: the process.
-            processes: how many there are.
-
-        Yields:
-            The batches; those of a checkpoint before those of the next one.
-        """
+        """The batches of one process, for one checkpoint after the other."""
         for place in range(places):
             done = np.empty(0, np.int64) if self._has_index else visited(place)
             for number, (batch, keys) in enumerate(self._keyed(done, rank, processes)):
                 yield Fetched(place, number, batch, keys)
 
     def check_complete(self, rows: np.ndarray[Any, Any], places: int) -> None:
-        """Refuse a store that lacks a sample.
-
-        Args:
-            rows: of the store.
-            places: number of checkpoints.
-
-        Raises:
-            PerSampleError: a sample has no row at one of the checkpoints.
-        """
+        """Refuse a store that lacks a sample."""
         expected = self.indices()
         if expected is None:
             return

@@ -72,15 +72,7 @@ class Statistics:
         self._epoch_groups: dict[str, list[float]] = {}
 
     def of_step(self, step: StepNorms, signal_to_noise: Tensor | None = None) -> dict[str, float]:
-        """What is logged of a step, by name without prefix.
-
-        Args:
-            step: its norms.
-            signal_to_noise: over all parameters and over each group, (1 + groups,), where it is asked for.
-
-        Returns:
-            The values; nan where something is not known.
-        """
+        """What is logged of a step, by name without prefix."""
         finite = step.norms.isfinite()
         norms = step.norms[finite]
         self._waiting.append(step.norms)
@@ -112,11 +104,7 @@ class Statistics:
             self._epoch_norms.update(torch.cat(waiting))
 
     def of_epoch(self) -> dict[str, float]:
-        """What is logged at the end of an epoch, of all samples of its logged steps, by name without prefix.
-
-        Returns:
-            The values, with names that end in "_epoch"; none without a logged step.
-        """
+        """What is logged at the end of an epoch, of all samples of its logged steps, by name without prefix."""
         self._settle()
         if self._epoch_norms is None:
             return {}

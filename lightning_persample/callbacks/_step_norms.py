@@ -63,17 +63,7 @@ class StepNorms:
         gradient: Tensor | None = None,
         cosines: Sequence[Tensor] = (),
     ) -> StepNorms:
-        """Join the batches of this process, in one transfer from their device.
-
-        Args:
-            window: the captured batches of one optimizer step.
-            groups: names of the groups of parameters.
-            gradient: `MeanGradient.numbers` of the step, where they are asked for.
-            cosines: those of the samples of each backward with the mean gradient, where they are asked for.
-
-        Returns:
-            The norms of their samples.
-        """
+        """Join the batches of this process, in one transfer from their device."""
         rows = _to_host(window, groups)
         norms, by_group, weights = rows[0], rows[1:-1], rows[-1]
         sq_sum = float((norms * weights)[norms.isfinite()].square().sum())
@@ -103,15 +93,7 @@ class NormsOfAllProcesses:
         self._room = _ROOM
 
     def join(self, own: Sequence[StepNorms], device: torch.device) -> list[StepNorms]:
-        """The norms of all processes; each has to call this, also one that has none, and gets the same.
-
-        Args:
-            own: those of this process, for each monitor that logs at this step.
-            device: where the process group exchanges tensors.
-
-        Returns:
-            The norms of all processes for each of those monitors, by rank.
-        """
+        """The norms of all processes; each has to call this, also one that has none, and gets the same."""
         parts = self._exchange(own, device)
         most = max(int(rows[:, :2].sum(1).max()) for rows in parts)
         if most > self._room:

@@ -30,15 +30,7 @@ def why_no_mean_gradient(trainer: Trainer) -> str:
 
 
 def why_strategy_is_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Why nothing can be captured under the Trainer's strategy, or None where it can.
-
-    Args:
-        trainer: the Trainer, after its strategy was set up.
-        pl_module: the module that is trained.
-
-    Returns:
-        The reason, as the start of a sentence.
-    """
+    """Why nothing can be captured under the Trainer's strategy, or None where it can."""
     strategy = trainer.strategy
     synchronized = [name for name, part in pl_module.named_modules() if isinstance(part, nn.SyncBatchNorm)]
     if trainer.world_size > 1 and synchronized:

@@ -46,14 +46,7 @@ _EXHAUSTED = Drawn(None, "the loader is exhausted", True)
 
 
 def why_no_keys(loader: object) -> Drawn | None:
-    """Why the rows of a loader have no keys, or None where they have.
-
-    Args:
-        loader: what a training loop iterates over.
-
-    Returns:
-        What is known of all its batches.
-    """
+    """Why the rows of a loader have no keys, or None where they have."""
     if not isinstance(loader, DataLoader):
         return Drawn(None, f"the training data come from a {type(loader).__name__}, not from a DataLoader", True)
     if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):

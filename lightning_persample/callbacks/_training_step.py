@@ -66,17 +66,7 @@ __all__ = ["SharedCapture", "is_logging_step", "logging_step", "shared_capture",
 
 
 def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
-    """Whether the optimizer step that the current batch belongs to is logged.
-
-    Args:
-        trainer: a Trainer inside its training loop.
-        every_n_steps: count of optimizer steps from one logged step to the next; None follows the Trainer's own
-            `log_every_n_steps`, where 0 means never.
-
-    Returns:
-        True on the steps on which ``self.log`` values reach the loggers, or on every n-th step; always in
-        `fast_dev_run`, as in Lightning. Of several processes each gets the same answer.
-    """
+    """Whether the optimizer step that the current batch belongs to is logged."""
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return True
     if every_n_steps is None and trainer.world_size == 1:

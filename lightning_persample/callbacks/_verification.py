@@ -32,23 +32,7 @@ def verify_values(
     batch_size: int | None,
     allow_missing: bool,
 ) -> bool:
-    """Check the per-sample gradients of a few samples.
-
-    Args:
-        trainer: the Trainer, inside its training loop.
-        pl_module: its module.
-        options: the callback whose loss_reduction and batch_dim hold.
-        training_step: the module's training step as a function of the batch alone.
-        batch: the batch.
-        batch_size: number of samples B; None reads it from the batch.
-        allow_missing: whether a parameter without values is right, because another engine will give them.
-
-    Returns:
-        False if the batch could not be checked, because the training step skips it.
-
-    Raises:
-        VerificationError: a value is missing or wrong. A step that draws random numbers cannot be compared: a warning.
-    """
+    """Check the per-sample gradients of a few samples."""
     calls = 0
 
     def loss_fn(module: nn.Module, batch: Any) -> Any:

@@ -25,15 +25,7 @@ _MAY_PASS = (UNEQUAL, DEVICES_DIFFER, NOTHING)  # reasons that the last batch of
 
 
 def captured(record: PerSampleRecord, depth: int | None) -> CapturedBatch:
-    """What is kept of a record.
-
-    Args:
-        record: the record.
-        depth: how many leading parts of a parameter's module path name its group; None makes no groups.
-
-    Returns:
-        Its norms.
-    """
+    """What is kept of a record."""
     groups = {} if depth is None else record.group_norms(depth)
     norms = record.norms() if record.names else None
     return CapturedBatch(record.num_values, norms, groups, record.coverage, record._relative_weights)
@@ -114,13 +106,7 @@ class Window:
             self._mean.before_backward(first=not others, again=batch_idx in self._seen)
 
     def after_backward(self, batch_idx: int, record: PerSampleRecord | None, *, is_last: bool) -> None:
-        """That backward has run, and nothing else since.
-
-        Args:
-            batch_idx: index of the batch.
-            record: its record; None of a batch without samples.
-            is_last: whether the optimizer steps after this batch.
-        """
+        """That backward has run, and nothing else since."""
         mean = self._mean
         self._seen.add(batch_idx)
         if record is None:
@@ -142,12 +128,7 @@ class Window:
             self.signal_to_noise = mean.signal_to_noise()
 
     def add(self, batch_idx: int, record: PerSampleRecord) -> None:
-        """Take the record of a batch; of several (a closure that runs again) the last one counts.
-
-        Args:
-            batch_idx: index of the batch.
-            record: its record.
-        """
+        """Take the record of a batch; of several (a closure that runs again) the last one counts."""
         self._batches[batch_idx] = captured(record, self._depth)
         if self._mean is not None and record._mean_factor is None:  # that of another engine, perhaps
             self._mean.refuse_record(record)

@@ -90,13 +90,7 @@ class SampleNorms:
         self._why_absent = ""
 
     def add(self, record: PerSampleRecord, batch: object, why_absent: str) -> None:
-        """Take the norms of a captured backward.
-
-        Args:
-            record: its record.
-            batch: names the batch where a later record of it replaces an earlier one (LBFGS), else None.
-            why_absent: what to say where the record has no index.
-        """
+        """Take the norms of a captured backward."""
         if not record.names:
             self._why_absent = "no parameter has a per-sample gradient"
             return
@@ -129,11 +123,7 @@ class SampleNorms:
         }
 
     def absorb(self, state: dict[str, Any]) -> None:
-        """Add what another one counted.
-
-        Args:
-            state: its `state`.
-        """
+        """Add what another one counted."""
         self.settle()
         if not state:
             return
@@ -148,15 +138,7 @@ class SampleNorms:
         self._clock = max(self._clock, state["clock"])
 
     def of_all_processes(self, loaded: dict[str, Any], *, together: bool) -> SampleNorms:
-        """What this process and all others counted, the same on each of them.
-
-        Args:
-            loaded: the state that a checkpoint brought to every process alike.
-            together: whether there are others; then this is a collective, and each of them has to call it.
-
-        Returns:
-            The sums over all of them.
-        """
+        """What this process and all others counted, the same on each of them."""
         parts: list[Any] = [(self.state(), self._why_absent)]
         if together:
             parts = [None] * torch.distributed.get_world_size()
@@ -173,18 +155,7 @@ class SampleNorms:
         self._clock = max(self._clock, loaded.get("clock", 0))
 
     def worst(self, k: int, why_nothing: str = "") -> WorstSamples:
-        """The samples with the largest mean of their finite norms.
-
-        Args:
-            k: how many.
-            why_nothing: why no step was captured, where none was.
-
-        Returns:
-            At most k samples.
-
-        Raises:
-            UnsupportedError: no sample has an index.
-        """
+        """The samples with the largest mean of their finite norms."""
         state = self.state()
         if not state and not self._why_absent:
             raise UnsupportedError(f"no step was captured: {why_nothing or 'no batch of a captured step had a record'}")
@@ -239,20 +210,9 @@ class SampleNorms:
 def write_worst_samples(
     trainer: Trainer, norms: SampleNorms, k: int, why_nothing: str = "", *, is_said: bool = False
 ) -> None:
-    """Write ``worst_samples.csv`` to the Trainer's `log_dir`, and a table to loggers that have tables.
-
-    To be called on every process alike. A table without samples is not written.
-
-    Below the samples with the largest means are those that had a norm that is not finite and are not among them, k at
-    most, without mean.
-
-    Args:
-        trainer: the Trainer, at the end of its training loop.
-        norms: those of all processes.
-        k: how many samples.
-        why_nothing: why no step was captured, where none was.
-        is_said: whether the user knows already why there are no norms.
-    """
+    """Write ``worst_samples.csv`` to the Trainer's `log_dir`, and a table to loggers that have tables."""
+    # To be called on every process alike. A table without samples is not written. Below the samples with the largest
+    # means are those that had a norm that is not finite and are not among them, k at most, without mean.
     folder = trainer.log_dir  # asks all processes
     try:
         worst = norms.worst(k, why_nothing)

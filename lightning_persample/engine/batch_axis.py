@@ -86,15 +86,7 @@ class BatchAxis:
         return self if mixing == self.mixing else BatchAxis(self.dim, self.outer, self.inner, mixing, self.owner)
 
     def laid_over(self, size: int, batch_size: int) -> BatchAxis:
-        """The axis in a result that has `size` rows: those of one entry alone may have been repeated (broadcasting).
-
-        Args:
-            size: of the axis.
-            batch_size: number of samples B.
-
-        Returns:
-            The axis, of which all rows belong to the one entry if there is one.
-        """
+        """The axis in a result that has `size` rows: those of one entry alone may have been repeated (broadcasting)."""
         if size == self.rows or (self.owner is None and batch_size != 1) or self.entries(batch_size) != 1:
             return self
         return replace(self, outer=1, inner=size)
@@ -167,18 +159,7 @@ class Lost:
 
 
 def batch_first(tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool = True) -> Tensor:
-    """Bring the samples to the front: (B, *shape with the batch axis reduced to the rows of one sample).
-
-    Args:
-        tensor: any tensor that holds the batch along `axis`.
-        axis: where the batch lies.
-        batch_size: number of samples B.
-        fill: where samples own unequal numbers of entries, all get as many as the largest; the missing ones repeat an
-            entry if `fill` is true (values that are read), and are zero if not (gradients, which they must not add to).
-
-    Returns:
-        A view where strides allow it, shape (B, ..., rows, ...); rows of a sample keep their order.
-    """
+    """Bring the samples to the front: (B, *shape with the batch axis reduced to the rows of one sample)."""
     if axis.dim == 0 and axis.outer == 1 and axis.owner is None:  # by far the most: rows of a sample lie together
         if axis.inner == 1 and tensor.shape[0] == batch_size and tensor.layout is torch.strided:
             return tensor.unsqueeze(1)
@@ -224,17 +205,7 @@ def row_owners(axis: BatchAxis, batch_size: int, device: torch.device | None = N
 
 
 def picked(dim: int, owners: Tensor, batch_size: int, mixing: str | None = None) -> BatchAxis:
-    """The axis whose rows belong to the given samples, in its simplest form.
-
-    Args:
-        dim: the axis.
-        owners: the sample of every row, (size of the axis,).
-        batch_size: number of samples B.
-        mixing: see `BatchAxis`.
-
-    Returns:
-        An axis without an `Owner` where the rows are the samples in order, repeated as a whole or one by one.
-    """
+    """The axis whose rows belong to the given samples, in its simplest form."""
     repeats, rest = divmod(owners.numel(), batch_size)
     if repeats and not rest:
         samples = torch.arange(batch_size, device=owners.device)
@@ -262,17 +233,7 @@ def by_entries(owners: Tensor, batch_size: int, mixing: str | None) -> BatchAxis
 
 
 def reshaped(axis: BatchAxis, before: Sequence[int], after: Sequence[int], batch_size: int) -> BatchAxis | None:
-    """Follow the batch axis through a change of shape that keeps the order of the entries (reshape, view, flatten).
-
-    Args:
-        axis: where the batch lies before.
-        before: shape before.
-        after: shape after.
-        batch_size: number of samples B.
-
-    Returns:
-        The axis afterwards, or None where the new shape cuts the batch apart.
-    """
+    """Follow the batch axis through a change of shape that keeps the order of the entries (reshape, view, flatten)."""
     entries = axis.entries(batch_size)
     ahead = math.prod(before[: axis.dim]) * axis.outer
     behind = math.prod(before[axis.dim + 1 :]) * axis.inner

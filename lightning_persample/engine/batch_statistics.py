@@ -18,19 +18,7 @@ _INSTEAD = "; what a sample contributes to the gradient of the batch is told by 
 
 @contextmanager
 def batch_statistics_explained(module: nn.Module) -> Iterator[None]:
-    """Say what helps where a module that runs on single samples normalises with the statistics of the batch.
-
-    Args:
-        module: the module that runs inside.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        UnsupportedError: torch could not normalise a sample alone, or not keep its statistics under vmap.
-        RuntimeError: any other, as it was raised.
-        ValueError: likewise.
-    """
+    """Say what helps where a module that runs on single samples normalises with the statistics of the batch."""
     try:
         yield
     except RuntimeError as error:

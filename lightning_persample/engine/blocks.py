@@ -48,15 +48,7 @@ _COPIES = _JOINS | {
 
 
 def looked_up(derivation: Derivation, gradient: SampleGradient) -> SampleGradient | None:
-    """What the gradient of rows that were looked up in a table contributes to the table, by the rule for look-ups.
-
-    Args:
-        derivation: how the weight was computed.
-        gradient: its gradient: a block along an axis of the index, or one that has been formed.
-
-    Returns:
-        The contribution, or None where the weight was computed in another way.
-    """
+    """What the gradient of rows that were looked up in a table contributes to the table, by the rule for look-ups."""
     if derivation.op != "embedding" or not isinstance(gradient, (Block, Dense)):
         return None
     rule, (args, kwargs) = find_rule(derivation.function), tree_unflatten(derivation.leaves, derivation.spec)
@@ -81,15 +73,7 @@ def looked_up(derivation: Derivation, gradient: SampleGradient) -> SampleGradien
 
 
 def copied(derivation: Derivation, gradient: Block) -> list[tuple[Weight, SampleGradient]] | None:
-    """What a block contributes to the parents of a derived weight, each entry of which is an entry of one of them.
-
-    Args:
-        derivation: how the weight was computed.
-        gradient: its gradient, a block along the batch.
-
-    Returns:
-        Contributions to the parents, or None where the computation does more than to copy.
-    """
+    """What a block contributes to the parents of a derived weight, each entry of which is an entry of one of them."""
     if derivation.op not in _COPIES or derivation.inplace or derivation.random_state is not None:
         return None
     places: dict[Weight, set[int]] = {}
@@ -182,15 +166,7 @@ def _axis_of(origin: Tensor, shape: torch.Size, gradient: Block) -> BatchAxis | 
 
 
 def row_by_row(derivation: Derivation, gradient: Block) -> list[tuple[Weight, SampleGradient]] | None:
-    """What a block contributes to the parents of a derived weight, if its computation keeps the rows apart.
-
-    Args:
-        derivation: how the weight was computed.
-        gradient: its gradient, a block along the batch.
-
-    Returns:
-        Contributions to the parents, or None where the rows are not kept apart or the computation is random.
-    """
+    """What a block contributes to the parents of a derived weight, if its computation keeps the rows apart."""
     if derivation.inplace or derivation.random_state is not None:
         return None
     axis = BatchAxis(gradient.dim, gradient.outer_size, gradient.inner_size)

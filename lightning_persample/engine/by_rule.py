@@ -75,15 +75,7 @@ class Placement:
 
 
 def placement_of(use: Use, rule: Rule) -> Placement:
-    """Where a call that its rule answers has weights and batch.
-
-    Args:
-        use: the call.
-        rule: the op's own rule.
-
-    Returns:
-        What the backward needs to know of the layout of the call's tensors.
-    """
+    """Where a call that its rule answers has weights and batch."""
     call, aligned = use.call, use.followed.aligned
     owners = tuple(name for name, value in use.arguments.items() if id(value) in use.weights)
     kept: list[str] = []
@@ -220,15 +212,7 @@ class ByRule:
 
 
 def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
-    """What is wrong with what a rule gave, apart from its values; what it gives for other arguments does not matter.
-
-    Args:
-        given: what the rule returned.
-        asked: names of the weights that it was asked for, with the sizes (samples, *shape of the weight) of each.
-
-    Returns:
-        What the rule did, and what it must do; "" where nothing is wrong.
-    """
+    """What is wrong with what a rule gave, apart from its values; what it gives for other arguments does not matter."""
     if _answers(given, asked):
         return ""
     expected = "a rule returns a dict with a structure (Dense, Outer, Indexed or Patches) for each argument asked for"

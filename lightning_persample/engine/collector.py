@@ -93,15 +93,7 @@ class Collector:
     def collect(
         self, contributions: list[tuple[Weight, SampleGradient]], wants_sums: bool = False
     ) -> list[tuple[Weight, Tensor]]:
-        """Take what one call contributes to its weights; where it is all there is, keep only the squared norms.
-
-        Args:
-            contributions: the weights and their samples' gradients.
-            wants_sums: give the sums over the samples, too, where they need not be computed apart.
-
-        Returns:
-            Those sums, by weight.
-        """
+        """Take what one call contributes to its weights; where it is all there is, keep only the squared norms."""
         if self.samples is not None:
             contributions = [(weight, gradient.pick(self.samples)) for weight, gradient in contributions]
         sums: list[tuple[Weight, Tensor]] = []

@@ -32,15 +32,7 @@ __all__ = ["computation"]
 
 
 def computation(use: Use) -> Computation:
-    """What to do in backward with the gradients of the outputs that can have one.
-
-    Args:
-        use: a call whose contributions can be told apart by sample.
-
-    Returns:
-        A function from one gradient per output (None where an output got none) to contributions. It keeps alive only
-        what it reads.
-    """
+    """What to do in backward with the gradients of the outputs that can have one."""
     return _by_rule(use, use.rule) if use.rule is not None else _by_generic_rule(use)
 
 

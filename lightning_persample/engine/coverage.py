@@ -56,17 +56,7 @@ class Coverage:
 def classify(
     sizes: Mapping[str, int], got_gradient: Collection[str], reported: Collection[str], refused: Mapping[str, str]
 ) -> Coverage:
-    """Sort the trainable parameters.
-
-    Args:
-        sizes: number of entries of each trainable parameter.
-        got_gradient: parameters whose gradient was accumulated in this backward.
-        reported: parameters with a contribution of at least one call.
-        refused: parameters with a call that could not be split by sample, with the reason.
-
-    Returns:
-        Each parameter in exactly one place.
-    """
+    """Sort the trainable parameters."""
     if not refused and len(reported) == len(sizes):
         return Coverage(tuple(sizes), {}, (), 1.0)
     unsupported = {name: refused[name] for name in sizes if name in refused}
@@ -137,11 +127,7 @@ def say(record: PerSampleRecord, unsupported: str) -> None:
 
 
 def warn_user(text: str) -> None:
-    """Warn, at the line of the user's code that is running: not at one of this package, of torch or of Lightning.
-
-    Args:
-        text: the warning.
-    """
+    """Warn, at the line of the user's code that is running: not at one of this package, of torch or of Lightning."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:

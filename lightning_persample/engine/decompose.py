@@ -47,18 +47,9 @@ def decomposed(function: types.FunctionType) -> types.FunctionType:
 
 
 def decomposed_backward(function: Callable[..., Any], visible: AbstractContextManager[Any]) -> Callable[..., Any]:
-    """A copy of a function of torch that runs a backward, such as ``Tensor.backward``, that runs its body.
-
-    Where another capture is around this one, a function that fills ``.grad`` is called itself, so that this is offered
-    to the other: each has its record.
-
-    Args:
-        function: ``Tensor.backward``, ``torch.autograd.backward`` or ``torch.autograd.grad``.
-        visible: context in which the calls of the backward pass itself are seen.
-
-    Returns:
-        The copy.
-    """
+    """A copy of a function of torch that runs a backward, such as ``Tensor.backward``, that runs its body."""
+    # Where another capture is around this one, a function that fills ``.grad`` is called itself, so that this is
+    # offered to the other: each has its record.
     assert isinstance(function, types.FunctionType)
     copy, runs_engine = _backward_in_the_open(function)
 

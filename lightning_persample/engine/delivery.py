@@ -135,16 +135,7 @@ class DeliveringDispatcher(Dispatcher):
         Delivery.current().note(self, target, grad)
 
     def observe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function and see the torch calls in it.
-
-        Args:
-            function: what to run.
-            args: positional arguments.
-            kwargs: keyword arguments.
-
-        Returns:
-            What the function returns.
-        """
+        """Run a function and see the torch calls in it."""
 
         def answer(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if function in _OF_BACKWARD:
@@ -209,10 +200,8 @@ class Delivery:
             self._refused.setdefault(weight, reason)
 
     def finish(self) -> None:
-        """Set ``grad_sample`` of every weight that got a gradient; called at the end of the backward.
-
-        A gradient that cannot be split by sample gives an `UnsupportedError`; then none is set.
-        """
+        """Set ``grad_sample`` of every weight that got a gradient; called at the end of the backward."""
+        # A gradient that cannot be split by sample gives an `UnsupportedError`; then none is set.
         weights = list(dict.fromkeys(weight for dispatcher in self._dispatchers for weight in dispatcher.weights))
         with torch.no_grad(), torch._C.DisableTorchFunction():
             settle(weights, lambda weight, error, text: self.refuse([weight], reason_of(error, text)))

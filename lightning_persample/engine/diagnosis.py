@@ -72,12 +72,7 @@ class Comparison:
         return torch.where(zeros, (product / square)[~zeros].mean(), product / square)
 
     def error_beside_a_constant(self, name: str) -> float:
-        """Largest relative error of one parameter, apart from a difference that is the same for all samples.
-
-        Returns:
-            The error; infinity where the loop's gradients are themselves the same for all samples, for then nothing can
-            be told.
-        """
+        """Largest relative error of one parameter, apart from a difference that is the same for all samples."""
         loop, difference = self.loop[name].flatten(1), (self.loop[name] - self.engine[name]).flatten(1)
         scale = float(loop.norm(dim=1).max().clamp_min(self._smallest()))
         if _spread(loop) <= self.tolerance * scale:
@@ -100,18 +95,7 @@ def why_different(
     is_random: Callable[[], bool],
     other_axes: str,
 ) -> str:
-    """The reason that fits the parameters that differ.
-
-    Args:
-        compared: the gradients, of all parameters that both have.
-        record: what the capture noted.
-        loss_reduction: the option that was checked.
-        is_random: tells whether the loss changes with the random seed.
-        other_axes: a text on other axes that could hold the samples, or "".
-
-    Returns:
-        A text with a remedy where there is one.
-    """
+    """The reason that fits the parameters that differ."""
     factors = compared.factors()
     mean = float(factors.mean())
     if mean and all(compared.agrees(name, mean) for name in compared.loop):

@@ -116,13 +116,7 @@ class Dispatcher(Collector):
         self.mark_gradients(gradients, outputs, inputs)
 
     def mark_gradients(self, found: Iterable[Tensor | None], outputs: list[Tensor], inputs: Sequence[Tensor]) -> None:
-        """A gradient asked for aside lies where its input lies; of what is no sample's it belongs to the whole batch.
-
-        Args:
-            found: the gradients.
-            outputs: what was differentiated.
-            inputs: with respect to what.
-        """
+        """A gradient asked for aside lies where its input lies; of what is no sample's it is of the whole batch."""
         of_batch = any(isinstance(self.marks.of_operand(output), (BatchAxis, Lost)) for output in outputs)
         for tensor, gradient in zip(inputs, found, strict=False):
             if gradient is not None and gradient.requires_grad:
@@ -151,13 +145,7 @@ class Dispatcher(Collector):
         return isinstance(mark, BatchAxis) and mark.owner is None and mark.mixing is None
 
     def check_reduction(self, losses: list[Tensor], weights: list[Tensor | None], declared: object) -> None:
-        """Note a loss that is a sum over the samples, times a number, where a mean was declared, or the reverse.
-
-        Args:
-            losses: what backward starts from, to be added up.
-            weights: what each is multiplied by, of its shape; None is 1.
-            declared: "mean", "sum" or weights.
-        """
+        """Note a loss that is a sum over the samples, times a number, where a mean was declared, or the reverse."""
         if declared not in ("mean", "sum") or self.batch_size == 1:
             return
         for loss, weight in zip(losses, weights, strict=True):
@@ -207,17 +195,7 @@ class Dispatcher(Collector):
         kwargs: Mapping[str, Any],
         visible: AbstractContextManager[Any],
     ) -> Any:
-        """Run one torch call and take note of it.
-
-        Args:
-            function: what is called.
-            args: positional arguments.
-            kwargs: keyword arguments.
-            visible: context in which the calls inside a Python function of torch are seen.
-
-        Returns:
-            What the function returns, unchanged.
-        """
+        """Run one torch call and take note of it."""
         result: Any = _NOT_RUN
         try:
             kind = kind_of(function)
@@ -556,11 +534,7 @@ class Dispatcher(Collector):
         attach(use, self)
 
     def find_unseen(self, tops: list[Tensor]) -> list[Weight]:
-        """Refuse the weights that a gradient reaches, from these tensors down, through a call that was not seen.
-
-        Returns:
-            The parameters of linear maps of rows that it reaches.
-        """
+        """Refuse the weights that a gradient reaches, from these tensors down, through a call that was not seen."""
         unseen, met = self.nodes.below(tops)
         for node, weights in unseen:
             self.refuse(weights, unseen_text(node, self.differentiated))

@@ -64,15 +64,8 @@ def along(samples: Tensor, dim: int) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The largest error of a sample, ``max_i ||found[i] - expected[i]|| / ||expected[i]||``.
-
-    Args:
-        found: (B, *shape).
-        expected: (B, *shape); a norm below 1% of the largest sample's counts as 1% of it.
-
-    Returns:
-        The error; nan where a value is not a finite number, which equals nothing.
-    """
+    """The largest error of a sample, ``max_i ||found[i] - expected[i]|| / ||expected[i]||``."""
+    # found (B, *shape), expected (B, *shape)
     wide = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float32)
     one, two = found.to(wide).reshape(found.shape[0], -1), expected.to(wide).reshape(expected.shape[0], -1)
     if not bool(one.isfinite().all() & two.isfinite().all()):
@@ -130,21 +123,7 @@ class ExampleCall:
         return {name: self.named[name].detach().clone().requires_grad_() for name in self.weights}
 
     def laid_out(self, text: str, dim: int, inputs: Mapping[str, Tensor], fallback: Sequence[int] = ()) -> Samples:
-        """Samples in one layout, with random gradients for the outputs.
-
-        Args:
-            text: the layout, in words.
-            dim: the axis along which the op sees the samples.
-            inputs: the batched arguments, each (B, *shape).
-            fallback: the axes of the outputs, for one sample alone, which does not tell them.
-
-        Returns:
-            The samples.
-
-        Raises:
-            UnsupportedError: the op mixes samples, is random, or has no output with a gradient.
-        An op that raises an error gives a `PerSampleError`.
-        """
+        """Samples in one layout, with random gradients for the outputs."""
         samples = Samples(text, dim, inputs)
         name = op_name(self.rule.op)
         with self._explained(f"on {text}"):
@@ -182,14 +161,7 @@ class ExampleCall:
         return Samples(text, dim, inputs, tuple(dims), tuple(grads), output)
 
     def loop(self, samples: Samples) -> dict[str, Tensor]:
-        """The gradients by autograd through the op itself, one sample after the other.
-
-        Args:
-            samples: the samples and the gradients of the outputs.
-
-        Returns:
-            The gradient of each weight, (B, *shape of the weight).
-        """
+        """The gradients by autograd through the op itself, one sample after the other."""
         rows: dict[str, list[Tensor]] = {name: [] for name in self.weights}
         for number in range(samples.count):
             weights = self.leaves()

@@ -71,14 +71,7 @@ class ExpandedWeight(Tensor):
         *,
         batch_first: bool = True,
     ) -> ExpandedWeight:
-        """Check the arguments and wrap the weight.
-
-        Returns:
-            The expanded weight.
-
-        Raises:
-            PerSampleError: `orig_weight` is no tensor, is an expanded weight, or requires no gradient.
-        """
+        """Check the arguments and wrap the weight."""
         if not isinstance(orig_weight, Tensor):
             raise PerSampleError(f"only a tensor can be an expanded weight; got {type(orig_weight).__name__}")
         if isinstance(orig_weight, ExpandedWeight):
@@ -125,14 +118,7 @@ class ExpandedWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a torch call on the leaves that stand in for the weights, and take note of it.
-
-        Returns:
-            What the call gives; an expanded weight where it was computed from expanded weights alone.
-
-        Raises:
-            UnsupportedError: the call writes an expanded weight into a plain tensor.
-        """
+        """Run a torch call on the leaves that stand in for the weights, and take note of it."""
         kwargs = dict(kwargs or {})
         weights = list(dict.fromkeys(t for t in tensors_in((args, kwargs)) if isinstance(t, ExpandedWeight)))
         first = weights[0]
@@ -203,14 +189,7 @@ class ExpandedWeight(Tensor):
 
 
 def check_batch_size(batch_size: object) -> None:
-    """Refuse a batch size that is none.
-
-    Args:
-        batch_size: what a caller gave.
-
-    Raises:
-        OptionError: it is not an integer of at least 1.
-    """
+    """Refuse a batch size that is none."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool):
         raise OptionError(f"batch_size must be an integer; got {batch_size!r}, a {type(batch_size).__name__}")
     if batch_size < 1:
@@ -218,14 +197,7 @@ def check_batch_size(batch_size: object) -> None:
 
 
 def check_loss_reduction(loss_reduction: object) -> None:
-    """Refuse a loss reduction that is none.
-
-    Args:
-        loss_reduction: what a caller gave.
-
-    Raises:
-        OptionError: it is neither "sum" nor "mean".
-    """
+    """Refuse a loss reduction that is none."""
     if not isinstance(loss_reduction, str) or loss_reduction not in ("sum", "mean"):
         raise OptionError(f"loss_reduction must be 'sum' or 'mean'; got {loss_reduction!r}")
 

@@ -164,14 +164,7 @@ def run_all(*steps: Callable[[], object]) -> None:
 
 
 def in_smaller_chunks(compute: Callable[[], Result]) -> Result:
-    """Run a computation, and where memory does not suffice again with half the memory for its kernels, a few times.
-
-    Args:
-        compute: gives the same every time.
-
-    Returns:
-        What it returns. The last failure is passed on.
-    """
+    """Run a computation, and where memory does not suffice again with half the memory for its kernels, a few times."""
     try:
         return compute()  # as nearly always
     except torch.OutOfMemoryError:
@@ -187,16 +180,7 @@ def in_smaller_chunks(compute: Callable[[], Result]) -> Result:
 
 
 def reason_of(error: Exception, what: object, rule: Callable[..., Any] | None = None) -> str:
-    """Why there are no values: a refusal's own text, or for any other failure what failed and how.
-
-    Args:
-        error: the failure.
-        what: the call or weight it failed on; its text is put in front.
-        rule: the rule that raised it.
-
-    Returns:
-        A text for `PerSampleRecord.unsupported`.
-    """
+    """Why there are no values: a refusal's own text, or for any other failure what failed and how."""
     if isinstance(error, PerSampleError):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):

@@ -64,14 +64,7 @@ def without_compilation() -> AbstractContextManager[object]:
 
 @cache
 def modules_do_not_see(kind: type[TorchFunctionMode]) -> AbstractContextManager[object]:
-    """Within this context, modules that ask whether an override is active do not count modes of this kind.
-
-    Args:
-        kind: the class of the modes that only observe.
-
-    Returns:
-        The context.
-    """
+    """Within this context, modules that ask whether an override is active do not count modes of this kind."""
     return _WhileAnyIsInside(partial(_not_counted, kind))
 
 

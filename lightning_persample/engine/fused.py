@@ -152,20 +152,7 @@ def fused_call(
     batch_size: int,
     always: bool,
 ) -> FusedCall | None:
-    """The call in its fused form, or None where there is none or where it would cost more.
-
-    Args:
-        op: canonical op.
-        rule: its rule.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        place: where the batch lies in a tensor: a `BatchAxis`, or anything else where that is not known.
-        batch_size: number of samples B.
-        always: the samples' gradients are asked for, so that they are formed in any case.
-
-    Returns:
-        A call to run in place of the op.
-    """
+    """The call in its fused form, or None where there is none or where it would cost more."""
     if (op != "linear" and op not in _CONVOLUTIONS) or rule is None:
         return None
     arguments = rule.bind(args, kwargs)
@@ -200,14 +187,9 @@ def fused_call(
 
 
 def _nothing_in_between() -> bool:
-    """Whether the call and its backward will run as they stand.
-
-    Other function modes may change what the call gives, transforms and forward differentiation have rules of their own,
-    and what hooks on saved tensors do (activation checkpointing, offloading) depends on which tensors are saved.
-
-    Returns:
-        False where one of these is in force.
-    """
+    """Whether the call and its backward will run as they stand."""
+    # Other function modes may change what the call gives, transforms and forward differentiation have rules of their
+    # own, and what hooks on saved tensors do (activation checkpointing, offloading) depends on which tensors are saved.
     modes = torch.overrides._get_current_function_mode_stack()
     return (
         all(type(mode) is DeviceContext for mode in modes)

@@ -53,15 +53,7 @@ def boundary(tensors: Iterable[Tensor]) -> Nodes:
 
 
 def edges_between(outputs: Iterable[Tensor], stop: Nodes) -> Edges:
-    """The nodes that one call added to the graph, from its outputs down to the nodes of its inputs, and their edges.
-
-    Args:
-        outputs: of the call.
-        stop: the nodes of its inputs.
-
-    Returns:
-        For each of its nodes those that follow it, whether they are the call's own or not.
-    """
+    """The nodes that one call added to the graph, from its outputs down to the nodes of its inputs, and their edges."""
     found: Edges = {}
     stack = []
     for output in outputs:
@@ -160,19 +152,9 @@ def is_recomputing() -> bool:
 
 
 def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """What autograd keeps of a call's results for the backward of the node that made its output.
-
-    Nothing where hooks on saved tensors are in place: to read what they have packed (activation checkpointing) would
-    run the forward again.
-
-    Args:
-        output: the output of a call that has just run.
-        names: of the results, as in ``_saved_<name>``.
-
-    Returns:
-        Those results that have an entry for every row of the output, detached: with their history, which holds the
-        node, they would keep it alive.
-    """
+    """What autograd keeps of a call's results for the backward of the node that made its output."""
+    # Nothing where hooks on saved tensors are in place: to read what they have packed (activation checkpointing) would
+    # run the forward again.
     if output.grad_fn is None or saved_tensors_are_hooked():
         return {}
     found = {name: getattr(output.grad_fn, f"_saved_{name}", None) for name in names}

@@ -56,20 +56,7 @@ class Input:
 
 
 def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int) -> list[Input]:
-    """The tensors among the arguments of a module's call, wherever they stand in tuples, mappings and dataclasses.
-
-    Args:
-        module: the module; of torch's own layers it is known which arguments do not count.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        axis: the axis that holds the samples.
-
-    Returns:
-        Every tensor that may hold samples.
-
-    Raises:
-        PerSampleError: an argument is an `ExpandedWeight`.
-    """
+    """The tensors among the arguments of a module's call, wherever they stand in tuples, mappings and dataclasses."""
     skipped = next((names for kind, names in _OWN_LAYOUT if isinstance(module, kind)), ())
     names = list(inspect.signature(module.forward).parameters) if skipped else []
     found: list[Input] = []
@@ -89,18 +76,7 @@ def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def shared_batch_size(inputs: list[Input], axis: int) -> int:
-    """The number of samples on which all inputs agree.
-
-    Args:
-        inputs: the tensors of a call; those without axes do not count unless there are no others.
-        axis: the axis that holds the samples.
-
-    Returns:
-        The batch size B, at least 1.
-
-    Raises:
-        BatchSizeError: there is no tensor, none with a batch dimension, the sizes differ, or there is no sample.
-    """
+    """The number of samples on which all inputs agree."""
     if not inputs:
         raise BatchSizeError(
             "there is no tensor among the arguments and keyword arguments to read the batch size from; pass the data "
@@ -123,20 +99,9 @@ def shared_batch_size(inputs: list[Input], axis: int) -> int:
 
 
 def mark_inputs(inputs: list[Input], axis: int, batch_size: int, dispatcher: Dispatcher) -> None:
-    """Declare to a dispatcher where the samples lie in the inputs.
-
-    Inputs of another size than the batch's hold no samples; but if all are of another size, k * B rows are read as k
-    rows of each sample.
-
-    Args:
-        inputs: the tensors of a call.
-        axis: the axis that holds the samples.
-        batch_size: number of samples B.
-        dispatcher: is told.
-
-    Raises:
-        BatchSizeError: no input holds B samples.
-    """
+    """Declare to a dispatcher where the samples lie in the inputs."""
+    # Inputs of another size than the batch's hold no samples; but if all are of another size, k * B rows are read as k
+    # rows of each sample.
     whole = [given for given in inputs if given.size == batch_size]
     parts = [given for given in inputs if given.size and given.size % batch_size == 0]
     if not whole and not parts:

@@ -54,18 +54,7 @@ class KeptGradients:
 
     @torch.no_grad()
     def with_vectors(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """Dot of each sample's own gradient with one vector.
-
-        Args:
-            vectors: by parameter the vector's part, of the parameter's shape; other parameters count as zero.
-
-        Returns:
-            (B,).
-
-        Raises:
-            OptionError: a name that has no values, or a vector of another shape.
-        A tensor that the gradients are made of and that was changed in place since gives an `UnsupportedError`.
-        """
+        """Dot of each sample's own gradient with one vector; -> (B,)."""
         terms: list[Tensor] = []
         for name, vector in vectors.items():
             structure = self._structures.get(name)
@@ -87,18 +76,7 @@ class KeptGradients:
 
     @torch.no_grad()
     def project(self, projection: Projection) -> dict[str, Tensor]:
-        """Each sample's own gradient, projected parameter by parameter.
-
-        Args:
-            projection: says to how many numbers, and by which matrices.
-
-        Returns:
-            By parameter (B, k), k = projection.size_of(its shape).
-
-        Raises:
-            OptionError: it is no projection.
-        A tensor that the gradients are made of and that was changed in place since gives an `UnsupportedError`.
-        """
+        """Each sample's own gradient, projected parameter by parameter."""
         if not isinstance(projection, Projection):
             raise OptionError(f"project: projection is {projection!r}; allowed is a Projection")
         projected: dict[str, Tensor] = {}

@@ -95,19 +95,7 @@ def layout_of(
     marks: Sequence[Mark | None],
     batch_size: int,
 ) -> Hashable | None:
-    """The key under which what is decided of a call may be remembered.
-
-    Args:
-        function: what is called; its op has a follower that is declared `by_layout`.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        tensors: the tensors among the arguments, in order.
-        marks: what is known of each of them.
-        batch_size: number of samples B.
-
-    Returns:
-        The key; None where more than the layout may decide.
-    """
+    """The key under which what is decided of a call may be remembered."""
     if len(tensors) > 1 and (function in _INDEXING or len(set(map(id, tensors))) < len(tensors)):
         return None
     key: list[Hashable] = [function, batch_size, torch.is_grad_enabled()]
@@ -163,17 +151,7 @@ def _is_no_index(tensor: Tensor, mark: Mark | None) -> bool:
 
 
 def recall(layout: Hashable, op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
-    """What was decided of a call with this layout.
-
-    Args:
-        layout: the key.
-        op: canonical op.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        The plan; None where there is none, or where it does not hold now.
-    """
+    """What was decided of a call with this layout."""
     plan = _PLANS.get(layout)
     if plan is None or plan.rule is not rule_of(op):
         return None
@@ -183,13 +161,7 @@ def recall(layout: Hashable, op: object, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
-    """Keep what was decided of a call, where its layout alone has decided it and there was nothing to say of it.
-
-    Args:
-        call: the call; its `layout` is its key.
-        followed: where the batch lies in its outputs.
-        use: the call as a use of weights; None where it has none.
-    """
+    """Keep what was decided of a call, where its layout alone has decided it and there was nothing to say of it."""
     rule, is_loss = rule_of(call.op), call.op in LOSSES
     if call.layout is None or call.written or followed.mixing is not None or followed.weighting is not None:
         return
@@ -220,15 +192,7 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
 def remember_as(
     layout: Hashable, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
 ) -> None:
-    """Keep a plan under the key of a function that makes the call alone that the plan is of.
-
-    Args:
-        layout: the key.
-        plan: of the call that it makes.
-        args: positional arguments of the function.
-        kwargs: its keyword arguments.
-        tensors: the tensors among them, in order.
-    """
+    """Keep a plan under the key of a function that makes the call alone that the plan is of."""
     if plan.slots is not None:
         slots = _slots_of(plan.slots.placement, args, kwargs, tensors)
         if slots is None:

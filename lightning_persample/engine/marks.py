@@ -84,14 +84,7 @@ class Marks:
         return mark
 
     def axis_of_all(self, args: tuple[Any, ...]) -> tuple[BatchAxis, int] | None:
-        """The axis along which every tensor among plain arguments holds the samples, in tensors of one rank.
-
-        Args:
-            args: arguments of a pointwise call.
-
-        Returns:
-            The axis and the rank; None where there is none, or where one has to look closer.
-        """
+        """The axis along which every tensor among plain arguments holds the samples, in tensors of one rank."""
         found: BatchAxis | None = None
         first: Tensor | None = None
         rank = 0

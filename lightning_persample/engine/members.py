@@ -19,14 +19,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
-    """``dict(module.named_parameters())`` and ``list(module.buffers())``, which walk through the modules once each.
-
-    Args:
-        module: the module; where a class of it has ways of its own to list them, these are asked.
-
-    Returns:
-        The parameters by name, and the buffers.
-    """
+    """``dict(module.named_parameters())`` and ``list(module.buffers())``, which walk through the modules once each."""
     parameters: dict[str, nn.Parameter] = {}
     buffers: list[Tensor] = []
     own = any(getattr(getattr(module, name), "__func__", None) is not known for name, known in _OF_ROOT)

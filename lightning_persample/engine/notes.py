@@ -38,13 +38,7 @@ class Notes:
         self.axis_lost: set[str] = set()
 
     def add(self, kind: Kind, text: str, outputs: Iterable[Tensor]) -> None:
-        """Say something of a call in every backward that goes through one of its outputs.
-
-        Args:
-            kind: which of a record's texts it is.
-            text: the text.
-            outputs: the call's outputs. Where none can get a gradient, it is said in any case: their values go on.
-        """
+        """Say something of a call in every backward that goes through one of its outputs."""
         self._texts[kind].setdefault(text)
         hooked = [output for output in outputs if output.requires_grad]
         if not hooked:

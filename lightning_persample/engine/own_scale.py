@@ -36,15 +36,7 @@ class OwnScale:
         return replace(self, weighting=self.weighting.detach()[places.to(self.weighting.device)])
 
     def own(self, values: Sequence[Tensor], power: int = 1) -> list[Tensor]:
-        """Contributions without w_i and without the scale of the loss.
-
-        Args:
-            values: (B, ...) each, all of one dtype and device.
-            power: 1 for gradients, 2 for squared norms.
-
-        Returns:
-            The same tensors divided by (w_i * scale) ** power.
-        """
+        """Contributions without w_i and without the scale of the loss; values (B, ...)."""
         like = values[0]
         if isinstance(self.weighting, Tensor):
             weights = self.weighting.detach().to(like.device, like.dtype).pow(power)
@@ -76,14 +68,7 @@ class OwnScale:
         return rows if self.scale is None else rows / self.scale.to(rows.device, rows.dtype).square()
 
     def own_norms(self, norms: Sequence[Tensor]) -> Tensor:
-        """`own` of norms, up to the sign.
-
-        Args:
-            norms: (B,) each, all of one dtype and device.
-
-        Returns:
-            (norms, B).
-        """
+        """`own` of norms, up to the sign; norms (B,) -> (norms, B)."""
         found = torch.stack(list(norms))
         if isinstance(self.weighting, Tensor):
             weights = self.weighting.detach().to(found.device, found.dtype)
@@ -98,11 +83,7 @@ class OwnScale:
         return not isinstance(self.weighting, Tensor) or bool((self.weighting == self.weighting[:1]).all())
 
     def factor(self) -> Tensor | float:
-        """What each sample's own gradient is multiplied by in the gradient of the batch, where all weigh alike.
-
-        Returns:
-            w_i * scale, 0-dimensional if it is a tensor.
-        """
+        """What each sample's own gradient is multiplied by in the gradient of the batch, where all weigh alike."""
         if isinstance(self.weighting, Tensor):
             weight = self.weighting.detach()[0]
         else:

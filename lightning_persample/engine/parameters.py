@@ -36,12 +36,7 @@ class WatchedParameters:
         self._hooked: set[str] = set()
 
     def watch(self, told: Collection[Weight] = ()) -> None:
-        """Watch every trainable parameter, behind the user's hooks; lazy ones can be watched once they have a shape.
-
-        Args:
-            told: weights whose calls will be gone through by the backward that starts. A parameter that has no other
-                use gets its gradient from that call, which tells, so that no hook is needed on the parameter itself.
-        """
+        """Watch every trainable parameter, behind the user's hooks; lazy ones can be watched once they have a shape."""
         for weight in self.weights.values():
             weight.told = False
         for weight in told:
@@ -86,16 +81,7 @@ class WatchedParameters:
         }
 
     def changed_by_hook(self, weight: Weight, grad: Tensor | None, total: SampleGradient | None) -> str | None:
-        """Whether a hook made the gradient of a weight another one than the samples' contributions give.
-
-        Args:
-            weight: a parameter, or what is computed from parameters.
-            grad: what came behind the hooks; None where there are none.
-            total: what the samples contributed.
-
-        Returns:
-            The reason for which there is no value, or None.
-        """
+        """Whether a hook made the gradient of a weight another one than the samples' contributions give."""
         if grad is None or total is None:
             return None
         if self._dispatcher.samples is not None:

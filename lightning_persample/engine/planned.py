@@ -31,16 +31,7 @@ def note_as_planned(
     marks: Sequence[Mark | None],
     fused: FusedCall | None,
 ) -> None:
-    """Mark the outputs, and let the backward report what the weights among the arguments get.
-
-    Args:
-        dispatcher: the state of the capture.
-        plan: of the call.
-        result: what the call gave.
-        tensors: the tensors among its arguments, in order.
-        marks: what is known of each of them.
-        fused: the call as it ran, if it ran fused.
-    """
+    """Mark the outputs, and let the backward report what the weights among the arguments get."""
     if type(result) is Tensor:
         dispatcher.marks[result] = plan.outputs[0]
     else:

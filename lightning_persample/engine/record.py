@@ -146,10 +146,8 @@ class PerSampleRecord:
 
     @property
     def _relative_weights(self) -> Tensor | None:
-        """What the samples weigh in the mean that their weighted loss is, ``B w_i``, (B,); None where w is no tensor.
-
-        B counts the samples of the loss. With these, the gradient of the loss is the mean of ``B w_i g_i``.
-        """
+        """What the samples weigh in the mean that is their loss, ``B w_i``, (B,); None where w is no tensor."""
+        # B counts the samples of the loss. With these, the gradient of the loss is the mean of ``B w_i g_i``.
         if self._own is None or not isinstance(self._own.weighting, Tensor):
             return None
         return self._own.weighting.detach() * self._own.batch_size

@@ -75,15 +75,7 @@ class VerificationReport:
 
 
 def table(header: Sequence[str], rows: Sequence[Row]) -> str:
-    """Rows as text, with each reason written once below the table.
-
-    Args:
-        header: what stands above the columns: names, error, status, reason.
-        rows: for each row the names, the error (nan where there is none), the status and the reason ("" for none).
-
-    Returns:
-        The lines of the table and of the reasons.
-    """
+    """Rows as text, with each reason written once below the table."""
     reasons = list(dict.fromkeys(reason for *_, reason in rows if reason))
     cells = [tuple(header)] + [
         (

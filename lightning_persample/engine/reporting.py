@@ -58,11 +58,7 @@ class Report:
         self._kind = outputs[0].device.type
 
     def attach(self, outputs: Sequence[Tensor]) -> None:
-        """Wait for the gradients of the outputs.
-
-        Args:
-            outputs: the outputs that can get a gradient.
-        """
+        """Wait for the gradients of the outputs."""
         if len(outputs) == 1:
             on_gradient(outputs[0], lambda grad: self.hook((grad,)), self.failed)
         else:
@@ -90,15 +86,7 @@ class Report:
                     self._dispatcher.got_gradient[name] = None
 
     def contribute(self, grads: Sequence[Tensor | None], wants_sums: bool = False) -> list[tuple[Weight, Tensor]]:
-        """Note what the samples contribute.
-
-        Args:
-            grads: the gradients of the outputs.
-            wants_sums: give the sums over the samples, too, where they need not be computed apart.
-
-        Returns:
-            Those sums that were formed on the way, by weight.
-        """
+        """Note what the samples contribute."""
         dispatcher = self._dispatcher
         if not dispatcher.accepting:
             return []

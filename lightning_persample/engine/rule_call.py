@@ -57,16 +57,7 @@ class RuleCall:
     def compare(
         self, expected: Mapping[str, Tensor], tolerance: float, given: frozenset[str] = frozenset()
     ) -> dict[str, Finding]:
-        """Call the rule and compare.
-
-        Args:
-            expected: the gradient of each weight that is asked for, (B, *shape).
-            tolerance: largest relative error that counts as agreement.
-            given: arguments that the rule gets although it has not declared to read them.
-
-        Returns:
-            For each of these weights the error, whether it agrees, and why not.
-        """
+        """Call the rule and compare."""
         arguments: dict[str, Any] = {}
         for name, value in self.values.items():
             if name not in self.held_back or name in given:
@@ -98,17 +89,8 @@ class RuleCall:
 
 
 def compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm: Tensor | None = None) -> Finding:
-    """One structure beside the loop's gradients: the gradients, squared norms and inner products.
-
-    Args:
-        found: what the rule gave.
-        expected: (B, *shape).
-        tolerance: largest relative error that counts as agreement.
-        sq_norm: (B,), the squared norm to compare, by default that of the structure.
-
-    Returns:
-        The largest error, whether it agrees, and why not.
-    """
+    """One structure beside the loop's gradients: the gradients, squared norms and inner products."""
+    # expected (B, *shape), sq_norm (B,)
     if not bool(expected.any()):
         reason = "the loop's gradients are all zero, which proves nothing: give other example arguments"
         return math.nan, "not compared", reason

@@ -22,23 +22,11 @@ _PLAIN = (str, bytes, int, float, complex, type, type(None))
 
 
 def take(batch: Any, start: int, stop: int, *, batch_size: int, batch_dim: int = 0) -> Any:
-    """The samples `start` to `stop` of a batch, as a batch of that many samples.
-
-    Tensors are copied, so that nothing done to the result reaches the batch. A tensor with k * B rows has k rows per
-    sample, as everywhere in the engine; one without rows of samples (class weights) is kept whole. A list or tuple of B
-    items is cut itself where its tensors do not all have B rows (images of unequal sizes, texts), and the batch itself
-    is, where none of its tensors has; so is a packed sequence.
-
-    Args:
-        batch: whatever the data loader gives.
-        start: the first sample.
-        stop: the sample after the last one.
-        batch_size: number of samples B in the batch.
-        batch_dim: the axis that holds the samples.
-
-    Returns:
-        A batch of the same structure, in which the batch axis is kept.
-    """
+    """The samples `start` to `stop` of a batch, as a batch of that many samples."""
+    # Tensors are copied, so that nothing done to the result reaches the batch. A tensor with k * B rows has k rows per
+    # sample, as everywhere in the engine; one without rows of samples (class weights) is kept whole. A list or tuple of
+    # B items is cut itself where its tensors do not all have B rows (images of unequal sizes, texts), and the batch
+    # itself is, where none of its tensors has; so is a packed sequence.
 
     def rows(tensor: Tensor) -> Tensor:
         found = _rows_per_sample(tensor, batch_size, batch_dim)
@@ -99,20 +87,7 @@ def loss_of(outputs: Any) -> Any:
 
 
 def own_loss(outputs: Any, batch: Any, weighting: Weighting) -> Tensor:
-    """A sample's own loss l from the loss w l of a batch that holds this sample alone.
-
-    Args:
-        outputs: what the loss function or the training step returned.
-        batch: the batch of one sample.
-        weighting: "mean" and "sum" are w = 1; a callable ``(outputs, batch)`` gives w, shape (1,).
-
-    Returns:
-        The loss, without axes.
-
-    Raises:
-        PerSampleError: there is no loss in the outputs, or it has more than one entry.
-        OptionError: the weight has another shape.
-    """
+    """A sample's own loss l from the loss w l of a batch that holds this sample alone."""
     loss = loss_of(outputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of sizes {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -101,11 +101,7 @@ class ShardedParameters:
         self._before_backward = {name: _state(shard.grad) for name, shard in self._shards.items()}
 
     def refuse_unseen(self, got_gradient: Collection[str]) -> None:
-        """After the backward, refuse the parameters whose gradient came from a forward that was not seen.
-
-        Args:
-            got_gradient: the parameters whose gradient was seen to arrive.
-        """
+        """After the backward, refuse the parameters whose gradient came from a forward that was not seen."""
         for name, shard in self._shards.items():
             if name not in got_gradient and _state(shard.grad) != self._before_backward[name]:
                 self._dispatcher.refused.setdefault(name, _UNSEEN)

@@ -22,15 +22,7 @@ _LONGEST_SEARCHED = 10_000  # items: what is longer is data, not state
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[ModuleState]:
-    """Undo at the end of this context what was done to the module and to the random number generators.
-
-    Args:
-        module: the module that runs aside.
-
-    Yields:
-        The state that is put back; ``restore()`` puts it back at any time.
-    A parameter that is not initialized yet gives a `PerSampleError`.
-    """
+    """Undo at the end of this context what was done to the module and to the random number generators."""
     state = ModuleState(module)
     try:
         yield state
@@ -69,11 +61,7 @@ class ModuleState:
         self._take(module)
 
     def restore(self, *, random_states: bool = True) -> None:
-        """Put everything back.
-
-        Args:
-            random_states: also the state of the random number generators.
-        """
+        """Put everything back."""
         if random_states:
             for put_back in self._put_back_random:
                 put_back()

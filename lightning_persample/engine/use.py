@@ -136,12 +136,7 @@ class Use:
 
 
 def attach(use: Use, dispatcher: Dispatcher) -> None:
-    """Hook the gradients of the call's outputs, so that backward reports what each sample contributes.
-
-    Args:
-        use: the call.
-        dispatcher: receives contributions, or the reason why there are none.
-    """
+    """Hook the gradients of the call's outputs, so that backward reports what each sample contributes."""
     weights = list(dict.fromkeys(use.weights.values()))
     reason = use.reason_against()
     if reason is not None:
@@ -155,14 +150,7 @@ def attach(use: Use, dispatcher: Dispatcher) -> None:
 
 
 def wait(report: Report, outputs: Sequence[Tensor], names: Mapping[Weight, str], fused: FusedCall | None) -> None:
-    """Let the report know of the gradients of a call: by hooks on its outputs, or from its own backward if it has one.
-
-    Args:
-        report: gives the contributions.
-        outputs: those that can get a gradient.
-        names: of which argument of the call each weight is.
-        fused: the call as it ran, if it ran fused.
-    """
+    """Let the report know of the gradients of a call: by hooks on its outputs, or from its own backward."""
     if fused is None:
         report.attach(outputs)
         return
@@ -178,14 +166,7 @@ def wait(report: Report, outputs: Sequence[Tensor], names: Mapping[Weight, str],
 
 
 def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, dispatcher: Dispatcher) -> None:
-    """Refuse the weights of a call as soon as a gradient reaches one of its outputs.
-
-    Args:
-        outputs: the call's outputs.
-        weights: the weights among its operands.
-        reason: why there are no values.
-        dispatcher: is told.
-    """
+    """Refuse the weights of a call as soon as a gradient reaches one of its outputs."""
 
     def hook(grad: Tensor) -> None:
         if dispatcher.accepting:
@@ -197,13 +178,7 @@ def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: 
 
 
 def note_term(outputs: Iterable[Tensor], names: frozenset[str], dispatcher: Dispatcher) -> None:
-    """Note, once a gradient reaches a call that adds a term of no sample to the loss, whose gradient has it.
-
-    Args:
-        outputs: the call's outputs.
-        names: the parameters that the term is made of.
-        dispatcher: is told.
-    """
+    """Note, once a gradient reaches a call that adds a term of no sample to the loss, whose gradient has it."""
 
     def hook(grad: Tensor) -> None:
         if dispatcher.accepting:

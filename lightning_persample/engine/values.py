@@ -54,19 +54,7 @@ def read_values(
     own: OwnScale,
     places: Tensor | None,
 ) -> Values:
-    """The values of these parameters; the dispatcher is told of those that have none, and why.
-
-    Args:
-        watched: the parameters.
-        dispatcher: collected the contributions.
-        names: the parameters whose weights have something left.
-        quantities: what is asked for.
-        own: takes the samples' weights and the scale of the loss out.
-        places: those of the samples with a part in the loss, among those that were followed; None is all.
-
-    Returns:
-        The values.
-    """
+    """The values of these parameters; the dispatcher is told of those that have none, and why."""
     values = Values()
     norms: dict[str, Tensor] = {}
     sq_norms: dict[str, Tensor] = {}
@@ -137,15 +125,7 @@ def samples_in_loss(of_part: Sequence[int] | None, weights: object) -> Sequence[
 
 
 def samples_with_values(followed: Tensor | None, in_loss: Sequence[int] | None) -> tuple[Tensor | None, Tensor | None]:
-    """Which samples have values, where some are followed alone and some alone have a part in the loss.
-
-    Args:
-        followed: the places in the batch of those that are followed; None is all.
-        in_loss: the places of those with a part in the loss; None is all.
-
-    Returns:
-        The places of those that are both in the batch, and among those that are followed; None is all.
-    """
+    """Which samples have values, where some are followed alone and some alone have a part in the loss."""
     if in_loss is None:
         return followed, None
     own = torch.tensor(in_loss, dtype=torch.int64)
@@ -158,17 +138,7 @@ def samples_with_values(followed: Tensor | None, in_loss: Sequence[int] | None) 
 def why_no_factor(
     penalized: Collection[str], not_additive: Sequence[str], weighting: Sequence[str], own: OwnScale
 ) -> str:
-    """Why ``.grad`` did not get one number times the sum of the samples' own gradients, or "" where it did.
-
-    Args:
-        penalized: the parameters whose gradient has a term that belongs to no sample.
-        not_additive: the record's.
-        weighting: the record's, were no weights of the samples given.
-        own: how the samples weigh.
-
-    Returns:
-        The reason.
-    """
+    """Why ``.grad`` did not get one number times the sum of the samples' own gradients, or "" where it did."""
     if penalized:
         names = ", ".join(f"`{name}`" for name in sorted(penalized)[:3])
         more = f" and {len(penalized) - 3} more" if len(penalized) > 3 else ""

@@ -44,15 +44,7 @@ class WatchedNodes:
         return [mark] if isinstance(mark, Weight) else []
 
     def watch_inside(self, outputs: Sequence[Tensor], stop: set[Node]) -> Edges:
-        """Gradients may enter a call through its outputs only, not through the nodes between them and the weights.
-
-        Args:
-            outputs: of a call that was seen.
-            stop: the nodes of its operands.
-
-        Returns:
-            For each node that the call made those that follow it.
-        """
+        """Gradients may enter a call through its outputs only, not through the nodes between them and the weights."""
         inside = edges_between(outputs, stop)
         self._seen.update(inside)
         entrances = boundary(outputs)
@@ -64,13 +56,7 @@ class WatchedNodes:
         return inside
 
     def watch_call(self, output: Tensor, hooked: Node | None, tensors: Sequence[Tensor]) -> None:
-        """`watch_inside` of a call with one output.
-
-        Args:
-            output: of the call.
-            hooked: the node before which the call's contributions are found.
-            tensors: the tensors among its arguments.
-        """
+        """`watch_inside` of a call with one output."""
         inside = self.watch_inside((output,), boundary(tensors))
         if hooked is not None and hooked in inside:
             further: list[Node] = []
@@ -83,13 +69,7 @@ class WatchedNodes:
             self._calls[hooked] = further, weights
 
     def watch_linear(self, output: Tensor, tensors: Sequence[Tensor], weights: list[Weight]) -> None:
-        """`watch_inside` of a linear map of rows, which as a rule is a product with the transpose of its weight.
-
-        Args:
-            output: of the call.
-            tensors: input, weight and, unless there is none, bias.
-            weights: those of the last two.
-        """
+        """`watch_inside` of a linear map of rows, which as a rule is a product with the transpose of its weight."""
         node = output.grad_fn
         edges = () if node is None else node.next_functions
         inner = edges[-1][0] if len(edges) == len(tensors) else None
@@ -103,15 +83,7 @@ class WatchedNodes:
             self._calls[node] = [] if edges[-2][0] is None else [edges[-2][0]], weights
 
     def below(self, tops: list[Tensor]) -> tuple[list[tuple[Node, list[Weight]]], list[Weight]]:
-        """What a backward will meet.
-
-        Args:
-            tops: what it starts from.
-
-        Returns:
-            The nodes of no call that was seen, from which a gradient goes to weights, with these, from the tops down;
-            and the parameters of the calls that are met whose own node gives all their gradients.
-        """
+        """What a backward will meet."""
         unseen: list[tuple[Node, list[Weight]]] = []
         met: list[Weight] = []
         stack = [top.grad_fn for top in tops if top.grad_fn is not None]

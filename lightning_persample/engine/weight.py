@@ -177,13 +177,7 @@ def settle(
     failed: Callable[[Weight, Exception, Description], None],
     changed: Callable[[Weight, Tensor | None, SampleGradient | None], str | None] | None = None,
 ) -> None:
-    """Move the contributions of all derived weights to the parameters.
-
-    Args:
-        weights: parameters and derived weights, each after those it was computed from.
-        failed: gets each weight for which that failed, with the error and the call.
-        changed: why a hook leaves a derived weight without values; None where there is no such hook.
-    """
+    """Move the contributions of all derived weights to the parameters."""
 
     def settle_one(weight: Weight, derivation: Derivation) -> None:
         with torch.no_grad(), torch.autocast(derivation.value.device.type, enabled=False):
@@ -202,14 +196,9 @@ def settle(
 
 
 def pull_back(weight: Weight) -> None:
-    """Move the contributions of a derived weight to the weights it was computed from.
-
-    A computation that gives another value when it is repeated (it is random, or its inputs were changed in place since)
-    gives an `UnsupportedError`.
-
-    Args:
-        weight: a weight with a derivation.
-    """
+    """Move the contributions of a derived weight to the weights it was computed from."""
+    # A computation that gives another value when it is repeated (it is random, or its inputs were changed in place
+    # since) gives an `UnsupportedError`.
     derivation = weight.derivation
     if derivation is None or not weight.contributions:
         return

@@ -56,20 +56,7 @@ class Alignment:
 
 
 def align(train: GradientStore, test: GradientStore, *, why_one: str | None = None) -> Alignment:
-    """The rows of two stores by checkpoint, each sample once in each.
-
-    Args:
-        train: gradients of the training samples.
-        test: gradients of the test samples, at the same checkpoints.
-        why_one: what to do instead, for a score of one checkpoint; None allows any number of them.
-
-    Returns:
-        The rows, in the order of the training store's checkpoints.
-
-    Raises:
-        PerSampleError: the stores do not go together, or a sample has several rows at a checkpoint, or none.
-        OptionError: there are several checkpoints, which this score cannot have.
-    """
+    """The rows of two stores by checkpoint, each sample once in each."""
     check_comparable(train, test)
     train, train_unknown = _known(train, "train")
     test, test_unknown = _known(test, "test")
@@ -93,19 +80,7 @@ def align(train: GradientStore, test: GradientStore, *, why_one: str | None = No
 
 
 def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
-    """The rows of a store that was written during training with those of test samples, by optimizer step.
-
-    Args:
-        train: gradients of the training samples, any number of rows of a sample at any step.
-        test: gradients of the test samples, each once at each step that the training store has.
-
-    Returns:
-        The rows, by step.
-
-    Raises:
-        PerSampleError: the stores do not go together, or a test sample has several rows at a step, or none.
-        UnsupportedError: the rows of the training count something else than optimizer steps.
-    """
+    """The rows of a store that was written during training with those of test samples, by optimizer step."""
     check_comparable(train, test)
     if train.manifest.settings.get("step_unit", "optimizer steps") != "optimizer steps":
         raise UnsupportedError(
@@ -150,22 +125,7 @@ def described_steps(store: GradientStore) -> tuple[int | None, ...]:
 def learning_rates_of(
     train: GradientStore, test: GradientStore, given: Sequence[float] | None, name: str
 ) -> list[float]:
-    """The learning rate of each checkpoint that the training store has rows of.
-
-    Args:
-        train: gradients of the training samples.
-        test: gradients of the test samples.
-        given: the rates that the user passed, in the order of the training store's checkpoints; None reads them from
-            the manifests.
-        name: the function that needs them.
-
-    Returns:
-        The rates.
-
-    Raises:
-        OptionError: another number of rates than of checkpoints, or a rate that no manifest knows or both know
-            differently.
-    """
+    """The learning rate of each checkpoint that the training store has rows of."""
     steps = described_steps(train)
     if given is not None:
         if len(given) != len(steps):

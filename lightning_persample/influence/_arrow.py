@@ -9,14 +9,7 @@ __all__ = ["arrow", "compute", "parquet"]
 
 
 def arrow() -> Any:
-    """Import pyarrow.
-
-    Returns:
-        The module ``pyarrow``.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the text names the extra that brings it.
-    """
+    """Import pyarrow."""
     try:
         return importlib.import_module("pyarrow")
     except ModuleNotFoundError as error:

@@ -9,14 +9,7 @@ __all__ = ["dask_array", "delayed"]
 
 
 def dask_array() -> Any:
-    """Import dask.array.
-
-    Returns:
-        The module ``dask.array``.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; the text names the extra that brings it.
-    """
+    """Import dask.array."""
     try:
         return importlib.import_module("dask.array")
     except ModuleNotFoundError as error:

@@ -34,17 +34,7 @@ _PARTIAL = re.compile(r"\.(rows-[\d-]+\.parquet|shard-[\d-]+(\.rows)?\.npy|_mani
 
 
 def write_atomically(path: Path, *contents: Any, is_name_forced: bool = True) -> None:
-    """Write a file so that it is there as a whole, or as it was before.
-
-    Args:
-        path: the file.
-        contents: its bytes, in as many pieces as there are.
-        is_name_forced: whether its name is forced to the disk, too. If not, a machine that loses its power may come
-            back with the file as it was before, until `force_names` was called.
-
-    Raises:
-        OSError: it could not be written; nothing of it is left.
-    """
+    """Write a file so that it is there as a whole, or as it was before."""
     partial = path.with_name(f".{path.name}.tmp")
     try:
         with partial.open("wb") as file:
@@ -91,19 +81,7 @@ def broken_files_named(path: Path) -> Iterator[None]:
 
 
 def read_json(dirpath: Path, kind: str, format_version: int) -> dict[str, Any]:
-    """What the manifest of a folder says.
-
-    Args:
-        dirpath: the folder.
-        kind: what it holds: "ledger" or "gradients".
-        format_version: the version of the format that is read.
-
-    Returns:
-        Its values by name.
-
-    Raises:
-        PerSampleError: there is no manifest, or one of another format.
-    """
+    """What the manifest of a folder says."""
     path = dirpath / MANIFEST
     if not path.is_file():
         named = "ledger" if kind == "ledger" else f"store of {kind}"
@@ -123,14 +101,6 @@ def read_json(dirpath: Path, kind: str, format_version: int) -> dict[str, Any]:
 def write_json(
     dirpath: Path, kind: str, format_version: int, values: Mapping[str, Any], *, is_name_forced: bool = True
 ) -> None:
-    """Write the manifest of a folder, in place of the one that is there.
-
-    Args:
-        dirpath: the folder.
-        kind: what it holds: "ledger" or "gradients".
-        format_version: the version of the format that is written.
-        values: its values by name.
-        is_name_forced: as in `write_atomically`.
-    """
+    """Write the manifest of a folder, in place of the one that is there."""
     found = {"format": f"lightning_persample {kind}", "format_version": format_version, **values}
     write_atomically(dirpath / MANIFEST, json.dumps(found, indent=2).encode(), is_name_forced=is_name_forced)

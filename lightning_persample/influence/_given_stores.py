@@ -20,19 +20,7 @@ def opened(store: StoreOrPath) -> GradientStore:
 
 
 def given_gradients(train: StoreOrPath, test: StoreOrPath, name: str) -> tuple[GradientStore, GradientStore]:
-    """The stores of a score that is made of gradients.
-
-    Args:
-        train: that of the training samples, or its folder.
-        test: that of the test samples, or its folder.
-        name: the score.
-
-    Returns:
-        Both, opened.
-
-    Raises:
-        OptionError: one of them holds directions of an optimizer and not gradients.
-    """
+    """The stores of a score that is made of gradients."""
     stores = opened(train), opened(test)
     for side, store in zip(("train", "test"), stores, strict=True):
         direction = direction_of(store)

@@ -17,20 +17,7 @@ __all__ = ["cholesky_factor", "second_moments"]
 def second_moments(
     store: GradientStore, columns: Sequence[slice], *, max_memory: int | None, share: int = 1
 ) -> tuple[list[Tensor], int]:
-    """The sums of ``g g^T`` over the rows that are finite, for each of some ranges of columns.
-
-    Args:
-        store: the rows, (n, K).
-        columns: ranges of k columns.
-        max_memory: bytes for blocks of rows; None reads blocks of 64 MiB.
-        share: how many others, and this one, share these bytes.
-
-    Returns:
-        For each range a matrix (k, k), float64; and how many rows are finite.
-
-    Raises:
-        PerSampleError: none is finite.
-    """
+    """The sums of ``g g^T`` over the rows that are finite, for each of some ranges of columns."""
     moments = [torch.zeros(part.stop - part.start, part.stop - part.start, dtype=torch.float64) for part in columns]
     count = 0
     for _, values in float64_blocks(store, max_memory, share):
@@ -44,19 +31,7 @@ def second_moments(
 
 
 def cholesky_factor(moment: Tensor, damping: float | None, what: str) -> Tensor:
-    """L with ``L L^T = moment + damping I``.
-
-    Args:
-        moment: symmetric, (k, k), float64; `damping` is added to it in place.
-        damping: what is added to the diagonal; None adds a tenth of the mean of the eigenvalues.
-        what: names the matrix.
-
-    Returns:
-        L, (k, k), lower triangular.
-
-    Raises:
-        PerSampleError: the matrix has no inverse in float64.
-    """
+    """L with ``L L^T = moment + damping I``."""
     mean = float(moment.diagonal().mean())
     if damping is None:
         damping = 0.1 * mean

@@ -13,14 +13,7 @@ __all__ = ["refuse_ledger", "refuse_store"]
 
 
 def refuse_ledger(dirpath: Path) -> None:
-    """Say where the gradients of a ledger are.
-
-    Args:
-        dirpath: the folder that gradients are wanted from.
-
-    Raises:
-        PerSampleError: it holds a ledger.
-    """
+    """Say where the gradients of a ledger are."""
     if _format(dirpath) == "lightning_persample ledger":
         raise PerSampleError(
             f"{os.fspath(dirpath)!r} is a ledger and no store of gradients: its gradients, if it was written with "
@@ -29,14 +22,7 @@ def refuse_ledger(dirpath: Path) -> None:
 
 
 def refuse_store(dirpath: Path) -> None:
-    """Say where the ledger beside gradients is.
-
-    Args:
-        dirpath: the folder that a ledger is wanted from.
-
-    Raises:
-        PerSampleError: it holds a store of gradients.
-    """
+    """Say where the ledger beside gradients is."""
     if _format(dirpath) == "lightning_persample gradients":
         raise PerSampleError(
             f"{os.fspath(dirpath)!r} is a store of gradients and no ledger: open it with GradientStore; its ledger, if "

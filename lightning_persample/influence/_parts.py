@@ -57,14 +57,8 @@ def rows_of(path: Path) -> int:
 
 
 def drop_rows(dirpath: Path, step: int) -> None:
-    """Remove the rows of an optimizer step and of all later ones.
-
-    Killed at any moment, it leaves files that are whole, in which every earlier row is once.
-
-    Args:
-        dirpath: the folder.
-        step: the first step whose rows are removed.
-    """
+    """Remove the rows of an optimizer step and of all later ones."""
+    # Killed at any moment, it leaves files that are whole, in which every earlier row is once.
     for part in parts_of(dirpath):
         if part.last < step:
             continue
@@ -112,21 +106,15 @@ class Parts:
         return sum(table.num_rows for table in self._waiting)
 
     def add(self, table: Any) -> None:
-        """Take rows that are to be written.
-
-        Args:
-            table: a ``pyarrow.Table`` with a column "step", of the schema of all others; one without rows is left out.
-        """
+        """Take rows that are to be written."""
         if table.num_rows:
             self._waiting.append(table)
             while len(self._waiting) > self._most_waiting:
                 self.lost += self._waiting.pop(0).num_rows
 
     def write(self) -> None:
-        """Write all rows that wait to a file of their own; where that fails, they wait for the next try.
-
-        The file is whole whatever happens, but its name may be lost with the machine's power until `settle`.
-        """
+        """Write all rows that wait to a file of their own; where that fails, they wait for the next try."""
+        # The file is whole whatever happens, but its name may be lost with the machine's power until `settle`.
         if not self._waiting:
             return
         table = arrow().concat_tables(self._waiting).combine_chunks()

@@ -31,21 +31,9 @@ def add_products(
     of_train: Transform | None = None,
     of_test: Transform | None = None,
 ) -> None:
-    """Add ``factor_i * f(g_i) . h(g'_j)`` to the score of each pair of rows, in float64.
-
-    The test store is read once, and the training store once for each block of it. Cost: ``2 n m K`` operations for n
-    training and m test rows of K columns, besides the transforms.
-
-    Args:
-        scores: what is added to, (train, test), float64.
-        train: rows of training samples, several of one sample or one.
-        test: rows of test samples.
-        max_memory: bytes for blocks and products, besides `scores`; None takes 64 MiB for each.
-        share: how many others, and this one, share these bytes.
-        factors: a factor of each training row, (rows,).
-        of_train: f, the identity if None; applied to every block as often as it is read.
-        of_test: h, the identity if None.
-    """
+    """Add ``factor_i * f(g_i) . h(g'_j)`` to the score of each pair of rows, in float64."""
+    # The test store is read once, and the training store once for each block of it. Cost: ``2 n m K`` operations for n
+    # training and m test rows of K columns, besides the transforms.
     product_bytes = _PRODUCT_BYTES if max_memory is None else max_memory // (3 * share)
     for test_at, right in float64_blocks(test.store, max_memory, share):
         right = right if of_test is None else of_test(right)
@@ -62,19 +50,7 @@ def add_products(
 
 
 def float64_blocks(store: GradientStore, max_memory: int | None, share: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of rows in float64, each in a third of the memory: with the block before it, or with a copy of itself.
-
-    Args:
-        store: the rows.
-        max_memory: bytes; None reads blocks of 64 MiB.
-        share: how many others, and this one, share these bytes.
-
-    Yields:
-        The rows' positions in the store, (m,), and their values, (m, K).
-
-    Raises:
-        OptionError: `max_memory` does not hold one row.
-    """
+    """Blocks of rows in float64, each in a third of the memory: with the block before it, or with a copy of itself."""
     size = None
     if max_memory is not None:
         row = store.num_columns * (numpy.dtype(store.manifest.dtype).itemsize + 16)  # as stored, and two in float64

@@ -16,20 +16,7 @@ _SHOWN = 3  # of the largest, and of the smallest
 def ranked(
     index: Sequence[int | str], scores: Tensor, k: int, *, largest: bool = True
 ) -> list[tuple[int | str, float]]:
-    """The samples with the largest or the smallest scores; ties in the order of `index`, and none that is nan.
-
-    Args:
-        index: the samples.
-        scores: their scores, (samples,).
-        k: how many.
-        largest: whether the largest come first, or the smallest.
-
-    Returns:
-        At most k pairs of index and score.
-
-    Raises:
-        OptionError: `k` is less than 1.
-    """
+    """The samples with the largest or the smallest scores; ties in the order of `index`, and none that is nan."""
     if k < 1:
         raise OptionError(f"k={k!r} is not allowed: k must be an int >= 1")
     known = (~scores.isnan()).nonzero().flatten()
@@ -38,15 +25,7 @@ def ranked(
 
 
 def extremes(index: Sequence[int | str], scores: Tensor) -> str:
-    """A table of the three largest and the three smallest scores, a line each, and how many are nan.
-
-    Args:
-        index: the samples.
-        scores: their scores, (samples,).
-
-    Returns:
-        Its lines, each after a line break; empty without samples.
-    """
+    """A table of the three largest and the three smallest scores, a line each, and how many are nan."""
     unknown = int(scores.isnan().sum())
     count = len(index) - unknown
     largest = ranked(index, scores, min(count, 2 * _SHOWN) or 1)

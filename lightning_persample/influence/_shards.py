@@ -95,28 +95,12 @@ def remove_uncounted(dirpath: Path) -> None:
 
 
 def record_dtype(columns: Sequence[str]) -> np.dtype[Any]:
-    """The type of the record of a row: what every store has, then the columns of the user.
-
-    Args:
-        columns: the names of the user's columns.
-
-    Returns:
-        A structured type.
-    """
+    """The type of the record of a row: what every store has, then the columns of the user."""
     return np.dtype([*BASE_FIELDS.items(), *((name, "<f8") for name in columns)])
 
 
 def write_shard(shard: Shard, values: Sequence[NDArray[Any]], records: NDArray[Any]) -> None:
-    """Write a shard, in place of the one that is there.
-
-    Args:
-        shard: its files.
-        values: arrays (m, K) of one type that follow one another.
-        records: (sum of m,), of the type that `record_dtype` gives.
-
-    Raises:
-        OSError: it could not be written; what was there is there.
-    """
+    """Write a shard, in place of the one that is there; records (sum of m,)."""
     rows = np.empty(len(records), np.dtype([(_POSITION, "<i8"), *records.dtype.descr]))
     rows[_POSITION] = np.arange(len(records))
     for name in records.dtype.names or ():
@@ -145,15 +129,7 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def read_records(shard: Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """What the rows of a shard are.
-
-    Args:
-        shard: the shard.
-        dtype: the type that `record_dtype` gives.
-
-    Returns:
-        The records (rows,), nan in a column that the shard does not have; and the places (rows,) of their values.
-    """
+    """What the rows of a shard are."""
     with broken_files_named(shard.rows):
         found = np.load(shard.rows)
     records = np.empty(len(found), dtype)
@@ -163,15 +139,9 @@ def read_records(shard: Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDAr
 
 
 def drop_rows(dirpath: Path, step: int) -> None:
-    """Remove the rows of an optimizer step and of all later ones.
-
-    Killed at any moment, it leaves shards that are whole, in which every earlier row is once; the latest are removed
-    first, so that none is missing in between. The values of a shard that keeps some of its rows stay on the disk.
-
-    Args:
-        dirpath: the folder.
-        step: the first step whose rows are removed.
-    """
+    """Remove the rows of an optimizer step and of all later ones."""
+    # Killed at any moment, it leaves shards that are whole, in which every earlier row is once; the latest are removed
+    # first, so that none is missing in between. The values of a shard that keeps some of its rows stay on the disk.
     for shard in reversed(shards_of(dirpath)):
         with broken_files_named(shard.rows):
             rows = np.load(shard.rows)
@@ -188,18 +158,9 @@ def drop_rows(dirpath: Path, step: int) -> None:
 
 
 def to_storage(values: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """Rows as they are stored, and their scales: a row is ``scale * stored``.
-
-    In float16 the scale of a row is the power of two that brings its largest entry into [2**14, 2**15). A row with an
-    entry that is not finite, or not in the stored type, is nan as a whole, and so is its scale.
-
-    Args:
-        values: (m, K), of a floating type, on any device.
-        dtype: "float16", "float32" or "float64".
-
-    Returns:
-        stored (m, K) and scale (m,).
-    """
+    """Rows as they are stored, and their scales: a row is ``scale * stored``; values (m, K)."""
+    # In float16 the scale of a row is the power of two that brings its largest entry into [2**14, 2**15). A row with an
+    # entry that is not finite, or not in the stored type, is nan as a whole, and so is its scale.
     values = values.detach()
     if values.dtype not in (torch.float32, torch.float64):
         values = values.float()
@@ -242,21 +203,9 @@ def read_values(
     ranges: Sequence[tuple[int, int]],
     dtype: str,
 ) -> NDArray[Any]:
-    """The values of rows, read through memory maps: of each shard no more than the pages that hold them.
-
-    A file with fewer values than its rows say is refused.
-
-    Args:
-        paths: the files with values.
-        shard: (m,), which of them a row is in.
-        position: (m,), where in it.
-        scale: (m,), what float16 values are multiplied by.
-        ranges: the columns, from start to stop, one after the other.
-        dtype: "float32" or "float64", of the result.
-
-    Returns:
-        (m, sum of the ranges' lengths).
-    """
+    """The values of rows, read through memory maps: of each shard no more than the pages that hold them."""
+    # shard (m,), position (m,), scale (m,)
+    # A file with fewer values than its rows say is refused.
     if len(shard):  # before there is room for as many columns as the manifest says
         _mapped(paths[int(shard[0])], int(position[0]), max(stop for _, stop in ranges))
     out = np.empty((len(shard), sum(stop - start for start, stop in ranges)), dtype)

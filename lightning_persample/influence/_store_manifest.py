@@ -55,14 +55,7 @@ class ParameterColumns:
 
 
 def columns_for(sizes: Mapping[str, tuple[tuple[int, ...], int]]) -> tuple[ParameterColumns, ...]:
-    """Columns for parameters, one after the other.
-
-    Args:
-        sizes: by the parameter's name its shape, and how many numbers are kept of its gradient.
-
-    Returns:
-        Columns from 0 on, in the order of the names.
-    """
+    """Columns for parameters, one after the other."""
     found: list[ParameterColumns] = []
     for name, (shape, size) in sizes.items():
         start = found[-1].stop if found else 0
@@ -133,14 +126,7 @@ class StoreManifest:
 
 
 def read_store_manifest(dirpath: str | os.PathLike[str]) -> StoreManifest:
-    """The manifest of a store; a folder without one, or with one of another format, is refused.
-
-    Args:
-        dirpath: the store's folder.
-
-    Returns:
-        What its rows are.
-    """
+    """The manifest of a store; a folder without one, or with one of another format, is refused."""
     refuse_ledger(Path(dirpath))
     found = read_json(Path(dirpath), _KIND, FORMAT_VERSION)
     with broken_files_named(Path(dirpath) / MANIFEST):
@@ -155,37 +141,17 @@ def read_store_manifest(dirpath: str | os.PathLike[str]) -> StoreManifest:
 
 
 def write_store_manifest(dirpath: Path, manifest: StoreManifest) -> None:
-    """Write the manifest of a store, in place of the one that is there.
-
-    Args:
-        dirpath: the store's folder.
-        manifest: the manifest.
-    """
+    """Write the manifest of a store, in place of the one that is there."""
     write_json(dirpath, _KIND, FORMAT_VERSION, asdict(manifest))
 
 
 def open_store(
     dirpath: Path, manifest: StoreManifest, continued: Mapping[str, int] | None = None, *, overwrite: bool = False
 ) -> StoreManifest:
-    """Make a folder ready for rows; of several processes one alone calls this, before the others write.
-
-    A store that goes on keeps its name of the run. Its checkpoints may be more, or fewer, than those of `manifest`, but
-    those that both have must be the same: the longer list counts. One of `continued` keeps its columns where `manifest`
-    names none, as a run may not know them before its first row.
-
-    Args:
-        dirpath: the folder.
-        manifest: what is to be written.
-        continued: the runs that this one may continue, each with the first step whose rows it writes anew; None
-            continues any run of which the values are alike, with all of its rows.
-        overwrite: whether a store that does not go on is removed.
-
-    Returns:
-        The manifest of what goes on.
-
-    Raises:
-        OptionError: the folder holds another store, or what is written now does not go with it.
-    """
+    """Make a folder ready for rows; of several processes one alone calls this, before the others write."""
+    # A store that goes on keeps its name of the run. Its checkpoints may be more, or fewer, than those of `manifest`,
+    # but those that both have must be the same: the longer list counts. One of `continued` keeps its columns where
+    # `manifest` names none, as a run may not know them before its first row.
     dirpath.mkdir(parents=True, exist_ok=True)
     remove_partial_files(dirpath)
     found = read_store_manifest(dirpath) if (dirpath / MANIFEST).exists() else None
@@ -233,16 +199,7 @@ def remove_store(dirpath: Path) -> None:
 def difference(
     one: StoreManifest, other: StoreManifest, names: tuple[str, ...] | None = None
 ) -> tuple[str, str] | None:
-    """Where the values of two stores are not alike.
-
-    Args:
-        one: the manifest of one.
-        other: that of the other.
-        names: what is compared; None compares all that a run cannot change on its way.
-
-    Returns:
-        What differs first, as the one has it and as the other has it; None if nothing does.
-    """
+    """Where the values of two stores are not alike."""
     for name in _MEANING if names is None else names:
         if name == "parameters":
             found = _different_parameter(one, other)

@@ -102,14 +102,8 @@ def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:
 
 
 def write_manifest(dirpath: Path, manifest: Manifest) -> None:
-    """Write the manifest of a ledger, in place of the one that is there.
-
-    Its name is forced to the disk with those of the files of rows, see `Parts.settle`: without rows it tells nothing.
-
-    Args:
-        dirpath: the ledger's folder.
-        manifest: the manifest.
-    """
+    """Write the manifest of a ledger, in place of the one that is there."""
+    # Its name is forced to the disk with those of the files of rows, see `Parts.settle`: without rows it tells nothing.
     write_json(dirpath, _KIND, FORMAT_VERSION, asdict(manifest), is_name_forced=False)
 
 
@@ -222,17 +216,7 @@ def schema_of(columns: Mapping[str, str]) -> Any:
 
 
 def check_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int], *, overwrite: bool) -> None:
-    """See that a folder can take the rows of a run; nothing is written.
-
-    Args:
-        dirpath: the folder, which need not be there.
-        manifest: that of the run, if it is a new one.
-        continued: the runs that this one may continue.
-        overwrite: whether the ledger of another run may be removed.
-
-    Raises:
-        OptionError: the folder holds the ledger of another run, or what is written now does not go with it.
-    """
+    """See that a folder can take the rows of a run; nothing is written."""
     if not dirpath.exists():
         return
     parts = parts_of(dirpath)
@@ -257,17 +241,7 @@ def check_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int]
 
 
 def open_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int], *, overwrite: bool) -> Manifest:
-    """Make a folder ready for the rows of a run; of several processes one alone calls this.
-
-    Args:
-        dirpath: the folder. What `check_ledger` refuses is refused.
-        manifest: that of the run, if it is a new one.
-        continued: the runs that this one may continue, each with the first step whose rows it writes anew.
-        overwrite: whether the ledger of another run is removed.
-
-    Returns:
-        The manifest of the run that goes on.
-    """
+    """Make a folder ready for the rows of a run; of several processes one alone calls this."""
     check_ledger(dirpath, manifest, continued, overwrite=overwrite)
     dirpath.mkdir(parents=True, exist_ok=True)
     remove_partial_files(dirpath)
@@ -286,12 +260,7 @@ def open_ledger(dirpath: Path, manifest: Manifest, continued: Mapping[str, int],
 
 
 def remove_empty(dirpath: Path, run: str) -> None:
-    """Remove the manifest of a run that failed before it had a row, so that the next one may have the folder.
-
-    Args:
-        dirpath: the folder of its ledger.
-        run: the run.
-    """
+    """Remove the manifest of a run that failed before it had a row, so that the next one may have the folder."""
     manifest = dirpath / MANIFEST
     if manifest.exists() and not parts_of(dirpath) and read_manifest(dirpath).run == run:
         manifest.unlink()

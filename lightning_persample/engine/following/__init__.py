@@ -32,14 +32,7 @@ __all__ = [
 
 
 def follow(call: ObservedCall) -> Followed:
-    """Where the batch lies in the outputs of a call that has at least one operand depending on the batch.
-
-    Args:
-        call: the call, after it has run.
-
-    Returns:
-        One `BatchAxis` or `Lost` per output tensor.
-    """
+    """Where the batch lies in the outputs of a call that has at least one operand depending on the batch."""
     if not call.located:
         return after_reduction(call)
     if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):

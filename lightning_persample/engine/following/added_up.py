@@ -116,19 +116,7 @@ def scaled(
     *,
     divides: bool = False,
 ) -> frozenset[int]:
-    """Which parts of a sum over the samples a loss may be after it was multiplied.
-
-    Args:
-        parts: which it may be before.
-        factors: by what it was multiplied, one number or one for each of its entries; None where that is not known.
-        samples: how many it is made of.
-        batch_size: number of samples B.
-        counts: see `Lost`.
-        divides: a number was divided by, as one does by the number of samples; else that is not sure.
-
-    Returns:
-        One for a sum, the number of samples for a mean. A number that is none of the ways to count them is the user's.
-    """
+    """Which parts of a sum over the samples a loss may be after it was multiplied."""
     found = [
         frozenset[int]().union(*(_scaled(n, abs(factor), samples, batch_size, counts, divides) for n in parts))
         for factor in set(factors or ())

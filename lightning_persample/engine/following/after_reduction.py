@@ -75,15 +75,7 @@ _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
 
 
 def after_reduction(call: ObservedCall) -> Followed:
-    """Follow a call whose only operands of the batch hold it along no axis.
-
-    Args:
-        call: the call, after it has run.
-
-    Returns:
-        `Lost` for every output, with a note where the loss stops being a weighted sum over samples; an axis where the
-        samples are stacked again.
-    """
+    """Follow a call whose only operands of the batch hold it along no axis."""
     marks = [mark for _, mark in call.lost]
     with_gradient = [mark for tensor, mark in call.lost if tensor.requires_grad]
     first = with_gradient[0] if with_gradient else marks[0]

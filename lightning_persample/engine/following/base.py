@@ -86,17 +86,7 @@ _LISTS = frozenset({"nonzero", "argwhere", "where", "unique", "unique_consecutiv
 
 
 def follower(*ops: str, by_layout: bool = False) -> Callable[[Follower], Follower]:
-    """Register the decorated function as the way to follow these canonical ops.
-
-    Args:
-        *ops: canonical ops.
-        by_layout: the answer depends on nothing but shapes and dtypes of the tensors, where the batch lies in them,
-            and arguments that are no tensors; on no value in a tensor unless the batch has been picked from (an
-            `Owner`). Such an answer is remembered, see `layout`.
-
-    Returns:
-        The decorator.
-    """
+    """Register the decorated function as the way to follow these canonical ops."""
 
     def register(function: Follower) -> Follower:
         for op in ops:
@@ -178,15 +168,7 @@ def dims_argument(value: object, ndim: int) -> tuple[int, ...] | None:
 
 
 def meet(call: ObservedCall, places: Sequence[BatchAxis]) -> tuple[BatchAxis, str | None] | Followed:
-    """The operands of the batch are laid over each other, and over those that hold it along no axis.
-
-    Args:
-        call: the call.
-        places: where each of the operands that hold the batch has it, all counted in the same way.
-
-    Returns:
-        Where the samples lie then and where samples influence each other, or the answer that nothing can be followed.
-    """
+    """The operands of the batch are laid over each other, and over those that hold it along no axis."""
     axis, *others = places
     mixing = next((place.mixing for place in places if place.mixing), None)
     event = None

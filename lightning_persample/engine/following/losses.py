@@ -40,16 +40,7 @@ def _follow_loss(call: ObservedCall) -> Followed:
 
 
 def every_target_counts(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether no target of a loss is ignored, which is all that its values say where it has no weights.
-
-    Args:
-        op: canonical op of the loss.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Returns:
-        False where targets are classes and one of them is ignored.
-    """
+    """Whether no target of a loss is ignored, which is all that its values say where it has no weights."""
     target = args[1] if len(args) > 1 else kwargs["target"]
     if op not in _CLASS_LOSSES or target.is_floating_point() or target.is_meta:  # (which has no values)
         return True

@@ -40,15 +40,7 @@ POINTWISE = frozenset({
 
 
 def common_axis(tensors: Sequence[Tensor], marks: Sequence[object]) -> tuple[BatchAxis | None, int]:
-    """The axis along which operands that are laid over each other all hold the samples, where it is plainly the same.
-
-    Args:
-        tensors: the operands.
-        marks: what is known of each; all but a `BatchAxis` counts as holding no sample.
-
-    Returns:
-        The axis and the rank of the tensor it is counted in; None where `follow` has to look closer.
-    """
+    """The axis along which operands that are laid over each other all hold the samples, where it is the same."""
     found, rank = None, 0
     for tensor, mark in zip(tensors, marks, strict=True):
         if len(tensors) > 1 and not is_plain(tensor):
