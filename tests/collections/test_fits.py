@@ -107,13 +107,17 @@ def of_one_window(module: Any, batch: Any, i: int) -> Tensor:
 COVARIATES = {"time_varying_known_reals": ["price"], "static_categoricals": ["series"]}
 
 
-@pytest.mark.parametrize("name", ["DeepAR", "TemporalFusionTransformer"])
+@pytest.mark.parametrize("name", ["NBeats", "DeepAR", "TemporalFusionTransformer"])
 def test_forecasters(name):
     needs("pytorch_forecasting")
     import lightning.pytorch
-    from pytorch_forecasting.metrics import NormalDistributionLoss, QuantileLoss
+    from pytorch_forecasting.metrics import MAE, NormalDistributionLoss, QuantileLoss
 
     made = {
+        "NBeats": lambda: forecaster(
+            name, {"target_normalizer": None}, widths=[8, 8], num_blocks=[1, 1], num_block_layers=[2, 2], dropout=0.0,
+            loss=MAE(),
+        ),
         "DeepAR": lambda: forecaster(
             name, COVARIATES, hidden_size=6, rnn_layers=2, dropout=0.0, loss=NormalDistributionLoss()
         ),
