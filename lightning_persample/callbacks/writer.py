@@ -421,7 +421,7 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def _end_capture(self) -> None:
         rates = self._rates
-        run_all(super()._end_capture, *([] if rates is None else [rates.close]))
+        run_all(super()._end_capture, self._release, *([] if rates is None else [rates.close]))
 
     def _finish(self, trainer: Trainer) -> None:
         self._current, self._held = [], []
