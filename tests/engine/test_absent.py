@@ -115,8 +115,8 @@ def test_a_weight_used_by_a_custom_autograd_function() -> None:
     module = Model(lambda m, x: OwnMatmul.apply(x, m.w) + x @ m.w, w=parameter(6, 4))
     text = (
         r"its gradient also arrives through OwnMatmul\.apply, a custom autograd function, which torch does not show; "
-        r"call it in a function decorated with torch\.overrides\.wrap_torch_function \(register_rule then makes it "
-        r"fast\), or use engine='loop' in the callback"
+        r"call it in a function decorated with @torch\.overrides\.wrap_torch_function\(lambda \*args: args\) "
+        r"\(register_rule then makes it fast\), or use engine='loop' in the callback"
     )
     assert_missing(record_of(module, mean_of_squares, vectors()), module, {"w": text})
 
