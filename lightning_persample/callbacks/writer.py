@@ -419,9 +419,13 @@ class PerSampleGradientWriter(PerSampleCallback):
             remove_empty(self._folder, self._manifest.run)
         self._release()
 
+    def _fail(self, trainer: Trainer | None, error: Exception) -> None:
+        self._release()  # it writes nothing more in this fit, and its hooks at the end do not run
+        super()._fail(trainer, error)
+
     def _end_capture(self) -> None:
         rates = self._rates
-        run_all(super()._end_capture, self._release, *([] if rates is None else [rates.close]))
+        run_all(super()._end_capture, *([] if rates is None else [rates.close]))
 
     def _finish(self, trainer: Trainer) -> None:
         self._current, self._held = [], []

@@ -77,6 +77,42 @@ def test_the_folder_of_a_fit_that_goes_on_is_refused(folder, overwrite):
     assert not [*folder.glob("*.lock"), *other.glob("*.lock")]
 
 
+class Fails(Noted):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise ValueError("of the user's")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_fit_that_fails_holds_the_folder_until_its_last_rows_are_written(folder, monkeypatch):
+    flush, refused = PerSampleGradientWriter._flush, []
+
+    def watched(self, trainer):
+        with pytest.raises(OptionError) as error:
+            _lock.FolderLock(folder)
+        refused.append(str(error.value))
+        flush(self, trainer)
+
+    monkeypatch.setattr(PerSampleGradientWriter, "_flush", watched)
+    with pytest.raises(ValueError, match="of the user's"):
+        make_trainer([PerSampleGradientWriter(folder)]).fit(Fails(), data())
+    assert len(refused) == 1
+    assert "is being written to by another fit" in refused[0]
+    assert read_ledger(folder).num_rows > 0
+    _lock.FolderLock(folder).release()
+
+
+def test_a_writer_that_has_failed_lets_go_of_its_folder(folder, monkeypatch):
+    def fault(self, *args, **kwargs):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(PerSampleGradientWriter, "_complete", fault)
+    writer = PerSampleGradientWriter(folder)
+    with pytest.warns(PerSampleWarning, match="gives nothing more in this fit"):
+        make_trainer([writer]).fit(Noted(), data())
+    _lock.FolderLock(folder).release()
+
+
 def test_the_folder_of_a_run_that_was_killed_before_its_first_row_is_free(folder):
     code = (
         "import os, sys\nfrom lightning_persample import PerSampleGradientWriter\n"
