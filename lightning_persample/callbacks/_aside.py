@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_persample.engine import is_sharded, without_compilation
+from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.untouched import ModuleState, untouched
 from lightning_persample.errors import UnsupportedError
 
@@ -100,24 +100,13 @@ _DROPOUT: dict[Callable[..., Any], tuple[int, str]] = {
 }  # fmt: skip
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Sets the dropout probability of torch's own functions to 0."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the call without its dropout."""
-        kwargs = kwargs or {}
-        place, name = _DROPOUT.get(func, (len(args), ""))
-        if place < len(args):
-            args = (*args[:place], 0.0, *args[place + 1 :])
-        elif name and (name in kwargs or name == "p"):
-            kwargs = {**kwargs, name: 0.0}
-        return func(*args, **kwargs)
+def _without_its_dropout(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place, name = _DROPOUT.get(function, (len(args), ""))
+    if place < len(args):
+        args = (*args[:place], 0.0, *args[place + 1 :])
+    elif name and (name in kwargs or name == "p"):
+        kwargs = {**kwargs, name: 0.0}
+    return function(*args, **kwargs)
 
 
 @contextmanager
@@ -132,7 +121,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     for layer, name, _ in found:
         setattr(layer, name, 0.0)
     try:
-        with _WithoutDropout():
+        with ObservingMode(_without_its_dropout):
             yield
     finally:
         for layer, name, probability in found:

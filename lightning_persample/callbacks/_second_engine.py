@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -125,12 +126,12 @@ class SecondEngine:
             run(training_step, batch, size, collected)
             return collected
 
-        collected = in_smaller_chunks(collect) if engine == "vmap" else collect()
+        run_pass = partial(in_smaller_chunks, collect) if engine == "vmap" else collect
+        collected = run_pass()
         self.totals = collected.totals if sums and chosen is None and not collected.drew else None
         if sums and chosen is None and collected.drew:
             with without_dropout(self._module):
-                again = in_smaller_chunks(collect) if engine == "vmap" else collect()
-                self._compare_aside(training_step, self._copied(batch, size), again)
+                self._compare_aside(training_step, self._copied(batch, size), run_pass())
         return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
 
     def record_or_reason(

@@ -235,11 +235,9 @@ def _check_options(
 def _places(checkpoints: Any) -> tuple[Source, ...] | None:
     if checkpoints is None:
         return None
-    if isinstance(checkpoints, (str, os.PathLike, Mapping)) or not isinstance(checkpoints, Iterable):
-        raise OptionError(f"checkpoints={checkpoints!r} is not allowed: checkpoints must be a list of at least one")
-    found = tuple(checkpoints)
-    if not found:
-        raise OptionError(f"checkpoints={checkpoints!r} is not allowed: checkpoints must be a list of at least one")
+    is_list = isinstance(checkpoints, Iterable) and not isinstance(checkpoints, (str, os.PathLike, Mapping))
+    found = tuple(checkpoints) if is_list else ()
+    check_option("checkpoints", checkpoints, bool(found), "a list of at least one")
     for place, each in enumerate(found):
         is_source = isinstance(each, (str, os.PathLike, Mapping))
         check_option(f"checkpoints[{place}]", each, is_source, "the path of a checkpoint, or a state dict")

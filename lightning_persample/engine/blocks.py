@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_unflatten
 
 from lightning_persample.engine.batch_axis import BatchAxis, row_owners
 from lightning_persample.engine.computation import computation
-from lightning_persample.engine.failure import guard
+from lightning_persample.engine.failure import attempt, guard
 from lightning_persample.engine.following import Followed, follow
 from lightning_persample.engine.kinds import data_of
 from lightning_persample.engine.observed import ObservedCall, Operand, tensors_in
@@ -90,17 +90,18 @@ def copied(derivation: Derivation, gradient: Block) -> list[tuple[Weight, Sample
             else leaf
             for place, leaf in enumerate(derivation.leaves)
         ]  # fmt: skip
-        args, kwargs = tree_unflatten(leaves, derivation.spec)
-        try:
-            origin = list(tensors_in(derivation.function(*args, **kwargs)))[derivation.output]
-        except Exception:
-            return None
-        if origin.shape != gradient.shape:
+        origin = attempt(_replayed, lambda error: None, derivation, leaves)
+        if origin is None or origin.shape != gradient.shape:
             return None
         sizes = gradient.outer_size, gradient.total, gradient.inner_size
         rows = torch.unflatten(origin, gradient.dim, sizes).movedim(gradient.dim + 1, 0)
         found.append((parent, _brought_back(rows, parent.shape, gradient)))
     return found
+
+
+def _replayed(derivation: Derivation, leaves: list[Any]) -> Tensor:
+    args, kwargs = tree_unflatten(leaves, derivation.spec)
+    return list(tensors_in(derivation.function(*args, **kwargs)))[derivation.output]
 
 
 def _brought_back(rows: Tensor, shape: torch.Size, gradient: Block) -> SampleGradient:

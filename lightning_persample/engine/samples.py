@@ -114,9 +114,7 @@ def _rows_per_sample(tensor: Tensor, batch_size: int, batch_dim: int) -> int:
 def _is_one_item_per_sample(item: Sequence[Any], batch_size: int, batch_dim: int, is_batch: bool) -> bool:
     if len(item) != batch_size or isinstance(item, torch.Size):
         return False
-    fields = (
-        list if isinstance(item, list) else (list, tuple)
-    )  # (B tuples in a list are samples, whatever their length)
+    fields = list if isinstance(item, list) else (list, tuple)  # (tuples in a list are samples, whatever their length)
     if any(isinstance(inner, fields) and len(inner) == batch_size for inner in item):
         return False
     tensors = [tensor for _, tensor in batch_tensors(item) if tensor.dim() > 0]

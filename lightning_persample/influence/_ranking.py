@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_persample.errors import OptionError
+from lightning_persample.options import check_option
 
 __all__ = ["extremes", "ranked"]
 
@@ -17,8 +17,7 @@ def ranked(
     index: Sequence[int | str], scores: Tensor, k: int, *, largest: bool = True
 ) -> list[tuple[int | str, float]]:
     """The samples with the largest or the smallest scores; ties in the order of `index`, and none that is nan."""
-    if k < 1:
-        raise OptionError(f"k={k!r} is not allowed: k must be an int >= 1")
+    check_option("k", k, k >= 1, "an int >= 1")
     known = (~scores.isnan()).nonzero().flatten()
     order = known[scores[known].argsort(descending=largest, stable=True)][:k]
     return [(index[place], float(scores[place])) for place in order.tolist()]

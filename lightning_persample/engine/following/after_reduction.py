@@ -49,27 +49,12 @@ _ENTRYWISE_LOSSES = frozenset({
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
     "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
 })
-# fmt: on
 # Of numbers beyond their bounds they are the numbers themselves.
-_BOUNDS = frozenset(
-    {
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "clip",
-        "relu",
-        "abs",
-        "absolute",
-        "maximum",
-        "minimum",
-        "fmax",
-        "fmin",
-        "nan_to_num",
-        "hardtanh",
-        "threshold",
-        "leaky_relu",
-    }
-)
+_BOUNDS = frozenset({
+    "clamp", "clamp_min", "clamp_max", "clip", "relu", "abs", "absolute", "maximum", "minimum", "fmax", "fmin",
+    "nan_to_num", "hardtanh", "threshold", "leaky_relu",
+})
+# fmt: on
 _SCALED = "`{name}` scales the loss by a number computed over the whole batch{line}"
 _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
 
