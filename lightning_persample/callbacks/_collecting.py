@@ -20,7 +20,7 @@ from lightning_persample.callbacks._lightning_names import is_lightning_module, 
 from lightning_persample.callbacks._sample_index import checked_index
 from lightning_persample.callbacks._samples_once import Fetched, SamplesOnce
 from lightning_persample.engine import warn_user
-from lightning_persample.engine.batch import count_samples, fields_of
+from lightning_persample.engine.batch import count_samples, with_samples_at
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.influence._files import MANIFEST
 from lightning_persample.influence._lock import FolderLock
@@ -196,7 +196,7 @@ class _Collecting(_Base):
         if fetched.place != self._place:
             self._move_to(fetched.place)
         batch, options = fetched.batch, self._options
-        view = fields_of(batch) if self._samples.holds_fields else batch
+        view = batch if fetched.places is None else with_samples_at(batch, fetched.places)
         drawn = None if fetched.keys is None or self._sample_index is not None else len(fetched.keys)
         size = count_samples(view, options.batch_dim, options.batch_size, drawn)
         index = self._index_of(fetched, size)

@@ -41,14 +41,10 @@ class RowOrder:
 
     Args:
         collate: the collate function.
-
-    Attributes:
-        is_kept: whether the order is kept, so that no more batches are looked at.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.is_kept = collate in (default_collate, default_convert)
-        self._left = 0 if self.is_kept else _BATCHES
+        self._left = 0 if collate in (default_collate, default_convert) else _BATCHES
         self._name = getattr(collate, "__qualname__", type(collate).__qualname__)
         self._is_lost = False
 
@@ -68,7 +64,6 @@ class RowOrder:
         """Why the batch's rows are not in the order of the dataset's."""
         if columns and not self._is_lost:
             self._is_lost = _is_lost(columns, batch)
-        self.is_kept = self._left == 0 and not self._is_lost
         return f"the collate function {self._name} changes the order of the rows" if self._is_lost else ""
 
 

@@ -25,10 +25,11 @@ from lightning_persample.callbacks._tagged_loader import (
     Drawn,
     TaggedLoader,
     as_drawn,
+    is_followed,
     note_failures,
-    why_no_keys,
 )
 from lightning_persample.engine import PerSampleRecord, fault_of, guard, of_user
+from lightning_persample.engine.batch import with_samples_at
 from lightning_persample.errors import OptionError
 
 if TYPE_CHECKING:
@@ -81,15 +82,18 @@ class BatchIndices:
         return record
 
     def rows_drawn(self) -> int | None:
-        """How many rows the sampler drew for the current batch; None where that is not known."""
+        """How many rows the data loader drew for the current batch; None where that is not known."""
         counts = {each.rows for each in self._of_current_batch()}
         return next(iter(counts)) if len(counts) == 1 else None
 
-    def holds_fields(self) -> bool:
-        """Whether lists in a batch are fields of the samples, as torch's own collate function makes them."""
-        combined = self._trainer.fit_loop._combined_loader
+    def arranged(self, batch: Any) -> Any:
+        """The current batch with lists of one item per sample, and tuples of fields, where these are known."""
+        combined: Any = self._trainer.fit_loop._combined_loader
         loaders = [] if combined is None else combined.flattened
-        return all(getattr(loader, "collate_fn", None) is default_collate for loader in loaders)
+        if all(getattr(loader, "collate_fn", None) is default_collate for loader in loaders):
+            return with_samples_at(batch, ())
+        drawn = self._of_current_batch() if any(combined.iterables is each for each in loaders) else []
+        return with_samples_at(batch, drawn[0].places) if drawn and drawn[0].places else batch
 
     def uninstall(self) -> None:
         """Leave Lightning's objects as they were. May be called twice."""
@@ -184,7 +188,7 @@ def _following(kind: Any) -> Any:
 
 
 def _tagged(loaders: list[Any]) -> list[Any]:
-    return [TaggedLoader(each) if why_no_keys(each) is None else each for each in loaders]
+    return [TaggedLoader(each) if is_followed(each) else each for each in loaders]
 
 
 def _drawn(loaders: list[Any], keys: list[Any] | Exception) -> list[Drawn]:

@@ -26,12 +26,14 @@ class Fetched(NamedTuple):
         number: which batch of the checkpoint it is, in this process.
         batch: the batch.
         keys: the index of each sample; None where the batch tells it.
+        places: see `Drawn`.
     """
 
     place: int
     number: int
     batch: Any
     keys: list[int] | None
+    places: tuple[Any, ...] | None
 
 
 class SamplesOnce:
@@ -62,7 +64,6 @@ class SamplesOnce:
         if not why and not isinstance(_batch_size(loader), int):
             why = f"{type(getattr(loader, 'batch_sampler', None)).__name__} has no batch_size"
         self._is_made_anew, self._why = not why, why
-        self.holds_fields = getattr(loader, "collate_fn", None) is default_collate
         if why and not has_index:
             raise UnsupportedError(f"the samples cannot be told apart, because {why}; {_REMEDY}")
         self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_anew else None  # type: ignore[arg-type]
@@ -89,8 +90,8 @@ class SamplesOnce:
         """The batches of one process, for one checkpoint after the other."""
         for place in range(places):
             done = np.empty(0, np.int64) if self._has_index else visited(place)
-            for number, (batch, keys) in enumerate(self._keyed(done, rank, processes)):
-                yield Fetched(place, number, batch, keys)
+            for number, (batch, keys, of_rows) in enumerate(self._keyed(done, rank, processes)):
+                yield Fetched(place, number, batch, keys, of_rows)
 
     def check_complete(self, rows: np.ndarray[Any, Any], places: int) -> None:
         """Refuse a store that lacks a sample."""
@@ -106,10 +107,11 @@ class SamplesOnce:
                     "The call can be repeated, and goes on with them"
                 )
 
-    def _keyed(self, done: np.ndarray[Any, Any], rank: int, processes: int) -> Iterator[tuple[Any, list[int] | None]]:
+    def _keyed(self, done: np.ndarray[Any, Any], rank: int, processes: int) -> Iterator[tuple[Any, Any, Any]]:
         if not self._is_made_anew:
+            holds_fields = getattr(self._loader, "collate_fn", None) is default_collate
             for batch in self._loader:
-                yield batch, None
+                yield batch, None, () if holds_fields else None
             return
         loader: Any = self._loader
         pending = np.setdiff1d(self._indices(), done)[rank::processes].tolist()
@@ -120,7 +122,8 @@ class SamplesOnce:
         given = 0
         for batch in iterator:
             given += 1
-            yield batch, None if self._has_index else _checked(last_drawn(iterator, again))
+            drawn = last_drawn(iterator, again)
+            yield batch, None if self._has_index else _checked(drawn), drawn.places
         if given < len(batches):
             raise PerSampleError(
                 f"the loader ended after {given} of {len(batches)} batches: one of the samples {batches[given]} gave a "

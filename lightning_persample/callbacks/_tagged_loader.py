@@ -13,13 +13,23 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, default_collate, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_persample.callbacks._row_order import RowOrder
 from lightning_persample.engine import Once, fault_of, guard
+from lightning_persample.engine.batch import places_of_rows
 
-__all__ = ["LAST_KEYS", "Drawn", "TaggedLoader", "as_drawn", "last_drawn", "note_failures", "why_no_keys"]
+__all__ = [
+    "LAST_KEYS",
+    "Drawn",
+    "TaggedLoader",
+    "as_drawn",
+    "is_followed",
+    "last_drawn",
+    "note_failures",
+    "why_no_keys",
+]
 
 LAST_KEYS = "_last_drawn"  # an attribute of iterators, for `as_drawn`
 
@@ -33,13 +43,16 @@ class Drawn(NamedTuple):
         keys: what the sampler drew for each row, or None.
         why: why the keys are missing, or why they may not be those of single rows.
         is_expected: whether this is in the nature of the data, so that nobody has to be told.
-        rows: how many rows the sampler drew, or None.
+        rows: how many rows the loader drew, or None.
+        places: the paths of what in the batch holds one item per row, none where each of its lists holds fields; None
+            where that is not known.
     """
 
     keys: list[Any] | None
     why: str = ""
     is_expected: bool = False
     rows: int | None = None
+    places: tuple[Any, ...] | None = None
 
 
 _EXHAUSTED = Drawn(None, "the loader is exhausted", True)
@@ -50,7 +63,20 @@ def why_no_keys(loader: object) -> Drawn | None:
     if not isinstance(loader, DataLoader):
         return Drawn(None, f"the training data come from a {type(loader).__name__}, not from a DataLoader", True)
     if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
-        return Drawn(None, f"the rows of a {type(loader.dataset).__name__} have no indices", True)
+        return _without_keys(loader.dataset)
+    if is_followed(loader):
+        return None
+    return Drawn(None, f"{type(loader).__name__} makes its batches in an iterator of its own")
+
+
+def _without_keys(dataset: object) -> Drawn:
+    return Drawn(None, f"the rows of a {type(dataset).__name__} have no indices", True)
+
+
+def is_followed(loader: object) -> bool:
+    """Whether the batches of a loader can be followed from the rows on."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, MapDataPipe):
+        return False
     kinds = [DataLoader]
     stateful = sys.modules.get("torchdata.stateful_dataloader")
     if stateful is not None:
@@ -60,16 +86,14 @@ def why_no_keys(loader: object) -> Drawn | None:
         for name in ("__iter__", "_get_iterator")
         if all(getattr(type(loader), name) is not getattr(kind, name) for kind in kinds)
     ]
-    if own or any(name not in vars(loader) for name in _REPLACED):
-        return Drawn(None, f"{type(loader).__name__} makes its batches in an iterator of its own")
-    return None
+    return not own and all(name in vars(loader) for name in _REPLACED)
 
 
 class TaggedLoader:
     """Iterates over a DataLoader as it does itself; the iterators know the keys of their last batch.
 
     Args:
-        loader: a DataLoader that has keys.
+        loader: a DataLoader that can be followed.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -89,16 +113,19 @@ class TaggedLoader:
         finally:
             attributes.update(own)
         note_failures([iterator], failures)
-        is_keyed = isinstance(getattr(iterator, "_collate_fn", None), _KeyedCollate)
-        if is_keyed and "_last_drawn" not in vars(type(iterator)):
+        is_tagged = isinstance(getattr(iterator, "_collate_fn", None), (_KeyedCollate, _CountingCollate))
+        if is_tagged and "_last_drawn" not in vars(type(iterator)):
             kind: Any = type(iterator)
             iterator.__class__ = _untagging(kind)
         return iterator
 
     def _keyed(self, own: dict[str, Any]) -> dict[str, Any]:
         """What takes the place of the loader's own attributes while its iterator is made."""
-        keyed: dict[str, Any] = {"dataset": _KeyedDataset(own["dataset"])}
-        keyed["collate_fn"] = _KeyedCollate(own["collate_fn"], self._loader.batch_sampler is not None)
+        dataset, is_automatic = own["dataset"], self._loader._auto_collation
+        if isinstance(dataset, IterableDataset):
+            return {**own, "collate_fn": _CountingCollate(own["collate_fn"], is_automatic, _without_keys(dataset))}
+        keyed: dict[str, Any] = {"dataset": _KeyedDataset(dataset)}
+        keyed["collate_fn"] = _KeyedCollate(own["collate_fn"], is_automatic)
         if self._loader.num_workers > 0:
             keyed["worker_init_fn"] = _ShowsOwnDataset(own["worker_init_fn"])
         return keyed
@@ -113,7 +140,7 @@ def as_drawn(keys: list[Any] | Drawn | None, loader: object) -> Drawn:
     """What is known of the rows of a batch, from the `LAST_KEYS` that the iterator of its loader had."""
     if keys is None:
         return why_no_keys(loader) or Drawn(None, "its iterator was made before the fit")
-    return keys if isinstance(keys, Drawn) else Drawn(keys, rows=len(keys))
+    return keys if isinstance(keys, Drawn) else Drawn(keys, rows=len(keys), places=())
 
 
 def note_failures(iterators: Iterable[Any], failures: list[Exception]) -> None:
@@ -190,7 +217,7 @@ class _KeyedCollate:
 
     def __call__(self, keyed: tuple[Any, Any]) -> _Tagged:
         rows, keys = keyed
-        if self._is_automatic and self._order.is_kept and type(keys) is list:  # as nearly always
+        if self._is_automatic and self._collate is default_collate and type(keys) is list:  # as nearly always
             return _Tagged(self._collate(rows), keys)
         collate = Once(self._collate)
         drawn = guard(self._drawn, _not_known)(collate, rows, keys)
@@ -202,9 +229,34 @@ class _KeyedCollate:
             return _of_one_item(keys)
         if isinstance(keys, str):
             return Drawn(None, keys)
-        columns = self._order.start(rows)
-        why = self._order.why_lost(columns, collate(rows))
-        return Drawn(None if why else keys, why, rows=len(keys))
+        columns, drawn = self._order.start(rows), list(rows)
+        batch = collate(rows)
+        why = self._order.why_lost(columns, batch)
+        return Drawn(None if why else keys, why, rows=len(keys), places=places_of_rows(batch, drawn) or None)
+
+
+class _CountingCollate:
+    """A collate function that puts beside the batch how many rows it is made of.
+
+    Args:
+        collate: the user's collate function.
+        is_automatic: whether it is given a list of rows.
+        drawn: why the rows have no keys.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], is_automatic: bool, drawn: Drawn) -> None:
+        self._collate = collate
+        self._is_automatic = is_automatic
+        self._drawn = drawn
+
+    def __call__(self, rows: Any) -> _Tagged:
+        collate = Once(self._collate)
+        drawn = guard(self._counted, _not_known)(collate, rows) if self._is_automatic else self._drawn
+        return _Tagged(collate.result if collate.has_run else self._collate(rows), drawn)
+
+    def _counted(self, collate: Once, rows: Any) -> Drawn:
+        drawn = list(rows)
+        return self._drawn._replace(rows=len(drawn), places=places_of_rows(collate(rows), drawn) or None)
 
 
 class _ShowsOwnDataset:

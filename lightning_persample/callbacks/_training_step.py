@@ -55,7 +55,7 @@ from lightning_persample.engine import (
     run_all,
     warning_texts,
 )
-from lightning_persample.engine.batch import EmptyBatchError, count_samples, fields_of, lay_out
+from lightning_persample.engine.batch import EmptyBatchError, count_samples, lay_out
 from lightning_persample.engine.samples import loss_of
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 
@@ -411,7 +411,7 @@ class SharedCapture:
         first, drawn, view = self._callbacks[0], None, self._batch
         if self._indices is not None:
             drawn = self._indices.rows_drawn()
-            view = fields_of(view) if self._indices.holds_fields() else view
+            view = self._indices.arranged(view)
         return view, count_samples(view, first.batch_dim, first.batch_size, drawn)
 
     def _open(self) -> ObservedStep | None:

@@ -13,12 +13,13 @@ that meets nothing else has no per-sample gradient.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, picked
 from lightning_persample.errors import BatchSizeError
@@ -29,14 +30,16 @@ __all__ = [
     "batch_tensors",
     "count_samples",
     "declared_place",
-    "fields_of",
     "is_alike",
     "lay_out",
     "packed_owners",
+    "places_of_rows",
     "read_batch_size",
+    "with_samples_at",
 ]
 
 Place = BatchAxis | Lost | None
+Path = tuple[Any, ...]
 
 
 class EmptyBatchError(BatchSizeError):
@@ -87,7 +90,7 @@ def read_batch_size(batch: Any, batch_dim: int) -> int:
 
 
 def count_samples(batch: Any, batch_dim: int, declared: int | None, drawn: int | None) -> int:
-    """The number of samples B: the rows that a sampler drew, where that is known, else as declared or read."""
+    """The number of samples B: the rows that a data loader drew, where that is known, else as declared or read."""
     # A collate function that adds or drops rows makes samples of which nobody knows whose they are.
     if drawn is None:
         return read_batch_size(batch, batch_dim) if declared is None else declared
@@ -98,9 +101,9 @@ def count_samples(batch: Any, batch_dim: int, declared: int | None, drawn: int |
             what = f"the tensors of the batch hold {found} samples along axis {batch_dim}"
             remedy = "pass batch_dim if the samples lie along another axis"
         raise BatchSizeError(
-            f"{what}, but the sampler drew {drawn} rows for this batch, of which nothing is reported: {remedy}; where "
-            "a collate function or a hook of the module adds or drops rows, pass sample_index=<function of the batch "
-            "that returns the index of each sample>"
+            f"{what}, but the data loader drew {drawn} rows for this batch, of which nothing is reported: {remedy}; "
+            "where a collate function or a hook of the module adds or drops rows, pass sample_index=<function of the "
+            "batch that returns the index of each sample>"
         )
     return drawn
 
@@ -137,12 +140,47 @@ def packed_owners(packed: PackedSequence) -> Tensor:
     return torch.cat([order[: int(size)] for size in packed.batch_sizes])
 
 
-def fields_of(batch: Any) -> Any:
-    """The batch with tuples for lists, for a batch whose lists hold fields and not one item per sample."""
+def places_of_rows(batch: Any, rows: Sequence[Any]) -> tuple[Path, ...]:
+    """The paths of lists and tuples in a batch that hold something of one row of the data at each place."""
+    same: list[Path] = []  # with the rows' own tensors
+    alike: list[Path] = []  # with tensors of their shapes
+    parts: list[list[Any]] = []
+
+    def search(item: Any, path: Path) -> None:
+        if type(item) is dict:
+            for name, value in item.items():
+                search(value, (*path, name))
+        if type(item) not in (list, tuple):
+            return
+        if len(item) == len(rows):
+            if not parts:
+                parts.extend(tree_leaves(row) for row in rows)
+            tensors = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor) and leaf.dim()] for each in item]
+            pairs = list(zip(tensors, parts, strict=True)) if all(tensors) else []
+            if pairs and all({*map(id, own)} <= {*map(id, part)} for own, part in pairs):
+                same.append(path)
+                return
+            if pairs and all({*map(_shape, own)} <= {*map(_shape, part)} for own, part in pairs):
+                alike.append(path)
+        for place, value in enumerate(item):
+            search(value, (*path, place))
+
+    search(batch, ())
+    return tuple(same or alike)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(getattr(leaf, "shape", ()))
+
+
+def with_samples_at(batch: Any, places: Collection[Path], path: Path = ()) -> Any:
+    """The batch with lists at these paths, which hold one item per sample; around and in them, or with none, tuples."""
     if type(batch) in (list, tuple):
-        return tuple(fields_of(item) for item in batch)
+        is_field = not places or any(each[: len(path)] == path[: len(each)] for each in places)
+        kind = list if path in places else tuple if is_field else type(batch)
+        return kind(with_samples_at(item, places, (*path, place)) for place, item in enumerate(batch))
     if type(batch) is dict:
-        return {name: fields_of(item) for name, item in batch.items()}
+        return {name: with_samples_at(item, places, (*path, name)) for name, item in batch.items()}
     return batch
 
 
@@ -238,16 +276,22 @@ def _items(walk: _Walk, batch_dim: int, batch_size: int) -> dict[int, Lost]:
         if all(_rows(tensor, batch_dim) == batch_size for tensor in tensors):
             if batch_size > 1 and tensors:
                 raise BatchSizeError(
-                    f"{path} is a list of {batch_size} {_kind_of(items[0])} for {batch_size} samples, and its tensors "
-                    f"have {batch_size} rows along axis {batch_dim} each: whether an item is a sample or holds a row "
-                    "of every sample cannot be read from it; use a tuple or a mapping for items that hold a row of "
-                    "every sample, and stack items that are one sample each"
+                    f"{path} holds {batch_size} {_kind_of(items[0])} for {batch_size} samples, and its tensors have "
+                    f"{batch_size} rows along axis {batch_dim} each: whether an item is a sample or holds a row of "
+                    "every sample cannot be read from it; use a mapping for items that hold a row of every sample, "
+                    "and stack items that are one sample each"
                 )
             continue
         for place, found in enumerate(inner):
             for where, tensor in found:
                 reason = f"{where} is of one sample, in a list with one item per sample; stack the list first"
-                of_one[id(tensor)] = Lost(reason, samples=frozenset({place}))
+                one = Lost(reason, samples=frozenset({place}))
+                if of_one.setdefault(id(tensor), one).samples != one.samples:
+                    raise BatchSizeError(
+                        f"{path} holds {batch_size} items for {batch_size} samples, and so does a list that it is in: "
+                        "which of them has one item per sample cannot be read from it; stack items that are one sample "
+                        "each"
+                    )
     return of_one
 
 

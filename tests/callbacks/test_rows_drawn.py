@@ -71,20 +71,102 @@ def items(network: nn.Module, batch: Any) -> Tensor:
     return network(torch.stack(list(batch))).square().mean()
 
 
-@pytest.mark.parametrize("count", [16, 4])
-def test_lists_of_samples_are_read_by_the_rows_that_were_drawn(count):
-    rows, network = [torch.randn(6, 5) for _ in range(count)], nn.Linear(5, 2)
-    norms, texts = captured(network, items, DataLoader(Rows(rows), count, collate_fn=list))
+class Streamed(IterableDataset):
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def named(rows: Any) -> Any:
+    return {"x": tuple(rows), "n": len(rows)}
+
+
+def scaled(rows: Any) -> Any:
+    return tuple(row * 1.0 for row in rows)
+
+
+def zipped(rows: Any) -> Any:
+    return tuple(zip(*rows, strict=True))
+
+
+def of_items(network: nn.Module, batch: Any) -> Tensor:
+    return items(network, batch["x"] if isinstance(batch, dict) else batch)
+
+
+@pytest.mark.parametrize("kind", [Rows, Streamed])
+@pytest.mark.parametrize("collate", [list, tuple, named, scaled])
+@pytest.mark.parametrize(("count", "size"), [(16, 6), (4, 6), (4, 8), (1, 6)])
+def test_samples_in_a_sequence_are_read_by_the_rows_that_were_drawn(kind, collate, count, size):
+    rows, network = [torch.randn(size, 5) for _ in range(count)], nn.Linear(5, 2)
+    norms, texts = captured(network, of_items, DataLoader(kind(rows), count, collate_fn=collate))
     assert texts == []
-    torch.testing.assert_close(norms, [one_by_one(network, items, [[row] for row in rows])])
+    torch.testing.assert_close(norms, [one_by_one(network, of_items, [collate([row]) for row in rows])])
 
 
-def test_as_many_samples_as_rows_of_each_are_refused():
-    rows = [torch.randn(6, 5) for _ in range(6)]
-    norms, texts = captured(nn.Linear(5, 2), items, DataLoader(Rows(rows), 6, collate_fn=list))
+@pytest.mark.parametrize("options", [{}, {"engine": "loop"}], ids=str)
+@pytest.mark.parametrize("kind", [Rows, Streamed])
+@pytest.mark.parametrize(("collate", "where"), [(list, ""), (tuple, ""), (named, "['x']"), (scaled, "")])
+def test_as_many_samples_as_rows_of_each_are_refused(kind, collate, where, options):
+    rows = [torch.randn(6, 5) for _ in range(8)]
+    norms, texts = captured(nn.Linear(5, 2), of_items, DataLoader(kind(rows), 6, collate_fn=collate), **options)
+    assert [len(each) for each in norms] == [2]  # the last batch
+    assert texts == [
+        f"batch{where} holds 6 tensors for 6 samples, and its tensors have 6 rows along axis 0 each: whether an item "
+        "is a sample or holds a row of every sample cannot be read from it; use a mapping for items that hold a row of "
+        "every sample, and stack items that are one sample each"
+    ]
+
+
+def test_rows_are_counted_where_a_worker_process_makes_the_batch():
+    rows, network = [torch.randn(6, 5) for _ in range(4)], nn.Linear(5, 2)
+    norms, texts = captured(network, items, DataLoader(Streamed(rows), 4, collate_fn=tuple, num_workers=1))
+    assert texts == []
+    torch.testing.assert_close(norms, [one_by_one(network, items, [(row,) for row in rows])])
+
+
+def of_zipped(network: nn.Module, batch: Any) -> Tensor:
+    first, second = batch
+    return (network(torch.stack(list(first))) - 2 * network(torch.stack(list(second)))).square().mean()
+
+
+def of_pairs(network: nn.Module, batch: Any) -> Tensor:
+    return of_zipped(network, list(zip(*batch, strict=True)))
+
+
+@pytest.mark.parametrize("kind", [Rows, Streamed])
+@pytest.mark.parametrize("of_row", [tuple, list])
+@pytest.mark.parametrize(
+    ("collate", "step"),
+    [(list, of_pairs), (tuple, of_pairs), (zipped, of_zipped), (lambda r: list(zipped(r)), of_zipped)],
+)
+def test_pairs_of_two_samples_are_not_taken_for_samples_of_two_parts(kind, of_row, collate, step):
+    rows, network = [of_row(torch.randn(2, 6, 5)) for _ in range(2)], nn.Linear(5, 2)
+    norms, texts = captured(network, step, DataLoader(kind(rows), 2, collate_fn=collate))
+    assert texts == []
+    torch.testing.assert_close(norms, [one_by_one(network, step, [collate([row]) for row in rows])])
+
+
+def test_two_lists_of_which_either_may_hold_the_samples_are_refused():
+    rows = [torch.randn(2, 6, 5) for _ in range(2)]
+    data = DataLoader(
+        Rows(rows), 2, collate_fn=lambda rows: [[row[0] * 1.0 for row in rows], [row[1] * 1.0 for row in rows]]
+    )
+    norms, texts = captured(nn.Linear(5, 2), of_zipped, data)
     assert norms == []
-    assert len(texts) == 1
-    assert "whether an item is a sample or holds a row of every sample cannot be read from it" in texts[0]
+    assert texts == [
+        "batch[0] holds 2 items for 2 samples, and so does a list that it is in: which of them has one item per sample "
+        "cannot be read from it; stack items that are one sample each"
+    ]
+
+
+def test_an_item_of_a_stream_that_is_a_batch_is_read_as_one():
+    batch, network = (torch.randn(4, 5), torch.randint(0, 2, (4,))), nn.Linear(5, 2)
+    norms, texts = captured(network, classify, DataLoader(Streamed([batch]), None))
+    assert texts == []
+    samples = [(x[None], y[None]) for x, y in zip(*batch, strict=True)]
+    torch.testing.assert_close(norms, [one_by_one(network, classify, samples)])
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -155,10 +237,10 @@ def test_a_collate_function_that_drops_rows_is_refused_unless_the_samples_are_na
     norms, texts = captured(nn.Linear(5, 2), classify, data)
     assert norms == []
     assert texts == [
-        "the tensors of the batch hold 3 samples along axis 0, but the sampler drew 4 rows for this batch, of which "
-        "nothing is reported: pass batch_dim if the samples lie along another axis; where a collate function or a hook "
-        "of the module adds or drops rows, pass sample_index=<function of the batch that returns the index of each "
-        "sample>"
+        "the tensors of the batch hold 3 samples along axis 0, but the data loader drew 4 rows for this batch, of "
+        "which nothing is reported: pass batch_dim if the samples lie along another axis; where a collate function or "
+        "a hook of the module adds or drops rows, pass sample_index=<function of the batch that returns the index of "
+        "each sample>"
     ]
     network = nn.Linear(5, 2)
     norms, texts = captured(network, classify, data, sample_index=lambda batch: [1, 2, 3])
@@ -187,18 +269,21 @@ def test_a_batch_size_other_than_the_rows_drawn_is_refused():
     norms, texts = captured(nn.Linear(5, 2), classify, DataLoader(LABELLED, 4), batch_size=2)
     assert norms == []
     assert len(texts) == 1
-    what = "batch_size=2, but the sampler drew 4 rows for this batch, of which nothing is reported"
+    what = "batch_size=2, but the data loader drew 4 rows for this batch, of which nothing is reported"
     assert texts[0].startswith(f"{what}: leave batch_size out; where a collate function")
 
 
-class Streamed(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter([LABELLED[place] for place in range(4)])
+def test_a_stream_whose_rows_are_dropped_is_refused():
+    norms, texts = captured(nn.Linear(5, 2), classify, DataLoader(Streamed(LABELLED), 4, collate_fn=dropping))
+    assert norms == []
+    assert texts[0].startswith(
+        "the tensors of the batch hold 3 samples along axis 0, but the data loader drew 4 rows for this batch"
+    )
 
 
-def test_where_no_rows_are_drawn_the_batch_tells_how_many_there_are():
+def test_rows_of_a_stream_that_are_stacked_are_samples():
     network = nn.Linear(5, 2)
-    norms, texts = captured(network, classify, DataLoader(Streamed(), 4))
+    norms, texts = captured(network, classify, DataLoader(Streamed(LABELLED), 4))
     assert texts == []
     torch.testing.assert_close(norms, [one_by_one(network, classify, [(x[None], y[None]) for x, y in LABELLED])])
 
