@@ -18,7 +18,7 @@ from lightning_persample.engine.batch_statistics import batch_statistics_explain
 from lightning_persample.engine.delivery import DeliveringDispatcher, stand_in
 from lightning_persample.engine.expanded_weight import check_batch_size, check_loss_reduction
 from lightning_persample.engine.graph import REENTRANT, node_below
-from lightning_persample.engine.inputs import call_inputs, mark_inputs, shared_batch_size
+from lightning_persample.engine.inputs import call_inputs, layers_with_a_layout, mark_inputs, shared_batch_size
 from lightning_persample.engine.members import unwrapped
 from lightning_persample.engine.use import refuse_where_used
 from lightning_persample.engine.weight import Weight
@@ -84,7 +84,7 @@ def call_for_per_sample_grads(
         dispatcher = DeliveringDispatcher(leaves, size, module.buffers())
         dispatcher.add_targets(originals, leaves, size if loss_reduction == "mean" else 1)
         mark_inputs(inputs, axis, size, dispatcher)
-        with _recurrent_layers_kept(module):
+        with _recurrent_layers_kept(module), layers_with_a_layout(module, inputs, dispatcher):
             call = functools.partial(functional_call, tie_weights=False)
             outputs = dispatcher.observe(call, (module, _by_place(module, leaves), args, kwargs), {})
         _look_through(outputs, dispatcher)

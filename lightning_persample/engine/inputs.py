@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ from lightning_persample.engine.batch import batch_tensors, packed_owners
 from lightning_persample.engine.batch_axis import BatchAxis, picked
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.expanded_weight import ExpandedWeight
+from lightning_persample.engine.marks import CONSTANT, Mark
 from lightning_persample.errors import BatchSizeError, PerSampleError
 
-__all__ = ["Input", "call_inputs", "mark_inputs", "shared_batch_size"]
+__all__ = ["Input", "call_inputs", "layers_with_a_layout", "mark_inputs", "shared_batch_size"]
 
 # Arguments of torch's own layers that hold no samples, or hold them along an axis of their own, whatever the layout of
 # the others: masks and initial states. The ops that read them know where the samples are.
@@ -57,15 +59,10 @@ class Input:
 
 def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int) -> list[Input]:
     """The tensors among the arguments of a module's call, wherever they stand in tuples, mappings and dataclasses."""
-    skipped = next((names for kind, names in _OWN_LAYOUT if isinstance(module, kind)), ())
-    names = list(inspect.signature(module.forward).parameters) if skipped else []
-    found: list[Input] = []
-    for position, argument in enumerate(args):
-        if position >= len(names) or names[position] not in skipped:
-            found += _inputs_in(argument, f"args[{position}]", axis)
-    for name, argument in kwargs.items():
-        if name not in skipped:
-            found += _inputs_in(argument, f"kwargs[{name!r}]", axis)
+    skipped = [path for path, _ in _of_own_layout(module, args, kwargs)]
+    arguments = [(f"args[{position}]", argument) for position, argument in enumerate(args)]
+    arguments += [(f"kwargs[{name!r}]", argument) for name, argument in kwargs.items()]
+    found = [given for path, argument in arguments if path not in skipped for given in _inputs_in(argument, path, axis)]
     for given in found:
         if isinstance(given.tensor, ExpandedWeight):
             raise PerSampleError(
@@ -115,6 +112,41 @@ def mark_inputs(inputs: list[Input], axis: int, batch_size: int, dispatcher: Dis
             dispatcher.mark_batch(
                 given.tensor, BatchAxis(axis, inner=rows) if axis == 0 else BatchAxis(axis, outer=rows)
             )
+
+
+@contextmanager
+def layers_with_a_layout(module: nn.Module, inputs: list[Input], dispatcher: Dispatcher) -> Iterator[None]:
+    """While torch's own layers inside the module run, inputs in their `_OWN_LAYOUT` arguments are not the batch's rows.
+
+    A mask (T, T) or a state (layers, B, d) may be as long as the batch by chance; elsewhere such an input stays marked.
+    """
+    marks, known = dispatcher.marks, {id(given.tensor) for given in inputs}
+    before: list[list[tuple[Tensor, Mark | None]]] = []
+
+    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = tree_leaves([argument for _, argument in _of_own_layout(layer, args, kwargs)])
+        before.append([(leaf, marks.get(leaf)) for leaf in leaves if id(leaf) in known])
+        for tensor, _ in before[-1]:
+            marks[tensor] = CONSTANT
+
+    def leave(*_: Any) -> None:
+        for tensor, mark in before.pop():
+            marks[tensor] = mark or CONSTANT
+
+    with ExitStack() as hooks:
+        for layer in module.modules() if known else ():
+            if isinstance(layer, tuple(kind for kind, _ in _OWN_LAYOUT)):
+                hooks.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                hooks.callback(layer.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def _of_own_layout(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The arguments of a layer's call that have a layout of their own, each with its place."""
+    names = next((names for kind, names in _OWN_LAYOUT if isinstance(module, kind)), ())
+    positions = zip(inspect.signature(module.forward).parameters, enumerate(args), strict=False) if names else ()
+    found = [(f"args[{position}]", argument) for name, (position, argument) in positions if name in names]
+    return found + [(f"kwargs[{name!r}]", argument) for name, argument in kwargs.items() if name in names]
 
 
 def _inputs_in(argument: Any, path: str, axis: int) -> Iterator[Input]:

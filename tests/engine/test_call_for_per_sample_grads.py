@@ -91,10 +91,23 @@ def padding(length: int) -> Tensor:
     return hidden
 
 
+class Inside(nn.Module):
+    """Calls the layer that it holds with its own arguments."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
 @pytest.mark.parametrize("length", [5, B])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_attention_with_masks(batch_first: bool, length: int) -> None:
-    module = nn.MultiheadAttention(6, 2, batch_first=batch_first)
+@pytest.mark.parametrize("inside", [False, True], ids=["", "inside"])
+def test_attention_with_masks(inside: bool, batch_first: bool, length: int) -> None:
+    module: nn.Module = nn.MultiheadAttention(6, 2, batch_first=batch_first)
+    module = Inside(module) if inside else module
     x, causal, hidden = torch.randn(B, length, 6), mask(length), padding(length)
     layout = lambda x: x if batch_first else x.transpose(0, 1)  # noqa: E731
 
@@ -103,7 +116,7 @@ def test_attention_with_masks(batch_first: bool, length: int) -> None:
         return layout(call(x, x, x, key_padding_mask=hidden, attn_mask=causal, need_weights=False)[0])
 
     expected = rows(module, [run(module, x[i : i + 1], hidden[i : i + 1]).sin().sum() for i in range(B)])
-    out = run(call_for_per_sample_grads(module, batch_first=batch_first), x, hidden)
+    out = run(call_for_per_sample_grads(module, batch_size=B, batch_first=batch_first), x, hidden)
     assert torch.equal(out, run(module, x, hidden))
     out.sin().sum().backward()
     assert_same(grad_samples(module), expected)
@@ -111,17 +124,42 @@ def test_attention_with_masks(batch_first: bool, length: int) -> None:
 
 @pytest.mark.parametrize("layers", [2, B])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_recurrence_with_initial_states(batch_first: bool, layers: int) -> None:
-    module = nn.LSTM(3, 5, layers, batch_first=batch_first)
+@pytest.mark.parametrize("inside", [False, True], ids=["", "inside"])
+def test_recurrence_with_initial_states(inside: bool, batch_first: bool, layers: int) -> None:
+    layer = nn.LSTM(3, 5, layers, batch_first=batch_first)
+    module = Inside(layer) if inside else layer
     x, h, c = torch.randn(B, 6, 3), torch.randn(layers, B, 5), torch.randn(layers, B, 5)
     layout = lambda x: x if batch_first else x.transpose(0, 1)  # noqa: E731
     one = [slice(i, i + 1) for i in range(B)]
     losses = [module(layout(x[i]), (h[:, i].contiguous(), c[:, i].contiguous()))[0].sin().sum() for i in one]
     expected = rows(module, losses)
-    before = dict(vars(module))
-    call_for_per_sample_grads(module, batch_first=batch_first)(layout(x), (h, c))[0].sin().sum().backward()
+    before = dict(vars(layer))
+    call = call_for_per_sample_grads(module, batch_size=B, batch_first=batch_first)
+    call(layout(x), (h, c))[0].sin().sum().backward()
     assert_same(grad_samples(module), expected)
-    assert all(vars(module)[name] is value for name, value in before.items())
+    assert all(vars(layer)[name] is value for name, value in before.items())
+    assert not layer._forward_pre_hooks
+    assert not layer._forward_hooks
+
+
+def test_padding_that_a_layer_was_called_with_holds_the_samples_after_it() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.MultiheadAttention(6, 2, batch_first=True)
+            self.read = nn.Linear(B, 6)
+
+        def forward(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            out = self.layer(x, x, x, key_padding_mask=hidden, need_weights=False)[0]
+            return out, self.read(hidden.exp())
+
+    def loss(outputs: tuple[Tensor, Tensor]) -> Tensor:
+        return outputs[0].sin().sum() + outputs[1].cos().sum()
+
+    module, x, hidden = Module(), torch.randn(B, B, 6), padding(B)
+    expected = rows(module, [loss(module(x[i : i + 1], hidden[i : i + 1])) for i in range(B)])
+    loss(call_for_per_sample_grads(module)(x, hidden)).backward()
+    assert_same(grad_samples(module), expected)
 
 
 def test_packed_sequences() -> None:
