@@ -17,7 +17,7 @@ from lightning_persample.engine.coverage import OUTSIDE
 from lightning_persample.engine.decompose import decomposed
 from lightning_persample.engine.failure import guard
 from lightning_persample.engine.following import common_axis, follow, is_plain
-from lightning_persample.engine.following.added_up import scaled
+from lightning_persample.engine.following.added_up import UNKNOWN, scaled
 from lightning_persample.engine.fused import fused_call
 from lightning_persample.engine.graph import Node, boundary, unseen_text
 from lightning_persample.engine.kinds import (
@@ -163,7 +163,7 @@ class Dispatcher(Collector):
                 factor = float(weight.flatten()[0])
                 parts = scaled(parts, [factor], size, self.batch_size, counts, divides=True)
             kind = "sum" if max(parts) == 1 else "mean"
-            if declared != kind and not (declared == "sum" and 1 in parts):
+            if declared != kind and not (declared == "sum" and {1, UNKNOWN} <= parts):
                 self.notes.add_of_loss(
                     f"the loss is a {kind} over the samples, but loss_reduction is {declared!r}: pass "
                     f"loss_reduction={kind!r}"

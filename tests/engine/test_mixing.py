@@ -249,7 +249,19 @@ MEANS = {
     "times-the-data": lambda m, x: squares(m, x).sum() * (50021 / len(x)),
     "accumulated": lambda m, x: accumulated(squares(m, x).mean(), 0.1 * m(x).abs().mean()),
     "rows-picked": lambda m, x: (m(x)[x[..., 0] > 0]).square().sum() / len(x),
+    "entries-by-a-share": lambda m, x: (squares(m, x) * (1 / len(x))).sum(),
+    "entries-by-a-share-in-place": lambda m, x: squares(m, x).mul_(1 / len(x)).sum(),
+    "entries-divided-in-place": lambda m, x: squares(m, x).div_(len(x)).sum(),
+    "entries-divided-and-moved": lambda m, x: -(-squares(m, x) / len(x))[:, None].sum(1).sum(),
+    "entries-by-a-row-of-shares": lambda m, x: (m(x).square() * torch.full((len(x), 1, 1), 1 / len(x))).sum(),
+    "by-a-reciprocal": lambda m, x: squares(m, x).sum() * torch.tensor(float(len(x))).reciprocal(),
+    "in-place": lambda m, x: squares(m, x).sum().mul_(1 / len(x)),
 }  # fmt: skip
+MAY_BE_SUMS = {
+    "by-the-images",
+    "times-the-data",
+    "scaled-by-as-many",
+}  # by these numbers a sum may be multiplied as well
 
 
 def accumulated(*terms: Tensor) -> Tensor:
@@ -276,8 +288,10 @@ def test_a_multiple_of_a_sum_or_of_a_mean_is_known_as_one(true: str, name: str, 
     if declared == true:
         assert record.weighting == ()
         assert_values(record, loop(module, loss, (batch,)))
-    elif declared == "mean":
-        text = "the loss is a sum over the samples, but loss_reduction is 'mean': pass loss_reduction='sum'"
+    elif true == "sum" or name not in MAY_BE_SUMS:
+        text = (
+            f"the loss is a {true} over the samples, but loss_reduction is '{declared}': pass loss_reduction='{true}'"
+        )
         assert record.weighting == (text,)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_persample.engine.batch_axis import Lost, batch_first
 from lightning_persample.engine.following.base import Followed, is_plain
 from lightning_persample.engine.observed import ObservedCall, user_line
 
-__all__ = ["LOSSES", "MEAN", "absent", "added_up", "averages", "factors_beside", "reduction_of", "scaled"]
+__all__ = ["LOSSES", "MEAN", "UNKNOWN", "absent", "added_up", "averages", "factors_beside", "reduction_of", "scaled"]
 
 # Losses, each with the place of `reduction` among its positional arguments.
 LOSSES = {
@@ -26,6 +26,12 @@ LOSSES = {
 _REDUCTIONS = {**LOSSES, "ctc_loss": 5}
 _MOST_FACTORS = 65536  # numbers that are read to tell whether they are alike
 _MOST = 1 << 22  # numbers in data of the batch that are added up once more
+# Nodes that multiply their one input by a number, and those that keep that factor: they move, add up or negate entries.
+_MULTIPLIES = ("MulBackward0", "DivBackward0")
+_MOVES_ENTRIES = (
+    "Neg", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Transpose", "TBackward", "Permute", "Clone",
+    "ToCopy", "SumBackward1", "MeanBackward1",
+)  # fmt: skip
 MEAN = 1  # the number by which torch's primitives know reduction="mean"
 
 
@@ -74,8 +80,8 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
         if factors is None or len(set(factors)) > 1:
             parts, note = frozenset(), f"`{call.name}` weighs the samples by a tensor{user_line()}"
     elif parts and not mean:
-        factor, by_sample = _factor_within(call)
-        parts = scaled(parts, [factor], size, call.batch_size, _counts(call), divides=by_sample)
+        for factor, by_sample in _factors_within(call):
+            parts = scaled(parts, [factor], size, call.batch_size, _counts(call), divides=by_sample)
     if note is None and mean and uneven:
         note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
     one = len(samples) == 1 and not weighs
@@ -84,26 +90,29 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     return Followed((mark,) * len(call.outputs), weighting=None if silent else note)
 
 
-def _factor_within(call: ObservedCall) -> tuple[float, bool]:
-    """By what the entries of a sum were last multiplied, all alike, and whether each has a number of its own."""
+def _factors_within(call: ObservedCall) -> Iterator[tuple[float, bool]]:
+    """By what the entries of a sum were multiplied, all alike, and whether each has a number of its own."""
     tensor = call.located[0][0]
-    node: Any = tensor.grad_fn
-    op = "" if len(call.operands) > 1 or node is None else node.name()
-    if (
-        op not in ("MulBackward0", "DivBackward0") or tensor._version
-    ):  # (written to since, torch keeps the number no more)
-        return 1.0, False
-    saved = node._saved_self if op == "MulBackward0" else None
-    factor = node._saved_other if saved is None else saved
-    if factor is None or not 0 < factor.numel() <= _MOST_FACTORS or factor.requires_grad or factor.is_complex():
-        return 1.0, False
-    found = set(factor.flatten().tolist())
-    number = found.pop()
-    if found or not number:
-        return 1.0, False
-    return (number if op == "MulBackward0" else 1 / number), factor.numel() == tensor.numel() > 1
+    node: Any = tensor.grad_fn if len(call.operands) == 1 else None
+    while node is not None and (node.name() in _MULTIPLIES or node.name().startswith(_MOVES_ENTRIES)):
+        if node.name() in _MULTIPLIES:
+            divides = node.name() == "DivBackward0"
+            try:
+                saved = None if divides else node._saved_self
+                factor = node._saved_other if saved is None else saved
+            except RuntimeError:  # it was written to since, or a backward has freed it
+                return
+            if factor is None or not 0 < factor.numel() <= _MOST_FACTORS or factor.requires_grad or factor.is_complex():
+                return
+            found = set(factor.flatten().tolist())
+            number = found.pop()
+            if found or not number:
+                return
+            yield 1 / number if divides else number, factor.numel() == tensor.numel() > 1
+        (node, _) = next((below for below in node.next_functions if below[0] is not None), (None, 0))
 
 
+UNKNOWN = 0  # among the parts: the loss was multiplied by what may be any number that somebody chose
 _CHOSEN = 3  # 2 may as well be a number that somebody chose, and not the size of the batch
 
 
@@ -127,24 +136,26 @@ def scaled(
 def _scaled(
     n: int, factor: float, samples: int, batch_size: int, counts: frozenset[int], divides: bool
 ) -> frozenset[int]:
-    if factor in (0.0, 1.0) or not math.isfinite(factor):
+    if factor in (0.0, 1.0) or not math.isfinite(factor) or n == UNKNOWN:
         return frozenset({n})
     is_count = isinstance(factor, int)  # the scale of a GradScaler, which may be any power of 2, is none
     for size in (samples, batch_size, 1):
         if size != n and math.isclose(n / factor, size, rel_tol=1e-5):
             by_hand = n == samples < batch_size and _is_whole(1 / factor)
             by_chance = by_hand or not divides if size > 1 else not is_count or n < _CHOSEN
-            return frozenset({n, size} if by_chance else {size})
+            is_any = size < _CHOSEN or (1 < samples < batch_size and samples in (n, size))
+            return frozenset(({n, size, UNKNOWN} if is_any else {n, size}) if by_chance else {size})
     if n > 1:
         each = factor / n
         return frozenset({1}) if is_count and _is_whole(each) and round(each) in counts else frozenset({n})
     each = 1 / factor / samples  # a mean over samples, times one over this
     if each < 1:  # a share of a data set, N / B, has more digits than a number that somebody chose
-        return frozenset({1} if factor < 1 or _is_whole(factor) or _digits(factor) < 3 else {1, samples})
+        return frozenset({1} if factor < 1 or _is_whole(factor) or _digits(factor) < 3 else {1, samples, UNKNOWN})
     counted = _is_whole(each) and (divides and (round(each) == 2 or round(each) in counts))
     digits, of_divisor = _digits(each), _digits(1 / factor)
-    counted |= _is_whole(each) and digits == of_divisor > 2
-    return frozenset({1, samples}) if counted or digits < of_divisor else frozenset({1})
+    if not counted and (digits < of_divisor or (_is_whole(each) and digits == of_divisor > 2)):
+        return frozenset({1, samples, UNKNOWN})
+    return frozenset({1, samples}) if counted else frozenset({1})
 
 
 def _is_whole(number: float) -> bool:
