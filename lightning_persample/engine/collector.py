@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_persample.engine.by_rule import Computation
 from lightning_persample.engine.failure import OverwrittenError, fault_of, in_smaller_chunks, reason_of
-from lightning_persample.engine.observed import version_of
+from lightning_persample.engine.observed import line_of, version_of
 from lightning_persample.engine.weight import Weight
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
 
@@ -52,7 +52,7 @@ class Collector:
         samples: the places in the batch of the samples that are followed, (m,); None follows all.
         penalized: parameters whose gradient in this backward has a term that belongs to no sample.
         fault: why nothing of this capture can be relied on: this package itself has failed; "" as nearly always.
-        writes: of memory that was written to in place, by where it begins: how often by then, and in which call.
+        writes: of memory that was written to in place, by where it begins: how often by then, in which call and where.
         got_gradient: parameters that got a gradient in this backward, with this where a hook may have changed it.
     """
 
@@ -68,7 +68,7 @@ class Collector:
         self.penalized: set[str] = set()
         self.got_gradient: dict[str, Tensor | None] = {}
         self.fault = ""
-        self.writes: dict[int, tuple[int, str]] = {}
+        self.writes: dict[int, tuple[int, str, tuple[str, int] | None]] = {}
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed: no value of this capture is given."""
@@ -128,9 +128,9 @@ class Collector:
     def why(self, error: Exception, what: object) -> str:
         """Why there are no values of a call or weight, with the op in place that overwrote what it needs."""
         if isinstance(error, OverwrittenError):
-            times, call = self.writes.get(error.tensor.untyped_storage().data_ptr(), (-1, ""))
+            times, call, place = self.writes.get(error.tensor.untyped_storage().data_ptr(), (-1, "", None))
             if times == version_of(error.tensor):
-                return f"{error.before} by {call}{error.after}"
+                return f"{error.before} by `{call}`{line_of(place)}{error.after}"
         return reason_of(error, what)
 
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:

@@ -31,7 +31,15 @@ from lightning_persample.engine.kinds import (
 from lightning_persample.engine.layout import Plan, layout_of, recall, remember, remember_as
 from lightning_persample.engine.marks import CONSTANT, KNOWN, REWRITTEN, Constant, Mark, Marks
 from lightning_persample.engine.notes import Notes
-from lightning_persample.engine.observed import ObservedCall, Operand, operands_of, tensors_in, user_line, version_of
+from lightning_persample.engine.observed import (
+    ObservedCall,
+    Operand,
+    operands_of,
+    tensors_in,
+    user_line,
+    user_place,
+    version_of,
+)
 from lightning_persample.engine.planned import note_as_planned
 from lightning_persample.engine.reporting import on_gradient
 from lightning_persample.engine.rows import LINEAR, note_rows, rows_of_linear
@@ -339,8 +347,7 @@ class Dispatcher(Collector):
         """Keep where in the user's code a tensor was changed in place, should a later reader need what it held."""
         target = args[0] if args else None
         if isinstance(target, Tensor) and type(target) in _TENSORS and is_plain(target):
-            call = f"`{function.__name__}`{user_line()}"
-            self.writes[target.untyped_storage().data_ptr()] = version_of(target), call
+            self.writes[target.untyped_storage().data_ptr()] = version_of(target), function.__name__, user_place()
 
     def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
         """The output of a pointwise call holds the batch where its inputs do, counted from the right."""
@@ -370,6 +377,7 @@ class Dispatcher(Collector):
             if output._is_view() and not self._derive_base(output):
                 self._refuse_rest(call, output)
                 self.marks.note_written_through(output, mark)
+            self.marks.note_rewritten(output, mark)
             if type(mark) in _OF_NO_SAMPLE and not involved:
                 self.marks.note_written(output)
 

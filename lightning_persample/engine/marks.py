@@ -153,6 +153,38 @@ class Marks:
             f"it was written to in place through a view{user_line()}, and no axis of it holds the samples since"
         )
 
+    def note_rewritten(self, target: Tensor, before: Mark | None) -> None:
+        """After a write that gave a tensor other samples than `before`, so have the tensors that share its memory."""
+        mark = self.get(target)
+        followed = isinstance(before, (BatchAxis, Lost)) and isinstance(mark, (BatchAxis, Lost)) and mark is not before
+        alike = isinstance(before, BatchAxis) and isinstance(mark, BatchAxis) and before.same_place(mark)
+        if not followed or not is_plain(target) or (alike and before.mixing == mark.mixing):  # type: ignore[union-attr]
+            return
+        storage = target.untyped_storage().data_ptr()
+        for reference, known in list(self._entries.values()):
+            other = reference()
+            if other is None or other is target or not isinstance(known, BatchAxis) or not is_plain(other):
+                continue
+            if storage and other.untyped_storage().data_ptr() == storage:
+                self[other] = self._rewritten(other, known, target, mark) or Lost(
+                    f"its memory was written to in place through another tensor{user_line()}"
+                )
+
+    def _rewritten(self, other: Tensor, known: BatchAxis, target: Tensor, mark: Mark | None) -> BatchAxis | None:
+        """Where the samples lie in a tensor after another one on its memory was overwritten; None if along no axis."""
+        if not isinstance(mark, BatchAxis) or other.dtype != target.dtype:
+            return None
+        size = target.untyped_storage().nbytes() // target.element_size()
+        places = torch.arange(size, device=target.device)
+        here, there = (
+            places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in (other, target)
+        )
+        owners = torch.full((size,), -1, device=target.device)
+        owners[there] = entry_owners(mark, target.shape, self._batch_size, target.device)
+        earlier = entry_owners(known, other.shape, self._batch_size, target.device)
+        now = torch.where(owners[here] < 0, earlier, owners[here])
+        return by_entries(now, self._batch_size, mark.mixing or known.mixing)
+
     def _with_view(self, base: Tensor, view: Tensor, mark: Mark) -> BatchAxis | None:
         """Where the samples lie in a tensor of which a view was overwritten; None where no axis holds them."""
         known, places = self.get(base), places_in(base, view)

@@ -22,6 +22,7 @@ __all__ = [
     "ObservedCall",
     "Operand",
     "describe",
+    "line_of",
     "operands_of",
     "tensors_in",
     "user_line",
@@ -120,7 +121,7 @@ class Description(NamedTuple):  # one is made for every call with weights
         """The text."""
         sizes = ", ".join(str(tuple(size)) for size in self.sizes)
         named = f" with {', '.join(f'`{name}`' for name in sorted(self.parameters))}" if self.parameters else ""
-        return f"`{self.name}` on {sizes}{_line(self.place)}{named}"
+        return f"`{self.name}` on {sizes}{line_of(self.place)}{named}"
 
 
 def describe(name: str, tensors: Iterable[Tensor], parameters: Iterable[str] = ()) -> Description:
@@ -162,10 +163,11 @@ def operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor
 
 def user_line() -> str:
     """Where in the user's code the present torch call stands: ``" at model.py:12"``, or nothing if it is unknown."""
-    return _line(user_place())
+    return line_of(user_place())
 
 
-def _line(place: tuple[str, int] | None) -> str:
+def line_of(place: tuple[str, int] | None) -> str:
+    """A file and line of the user's code as messages have it."""
     return "" if place is None else f" at {os.path.basename(place[0])}:{place[1]}"
 
 

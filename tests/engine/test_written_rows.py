@@ -347,3 +347,78 @@ def test_a_range_that_starts_at_a_number_of_the_batch_is_said() -> None:
         return m.loss(m.first(x) * torch.arange(start, start + 5.5)[:6])
 
     assert record_of(Parts(), loss, torch.randn(6, 5)).mixing != ()
+
+
+def through_a_view(
+    write: Callable[[Any, Tensor, Tensor], object], view: Callable[[Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    """A loss of what a tensor made earlier shows, after its memory was written to."""
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        z = x.clone()
+        seen = view(z)
+        write(m, z, x)
+        return m.loss(m.first(seen))
+
+    return loss
+
+
+VIEWS = {
+    "slice": lambda z: z[:, :],
+    "reshaped": lambda z: z.view(-1, 5),
+    "transposed": lambda z: z.t().t(),
+    "detached": lambda z: z.detach(),
+    "data": lambda z: z.data,
+    "column": lambda z: z[:, :1].expand(-1, 5),
+}
+REVERSALS = {
+    "copied": lambda m, z, x: z.copy_(x.flip(0)),
+    "through-another-view": lambda m, z, x: z.view(-1, 5).copy_(x.flip(0)),
+    "through-its-data": lambda m, z, x: z.data.copy_(x.flip(0)),
+    "as-a-slice": lambda m, z, x: z[:].copy_(x.flip(0)),
+    "as-out": lambda m, z, x: torch.index_select(x, 0, torch.arange(len(x) - 1, -1, -1), out=z),
+    "of-activations": lambda m, z, x: z.copy_(m.first(x).flip(0)[:, :5].detach()),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("write", REVERSALS)
+def test_a_view_made_before_its_base_got_other_samples_shows_those(write: str, view: str) -> None:
+    module, x = Parts(), torch.randn(4, 5)
+    loss = through_a_view(REVERSALS[write], VIEWS[view])
+    record = record_of(module, loss, x)
+    assert (record.mixing, record.axis_lost, record.unsupported) == ((), (), {})
+    assert_values(record, loop(module, loss, (x,)))
+
+
+def test_a_view_of_activations_that_got_other_samples_shows_those() -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x) * 1.0
+        seen = h[:, :3]
+        h.copy_(m.first(x).flip(0))
+        return m.loss(m.expert(F.pad(seen, (0, 3))))
+
+    module, x = Parts(), torch.randn(4, 5)
+    record = record_of(module, loss, x)
+    assert (record.mixing, record.axis_lost, record.unsupported) == ((), (), {})
+    assert_values(record, loop(module, loss, (x,)))
+
+
+MIXES = {
+    "less-the-mean": lambda m, z, x: z.sub_(z.mean(0)),
+    "cumulated": lambda m, z, x: z.detach().cumsum_(0),
+    "mean-of-all": lambda m, z, x: z.__setitem__(slice(None), z.mean(0)),
+    "shuffled": lambda m, z, x: z.index_copy_(0, torch.tensor([2, 0, 3, 1]), x),
+}
+
+
+@pytest.mark.parametrize("view", ["slice", "detached", "transposed"])
+@pytest.mark.parametrize("write", MIXES)
+def test_a_view_made_before_samples_were_mixed_in_its_base_is_not_taken_for_one_of_them(write: str, view: str) -> None:
+    record = record_of(Parts(), through_a_view(MIXES[write], VIEWS[view]), torch.randn(4, 5))
+    if not record.mixing:
+        for name in ("first.weight", "first.bias"):
+            assert (
+                "its memory was written to in place through another tensor at test_written_rows.py"
+                in (record.unsupported[name])
+            )
