@@ -186,6 +186,9 @@ SUMS = {  # what one sample gives is what it adds to the loss of the batch
     "alpha": lambda m, x: torch.add(squares(m, x).sum(), m(x).abs().sum(), alpha=0.1),
     "reflected": lambda m, x: 1.0 - squares(m, x).sum(),
     "between": lambda m, x: torch.lerp(squares(m, x).sum(), m(x).abs().sum(), 0.1),
+    "added-as-a-product": lambda m, x: torch.addcmul(
+        squares(m, x).sum(), m(x).abs().sum(), torch.tensor(0.1), value=2.0
+    ),
     "stacked": lambda m, x: torch.stack([squares(m, x).sum(), 0.1 * m(x).abs().sum()]).sum(),
     "stacked-and-weighted": lambda m, x: (
         torch.stack([squares(m, x).sum(), m(x).abs().sum()]) @ torch.tensor([1.0, 0.1])
@@ -256,6 +259,9 @@ MEANS = {
     "entries-by-a-row-of-shares": lambda m, x: (m(x).square() * torch.full((len(x), 1, 1), 1 / len(x))).sum(),
     "by-a-reciprocal": lambda m, x: squares(m, x).sum() * torch.tensor(float(len(x))).reciprocal(),
     "in-place": lambda m, x: squares(m, x).sum().mul_(1 / len(x)),
+    "added-as-a-product": lambda m, x: torch.addcmul(torch.zeros(()), squares(m, x).sum(), torch.tensor(1 / len(x))),
+    "added-as-a-share": lambda m, x: torch.addcdiv(torch.zeros(()), squares(m, x).sum(), torch.tensor(float(len(x)))),
+    "between-zero-and-a-sum": lambda m, x: torch.lerp(torch.zeros(()), squares(m, x).sum(), 1 / len(x)),
 }  # fmt: skip
 MAY_BE_SUMS = {
     "by-the-images",

@@ -129,13 +129,11 @@ def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
         return frozenset()
     sizes = [len(mark.samples) or call.batch_size for mark in marks]
     terms = [mark.parts for mark in marks]
-    alpha = call.kwargs.get("alpha", 1)
-    if call.op in ("add", "sub") and alpha != 1 and isinstance(alpha, (int, float)):
-        scales = [[1.0 if tensor is call.args[0] else float(alpha)] for tensor, _ in call.lost if tensor.requires_grad]
-        terms = [
-            scaled(mark.parts, scale, size, call.batch_size, mark.counts)
-            for mark, size, scale in zip(marks, sizes, scales, strict=True)
-        ]
+    scales = [_factor_of(call, tensor) for tensor, _ in call.lost if tensor.requires_grad]
+    terms = [
+        mark.parts if scale is None else scaled(mark.parts, [scale], size, call.batch_size, mark.counts)
+        for mark, size, scale in zip(marks, sizes, scales, strict=True)
+    ]
     together = frozenset.intersection(*terms)
     if not together:
         return None
@@ -149,7 +147,44 @@ def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
         samples = frozenset().union(*(mark.samples for mark in marks))
         size = len(samples) or call.batch_size
         return scaled(together, factors, size, call.batch_size, marks[0].counts, divides=call.op == "div")
-    return together if call.op in _ADDS | _MOVES | _SUMS else frozenset()
+    return together if call.op in _MOVES | _SUMS or _adds(call) else frozenset()
+
+
+def _adds(call: ObservedCall) -> bool:
+    """Whether the output is a sum of the operands with gradient, each times a number."""
+    if call.op not in ("addcmul", "addcdiv"):
+        return call.op in _ADDS
+    return all(tensor.requires_grad and _factor_of(call, tensor) is not None for tensor, _ in call.lost)
+
+
+def _factor_of(call: ObservedCall, tensor: Tensor) -> float | None:
+    """By what number an operand is multiplied in a sum of operands; None where that is not known."""
+    first, second = call.args[0] if call.args else None, call.argument(1, "end", "tensor1", "other")
+    if call.op in ("add", "sub"):
+        factor: object = 1 if tensor is first else call.kwargs.get("alpha", 1)
+    elif call.op == "lerp":
+        weight = _number(call.argument(2, "weight"))
+        factor = weight if weight is None or tensor is second else 1 - weight
+    elif call.op in ("addcmul", "addcdiv"):
+        third = call.argument(2, "tensor2")
+        if tensor is first and tensor is not second and tensor is not third:
+            return 1.0
+        is_factor = tensor is third and call.op == "addcmul"
+        other, value = _number(second if is_factor else third), _number(call.kwargs.get("value", 1))
+        if (tensor is not second and not is_factor) or other is None or value is None or other == 0:
+            return None
+        factor = value * other if call.op == "addcmul" else value / other
+    else:
+        return None
+    return _number(factor)
+
+
+def _number(value: object) -> float | None:
+    """One number that has no gradient; None where it is something else."""
+    if isinstance(value, Tensor):
+        plain = value.numel() == 1 and not value.requires_grad and not value.is_complex() and not value.is_meta
+        return float(value) if plain else None
+    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _factors(call: ObservedCall) -> list[float] | None:
@@ -200,7 +235,7 @@ def _stacked(call: ObservedCall, marks: list[Lost]) -> Followed | None:
 def _adds_up(call: ObservedCall, operands: int) -> bool:
     """Whether an entry of the output is a sum over entries that may be of several samples."""
     of_loss = call.op in _ENTRYWISE_LOSSES and reduction_of(call) != 0 and str(call.op) in LOSSES
-    return call.op in _SUMS or of_loss or (call.op in _ADDS and operands > 1)
+    return call.op in _SUMS or of_loss or (_adds(call) and operands > 1)
 
 
 def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Notes:
@@ -216,7 +251,7 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Not
         text = f"`{call.name}` picks entries by values computed over the whole batch{user_line()}"
         return next((mark.reason for tensor, mark in data if _is_index(tensor) and not mark.of_others), text), None
     chosen = bool(data) and call.op in ("where", "lerp")  # by values of the batch
-    if (call.op in _ADDS | _MOVES and not chosen) or (call.op in _SUMS and len(call.lost) == 1):
+    if ((call.op in _MOVES or _adds(call)) and not chosen) or (call.op in _SUMS and len(call.lost) == 1):
         return None, None
     if reduced:
         text = f"`{call.name}` of a value computed over the whole batch is not a sum over samples{user_line()}"
