@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_persample.engine.by_rule import Computation
 from lightning_persample.engine.failure import OverwrittenError, fault_of, in_smaller_chunks, reason_of
-from lightning_persample.engine.observed import line_of, version_of
-from lightning_persample.engine.weight import Weight
+from lightning_persample.engine.observed import Description, line_of, version_of
+from lightning_persample.engine.weight import Weight, settle_one
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
 
 __all__ = ["USED_AGAIN", "Collector", "Part"]
@@ -76,10 +76,17 @@ class Collector:
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
         """Take what one use contributes."""
-        if not weight.has_norms:
-            weight.contributions.append(gradient)
-        else:
+        if weight.has_norms:
             self.refuse([weight], USED_AGAIN)
+            return
+        weight.add(gradient)
+        weight.received += 1
+        if weight.is_over:
+            settle_one(weight, self.fail_to_settle)
+
+    def fail_to_settle(self, weight: Weight, error: Exception, text: Description) -> None:
+        """Note that what a derived weight got cannot be moved to what it was computed from."""
+        self.refuse([weight], self.why(error, text))
 
     def note_call(self, weights: Iterable[Weight], compute: Computation, grads: Sequence[Tensor | None]) -> None:
         """Keep what computes the contributions of a call, as far as their sum is going to be compared."""

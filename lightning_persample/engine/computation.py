@@ -20,7 +20,7 @@ from lightning_persample.engine.by_rule import (
     placement_of,
     versions_of,
 )
-from lightning_persample.engine.observed import version_of
+from lightning_persample.engine.observed import version_of, without_data
 from lightning_persample.gradients import Dense
 from lightning_persample.rules import Rule, generic_rule
 from lightning_persample.rules.elementwise import widen
@@ -66,7 +66,8 @@ def _by_generic_rule(use: Use) -> Computation:
             axes[position] = _UNSPLIT
         elif isinstance(where, BatchAxis):
             axes[position] = where
-    kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    of_use = without_data if call.op in _SUMS and not call.inplace else Tensor.detach
+    kept = [of_use(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     memory = {leaf.data_ptr() for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in call.written}
     versions = versions_of(kept, memory)
     function, description = call.function, use.description
@@ -89,6 +90,7 @@ def _by_generic_rule(use: Use) -> Computation:
     return compute
 
 
+_SUMS = frozenset({"add", "sub", "rsub"})  # the gradient of a sum reads no values: only shapes are kept
 _UNSPLIT = None  # one sample alone, which has no axis
 
 

@@ -39,13 +39,14 @@ from lightning_persample.engine.observed import (
     user_line,
     user_place,
     version_of,
+    without_data,
 )
 from lightning_persample.engine.planned import note_as_planned
 from lightning_persample.engine.reporting import on_gradient
 from lightning_persample.engine.rows import LINEAR, note_rows, rows_of_linear
 from lightning_persample.engine.use import Use, attach, note_term, refuse_where_used
 from lightning_persample.engine.watched_nodes import WatchedNodes
-from lightning_persample.engine.weight import Derivation, Weight, part_of, places_in, with_part
+from lightning_persample.engine.weight import Derivation, Weight, in_one_row, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher"]
@@ -406,22 +407,22 @@ class Dispatcher(Collector):
         )
         data = {id(operand.tensor) for operand in call.operands}
         detached = tuple(
-            leaf if not isinstance(leaf, Tensor) else self.keep(leaf) if id(leaf) in data else _without_data(leaf)
+            leaf if not isinstance(leaf, Tensor) else self.keep(leaf) if id(leaf) in data else without_data(leaf)
             for leaf in leaves
         )
-        text = call.describe()
+        text, operands = call.describe(), [operand.tensor for operand in call.operands]
         versions: list[int | None] = [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in detached]
         if call.inplace and 0 in parents and parents[0].derivation is not None:
             versions[0] = None
         for position, output in enumerate(call.outputs):
             if not output.requires_grad:
                 continue
-            value = self.keep(output)
+            value = self.keep(in_one_row(output, None if call.inplace else call.op, operands))
             derivation = Derivation(
                 call.op, call.function, detached, spec, parents, position, value, call.inplace, text,
                 call.random_state, tuple(versions), version_of(value),
             )  # fmt: skip
-            weight = Weight(names, output.detach(), derivation, outside=outside, version=version_of(output))
+            weight = Weight(names, value, derivation, outside=outside, version=version_of(output))
             for parent in parents.values():
                 parent.children += 1
             self.weights.append(weight)
@@ -565,11 +566,6 @@ class Dispatcher(Collector):
         self.nodes.clear()
         self.writes.clear()
         self._inner = None
-
-
-def _without_data(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, dtype and device, for a call that converts to it; it holds one entry."""
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _handed_on(weight: Weight, tensor: Tensor) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "user_line",
     "user_place",
     "version_of",
+    "without_data",
 ]
 
 _OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
@@ -132,6 +133,11 @@ def describe(name: str, tensors: Iterable[Tensor], parameters: Iterable[str] = (
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was written to; tensors made in inference mode do not count that."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def without_data(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, dtype and device, where no value is read; it holds one entry."""
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

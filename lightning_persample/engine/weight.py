@@ -20,16 +20,26 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_persample.engine.blocks import copied, looked_up, row_by_row
 from lightning_persample.engine.by_rule import Computation
-from lightning_persample.engine.failure import OverwrittenError, guard
+from lightning_persample.engine.failure import OverwrittenError, attempt
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.observed import Description, tensors_in, version_of
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, add_up
+from lightning_persample.gradients import Block, Dense, Outer, SampleGradient, Sum, add_up
 from lightning_persample.gradients.cost import halved
 from lightning_persample.gradients.options import current_options
 from lightning_persample.rules import Pull, other_generators_kept, vector_jacobian
 
-__all__ = ["Derivation", "Weight", "part_of", "places_in", "pull_back", "settle", "with_part"]
+__all__ = [
+    "Derivation",
+    "Weight",
+    "in_one_row",
+    "part_of",
+    "places_in",
+    "pull_back",
+    "settle",
+    "settle_one",
+    "with_part",
+]
 
 _SAME_ENTRIES = frozenset(
     {"clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "alias", "cuda", "cpu"}
@@ -112,6 +122,8 @@ class Weight:
         told: whether the call that uses it tells that it gets a gradient, so that no hook on it has to.
         version: how often a derived weight had been written to when it was computed.
         hidden: it was written to where autograd did not see it.
+        adds: the last of the contributions is a sum, in memory of its own.
+        received: how many of those uses have contributed in the present backward.
         hooked: the user registered a hook on it, a derived weight.
         arrived: the gradient behind that hook.
     """
@@ -129,6 +141,8 @@ class Weight:
     told: bool = False
     version: int = 0
     hidden: bool = False
+    adds: bool = False
+    received: int = 0
     hooked: bool = False
     arrived: Tensor | None = None
 
@@ -146,10 +160,31 @@ class Weight:
         """Shape of the weight."""
         return self.tensor.shape
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all that a derived weight gets is there, and takes no less memory than what its parents get of it."""
+        made = self.derivation
+        if made is None or self.children or self.hooked or self.received != self.uses or made.op not in POINTWISE:
+            return False
+        sizes = {parent.shape for parent in made.parents.values()}
+        return sizes == {self.shape} and all(isinstance(term, (Dense, Block)) for term in self.contributions)
+
+    def add(self, gradient: SampleGradient) -> None:
+        """Take what one use contributes; numbers of the weight's own size are added up as they come."""
+        last = self.contributions[-1] if self.contributions else None
+        if isinstance(gradient, (Dense, Block)) and type(last) is type(gradient):
+            total = add_up([last, gradient], into_first=self.adds)
+            if not isinstance(total, Sum):
+                self.contributions[-1], self.adds = total, True
+                return
+        self.contributions.append(gradient)
+        self.adds = False
+
     def forget(self) -> None:
         """Drop what the last backward left."""
         self.contributions.clear()
         self.calls.clear()
+        self.received = 0
         self.sq_norm = self.norm = self.arrived = None
 
 
@@ -179,20 +214,33 @@ def settle(
 ) -> None:
     """Move the contributions of all derived weights to the parameters."""
 
-    def settle_one(weight: Weight, derivation: Derivation) -> None:
-        with torch.no_grad(), torch.autocast(derivation.value.device.type, enabled=False):
-            if weight.arrived is not None and changed is not None:
-                total = add_up(weight.contributions) if weight.contributions else None
-                reason = changed(weight, weight.arrived, total)
-                if reason is not None:
-                    raise UnsupportedError(reason)
-            pull_back(weight)
+    def checked(weight: Weight) -> None:
+        if weight.arrived is not None and changed is not None:
+            total = add_up(weight.contributions) if weight.contributions else None
+            reason = changed(weight, weight.arrived, total)
+            if reason is not None:
+                raise UnsupportedError(reason)
+        pull_back(weight)
 
     for weight in reversed(weights):
-        derivation = weight.derivation
-        if derivation is not None:
-            text = derivation.text
-            guard(settle_one, lambda error, w=weight, t=text: failed(w, error, t))(weight, derivation)  # type: ignore[misc]
+        if weight.derivation is not None:
+            settle_one(weight, failed, checked)
+
+
+def settle_one(
+    weight: Weight,
+    failed: Callable[[Weight, Exception, Description], None],
+    settled: Callable[[Weight], None] | None = None,
+) -> None:
+    """Move the contributions of one derived weight to what it was computed from."""
+    derivation = weight.derivation
+    assert derivation is not None
+
+    def fail(error: Exception) -> None:
+        failed(weight, error, derivation.text)
+
+    with torch.no_grad(), torch.autocast(derivation.value.device.type, enabled=False):
+        attempt(settled or pull_back, fail, weight)
 
 
 def pull_back(weight: Weight) -> None:
@@ -215,21 +263,21 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
     of_table = looked_up(derivation, gradient)
     if of_table is not None:
         _as_read(derivation, parents_too=False)
-        parents[0].contributions.append(of_table)
+        parents[0].add(of_table)
         return
     entries = copied(derivation, gradient) if isinstance(gradient, Block) else None
     if entries is not None:
         _as_read(derivation, parents_too=False)
         for parent, part in entries:
-            parent.contributions.append(part)
+            parent.add(part)
         return
     if len(parents) == 1:
         kept = _keep_structure(derivation, parents[0], gradient)
         if kept is not None:
-            parents[0].contributions.append(kept)
+            parents[0].add(kept)
             return
     devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), other_generators_kept():
+    with torch.random.fork_rng(devices=devices), other_generators_kept() as others_drawn:
         derivation = _as_read(derivation)
         one = _of_one_row(derivation, gradient) if isinstance(gradient, Block) else None
         rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) and one is None else None
@@ -238,20 +286,20 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
         if rows is not None:
             _check_repeats(derivation, derivation.compute(*inputs), inputs)
             for parent, part in rows:
-                parent.contributions.append(part)
+                parent.add(part)
             return
         (value,), pull = vector_jacobian(lambda *inputs: [derivation.compute(*inputs)], inputs)
         _check_repeats(derivation, value, inputs)
         before = _random_states(devices)
-        with other_generators_kept() as others_drawn:
-            pulled = _pulled(value, pull, gradient if one is None else Dense(block.tensors()[0]))
-            if others_drawn() or not all(map(torch.equal, before, _random_states(devices))):
-                raise UnsupportedError(
-                    f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op "
-                    "away from the weights"
-                )
+        others_drawn()
+        pulled = _pulled(value, pull, gradient if one is None else Dense(block.tensors()[0]))
+        if others_drawn() or not all(map(torch.equal, before, _random_states(devices))):
+            raise UnsupportedError(
+                f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op away "
+                "from the weights"
+            )
     for parent, grads in zip(parents, pulled, strict=True):
-        parent.contributions.append(replace(block, grad=grads) if isinstance(block, Block) and one else Dense(grads))
+        parent.add(replace(block, grad=grads) if isinstance(block, Block) and one else Dense(grads))
 
 
 def _random_states(devices: list[torch.device]) -> list[Tensor]:
@@ -321,12 +369,26 @@ def _of_one_row(derivation: Derivation, gradient: Block) -> Derivation | None:
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or (leaf.numel() == 1 and place not in derivation.parents):
             continue
-        row = leaf.narrow(dim, 0, 1) if leaf.shape == value.shape else None
-        if row is None or not torch.equal(leaf, row.expand_as(leaf)):
+        if leaf.shape != value.shape or not _has_equal_rows(leaf, dim):
             return None
-        leaves[place] = row
-    row = value.narrow(dim, 0, 1)
-    return replace(derivation, leaves=tuple(leaves), value=row) if torch.equal(value, row.expand_as(value)) else None
+        leaves[place] = leaf.narrow(dim, 0, 1)
+    if not _has_equal_rows(value, dim):
+        return None
+    return replace(derivation, leaves=tuple(leaves), value=value.narrow(dim, 0, 1))
+
+
+def _has_equal_rows(tensor: Tensor, dim: int) -> bool:
+    return tensor.stride(dim) == 0 or torch.equal(tensor, tensor.narrow(dim, 0, 1).expand_as(tensor))
+
+
+def in_one_row(value: Tensor, op: object, operands: Sequence[Tensor]) -> Tensor:
+    """The output of a pointwise op, in memory of one row where one row of each operand is laid over an axis."""
+    for dim in range(value.dim()) if op in POINTWISE else ():
+        if value.size(dim) > 1 and all(
+            operand.dim() == 0 or (operand.shape == value.shape and operand.stride(dim) == 0) for operand in operands
+        ):
+            return value.narrow(dim, 0, 1).clone().expand_as(value)
+    return value
 
 
 def _check_repeats(derivation: Derivation, value: Tensor, inputs: Sequence[Tensor]) -> None:

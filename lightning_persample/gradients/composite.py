@@ -201,7 +201,7 @@ def _disagreement(terms: Sequence[SampleGradient]) -> str:
     return f"terms belong to the same samples and the same parameter, got {got}."
 
 
-def add_up(terms: Sequence[SampleGradient]) -> SampleGradient:
+def add_up(terms: Sequence[SampleGradient], *, into_first: bool = False) -> SampleGradient:
     """Add structures of one parameter: what is of one kind becomes one structure, the rest a `Sum`.
 
     Dense and Block add, Outer and Indexed concatenate along T, Patches of equal geometry and sizes along k.
@@ -213,6 +213,7 @@ def add_up(terms: Sequence[SampleGradient]) -> SampleGradient:
 
     Args:
         terms: structures of the same samples and the same parameter, at least one.
+        into_first: the memory of the first term may be that of the sum.
 
     Returns:
         One structure, equal to the sum of all.
@@ -232,7 +233,7 @@ def add_up(terms: Sequence[SampleGradient]) -> SampleGradient:
     for term in flat:
         by_kind.setdefault(_kind(term), []).append(term)
     for same in by_kind.values():
-        merged.append(same[0] if len(same) == 1 else _merge(same))
+        merged.append(same[0] if len(same) == 1 else _merge(same, into_first and same[0] is terms[0]))
     return merged[0] if len(merged) == 1 else Sum(merged)
 
 
@@ -245,13 +246,13 @@ def _kind(term: SampleGradient) -> object:
     return type(term) if isinstance(term, Dense | Outer | Indexed) else object()
 
 
-def _merge(terms: Sequence[SampleGradient]) -> SampleGradient:
+def _merge(terms: Sequence[SampleGradient], into_first: bool) -> SampleGradient:
     """One structure for terms of one kind."""
     first = terms[0]
     if isinstance(first, Dense | Block):  # (a sample has the same place in all blocks)
         grads = [term.tensors()[0].to(term.dtype) for term in terms]
-        total = grads[0] + grads[1]
-        for grad in grads[2:]:  # in place as a rule: a tensor of this size is often more to make than to fill
+        total, *others = grads if into_first else (grads[0] + grads[1], *grads[2:])
+        for grad in others:  # in place as a rule: a tensor of this size is often more to make than to fill
             fits = grad.dtype == total.dtype and not grad.requires_grad and not total.requires_grad
             total = total.add_(grad) if fits else total + grad
         return replace(first, grad=total)

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = ["other_generators_kept"]
 
@@ -16,15 +17,19 @@ def other_generators_kept() -> Iterator[Callable[[], bool]]:
     """The random numbers of Python and NumPy go on afterwards as if nothing had drawn any; torch's are not its task.
 
     Yields:
-        A function that tells whether anything has drawn from them inside the context.
+        A function that tells whether anything has drawn from them inside the context, since it was last asked.
     """
     numpy = sys.modules.get("numpy")  # what has not been imported has not been drawn from
-    state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+    def states() -> tuple[Any, Any]:
+        return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+    state, numpy_state = seen = states()
 
     def drawn() -> bool:
-        if random.getstate() != state:
-            return True
-        return numpy is not None and pickle.dumps(numpy.random.get_state(legacy=False)) != pickle.dumps(numpy_state)
+        nonlocal seen
+        before, seen = seen, states()
+        return before[0] != seen[0] or pickle.dumps(before[1]) != pickle.dumps(seen[1])
 
     try:
         yield drawn

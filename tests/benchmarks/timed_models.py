@@ -127,7 +127,25 @@ def tied_head(batch_size: int = 32, tokens: int = 16) -> Built:
     return Words(50_000, 64, tied=True), torch.randint(0, 50_000, (batch_size, tokens))
 
 
+class Dispersed(nn.Module):
+    """A weight for each output, laid over the batch before it meets it, as in models of single cells."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.decoder, self.dispersion = nn.Linear(32, outputs), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, total = torch.broadcast_tensors(self.decoder(x).exp(), self.dispersion.exp())
+        return torch.lgamma(mean + total) - torch.lgamma(total) - total * (total + mean).log()
+
+
+def dispersed(batch_size: int = 128) -> Built:
+    """1,500 outputs of each sample, with a dispersion each."""
+    return Dispersed(1500), torch.randn(batch_size, 32) * 0.1
+
+
 TABLES: dict[str, tuple[str, Callable[[], Built]]] = {
     "embedding": ("embedding 10,000 x 300, batch 100", embedding),
     "tied_head": ("embedding 50,000 x 64 tied to the head, batch 32", tied_head),
+    "dispersed": ("1,500 dispersions laid over the batch, batch 128", dispersed),
 }
