@@ -125,3 +125,26 @@ def test_some_of_the_samples_alone(name: str) -> None:
         mean_of_squares(network, batch).backward()
     for parameter_name, grads in capture.record.grad_samples.items():
         torch.testing.assert_close(grads, expected[parameter_name][samples], rtol=1e-10, atol=1e-12)
+
+
+OPS_WITHOUT_A_FAMILY = {
+    "cross": lambda m, x: torch.cross(m.a(x), m.w.expand(len(x), -1), dim=1),
+    "cross-of-a-stack": lambda m, x: torch.cross(torch.stack([m.w] * len(x)), m.a(x), dim=1),
+    "distances": lambda m, x: torch.cdist(m.a(x)[:, None], m.w.expand(len(x), 2, -1)),
+    "distances-along-another-axis": lambda m, x: torch.cdist(
+        m.a(x)[None, :, None].expand(2, -1, -1, -1), m.w.expand(2, len(x), 2, -1)
+    ).movedim(1, 0),
+    "beside-constant-rows": lambda m, x: torch.cross(
+        m.a(x) * m.w, torch.tensor([1.0, -2.0, 0.5]).expand(len(x), -1), dim=1
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 20])
+@pytest.mark.parametrize("name", OPS_WITHOUT_A_FAMILY)
+def test_ops_without_a_family_beside_a_weight_that_is_laid_over_the_batch(name: str, size: int) -> None:
+    step = Model(OPS_WITHOUT_A_FAMILY[name], a=nn.Linear(4, 3), w=parameter(3))
+    x = torch.randn(size, 4)
+    record = record_of(step, mean_of_squares, x)
+    assert (record.unsupported, record.axis_lost, record.mixing) == ({}, (), ())
+    assert_values(record, loop(step, mean_of_squares, (x,)))

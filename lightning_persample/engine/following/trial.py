@@ -62,13 +62,18 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
     ):
         return lost(call, "writes into its arguments or draws from a generator of its own", mixes=None)
     found: tuple[BatchAxis, ...] = ()
+    laid = False  # what holds no samples and has a row for each is cut as the samples are: it was laid over the batch
     tried = min(entries, _ALL if entries <= _ALL else _SOME)
     for entry in dict.fromkeys(place * (entries - 1) // max(tried - 1, 1) for place in range(tried)):
-        placed = _try_on(call, axis, entry)
+        placed = _try_on(call, axis, entry, laid)
+        if isinstance(placed, str) and not laid and not found:
+            laid = any(_is_laid(operand.tensor, call, axis) for operand in call.operands)
+            placed = _try_on(call, axis, entry, laid) if laid else placed
         if isinstance(placed, str):
             return lost(call, placed, mixes=None)
         found = placed
-    followed = Followed(found, by_values=axis.dim != 0)
+    aligned = (lambda tensor: axis if _is_laid(tensor, call, axis) else None) if laid else None
+    followed = Followed(found, aligned, by_values=axis.dim != 0 or laid)
     if call.layout is not None and not followed.by_values:
         if len(_SHOWN) >= _MOST:
             _SHOWN.clear()
@@ -76,11 +81,13 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
     return followed
 
 
-def _try_on(call: ObservedCall, axis: BatchAxis, entry: int) -> tuple[BatchAxis, ...] | str:
+def _try_on(call: ObservedCall, axis: BatchAxis, entry: int, laid: bool) -> tuple[BatchAxis, ...] | str:
     """The axis of each output, found on one entry alone, or what speaks against it."""
 
     def alone(leaf: object) -> object:
         where = call.axis_of(leaf) if isinstance(leaf, Tensor) else None
+        if laid and isinstance(leaf, Tensor) and _is_laid(leaf, call, axis):
+            where = axis
         if not isinstance(leaf, Tensor) or not isinstance(where, BatchAxis):
             return leaf
         return one_entry(leaf, where, call.batch_size, entry).detach()
@@ -97,6 +104,12 @@ def _try_on(call: ObservedCall, axis: BatchAxis, entry: int) -> tuple[BatchAxis,
     if any(place is None for place in placed):
         return "gives a sample another value alone than in its batch"
     return tuple(place for place in placed if place is not None)
+
+
+def _is_laid(tensor: Tensor, call: ObservedCall, axis: BatchAxis) -> bool:
+    """Whether a tensor without samples has as many rows as the batch, where the batch has its own."""
+    rows = call.located[0][0].size(axis.dim)
+    return call.axis_of(tensor) is None and tensor.dim() > axis.dim and tensor.size(axis.dim) == rows > axis.rows
 
 
 def _place(call: ObservedCall, whole: Tensor, part: Tensor, axis: BatchAxis, entry: int) -> BatchAxis | None:
