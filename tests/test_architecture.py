@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import graphlib
 import sys
 from pathlib import Path
 
@@ -62,6 +63,19 @@ def wrong_imports(layer: str, source: str, package: str) -> list[str]:
     return wrong
 
 
+def circle_of_imports(sources: dict[str, tuple[str, str]]) -> list[str]:
+    """Modules that import each other in a circle, if any; `sources` are by module its package and its source."""
+    imports = {
+        module: imported_names(source, package) & sources.keys() - {module, package}  # (from package import module)
+        for module, (package, source) in sources.items()
+    }
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def identifier(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -97,6 +111,23 @@ def test_imports_point_one_way(path):
 )
 def test_wrong_imports_are_found(layer, source, wrong):
     assert wrong_imports(layer, source, f"{PACKAGE}.{layer}") == wrong
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    sources = {}
+    for path in MODULES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        package = ".".join(parts[:-1])
+        module = package if parts[-1] == "__init__" else ".".join(parts)
+        sources[module] = package, path.read_text(encoding="utf-8")
+    assert circle_of_imports(sources) == []
+
+
+def test_a_circle_is_found_where_it_is_hidden():
+    hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.one import A"
+    circle = circle_of_imports({"p.one": ("p", "def f():\n    import p.two"), "p.two": ("p", hidden), "p.c": ("p", "")})
+    assert set(circle) == {"p.one", "p.two"}
+    assert circle_of_imports({"p.one": ("p", "import p.two"), "p.two": ("p", "import p.c"), "p.c": ("p", "")}) == []
 
 
 def test_public_names_are_listed_sorted_and_without_logic():

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_persample.callbacks._consumer import Consumer
 from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.engine import PerSampleRecord, expanded_weights, of_user
 from lightning_persample.errors import OptionError
-
-if TYPE_CHECKING:
-    from lightning_persample.callbacks.base import PerSampleCallback
 
 __all__ = ["ObservedStep"]
 
@@ -52,7 +50,7 @@ class ObservedStep:
     def __init__(
         self,
         pl_module: LightningModule,
-        options: PerSampleCallback,
+        options: Consumer,
         batch: Any,
         layout: Any,
         batch_size: int,

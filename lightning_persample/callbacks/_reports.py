@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_persample.callbacks._consumer import Consumer
 from lightning_persample.engine import FAULT, PerSampleRecord, fault_of, of_user, stop, warn_user, warning_texts
 from lightning_persample.errors import PerSampleError, UnsupportedError
-
-if TYPE_CHECKING:
-    from lightning_persample.callbacks.base import PerSampleCallback
 
 __all__ = ["Reports"]
 
@@ -41,7 +39,7 @@ class Reports:
         self.has_said_fault = False
         self._grad_samples: dict[torch.nn.Parameter, Tensor] = {}
 
-    def deliver(self, record: PerSampleRecord, receivers: Sequence[PerSampleCallback], batch: Any) -> None:
+    def deliver(self, record: PerSampleRecord, receivers: Sequence[Consumer], batch: Any) -> None:
         """Give a record to the callbacks that want it, and its gradients to the parameters."""
         texts = warning_texts(record)
         if record.unsupported and self._raises:

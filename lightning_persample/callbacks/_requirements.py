@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_persample.callbacks._consumer import Consumer
 from lightning_persample.callbacks._strategies import why_strategy_is_unsupported
 from lightning_persample.errors import OptionError
-
-if TYPE_CHECKING:
-    from lightning_persample.callbacks.base import PerSampleCallback
 
 __all__ = ["check_options_agree", "holds_compiled_code", "why_unsupported"]
 
@@ -24,10 +21,10 @@ _CAPTURE_OPTIONS = (
 )  # fmt: skip
 
 
-def check_options_agree(trainer: Trainer, callbacks: Sequence[PerSampleCallback]) -> None:
+def check_options_agree(trainer: Trainer, callbacks: Sequence[Consumer]) -> None:
     """Refuse callbacks that cannot share one capture."""
 
-    def described(callback: PerSampleCallback, option: str) -> str:
+    def described(callback: Consumer, option: str) -> str:
         place = trainer.callbacks.index(callback)  # type: ignore[attr-defined]
         return f"{type(callback).__name__} (callbacks[{place}]) has {option}={getattr(callback, option)!r}"
 

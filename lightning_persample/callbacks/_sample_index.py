@@ -11,7 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import default_collate
 
+from lightning_persample.callbacks._consumer import Consumer
 from lightning_persample.callbacks._observed_method import ObservedMethod
 from lightning_persample.callbacks._tagged_loader import (
     LAST_KEYS,
@@ -31,9 +32,6 @@ from lightning_persample.callbacks._tagged_loader import (
 from lightning_persample.engine import PerSampleRecord, fault_of, guard, of_user
 from lightning_persample.engine.batch import with_samples_at
 from lightning_persample.errors import OptionError
-
-if TYPE_CHECKING:
-    from lightning_persample.callbacks.base import PerSampleCallback
 
 __all__ = ["BatchIndices", "checked_index"]
 
@@ -50,7 +48,7 @@ class BatchIndices:
         callbacks: its per-sample callbacks.
     """
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[PerSampleCallback]) -> None:
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Consumer]) -> None:
         self._trainer = trainer
         self._of_batch = callbacks[0].sample_index
         self._followed: Any = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_persample.callbacks._aside import on_other_batches
+from lightning_persample.callbacks._consumer import Consumer
 from lightning_persample.callbacks._lightning_names import skips_hooks
 from lightning_persample.callbacks._manual_step import (
     NO_BACKWARD,
@@ -58,9 +59,6 @@ from lightning_persample.engine import (
 from lightning_persample.engine.batch import EmptyBatchError, count_samples, lay_out
 from lightning_persample.engine.samples import loss_of
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
-
-if TYPE_CHECKING:
-    from lightning_persample.callbacks.base import PerSampleCallback
 
 __all__ = ["SharedCapture", "is_logging_step", "logging_step", "shared_capture", "window_continues"]
 
@@ -110,7 +108,7 @@ class SharedCapture:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        callbacks: Sequence[PerSampleCallback],
+        callbacks: Sequence[Consumer],
         indices: BatchIndices | None = None,
     ) -> None:
         self._trainer = trainer
@@ -129,7 +127,7 @@ class SharedCapture:
         self._second_check: SumCheck | None = None
         self._methods: tuple[ObservedMethod, ...] = ()
         self._in_training_step = False
-        self._receivers: list[PerSampleCallback] = []
+        self._receivers: list[Consumer] = []
         self._quantities: frozenset[str] = frozenset()
         self._step: ObservedStep | None = None
         self._is_empty = False
@@ -141,7 +139,7 @@ class SharedCapture:
         self._averages = trainer.world_size > 1 or is_sharded(pl_module)
         self._batch: Any = None
         self._is_resting, self._rested_at = False, -1
-        self._awake: list[PerSampleCallback] = []
+        self._awake: list[Consumer] = []
 
         check_options_agree(trainer, self._callbacks)
         reason = why_unsupported(trainer, pl_module)
@@ -202,7 +200,7 @@ class SharedCapture:
         """Say something once in this fit."""
         self._reports.warn(text)
 
-    def steps_for(self, callback: PerSampleCallback) -> Mapping[int, Sequence[PerSampleRecord]]:
+    def steps_for(self, callback: Consumer) -> Mapping[int, Sequence[PerSampleRecord]]:
         """The records of each optimizer's step in manual optimization, by place; none if the callback wants none."""
         return self._optimizer_steps if callback in self._receivers else {}
 
@@ -261,7 +259,7 @@ class SharedCapture:
             self._is_resting, self._rested_at = True, logging_step(trainer)
             self._awake = self._not_resting()
 
-    def _not_resting(self) -> list[PerSampleCallback]:
+    def _not_resting(self) -> list[Consumer]:
         automatic = self._module.automatic_optimization
         return [callback for callback in self._callbacks if not callback._rest(automatic=automatic)]
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_persample.callbacks._aside import NoLossError, aside, without_dropout
+from lightning_persample.callbacks._consumer import Consumer
 from lightning_persample.engine import check_per_sample_gradients, warn_user
 from lightning_persample.engine.diagnosis import RANDOM
 from lightning_persample.engine.samples import loss_of
 from lightning_persample.errors import VerificationError
-
-if TYPE_CHECKING:
-    from lightning_persample.callbacks.base import PerSampleCallback
 
 __all__ = ["verify_values"]
 
@@ -25,7 +23,7 @@ _NAMED = 8
 def verify_values(
     trainer: Trainer,
     pl_module: LightningModule,
-    options: PerSampleCallback,
+    options: Consumer,
     training_step: Callable[[Any], Any],
     batch: Any,
     *,

@@ -14,7 +14,7 @@ where each entry is, f tells where each came from, and a sample's own rows go ba
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,9 @@ from lightning_persample.engine.following import Followed, follow
 from lightning_persample.engine.kinds import data_of
 from lightning_persample.engine.observed import ObservedCall, Operand, tensors_in
 from lightning_persample.engine.use import Use
+from lightning_persample.engine.weight import Derivation, Weight
 from lightning_persample.gradients import Block, Dense, Indexed, SampleGradient
 from lightning_persample.rules import Call, find_rule
-
-if TYPE_CHECKING:
-    from lightning_persample.engine.weight import Derivation, Weight
 
 __all__ = ["copied", "looked_up", "row_by_row"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,18 +14,14 @@ from lightning_persample.engine.failure import OverwrittenError, reason_of
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.graph import boundary, edges_between, saved_results
 from lightning_persample.engine.observed import Description, ObservedCall, version_of
+from lightning_persample.engine.use import Use
+from lightning_persample.engine.weight import Contributions, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, SampleGradient
 from lightning_persample.rules import Call, Rule, op_name
 
-if TYPE_CHECKING:
-    from lightning_persample.engine.use import Use
-    from lightning_persample.engine.weight import Weight
-
 __all__ = [
     "ByRule",
-    "Computation",
-    "Contributions",
     "Drawn",
     "Placement",
     "check_unchanged",
@@ -35,9 +31,6 @@ __all__ = [
     "versions_of",
     "wrong_answer",
 ]
-
-Contributions: TypeAlias = "list[tuple[Weight, SampleGradient]]"
-Computation: TypeAlias = Callable[[Sequence[Tensor | None]], Contributions]
 
 
 @dataclass(frozen=True, eq=False)

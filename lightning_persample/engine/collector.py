@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +10,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_persample.engine.by_rule import Computation
 from lightning_persample.engine.failure import OverwrittenError, fault_of, in_smaller_chunks, reason_of
+from lightning_persample.engine.marks import KNOWN, Marks
+from lightning_persample.engine.notes import Notes
 from lightning_persample.engine.observed import Description, line_of, version_of
-from lightning_persample.engine.weight import Weight, settle_one
+from lightning_persample.engine.pull_back import settle_one
+from lightning_persample.engine.watched_nodes import WatchedNodes
+from lightning_persample.engine.weight import Computation, Weight
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
 
 __all__ = ["USED_AGAIN", "Collector", "Part"]
@@ -40,9 +43,17 @@ class Collector:
     """Takes contributions to weights.
 
     Args:
+        weights: the parameters, by name, each with its tensor.
+        batch_size: number of samples B.
         keep_structures: keep every contribution until the backward ends, for quantities other than the squared norm.
+        buffers: tensors of the module that hold no sample's data.
+        fuse: form the sum over the samples, the weight's gradient, from the samples' gradients where that is cheaper.
 
     Attributes:
+        marks: what is known of each tensor.
+        nodes: where gradients of weights pass.
+        notes: what there is to say.
+        keep: what weights are computed from, until the backward.
         refused: by parameter the reason why it has no values.
         accepting: does the present backward count?
         frees: does it free the graph it has gone through?
@@ -56,7 +67,27 @@ class Collector:
         got_gradient: parameters that got a gradient in this backward, with this where a hook may have changed it.
     """
 
-    def __init__(self, keep_structures: bool) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        batch_size: int,
+        keep_structures: bool = False,
+        buffers: Iterable[Tensor] = (),
+        fuse: bool = False,
+    ) -> None:
+        self.batch_size = batch_size
+        self.fuse = fuse
+        self.marks = Marks(batch_size)
+        self.weights: list[Weight] = []
+        self.nodes = WatchedNodes(self.marks)
+        self.notes = Notes(self)
+        self.keep: Callable[[Tensor], Tensor] = Tensor.detach
+        for name, parameter in weights.items():
+            weight = Weight(frozenset({name}), parameter)
+            self.weights.append(weight)
+            self.marks[parameter] = weight
+        for buffer in buffers:
+            self.marks[buffer] = KNOWN
         self.refused: dict[str, str] = {}
         self.accepting = True
         self.frees = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -11,8 +10,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_persample.engine.batch_axis import BatchAxis, batch_first
 from lightning_persample.engine.by_rule import (
     ByRule,
-    Computation,
-    Contributions,
     Drawn,
     check_unchanged,
     not_tensors,
@@ -21,12 +18,11 @@ from lightning_persample.engine.by_rule import (
     versions_of,
 )
 from lightning_persample.engine.observed import version_of, without_data
+from lightning_persample.engine.use import Use
+from lightning_persample.engine.weight import Computation, Contributions
 from lightning_persample.gradients import Dense
 from lightning_persample.rules import Rule, generic_rule
 from lightning_persample.rules.elementwise import widen
-
-if TYPE_CHECKING:
-    from lightning_persample.engine.use import Use
 
 __all__ = ["computation"]
 

@@ -26,10 +26,11 @@ from lightning_persample.engine.failure import guard, reason_of
 from lightning_persample.engine.fast_path import modules_do_not_see
 from lightning_persample.engine.graph import accumulator
 from lightning_persample.engine.observing import ObservingMode
+from lightning_persample.engine.pull_back import settle
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.sums import adds_up, size_of_terms
 from lightning_persample.engine.use import Use
-from lightning_persample.engine.weight import Weight, settle
+from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import BatchSizeError, UnsupportedError
 from lightning_persample.gradients import SampleGradient, add_up
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
+from lightning_persample.engine.attach import attach, note_term, refuse_where_used
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.collector import Collector, Part
 from lightning_persample.engine.coverage import OUTSIDE
@@ -20,6 +21,7 @@ from lightning_persample.engine.following import common_axis, follow, is_plain
 from lightning_persample.engine.following.added_up import UNKNOWN, scaled
 from lightning_persample.engine.fused import fused_call
 from lightning_persample.engine.graph import Node, boundary, unseen_text
+from lightning_persample.engine.hooks import on_gradient
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
     adds_a_term,
@@ -29,8 +31,7 @@ from lightning_persample.engine.kinds import (
     kind_of,
 )
 from lightning_persample.engine.layout import Plan, layout_of, recall, remember, remember_as
-from lightning_persample.engine.marks import CONSTANT, KNOWN, REWRITTEN, Constant, Mark, Marks
-from lightning_persample.engine.notes import Notes
+from lightning_persample.engine.marks import CONSTANT, KNOWN, REWRITTEN, Constant, Mark
 from lightning_persample.engine.observed import (
     ObservedCall,
     Operand,
@@ -42,10 +43,8 @@ from lightning_persample.engine.observed import (
     without_data,
 )
 from lightning_persample.engine.planned import note_as_planned
-from lightning_persample.engine.reporting import on_gradient
 from lightning_persample.engine.rows import LINEAR, note_rows, rows_of_linear
-from lightning_persample.engine.use import Use, attach, note_term, refuse_where_used
-from lightning_persample.engine.watched_nodes import WatchedNodes
+from lightning_persample.engine.use import Use
 from lightning_persample.engine.weight import Derivation, Weight, in_one_row, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
 
@@ -74,7 +73,6 @@ class Dispatcher(Collector):
         of_no_sample: the present backward starts from numbers made of weights alone: a penalty.
         differentiated: where in the user's code a gradient was computed with ``create_graph=True``; "" where none was.
         part: which samples the loss of the present backward is made of; None where it is all of them, or unknown.
-        notes: what there is to say.
     """
 
     def __init__(
@@ -85,24 +83,11 @@ class Dispatcher(Collector):
         buffers: Iterable[Tensor] = (),
         fuse: bool = False,
     ) -> None:
-        super().__init__(keep_structures)
-        self.batch_size = batch_size
-        self.marks = Marks(batch_size)
-        self.weights: list[Weight] = []
-        self.nodes = WatchedNodes(self.marks)
-        self.notes = Notes(self)
+        super().__init__(weights, batch_size, keep_structures, buffers, fuse)
         self.part: Part | None = None
         self.of_no_sample = False
         self.differentiated = ""
-        self.fuse = fuse
         self._inner: tuple[Plan, int] | None = None  # the last call of which all was decided before, and its result
-        self.keep: Callable[[Tensor], Tensor] = Tensor.detach  # what weights are computed from, until the backward
-        for name, parameter in weights.items():
-            weight = Weight(frozenset({name}), parameter)
-            self.weights.append(weight)
-            self.marks[parameter] = weight
-        for buffer in buffers:
-            self.marks[buffer] = KNOWN
 
     def mark_batch(self, tensor: Tensor, mark: BatchAxis | Lost) -> None:
         """Declare where the batch lies in a tensor of the batch."""

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_persample.engine.attach import refuse_where_used
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
 from lightning_persample.engine.batch_statistics import batch_statistics_explained
 from lightning_persample.engine.delivery import DeliveringDispatcher, stand_in
@@ -20,7 +21,6 @@ from lightning_persample.engine.expanded_weight import check_batch_size, check_l
 from lightning_persample.engine.graph import REENTRANT, node_below
 from lightning_persample.engine.inputs import call_inputs, layers_with_a_layout, mark_inputs, shared_batch_size
 from lightning_persample.engine.members import unwrapped
-from lightning_persample.engine.use import refuse_where_used
 from lightning_persample.engine.weight import Weight
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 from lightning_persample.options import check_option, is_none_or_int

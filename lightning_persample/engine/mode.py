@@ -24,6 +24,7 @@ from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.own_scale import OwnScale
 from lightning_persample.engine.parameters import WatchedParameters
+from lightning_persample.engine.pull_back import settle
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.sharded import ShardedParameters
 from lightning_persample.engine.values import (
@@ -33,7 +34,6 @@ from lightning_persample.engine.values import (
     samples_with_values,
     why_no_factor,
 )
-from lightning_persample.engine.weight import settle
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import KernelOptions, kernel_options
 from lightning_persample.options import check_option, check_options

@@ -5,18 +5,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from lightning_persample.engine.reporting import on_gradient
+from lightning_persample.engine.hooks import on_gradient
 
-if TYPE_CHECKING:
-    from lightning_persample.engine.collector import Collector
-
-__all__ = ["Kind", "Notes"]
+__all__ = ["Kind", "Notes", "Observes"]
 
 Kind: TypeAlias = Literal["mixing", "weighting", "not_additive"]
+
+
+class Observes(Protocol):
+    """Tells whether the present backward counts, and takes note of a fault of this package."""
+
+    accepting: bool
+
+    def fail(self, error: Exception) -> None:
+        """Take note of it."""
 
 
 class Notes:
@@ -29,7 +35,7 @@ class Notes:
         axis_lost: texts after which it is not known whose the values are, and no more.
     """
 
-    def __init__(self, collector: Collector) -> None:
+    def __init__(self, collector: Observes) -> None:
         self._collector = weakref.ref(collector)
         self._texts: dict[Kind, dict[str, None]] = {"mixing": {}, "weighting": {}, "not_additive": {}}
         self._always: set[tuple[Kind, str]] = set()

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from lightning_persample.engine.attach import wait
 from lightning_persample.engine.by_rule import ByRule, not_tensors
+from lightning_persample.engine.collector import Collector
 from lightning_persample.engine.fused import FusedCall
+from lightning_persample.engine.hooks import hooked_tensor
 from lightning_persample.engine.layout import Plan, Slots
 from lightning_persample.engine.marks import Mark
 from lightning_persample.engine.observed import Description, tensors_in, user_place
-from lightning_persample.engine.reporting import Report, hooked_tensor
-from lightning_persample.engine.use import wait
+from lightning_persample.engine.reporting import Report
 from lightning_persample.engine.weight import Weight
 from lightning_persample.rules import op_name
-
-if TYPE_CHECKING:
-    from lightning_persample.engine.dispatch import Dispatcher
 
 __all__ = ["note_as_planned"]
 
 
 def note_as_planned(
-    dispatcher: Dispatcher,
+    collector: Collector,
     plan: Plan,
     result: Any,
     tensors: Sequence[Tensor],
@@ -33,17 +32,17 @@ def note_as_planned(
 ) -> None:
     """Mark the outputs, and let the backward report what the weights among the arguments get."""
     if type(result) is Tensor:
-        dispatcher.marks[result] = plan.outputs[0]
+        collector.marks[result] = plan.outputs[0]
     else:
         for output, axis in zip(tensors_in(result), plan.outputs, strict=True):
-            dispatcher.marks[output] = axis
+            collector.marks[output] = axis
     if plan.slots is not None:
         (output,) = tensors_in(result)  # a call with weights has one
-        _wait_for_gradient(dispatcher, plan.slots, output, tensors, marks, fused)
+        _wait_for_gradient(collector, plan.slots, output, tensors, marks, fused)
 
 
 def _wait_for_gradient(
-    dispatcher: Dispatcher,
+    collector: Collector,
     slots: Slots,
     output: Tensor,
     tensors: Sequence[Tensor],
@@ -55,11 +54,11 @@ def _wait_for_gradient(
     weights = list(owners.values())
     names = tuple([name for weight in weights for name in weight.names])
     text = Description(op_name(rule.op), slots.sizes, user_place(), names)
-    dispatcher.nodes.watch_call(output, hooked_tensor(output).grad_fn, tensors)
+    collector.nodes.watch_call(output, hooked_tensor(output).grad_fn, tensors)
     for weight in weights:
         weight.uses += 1
     values = {name: tensors[place] for name, place in slots.values}
     compute = ByRule(slots.placement, values, not_tensors(slots.others), owners, text, output)
     once = weights if len(weights) == 1 else list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
-    report = Report(dispatcher, (output,), once, compute, text, bool(rule.reads))
+    report = Report(collector, (output,), once, compute, text, bool(rule.reads))
     wait(report, (output,), {} if fused is None else {weight: name for name, weight in owners.items()}, fused)

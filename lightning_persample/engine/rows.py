@@ -9,7 +9,7 @@ sample, weight and bias get ``g_b (x) x_b`` and ``g_b``, with the norms ``|g_b| 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,16 @@ from torch.linalg import vector_norm
 
 from lightning_persample.engine.batch_axis import BatchAxis
 from lightning_persample.engine.by_rule import check_unchanged
+from lightning_persample.engine.collector import Collector
 from lightning_persample.engine.failure import guard
 from lightning_persample.engine.following import is_plain
+from lightning_persample.engine.hooks import detached, gradient_reader, hooked_tensor
 from lightning_persample.engine.observed import Description, user_place
-from lightning_persample.engine.reporting import Report, detached, gradient_reader, hooked_tensor
+from lightning_persample.engine.reporting import Report
 from lightning_persample.engine.weight import Weight
 from lightning_persample.gradients import Dense, Outer, SampleGradient, kernel_options
 from lightning_persample.gradients.norms import LONGEST_ROW, dense_sq_norm
 from lightning_persample.rules import rule_of
-
-if TYPE_CHECKING:
-    from lightning_persample.engine.dispatch import Dispatcher
 
 __all__ = ["LINEAR", "RowsOfLinear", "note_rows", "rows_of_linear"]
 
@@ -48,7 +47,7 @@ class RowsOfLinear(NamedTuple):
     is_single: bool
 
 
-def rows_of_linear(dispatcher: Dispatcher, args: tuple[Any, ...]) -> RowsOfLinear | None:
+def rows_of_linear(collector: Collector, args: tuple[Any, ...]) -> RowsOfLinear | None:
     """What is known of a call of ``F.linear`` with these arguments; None where it is no ordinary one."""
     if not 2 <= len(args) <= 3 or not torch.is_grad_enabled() or rule_of("linear") is not _RULE:
         return None
@@ -58,12 +57,12 @@ def rows_of_linear(dispatcher: Dispatcher, args: tuple[Any, ...]) -> RowsOfLinea
     x = tensors[0]
     if type(x) not in _CLASSES or x.dtype not in _DTYPES or not is_plain(x):
         return None
-    marks, shape, dtype = dispatcher.marks, x.shape, x.dtype
+    marks, shape, dtype = collector.marks, x.shape, x.dtype
     axis = marks.get(x)
     if type(axis) is not BatchAxis or axis.dim or axis.outer != 1 or axis.owner is not None or axis.mixing is not None:
         return None
     is_single = len(shape) == 2 and axis.inner == 1
-    if not is_single and (dispatcher.fuse or len(shape) < 2 or not x.numel()):
+    if not is_single and (collector.fuse or len(shape) < 2 or not x.numel()):
         return None
     weights, sizes = [], []
     for parameter in tensors[1:]:
@@ -86,24 +85,24 @@ def rows_of_linear(dispatcher: Dispatcher, args: tuple[Any, ...]) -> RowsOfLinea
     return RowsOfLinear(tensors, axis, x.detach(), weights, is_single)
 
 
-def note_rows(dispatcher: Dispatcher, output: Tensor, call: RowsOfLinear) -> None:
+def note_rows(collector: Collector, output: Tensor, call: RowsOfLinear) -> None:
     """Let the backward report what a call of ``F.linear`` contributes, which has given this output."""
     tensors, axis, rows, weights, is_single = call
-    dispatcher.marks[output] = axis
+    collector.marks[output] = axis
     if is_single:
-        dispatcher.nodes.watch_linear(output, tensors, weights)
+        collector.nodes.watch_linear(output, tensors, weights)
     else:
-        dispatcher.nodes.watch_call(output, hooked_tensor(output).grad_fn, tensors)
+        collector.nodes.watch_call(output, hooked_tensor(output).grad_fn, tensors)
     for weight in weights:
         weight.uses += 1
     names = tuple([name for weight in weights for name in weight.names])
     text = Description("linear", tuple([tensor.shape for tensor in tensors]), user_place(), names)
     if is_single:
-        report = _RowsReport(dispatcher, weights, _OfRows(weights, rows, text))
+        report = _RowsReport(collector, weights, _OfRows(weights, rows, text))
         output.grad_fn.register_prehook(guard(report.hook, report.failed))  # type: ignore[union-attr]
     else:
-        compute = _OfSeveralRows(weights, rows, text, dispatcher.batch_size)
-        _SeveralRowsReport(dispatcher, weights, compute, output).attach((output,))
+        compute = _OfSeveralRows(weights, rows, text, collector.batch_size)
+        _SeveralRowsReport(collector, weights, compute, output).attach((output,))
 
 
 class _OfRows:
@@ -148,17 +147,17 @@ class _RowsReport(Report):
 
     __slots__ = ()
 
-    def __init__(self, dispatcher: Dispatcher, weights: list[Weight], compute: _OfRows) -> None:
-        self._dispatcher, self._weights, self._text = dispatcher, weights, compute.text
+    def __init__(self, collector: Collector, weights: list[Weight], compute: _OfRows) -> None:
+        self._collector, self._weights, self._text = collector, weights, compute.text
         self._compute, self._kind = compute, compute.x.device.type
         self._readers, self._keeps_values = _READERS, True
 
     def hook(self, grads: Sequence[Tensor | None]) -> None:
         """Note the norms; where more is asked for, or anything is unusual, go the general way."""
-        grad, dispatcher, weights, rows = grads[0], self._dispatcher, self._weights, self._compute
-        if grad is None or not dispatcher.accepting:
+        grad, collector, weights, rows = grads[0], self._collector, self._weights, self._compute
+        if grad is None or not collector.accepting:
             return
-        if dispatcher.wants_no_more(weights) and type(grad) is Tensor and isinstance(rows, _OfRows):
+        if collector.wants_no_more(weights) and type(grad) is Tensor and isinstance(rows, _OfRows):
             with torch._C.DisableTorchFunction():  # (the mode would be offered every attribute, too)
                 done = self._note_norms(grad, rows)
             if done:
@@ -175,7 +174,7 @@ class _RowsReport(Report):
         except Exception:  # for want of memory perhaps: the general way tries it, and says what is wrong
             return False
         self.tell()
-        if self._dispatcher.frees:
+        if self._collector.frees:
             self._compute = None
         return True
 
@@ -195,15 +194,15 @@ class _SeveralRowsReport(_RowsReport):
 
     __slots__ = ()
 
-    def __init__(self, dispatcher: Dispatcher, weights: list[Weight], compute: _OfRows, output: Tensor) -> None:
-        super().__init__(dispatcher, weights, compute)
+    def __init__(self, collector: Collector, weights: list[Weight], compute: _OfRows, output: Tensor) -> None:
+        super().__init__(collector, weights, compute)
         self._readers = [gradient_reader(output)]
 
     def take_norms(self, grad: Tensor, rows: _OfSeveralRows) -> bool:  # type: ignore[override]
         """Note the norms of weight and bias."""
         (reader,) = self._readers
         outer = rows.outer(reader(grad))
-        with kernel_options(self._dispatcher.kernel_options):
+        with kernel_options(self._collector.kernel_options):
             norm = outer.sq_norm().sqrt_()
         weight, *biases = self._weights
         for bias in biases:

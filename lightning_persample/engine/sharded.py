@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_persample.engine.collector import Collector
 from lightning_persample.engine.failure import guard
 from lightning_persample.engine.kinds import kind_of
 from lightning_persample.engine.observed import operands_of
 from lightning_persample.engine.weight import Weight
-
-if TYPE_CHECKING:
-    from lightning_persample.engine.dispatch import Dispatcher
 
 __all__ = ["ShardedParameters", "is_sharded", "sharded_elsewhere"]
 
@@ -57,16 +55,16 @@ class ShardedParameters:
 
     Args:
         module: the module whose parameters are followed.
-        dispatcher: knows the marks of tensors.
+        collector: knows the marks of tensors.
         adopt: is told the name and the tensor of each parameter found.
 
     Attributes:
         hooks: on the modules that gather parameters; none where there is nothing to find.
     """
 
-    def __init__(self, module: nn.Module, dispatcher: Dispatcher, adopt: Callable[[str, Tensor], Weight]) -> None:
+    def __init__(self, module: nn.Module, collector: Collector, adopt: Callable[[str, Tensor], Weight]) -> None:
         self._module = module
-        self._dispatcher = dispatcher
+        self._collector = collector
         self._adopt = adopt
         self._foreign: WeakTensorKeyDictionary | None = None
         self.hooks: list[RemovableHandle] = []
@@ -76,12 +74,12 @@ class ShardedParameters:
             return
         parts = _sharded_modules(module).values()
         if parts:  # what is computed from weights is needed after their memory was freed
-            dispatcher.keep = _copied
-        unsharded = guard(self._unsharded, dispatcher.fail)
+            collector.keep = _copied
+        unsharded = guard(self._unsharded, collector.fail)
         self.hooks = [part.register_forward_pre_hook(unsharded) for part in parts]  # behind fully_shard's own
         self._shards = {name: p for name, p in module.named_parameters() if p.requires_grad} if parts else {}
         for name in sharded_elsewhere(module):
-            dispatcher.refused.setdefault(name, _DISTRIBUTED)
+            collector.refused.setdefault(name, _DISTRIBUTED)
 
     def find(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Adopt the parameters among the arguments of a call, and all that the module holds beside them."""
@@ -104,7 +102,7 @@ class ShardedParameters:
         """After the backward, refuse the parameters whose gradient came from a forward that was not seen."""
         for name, shard in self._shards.items():
             if name not in got_gradient and _state(shard.grad) != self._before_backward[name]:
-                self._dispatcher.refused.setdefault(name, _UNSEEN)
+                self._collector.refused.setdefault(name, _UNSEEN)
 
     def close(self) -> None:
         """Remove every hook."""
@@ -119,10 +117,10 @@ class ShardedParameters:
             if parameter.requires_grad and not self._is_weight(parameter):
                 weight = self._adopt(name, parameter)
                 if isinstance(parameter, DTensor):
-                    self._dispatcher.refuse([weight], _DISTRIBUTED)
+                    self._collector.refuse([weight], _DISTRIBUTED)
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        return isinstance(self._dispatcher.marks.get(tensor), Weight)
+        return isinstance(self._collector.marks.get(tensor), Weight)
 
     def _unsharded(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._adopt_all()

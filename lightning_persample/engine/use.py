@@ -1,26 +1,19 @@
-"""One use of weights together with the batch, and who reports what it contributes."""
+"""One use of weights together with the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
-from lightning_persample.engine.computation import computation
-from lightning_persample.engine.failure import guard
 from lightning_persample.engine.following import Followed
-from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.observed import Description, ObservedCall
-from lightning_persample.engine.reporting import Report, on_gradient
+from lightning_persample.engine.weight import Weight
 from lightning_persample.rules import Rule
 
-if TYPE_CHECKING:
-    from lightning_persample.engine.dispatch import Dispatcher
-    from lightning_persample.engine.weight import Weight
-
-__all__ = ["Use", "attach", "note_term", "refuse_where_used", "wait"]
+__all__ = ["Use"]
 
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
 
@@ -133,57 +126,3 @@ class Use:
             number = len(self.outputs)
             return f"{self.description} has {number} outputs; give it a rule with register_rule, or use its parts"
         return None
-
-
-def attach(use: Use, dispatcher: Dispatcher) -> None:
-    """Hook the gradients of the call's outputs, so that backward reports what each sample contributes."""
-    weights = list(dict.fromkeys(use.weights.values()))
-    reason = use.reason_against()
-    if reason is not None:
-        refuse_where_used(use.call.outputs, weights, reason, dispatcher)
-        return
-    outputs = [output for output, _ in use.outputs]
-    keeps_values = use.rule is None or bool(use.rule.reads)
-    report = Report(dispatcher, outputs, weights, computation(use), use.description, keeps_values)
-    names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
-    wait(report, outputs, names, use.call.fused)
-
-
-def wait(report: Report, outputs: Sequence[Tensor], names: Mapping[Weight, str], fused: FusedCall | None) -> None:
-    """Let the report know of the gradients of a call: by hooks on its outputs, or from its own backward."""
-    if fused is None:
-        report.attach(outputs)
-        return
-
-    def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
-        return {names[weight]: total for weight, total in report.contribute((grad,), wanted and bool(names))}
-
-    def none(error: Exception) -> dict[str, Tensor]:
-        report.failed(error)
-        return {}
-
-    fused.sums = guard(sums_by_name, none)
-
-
-def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, dispatcher: Dispatcher) -> None:
-    """Refuse the weights of a call as soon as a gradient reaches one of its outputs."""
-
-    def hook(grad: Tensor) -> None:
-        if dispatcher.accepting:
-            dispatcher.refuse(weights, reason)
-
-    for output in outputs:
-        if output.requires_grad:
-            on_gradient(output, hook, dispatcher.fail)
-
-
-def note_term(outputs: Iterable[Tensor], names: frozenset[str], dispatcher: Dispatcher) -> None:
-    """Note, once a gradient reaches a call that adds a term of no sample to the loss, whose gradient has it."""
-
-    def hook(grad: Tensor) -> None:
-        if dispatcher.accepting:
-            dispatcher.penalized |= names
-
-    for output in outputs:
-        if output.requires_grad:
-            on_gradient(output, hook, dispatcher.fail)
