@@ -184,7 +184,7 @@ def _state_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], par
         raise UnsupportedError(f"direction='adam': the optimizer of `{name}` maximizes, which has no such direction")
     if state["exp_avg"].shape != parameter.shape:
         raise UnsupportedError(
-            f"direction='adam': the state of `{name}` has sizes {tuple(state['exp_avg'].shape)}, but the parameter has "
+            f"direction='adam': the state of `{name}` has shape {tuple(state['exp_avg'].shape)}, but the parameter has "
             f"{tuple(parameter.shape)}: the optimizers of the module are not in the order of the checkpoint's"
         )
     decay = float(group.get("weight_decay", 0.0))

@@ -164,7 +164,7 @@ class BatchGradients:
                 values: Any = column(outputs, batch)
             if not isinstance(values, Tensor) or tuple(values.shape) != (size,) or values.is_complex():
                 is_tensor = isinstance(values, Tensor)
-                got = f"a tensor of sizes {tuple(values.shape)}" if is_tensor else type(values).__name__
+                got = f"a tensor of shape {tuple(values.shape)}" if is_tensor else type(values).__name__
                 raise OptionError(f"columns[{name!r}] returned {got}; allowed is one real number per sample, ({size},)")
             found[name] = values.detach().to("cpu", torch.float64)[samples]
         return found

@@ -223,7 +223,7 @@ def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
         found = (given[name].batch_size, *given[name].shape)
         if found != sizes:
             remedy = ": sum over the rows and positions of each sample" if len(found) > len(sizes) else ""
-            return f"gave sizes {found} for {name}, but (samples, *shape of the weight) is {sizes}{remedy}"
+            return f"gave shape {found} for {name}, but (samples, *shape of the weight) is {sizes}{remedy}"
     return ""
 
 

@@ -344,6 +344,6 @@ def _check_sizes(example: ExampleCall, batch_dim: int) -> None:
     sizes = {shape[batch_dim] if len(shape) > batch_dim else 0 for shape in shapes.values()}
     if len(sizes) != 1 or min(sizes) < _FEWEST:
         raise OptionError(
-            f"the batched arguments have sizes {shapes}; allowed is one number of samples along axis {batch_dim} "
+            f"the batched arguments have shapes {shapes}; allowed is one number of samples along axis {batch_dim} "
             f"(batch_dim), at least {_FEWEST}"
         )

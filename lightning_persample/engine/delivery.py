@@ -60,7 +60,7 @@ class Target:
         present = getattr(self.original, "grad_sample", None)
         if present is not None and present.shape != grad_sample.shape:
             raise BatchSizeError(
-                f"`{self.name}` has a grad_sample of sizes {tuple(present.shape)} from a batch of another size than "
+                f"`{self.name}` has a grad_sample of shape {tuple(present.shape)} from a batch of another size than "
                 f"{grad_sample.shape[0]}; delete it with `del parameter.grad_sample` before the next backward"
             )
         self.original.grad_sample = grad_sample if present is None else present + grad_sample  # type: ignore[attr-defined]

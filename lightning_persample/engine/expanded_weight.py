@@ -78,12 +78,12 @@ class ExpandedWeight(Tensor):
             raise PerSampleError("the weight is an ExpandedWeight already; give its orig_weight")
         if not orig_weight.requires_grad:
             raise PerSampleError(
-                f"the weight of sizes {tuple(orig_weight.shape)} requires no gradient, so it can have no grad_sample; "
+                f"the weight of shape {tuple(orig_weight.shape)} requires no gradient, so it can have no grad_sample; "
                 "use it as it is, or call requires_grad_() on it"
             )
         check_batch_size(batch_size)
         check_loss_reduction(loss_reduction)
-        name = f"ExpandedWeight {next(_number)} of sizes {tuple(orig_weight.shape)}"
+        name = f"ExpandedWeight {next(_number)} of shape {tuple(orig_weight.shape)}"
         leaf = stand_in(orig_weight)
         dispatcher = DeliveringDispatcher({name: leaf}, batch_size)
         dispatcher.add_targets({name: orig_weight}, {name: leaf}, batch_size if loss_reduction == "mean" else 1)
@@ -249,13 +249,13 @@ def _check_input(function: _Function, value: Any, batch_size: int, axis: int) ->
     shape = tuple(value.shape)
     if value.dim() <= axis:
         raise BatchSizeError(
-            f"{name}: its input of sizes {shape} has no batch dimension; the samples must lie along axis {axis}"
+            f"{name}: its input of shape {shape} has no batch dimension; the samples must lie along axis {axis}"
         )
     if value.size(axis) == 0:
-        raise BatchSizeError(f"{name}: its input of sizes {shape} is empty: 0 is not a batch size")
+        raise BatchSizeError(f"{name}: its input of shape {shape} is empty: 0 is not a batch size")
     if value.size(axis) != batch_size:
         raise BatchSizeError(
-            f"{name}: its input of sizes {shape} holds {value.size(axis)} samples along axis {axis}, but the expanded "
+            f"{name}: its input of shape {shape} holds {value.size(axis)} samples along axis {axis}, but the expanded "
             f"weight was made for a batch size of {batch_size}"
         )
 

@@ -222,7 +222,7 @@ def _check_module(module: object) -> None:
 
 def _check_loss(loss: object) -> None:
     if not isinstance(loss, Tensor) or loss.dim() > 0:
-        found = f"a tensor of sizes {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise PerSampleError(
             f"loss_fn must give a scalar, a tensor without axes, but gave {found}; reduce it, for example with .sum()"
         )

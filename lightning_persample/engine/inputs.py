@@ -53,7 +53,7 @@ class Input:
     packed: PackedSequence | None = None
 
     def __str__(self) -> str:
-        kind = "packed sequence of" if self.packed is not None else "sizes"
+        kind = "packed sequence of" if self.packed is not None else "shape"
         return f"{self.path}: {kind} {self.size if self.packed is not None else tuple(self.tensor.shape)}"
 
 

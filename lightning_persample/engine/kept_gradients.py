@@ -63,7 +63,7 @@ class KeptGradients:
                 raise OptionError(f"dot: `{name}` has no per-sample gradient in this record; it holds {known}")
             if vector.shape != structure.shape:
                 raise OptionError(
-                    f"dot: the vector of `{name}` has sizes {tuple(vector.shape)}; the parameter's are "
+                    f"dot: the vector of `{name}` has shape {tuple(vector.shape)}; the parameter's is "
                     f"{tuple(structure.shape)}"
                 )
             self._refuse_changed(name, "dot")

@@ -346,7 +346,7 @@ class Capture:
     def _check_weighting(self, weighting: str | Tensor) -> None:
         if isinstance(weighting, Tensor) and tuple(weighting.shape) != (self.batch_size,) and not self._fault:
             raise OptionError(
-                f"the weights of the samples in the loss have sizes {tuple(weighting.shape)}; allowed is one weight "
+                f"the weights of the samples in the loss have shape {tuple(weighting.shape)}; allowed is one weight "
                 f"per sample, ({self.batch_size},)"
             )
 

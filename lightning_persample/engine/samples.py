@@ -90,14 +90,14 @@ def own_loss(outputs: Any, batch: Any, weighting: Weighting) -> Tensor:
     """A sample's own loss l from the loss w l of a batch that holds this sample alone."""
     loss = loss_of(outputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of sizes {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise PerSampleError(
             f"the loss of a batch is {found}, but must be a tensor with one entry, or the entry 'loss' of a mapping"
         )
     if callable(weighting):
         weight: Any = weighting(outputs, batch)
         if not isinstance(weight, Tensor) or weight.shape != (1,):
-            found = f"a tensor of sizes {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+            found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
             raise OptionError(f"loss_reduction returned {found} for a batch of one sample; allowed is a tensor (1,)")
         loss = loss / weight.detach()
     return loss.reshape(())

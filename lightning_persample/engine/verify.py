@@ -253,7 +253,7 @@ def _checked_loss(outputs: Any) -> Tensor:
         return loss
     found = type(loss).__name__
     if isinstance(loss, Tensor):
-        found = f"a tensor of sizes {tuple(loss.shape)}" if loss.numel() != 1 else "a tensor that needs no gradient"
+        found = f"a tensor of shape {tuple(loss.shape)}" if loss.numel() != 1 else "a tensor that needs no gradient"
     raise PerSampleError(
         f"loss_fn returned {found}, but it must return the loss of the batch: a tensor with one entry that needs "
         "gradient, or a mapping that holds it as 'loss'"

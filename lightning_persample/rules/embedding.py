@@ -56,7 +56,7 @@ def embedding_bag(call: Call, grad_output: Tensor) -> dict[str, Indexed]:
     # a_t is the position's weight for a sum, one over the number of positions that count for a mean; for a maximum,
     # entry j of g goes to the position whose row is largest there. Rows `padding_idx` do not count.
     table = call.arguments["weight"]
-    sizes = f" on a table of sizes {tuple(table.shape)}, {call.batch_size} samples"
+    sizes = f" on a table of shape {tuple(table.shape)}, {call.batch_size} samples"
     if call.get("scale_grad_by_freq", False):
         raise UnsupportedError(
             f"`embedding_bag` with scale_grad_by_freq{sizes}: torch divides its gradient by the counts of other "

@@ -196,7 +196,7 @@ def test_states_that_are_of_other_parameters_are_refused(tmp_path):
 
     checkpoint = trained(MAKES["one group"], tmp_path / "saved.ckpt")
     with pytest.raises(
-        UnsupportedError, match=r"the state of `last.bias` has sizes \(7, 5\), but the parameter has \(3,\)"
+        UnsupportedError, match=r"the state of `last.bias` has shape \(7, 5\), but the parameter has \(3,\)"
     ):
         collect_gradients(Trained(reordered), loader(), tmp_path / "store", checkpoints=[checkpoint], **OPTIONS)
 

@@ -262,7 +262,7 @@ def test_a_backward_that_cannot_be_seen_is_said():
     ("weights", "text"),
     [
         (lambda outputs, batch: [1.0] * 8, r"loss_reduction returned list, but .* shape \(8,\)"),
-        (lambda outputs, batch: torch.ones(3), r"sizes \(3,\)"),
+        (lambda outputs, batch: torch.ones(3), r"shape \(3,\)"),
     ],
     ids=["no tensor", "another shape"],
 )

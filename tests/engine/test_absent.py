@@ -324,10 +324,10 @@ def test_a_fault_in_following_leaves_no_values_as_nothing_can_be_said_of_the_sam
 def test_bags_scaled_by_frequency_and_several_bags_to_a_sample() -> None:
     tokens = torch.randint(0, 9, (B, 4))
     scaled = Model(lambda m, x: m.e(x), e=nn.EmbeddingBag(9, 3, scale_grad_by_freq=True))
-    text = r"`embedding_bag` with scale_grad_by_freq on a table of sizes \(9, 3\), 5 samples: torch divides"
+    text = r"`embedding_bag` with scale_grad_by_freq on a table of shape \(9, 3\), 5 samples: torch divides"
     assert_missing(record_of(scaled, mean_of_squares, tokens), scaled, {"e.weight": text})
     several = Model(lambda m, x: m.e(x.view(-1, 2)).view(len(x), -1), e=nn.EmbeddingBag(9, 3))
-    text = r"`embedding_bag` has 2 bags to a sample on a table of sizes \(9, 3\), 5 samples; give it"
+    text = r"`embedding_bag` has 2 bags to a sample on a table of shape \(9, 3\), 5 samples; give it"
     assert_missing(record_of(several, mean_of_squares, tokens), several, {"e.weight": text})
 
 

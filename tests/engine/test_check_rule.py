@@ -174,7 +174,7 @@ def test_wrong_rules_are_caught(rule, where: str, status: str, reason: str):
     ("rule", "reason"),
     [
         (not_a_structure, f"the rule gave a Tensor for %s; {RETURNS}: {REMEDY}"),
-        (wrong_shape, "the rule gave sizes (6, 1) for %s, but (samples, *shape of the weight) is (6, 3)"),
+        (wrong_shape, "the rule gave shape (6, 1) for %s, but (samples, *shape of the weight) is (6, 3)"),
     ],
 )
 def test_answers_of_another_form_are_caught_for_each_weight(rule, reason: str):
@@ -360,5 +360,5 @@ def test_a_structure_with_its_sides_exchanged():
     register(exchanged, F.linear, arguments=("input", "weight"), batched=("input",), weights=("weight",))
     report = check_rule(F.linear, (torch.randn(B, 3), torch.randn(2, 3)))
     assert found(report, status="differs")[ALL] == {
-        "the rule gave sizes (6, 3, 2) for weight, but (samples, *shape of the weight) is (6, 2, 3)"
+        "the rule gave shape (6, 3, 2) for weight, but (samples, *shape of the weight) is (6, 2, 3)"
     }

@@ -42,7 +42,7 @@ def test_arguments_that_do_not_fit():
     text = "weights names ['weight'], which are batched or of an integer dtype; allowed are other tensors"
     refused(OptionError, text, affine, (x, weight.long(), bias))
     text = (
-        "the batched arguments have sizes {'x': (3, 3)}; allowed is one number of samples along axis 0 (batch_dim), "
+        "the batched arguments have shapes {'x': (3, 3)}; allowed is one number of samples along axis 0 (batch_dim), "
         "at least 4"
     )
     refused(OptionError, text, affine, arguments(3))

@@ -190,7 +190,7 @@ BAD_WEIGHTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         PerSampleError,
         "only a tensor can be an expanded weight; got list",
     ),
-    "frozen": (lambda: ExpandedWeight(rand(3), B, "sum"), PerSampleError, "sizes (3,) requires no gradient"),
+    "frozen": (lambda: ExpandedWeight(rand(3), B, "sum"), PerSampleError, "shape (3,) requires no gradient"),
     "nested": (lambda: ExpandedWeight(expanded(3), B, "sum"), PerSampleError, "is an ExpandedWeight already"),
     "float": (
         lambda: ExpandedWeight(parameter(3), 4.0, "sum"),  # type: ignore[arg-type]
@@ -219,17 +219,17 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no-batch-dimension": (
         lambda: F.linear(torch.tensor(1.0), expanded(3, 1)),
         BatchSizeError,
-        "`linear`: its input of sizes () has no batch dimension; the samples must lie along axis 0",
+        "`linear`: its input of shape () has no batch dimension; the samples must lie along axis 0",
     ),
     "empty": (
         lambda: F.linear(rand(0, 6), expanded(3, 6)),
         BatchSizeError,
-        "`linear`: its input of sizes (0, 6) is empty: 0 is not a batch size",
+        "`linear`: its input of shape (0, 6) is empty: 0 is not a batch size",
     ),
     "another-size": (
         lambda: F.embedding(torch.zeros(5, 3, dtype=torch.long), expanded(3, 6)),
         BatchSizeError,
-        "`embedding`: its input of sizes (5, 3) holds 5 samples along axis 0, but the expanded weight was made for a "
+        "`embedding`: its input of shape (5, 3) holds 5 samples along axis 0, but the expanded weight was made for a "
         "batch size of 4",
     ),
     "reductions-meet": (
@@ -262,7 +262,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no-batch": (
         lambda: torch.add(rand(3, 6), expanded(6)).sum().backward(),
         UnsupportedError,
-        "of sizes (6,)`: its gradient comes from calls without a tensor of the batch",
+        "of shape (6,)`: its gradient comes from calls without a tensor of the batch",
     ),
 }
 
@@ -278,6 +278,6 @@ def test_refusals(name: str) -> None:
 def test_sizes_that_differ_between_backwards() -> None:
     weight = parameter(3, 6)
     F.linear(rand(B, 6), ExpandedWeight(weight, B, "sum")).sum().backward()
-    text = "has a grad_sample of sizes (4, 3, 6) from a batch of another size than 2; delete it with `del"
+    text = "has a grad_sample of shape (4, 3, 6) from a batch of another size than 2; delete it with `del"
     with pytest.raises(BatchSizeError, match=re.escape(text)):
         F.linear(rand(2, 6), ExpandedWeight(weight, 2, "sum")).sum().backward()

@@ -176,7 +176,7 @@ VMAP_REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "vmap-loss-with-axes": (
         lambda: vmapped(torch.zeros(B, 6), loss=lambda m, x: m(x).sum(1)),
         PerSampleError,
-        "loss_fn must give a scalar, a tensor without axes, but gave a tensor of sizes (1,); reduce it",
+        "loss_fn must give a scalar, a tensor without axes, but gave a tensor of shape (1,); reduce it",
     ),
     "vmap-loss-no-tensor": (
         lambda: vmapped(torch.zeros(B, 6), loss=lambda m, x: 3.0),
@@ -237,33 +237,33 @@ CALL_REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no-batch-dimension": (
         lambda: call(torch.tensor(1.0)),
         BatchSizeError,
-        "no input has a batch dimension, which must be axis 0: args[0]: sizes ()",
+        "no input has a batch dimension, which must be axis 0: args[0]: shape ()",
     ),
     "no-second-axis": (
         lambda: call(torch.zeros(6), batch_first=False),
         BatchSizeError,
-        "no input has a batch dimension, which must be axis 1: args[0]: sizes (6,)",
+        "no input has a batch dimension, which must be axis 1: args[0]: shape (6,)",
     ),
     "empty": (
         lambda: call(torch.zeros(0, 6)),
         BatchSizeError,
-        "the batch is empty, and 0 is not a batch size: args[0]: sizes (0, 6)",
+        "the batch is empty, and 0 is not a batch size: args[0]: shape (0, 6)",
     ),
     "sizes-differ": (
         lambda: call(torch.zeros(4, 6), {"y": torch.zeros(5, 6)}, module=Taking()),
         BatchSizeError,
-        "the inputs do not agree on a batch size along axis 0: args[0]: sizes (4, 6); args[1]['y']: sizes (5, 6); pass "
+        "the inputs do not agree on a batch size along axis 0: args[0]: shape (4, 6); args[1]['y']: shape (5, 6); pass "
         "batch_size",
     ),
     "another-size": (
         lambda: call(torch.zeros(5, 6), batch_size=B),
         BatchSizeError,
-        "no input holds batch_size=4 samples along axis 0: args[0]: sizes (5, 6)",
+        "no input holds batch_size=4 samples along axis 0: args[0]: shape (5, 6)",
     ),
     "packed-size-differs": (
         lambda: call(pack_sequence([torch.zeros(2, 6)]), torch.zeros(4, 6), module=Taking()),
         BatchSizeError,
-        "args[0]: packed sequence of 1; args[1]: sizes (4, 6)",
+        "args[0]: packed sequence of 1; args[1]: shape (4, 6)",
     ),
     "expanded-input": (
         lambda: call(ExpandedWeight(parameter(B, 6), B, "sum")),

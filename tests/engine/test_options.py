@@ -50,7 +50,7 @@ def test_memory_is_a_whole_number_of_bytes(value: object) -> None:
 
 
 def test_weights_of_another_shape() -> None:
-    with pytest.raises(OptionError, match=re.escape("have sizes (3,); allowed is one weight per sample, (5,)")):
+    with pytest.raises(OptionError, match=re.escape("have shape (3,); allowed is one weight per sample, (5,)")):
         expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), loss_reduction=torch.ones(3))
 
 

@@ -177,7 +177,7 @@ def test_vectors_that_do_not_fit() -> None:
     ):
         dot({"scale": module.weight})
     with pytest.raises(
-        OptionError, match=re.escape("dot: the vector of `weight` has sizes (3, 2); the parameter's are (2, 3)")
+        OptionError, match=re.escape("dot: the vector of `weight` has shape (3, 2); the parameter's is (2, 3)")
     ):
         dot({"weight": module.weight.T})
     with pytest.raises(OptionError, match="dot: there is no vector; give one for at least one parameter"):

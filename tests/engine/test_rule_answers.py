@@ -62,7 +62,7 @@ RETURNS = "a rule returns a dict with a structure (Dense, Outer, Indexed or Patc
         ),
         (
             lambda call, g: {**both(call, g), "bias": Dense(g)},
-            "gave sizes (6, 1, 4, 3) for bias, but (samples, *shape of the weight) is (6, 3): sum over the rows and "
+            "gave shape (6, 1, 4, 3) for bias, but (samples, *shape of the weight) is (6, 3): sum over the rows and "
             "positions of each sample",
         ),
     ],

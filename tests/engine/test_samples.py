@@ -163,14 +163,14 @@ def test_a_samples_own_loss_is_without_its_weight():
 
 
 @pytest.mark.parametrize(
-    ("outputs", "found"), [(None, "NoneType"), ({"a": 1}, "NoneType"), (torch.zeros(2), r"a tensor of sizes \(2,\)")]
+    ("outputs", "found"), [(None, "NoneType"), ({"a": 1}, "NoneType"), (torch.zeros(2), r"a tensor of shape \(2,\)")]
 )
 def test_a_loss_that_is_not_one_number_is_said(outputs, found):
     with pytest.raises(PerSampleError, match=f"^the loss of a batch is {found}, but must be a tensor with one entry"):
         own_loss(outputs, None, "sum")
 
 
-@pytest.mark.parametrize(("weight", "found"), [(1.0, "float"), (torch.ones(2), r"a tensor of sizes \(2,\)")])
+@pytest.mark.parametrize(("weight", "found"), [(1.0, "float"), (torch.ones(2), r"a tensor of shape \(2,\)")])
 def test_a_weight_of_the_wrong_kind_is_said(weight, found):
     with pytest.raises(OptionError, match=f"^loss_reduction returned {found} for a batch of one sample; allowed is a"):
         own_loss(torch.ones(()), None, lambda outputs, batch: weight)

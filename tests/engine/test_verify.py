@@ -360,7 +360,7 @@ def test_autocast_counts_as_low_precision():
     ("outputs", "found"),
     [
         (None, "NoneType"),
-        (torch.ones(3), "a tensor of sizes (3,)"),
+        (torch.ones(3), "a tensor of shape (3,)"),
         (torch.ones(()), "a tensor that needs no gradient"),
         ({"other": 1}, "NoneType"),
     ],

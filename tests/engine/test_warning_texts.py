@@ -73,7 +73,7 @@ def test_a_contrastive_loss_gets_no_advice_on_batch_normalization() -> None:
     assert texts(nn.Linear(5, 3), lambda z: F.cross_entropy(z @ z.T, torch.arange(6))) == [
         "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each sample's "
         "contribution to the batch gradient. For more, use layers and losses that keep samples apart.\n"
-        "- `matmul` meets two tensors of the batch with their batch axes at different places (sizes [(6, 3), (3, 6)]"
+        "- `matmul` meets two tensors of the batch with their batch axes at different places (shapes [(6, 3), (3, 6)]"
     ]
 
 
@@ -84,15 +84,15 @@ AXIS_LOST = (
     "of your own."
 )
 LOSES_THE_AXIS: dict[str, tuple[Any, str]] = {
-    "roll": (lambda z: z.roll(1).square().mean(), "`roll` moves entries from sample to sample (sizes [(6, 3)]"),
-    "cut-apart": (lambda z: z.view(3, 6).softmax(1).mean(), "`view` cuts the batch axis apart (sizes [(6, 3)]"),
+    "roll": (lambda z: z.roll(1).square().mean(), "`roll` moves entries from sample to sample (shapes [(6, 3)]"),
+    "cut-apart": (lambda z: z.view(3, 6).softmax(1).mean(), "`view` cuts the batch axis apart (shapes [(6, 3)]"),
     "cut-apart-beside-the-batch": (
         lambda z: (z + z.view(9, 2).repeat(1, 9).view(54, 3)[:6]).square().mean(),
-        "`view` cuts the batch axis apart (sizes [(6, 3)]",
+        "`view` cuts the batch axis apart (shapes [(6, 3)]",
     ),
     "written-across": (
         lambda z: z.index_put((torch.tensor([0, 1]),), z[:2].flip(0)).square().mean(),
-        "`index_put` writes samples into places of other samples (sizes [(6, 3), (2,), (2, 3)]",
+        "`index_put` writes samples into places of other samples (shapes [(6, 3), (2,), (2, 3)]",
     ),
 }
 
@@ -159,8 +159,8 @@ def test_what_many_layers_have_in_common_is_said_once_and_the_loss_first() -> No
     )
     _, *lines = re.sub(r"py:\d+", "py:LINE", str(both.message)).split("\n")
     assert lines == [
-        "- `matmul` meets two tensors of the batch with their batch axes at different places (sizes [(6, 17), (17, 6)] "
-        "at test_warning_texts.py:LINE)",
+        "- `matmul` meets two tensors of the batch with their batch axes at different places (shapes [(6, 17), "
+        "(17, 6)] at test_warning_texts.py:LINE)",
         "- `batch_norm` on (6, 6), (6,), (6,), (6,), (6,) at test_warning_texts.py:LINE with `0.norm.bias`, "
         "`0.norm.weight` normalises with the statistics of the whole batch (and 11 more such calls)",
     ]

@@ -48,7 +48,7 @@ def reduction_of(call: ObservedCall) -> int:
 def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     """The samples were added up: the outputs are a weighted sum over the batch; `weighs`: by weights of the caller."""
     sizes = [tuple(o.tensor.shape) for o in call.operands]
-    what = f"`{call.name}` reduces over the batch axis (sizes {sizes}{user_line()})"
+    what = f"`{call.name}` reduces over the batch axis (shapes {sizes}{user_line()})"
     with_gradient = [(tensor, axis) for tensor, axis in call.located if tensor.requires_grad]
     if not with_gradient:
         parts = frozenset({call.batch_size if averages(call) else 1})

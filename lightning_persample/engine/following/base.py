@@ -106,7 +106,7 @@ def keep(call: ObservedCall, axis: BatchAxis | Lost, aligned: Alignment | None =
 
 
 def _reason(call: ObservedCall, what: str) -> str:
-    return f"`{call.name}` {what} (sizes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
+    return f"`{call.name}` {what} (shapes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
 
 
 def lost(call: ObservedCall, what: str, *, mixes: bool | None = False) -> Followed:
