@@ -1,16 +1,22 @@
-"""Start processes that train together, and never wait for them longer than said."""
+"""Start processes that train together, and never wait for them longer than said.
+
+Importing torch and lightning takes far longer than what most of them do, so they are forked from one process that has
+imported both: the server of :mod:`multiprocessing`, which each pytest process starts when it first needs one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import multiprocessing
 import os
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +25,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "lightning.pytorch", "lightning_persample.callbacks"]
 
 
 class Ended(NamedTuple):
@@ -33,11 +40,11 @@ def run_ranks(module: str, *arguments: str, ranks: int = 2, timeout: float = 90,
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
     shared |= {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return _run("tests.processes", (module, *arguments), each, timeout, on_gpu)
+    return _run(module, arguments, each, timeout, on_gpu)
 
 
 def run_alone(module: str, *arguments: str, timeout: float = 90) -> Ended:
-    """Run ``python -m module arguments`` in one process, which starts others itself."""
+    """Run ``python -m module arguments``, or the script of this path in the working directory, in one process."""
     return _run(module, arguments, [{"MASTER_PORT": str(_free_port())}], timeout, on_gpu=False)
 
 
@@ -50,38 +57,61 @@ def _free_port() -> int:
 def _run(
     module: str, arguments: tuple[str, ...], variables: list[dict[str, str]], timeout: float, on_gpu: bool
 ) -> Ended:
+    forks = sys.platform == "linux" and not on_gpu
+    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    if forks:
+        context.set_forkserver_preload(IMPORTED)
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | ({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})
-    command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
-    deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, str(rank)) for rank in range(len(variables))]
         processes = []
         for log, each in zip(logs, variables, strict=True):
-            with log.open("wb") as written:  # a file: a pipe that nobody reads would block
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=ROOT,
-                        env={**os.environ, **own, **each},
-                        stdout=written,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=os.name == "posix",
-                    )
-                )
+            log.touch()
+            environment = {**os.environ, **own, **each}
+            processes.append(context.Process(target=_run_module, args=(module, arguments, environment, str(log))))
+            processes[-1].start()
+        deadline = time.monotonic() + timeout
         codes = [_wait(process, deadline) for process in processes]
         return Ended(codes, [log.read_text(errors="replace") for log in logs])
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    try:
-        return process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        if os.name == "posix":
-            os.killpg(process.pid, signal.SIGKILL)  # with what it started itself
-        else:
-            process.kill()
-        process.wait()
-        return None
+def _run_module(module: str, arguments: tuple[str, ...], environment: dict[str, str], log: str) -> None:
+    """What ``python -m module arguments`` does, and python with a script; this process has imported most of it."""
+    multiprocessing.set_start_method(None, force=True)  # what this process starts is started as usual
+    if os.name == "posix":
+        os.setsid()
+    written = os.open(log, os.O_WRONLY | os.O_APPEND)  # a file: a pipe that nobody reads would block
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(written, stream.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    warnings.resetwarnings()
+    from lightning.pytorch.utilities import rank_zero_only
+
+    rank_zero_only.rank = int(environment.get("RANK", 0))  # lightning reads it when it is imported
+    sys.argv = [module, *arguments]
+    if module.endswith(".py"):
+        sys.path.insert(0, os.path.dirname(module))
+        runpy.run_path(module, run_name="__main__")
+    else:
+        warnings.simplefilter("ignore")
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's destructors may abort where another process has left first
+
+
+def _wait(process: multiprocessing.process.BaseProcess, deadline: float) -> int | None:
+    process.join(max(0.0, deadline - time.monotonic()))
+    code = process.exitcode
+    if code is None:
+        with contextlib.suppress(ProcessLookupError):  # a process that has come no further than its start
+            if os.name == "posix":
+                os.killpg(process.pid, signal.SIGKILL)  # with what it started itself
+        process.kill()
+        process.join()
+    process.close()
+    return code
 
 
 def saved_by_ranks(ended: Ended, folder: Path, ranks: int = 2) -> Callable[[str], list[Any]]:
@@ -96,13 +126,3 @@ def saved_by_ranks(ended: Ended, folder: Path, ranks: int = 2) -> Callable[[str]
         return [torch.load(file, weights_only=False) for file in files]
 
     return saved
-
-
-if (
-    __name__ == "__main__"
-):  # one of several processes: runs the module, and leaves as soon as it has ended without error
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's destructors may abort where another process has left first

@@ -140,9 +140,8 @@ def test_public_names_are_listed_sorted_and_without_logic():
     assert all(hasattr(lightning_persample, name) for name in lightning_persample.__all__)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=identifier)
-def test_files_are_named_for_what_they_hold(path):
-    assert path.stem not in FORBIDDEN_STEMS
+def test_files_are_named_for_what_they_hold():
+    assert [path for path in SOURCES if path.stem in FORBIDDEN_STEMS] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=identifier)

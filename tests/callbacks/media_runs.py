@@ -1,4 +1,7 @@
-"""A fit with histograms in one of two processes; run as ``python -m tests.callbacks.media_runs FOLDER``."""
+"""Fits with histograms; ``python -m tests.callbacks.media_runs ranks FOLDER`` is one of two processes.
+
+With ``csv`` it is one process with a CSVLogger, which says what it has imported.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,23 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
+from tests.callbacks.runs import Classifier, fit
 from tests.callbacks.strategy_models import STEPS, Referenced, network, own_batches, rank
 from tests.callbacks.strategy_runs import trained
 
 
-def main(folder: str) -> None:
-    """Ranks of five and two samples: what was logged, and how many collectives it took beside those of a plain fit."""
+def main(mode: str, folder: str) -> None:
     torch.set_num_threads(1)
+    {"ranks": ranks, "csv": with_csv}[mode](folder)
+
+
+def with_csv(folder: str) -> None:
+    fit(Classifier(), [PerSampleGradientMonitor(3, histogram=True)], logger=CSVLogger(folder))
+    print(sorted({"wandb", "mlflow", "tensorboard", "matplotlib.pyplot"} & set(sys.modules)))
+
+
+def ranks(folder: str) -> None:
+    """Ranks of five and two samples: what was logged, and how many collectives it took beside those of a plain fit."""
     sizes, runs = (5, 2), []
     for callbacks in ([], [PerSampleGradientMonitor(2, histogram=True)]):
         loggers = [TensorBoardLogger(folder, "tensorboard"), CSVLogger(folder, "csv")] if callbacks else False

@@ -6,8 +6,6 @@ import csv
 import importlib.util
 import json
 import random
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from lightning_persample.errors import PerSampleWarning
 from tests.callbacks.runs import Classifier, WithReference, fit, loader
 from tests.callbacks.ways import GAN, Way, run
 from tests.callbacks.written_media import read_tensorboard, read_wandb
-from tests.processes import ROOT, run_ranks
+from tests.processes import run_alone, run_ranks
 
 pytest.importorskip("tensorboard")
 wandb = pytest.importorskip("wandb")
@@ -352,26 +350,15 @@ def test_loggers_of_the_older_name_are_known(tmp_path):
     assert (event.step, event.histogram_value.num) == (4, 100)
 
 
-USES_CSV = """
-import sys
-from lightning.pytorch.loggers import CSVLogger
-from lightning_persample import PerSampleGradientMonitor
-from tests.callbacks.runs import Classifier, fit
-fit(Classifier(), [PerSampleGradientMonitor(3, histogram=True)], logger=CSVLogger(sys.argv[1]))
-print(sorted({"wandb", "mlflow", "tensorboard", "matplotlib.pyplot"} & set(sys.modules)))
-"""
-
-
 def test_no_library_is_imported_but_those_of_the_loggers_in_use(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-c", USES_CSV, str(tmp_path)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert "wandb" not in ran.stdout, ran.stdout
-    assert "mlflow" not in ran.stdout, ran.stdout
+    ended = run_alone("tests.callbacks.media_runs", "csv", str(tmp_path), timeout=100)
+    assert ended.codes == [0], ended.outputs
+    assert "wandb" not in ended.outputs[0]
+    assert "mlflow" not in ended.outputs[0]
 
 
 def test_two_ranks_write_one_histogram_of_all_samples(tmp_path):
-    ended = run_ranks("tests.callbacks.media_runs", str(tmp_path), timeout=100)
+    ended = run_ranks("tests.callbacks.media_runs", "ranks", str(tmp_path), timeout=100)
     assert ended.codes == [0, 0], ended.outputs
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
     events = read_tensorboard(tmp_path / "tensorboard")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from lightning_persample.gradients import Projection
 from lightning_persample.influence import GradientStore, _lock, read_ledger, read_manifest
 from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
+from tests.processes import run_alone
 
 
 @pytest.fixture
@@ -114,13 +113,7 @@ def test_a_writer_that_has_failed_lets_go_of_its_folder(folder, monkeypatch):
 
 
 def test_the_folder_of_a_run_that_was_killed_before_its_first_row_is_free(folder):
-    code = (
-        "import os, sys\nfrom lightning_persample import PerSampleGradientWriter\n"
-        "from tests.callbacks.ledger_runs import Noted, fit\n"
-        "class Killed(Noted):\n    def training_step(self, batch, batch_idx):\n        os._exit(9)\n"
-        "fit(PerSampleGradientWriter(sys.argv[1]), Killed())\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False, capture_output=True).returncode == 9
+    assert run_alone("tests.callbacks.ledger_runs", "killed", str(folder)).codes == [9]
     assert (folder / "_manifest.json").exists()
     module = fit(PerSampleGradientWriter(folder))
     assert_rows(rows(folder, NAMES[:-2]), module.notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.engine import recurrent_cases, twice_cases  # noqa: F401  (add to CAS
 from tests.engine.model_cases import BATCH_SIZES, CASES, ModelCase, mean_of_squares, parameter
 from tests.engine.model_cases import Model as OneUse
 from tests.engine.reference import assert_exact
+from tests.in_turn import in_turn
 from tests.models import MODELS, Model, gpt
 
 # torch says once that it has no oneDNN kernel for projections
@@ -22,12 +24,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 DTYPES = {"float64": (torch.float64, 1e-10), "float32": (torch.float32, 1e-4)}
 
 
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "batch_size"), in_turn(CASES, BATCH_SIZES))
 def test_one_way_to_meet_the_batch(name: str, batch_size: int) -> None:
     _check_case(CASES[name], batch_size, "float64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_one_way_to_meet_the_batch_in_single_precision(name: str) -> None:
     _check_case(CASES[name], 7, "float32")
@@ -40,9 +42,7 @@ def _check_case(case: ModelCase, batch_size: int, dtype: str) -> None:
     assert_exact(module, case.loss, batch, tolerance=tolerance, **case.options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch_size", [1, 3, 5, 16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype", "batch_size"), in_turn(itertools.product(MODELS, DTYPES), [1, 3, 5, 16]))
 def test_model(name: str, batch_size: int, dtype: str) -> None:
     kind, tolerance = DTYPES[dtype]
     _check_model(MODELS[name](dtype=kind), batch_size, tolerance)
@@ -109,8 +109,7 @@ PICKED: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.usefixtures("double_precision")
-@pytest.mark.parametrize("batch_size", BATCH_SIZES)
-@pytest.mark.parametrize("name", PICKED)
+@pytest.mark.parametrize(("name", "batch_size"), in_turn(PICKED, BATCH_SIZES))
 def test_a_table_of_parameters_read_by_the_batch(name: str, batch_size: int) -> None:
     module = OneUse(PICKED[name], t=parameter(6, 4))
     assert_exact(module, mean_of_squares, (torch.randn(batch_size, 5, 6),))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.engine.model_cases import Model, parameter
 from tests.engine.reference import assert_exact, record_of
+from tests.in_turn import in_turn
 
 pytestmark = [
     pytest.mark.usefixtures("double_precision"),
@@ -76,9 +78,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, D, 6])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "reduction", "batch_size"), in_turn(product(LOSSES, ["mean", "sum"]), [1, 3, D, 6]))
 def test_a_parameter_in_a_loss_is_exact(name: str, reduction: str, batch_size: int) -> None:
     torch.manual_seed(0)
     module = Model(lambda m, x: LOSSES[name](m, x, reduction), w=parameter(D), a=nn.Linear(D, D))

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lightning_persample.engine import call_for_per_sample_grads, expanded_weigh
 from lightning_persample.errors import PerSampleWarning
 from tests.engine.model_cases import Model, mean_of_squares
 from tests.engine.reference import assert_values, loop, record_of
+from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -282,9 +284,14 @@ def same_mask(x: Tensor) -> Tensor:
     return torch.zeros_like(x[..., :1]).scatter(1, x[..., :1].topk(2, dim=1).indices, 1.0)
 
 
-@pytest.mark.parametrize("size", [3, B, 10, 16])
-@pytest.mark.parametrize("declared", ["mean", "sum"])
-@pytest.mark.parametrize(("true", "name"), [*(("sum", n) for n in SUMS), *(("mean", n) for n in MEANS)])
+@pytest.mark.parametrize(
+    ("true", "name", "declared", "size"),
+    in_turn(
+        [(*of, declared) for of in product(["sum"], SUMS) for declared in ("mean", "sum")]
+        + [(*of, declared) for of in product(["mean"], MEANS) for declared in ("mean", "sum")],
+        [3, B, 10, 16],
+    ),
+)
 def test_a_multiple_of_a_sum_or_of_a_mean_is_known_as_one(true: str, name: str, declared: str, size: int) -> None:
     """Declared as it is, values are those of the loop in silence; a sum that is declared as a mean is named."""
     torch.manual_seed(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_persample.engine import weight
 from tests.engine.model_cases import Model, parameter
 from tests.engine.reference import assert_exact, loop, record_of
+from tests.in_turn import in_turn
 
 T, D = 4, 3
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -61,9 +62,11 @@ def cubes(batch_dim: int) -> Callable[[nn.Module, Tensor], Tensor]:
     return lambda module, x: module(x).movedim(batch_dim, 0).flatten(1).pow(3).mean(1).mean()
 
 
-def layouts() -> list[Any]:
-    first = [pytest.param(index, 0, id=f"batch-first-{name}") for name, index in FIRST.items()]
-    return first + [pytest.param(index, 1, id=f"time-first-{name}") for name, index in SECOND.items()]
+def layouts(others: Iterable[str]) -> list[Any]:
+    """Each with each of the others."""
+    first = [(index, 0, f"batch-first-{name}") for name, index in FIRST.items()]
+    every = first + [(index, 1, f"time-first-{name}") for name, index in SECOND.items()]
+    return [pytest.param(*layout, other, id=f"{name}-{other}") for *layout, name in every for other in others]
 
 
 def check(function: Callable[[Any, Tensor], Tensor], B: int, batch_dim: int, rows: int = 6, **options: Any) -> None:
@@ -73,16 +76,12 @@ def check(function: Callable[[Any, Tensor], Tensor], B: int, batch_dim: int, row
     assert_exact(module, cubes(batch_dim), (x,), batch_dim=batch_dim, max_memory=1)
 
 
-@pytest.mark.parametrize("B", [1, 3, T])
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("index", "batch_dim"), layouts())
+@pytest.mark.parametrize(("index", "batch_dim", "op", "B"), in_turn(layouts(OPS), [1, 3, T]))
 def test_ops_and_layouts(index: Index, batch_dim: int, op: str, B: int) -> None:
     check(lambda m, x: OPS[op](x * m.scale, m.table(index(x))), B, batch_dim)
 
 
-@pytest.mark.parametrize("rows", [T, 50])
-@pytest.mark.parametrize("options", TABLES)
-@pytest.mark.parametrize(("index", "batch_dim"), layouts())
+@pytest.mark.parametrize(("index", "batch_dim", "options", "rows"), in_turn(layouts(TABLES), [T, 50]))
 def test_options_of_the_table(index: Index, batch_dim: int, options: str, rows: int) -> None:
     check(lambda m, x: x * m.scale + m.table(index(x)), 3, batch_dim, rows, **TABLES[options])
 

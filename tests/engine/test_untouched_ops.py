@@ -16,6 +16,7 @@ from tests.engine.model_cases import CASES
 from tests.engine.op_modules import in_place, one_call
 from tests.engine.recorded_calls import RecordedCalls
 from tests.engine.two_runs import assert_same, first_order, second_order, second_order_by_backward
+from tests.in_turn import in_turn
 from tests.rules.case import Case
 from tests.rules.families import all_cases
 from tests.rules.test_case_coverage import THROUGH_THE_ENGINE
@@ -42,8 +43,7 @@ IN_PLACE = {
 }
 IN_BFLOAT16 = {"linear", "matmul", "mm", "conv1d", "conv2d", "conv3d"}
 
-every_op = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in OPS.items()])
-every_model = pytest.mark.parametrize("name", MODELS)
+every_op = [pytest.param(case, id=name) for name, case in OPS.items()]
 
 
 def _model(name: str, dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
@@ -74,19 +74,17 @@ def _differentiable_once(case: Case) -> bool:
     return "rounding_mode" in arguments or arguments.get("weight", ...) is None
 
 
-@every_op
-def test_op(case: Case) -> None:
-    for dtype, quantities in QUANTITIES.items():
-        _check_first_order(*one_call(case, dtype), quantities=quantities)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(every_op, QUANTITIES))
+def test_op(case: Case, dtype: torch.dtype) -> None:
+    _check_first_order(*one_call(case, dtype), quantities=QUANTITIES[dtype])
 
 
-@every_op
-def test_op_differentiated_twice(case: Case) -> None:
-    for dtype in QUANTITIES:
-        _check_second_order(*one_call(case, dtype), refused=_differentiable_once(case))
+@pytest.mark.parametrize(("case", "dtype"), in_turn(every_op, QUANTITIES))
+def test_op_differentiated_twice(case: Case, dtype: torch.dtype) -> None:
+    _check_second_order(*one_call(case, dtype), refused=_differentiable_once(case))
 
 
-@every_op
+@pytest.mark.parametrize("case", every_op)
 def test_op_under_autocast(case: Case) -> None:
     facts = _check_first_order(*one_call(case, torch.float32), autocast=True)
     cast = {fact.dtype for name, fact in facts.items() if name.startswith("output")} == {torch.bfloat16}
@@ -109,16 +107,14 @@ def test_op_in_place(case: Case) -> None:
     _check_second_order(module, batch, refused=_differentiable_once(case))
 
 
-@every_model
-def test_model(name: str) -> None:
-    for dtype, quantities in QUANTITIES.items():
-        _check_first_order(*_model(name, dtype), quantities=quantities)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(MODELS, QUANTITIES))
+def test_model(name: str, dtype: torch.dtype) -> None:
+    _check_first_order(*_model(name, dtype), quantities=QUANTITIES[dtype])
 
 
-@every_model
-def test_model_differentiated_twice(name: str) -> None:
-    for dtype in QUANTITIES:
-        _check_second_order(*_model(name, dtype), refused=name.startswith("embedding-bag"))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(MODELS, QUANTITIES))
+def test_model_differentiated_twice(name: str, dtype: torch.dtype) -> None:
+    _check_second_order(*_model(name, dtype), refused=name.startswith("embedding-bag"))
 
 
 @functools.cache
@@ -132,7 +128,7 @@ def _onednn_casts_lstm() -> bool:
     return True
 
 
-@every_model
+@pytest.mark.parametrize("name", MODELS)
 def test_model_under_autocast(name: str) -> None:
     with torch.backends.mkldnn.flags(enabled=_onednn_casts_lstm()):
         _check_first_order(*_model(name, torch.float32), autocast=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from lightning_persample.gradients import Dense, Patches, PatchGeometry, Sum, patches
 from tests.gradients.structures import GEOMETRIES, assert_close, inner, sq_norm
+from tests.in_turn import in_turn
 
 KERNELS = ["unfolded", "layers", "grouped", "autocorrelation", "unfolded gram"]
 GRAM = {"autocorrelation", "unfolded gram"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64], ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize(
+    ("name", "kernel", "dtype"),
+    in_turn(itertools.product(GEOMETRIES, KERNELS), [torch.float64, torch.float32, torch.complex64]),
+)
 def test_kernel(name: str, kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient, expected = GEOMETRIES[name].build(dtype)
     monkeypatch.setattr(

@@ -18,6 +18,7 @@ from lightning_persample.gradients import (
     kernel_options,
     sq_norms_and_sum,
 )
+from tests.in_turn import in_turn
 
 SIZES = {  # samples, positions, rows, columns
     "one-piece": (4, 3, 5, 6),
@@ -54,9 +55,13 @@ def assert_formed(gradient: SampleGradient, expected: list[Tensor]) -> None:
     assert total.dtype == gradient.dtype
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("cache", [2**12, 2**16, 2**22])
+@pytest.mark.parametrize(
+    ("size", "dtype", "cache"),
+    in_turn(
+        [pytest.param(size, dtype, id=f"{name}-{dtype}") for name, size in SIZES.items() for dtype in DTYPES],
+        [2**12, 2**16, 2**22],
+    ),
+)
 def test_outer_products(size: tuple[int, ...], dtype: torch.dtype, cache: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_IN_CACHE", cache)
     B, T, p, d = size

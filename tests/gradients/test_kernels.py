@@ -31,6 +31,7 @@ from lightning_persample.gradients.cost import (
     memory_budget,
 )
 from tests.gradients.structures import GEOMETRIES, NO_PAD, SAME, Convolution, assert_close, inner, sq_norm
+from tests.in_turn import in_turn
 
 CPU = torch.device("cpu")
 KERNELS: list[PatchKernel] = ["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
@@ -60,10 +61,10 @@ def in_layout(tensor: Tensor, layout: str) -> Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels-last", "every-other"])
-@pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    ("name", "kernel", "memory", "layout"),
+    in_turn(itertools.product(EVERY, KERNELS, MEMORY), ["contiguous", "channels-last", "every-other"]),
+)
 def test_convolution(name: str, kernel: PatchKernel, memory: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built, expected = EVERY[name].build(torch.float64)
     gradient = Patches(in_layout(built.grad_out, layout), in_layout(built.input, layout), built.geometry)

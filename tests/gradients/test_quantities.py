@@ -9,6 +9,7 @@ import torch
 
 from lightning_persample.gradients import Dense, Indexed, Outer, Patches, Sum, add_up
 from tests.gradients.structures import CASES, assert_close, inner, random_tensor, sq_norm
+from tests.in_turn import in_turn
 
 DTYPES = [torch.float64, torch.float32, torch.complex64, torch.complex128]
 SINGLE = [pytest.param(shape, name, id=f"{name}-{len(shape)}d") for shape in CASES for name in CASES[shape]]
@@ -38,8 +39,7 @@ def test_one_structure(shape: tuple[int, ...], name: str, dtype: torch.dtype) ->
     assert_close(part.samples(1, 2).inner(gradient.samples(2, 3)), sq_norm(expected[2:]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
-@pytest.mark.parametrize(("shape", "one", "two"), PAIRS)
+@pytest.mark.parametrize(("shape", "one", "two", "dtype"), in_turn(PAIRS, [torch.float64, torch.complex64]))
 def test_two_structures(shape: tuple[int, ...], one: str, two: str, dtype: torch.dtype) -> None:
     first, first_dense = CASES[shape][one](dtype)
     second, second_dense = CASES[shape][two](dtype)

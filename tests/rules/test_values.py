@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.in_turn import in_turn
 from tests.rules.case import Case, assert_close, reference, rule_call, strided
 from tests.rules.families import all_cases
 
@@ -15,11 +16,11 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 # torch warns that it pads a copy where padding="same" is not symmetric.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
-every_case = pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in all_cases()])
+CASES = [pytest.param(case, id=case.id) for case in all_cases()]
+every_case = pytest.mark.parametrize("case", CASES)
 
 
-@every_case
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, TOLERANCE))
 def test_equals_the_loop_whichever_weights_are_frozen(case: Case, dtype: torch.dtype):
     arguments = case.build(3, dtype)
     grad_output = case.output_gradient(arguments)
@@ -48,8 +49,7 @@ def test_strides_do_not_matter(case: Case):
         assert_close(structure.dense(), expected[name], 1e-10)
 
 
-@every_case
-@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize(("case", "size"), in_turn(CASES, [0, 1]))
 def test_small_batches(case: Case, size: int):
     arguments = case.build(size, torch.float64)
     grad_output = case.output_gradient(arguments)
