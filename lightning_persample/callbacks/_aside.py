@@ -10,15 +10,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_persample.engine import is_sharded, without_compilation
-from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.engine.untouched import ModuleState, untouched
 from lightning_persample.errors import UnsupportedError
 
-__all__ = ["NoLossError", "aside", "muted", "on_other_batches", "without_dropout"]
+__all__ = ["NoLossError", "aside", "muted", "on_other_batches"]
 
 _MUTED = ("log", "log_dict", "print")
 _ABSENT = object()
@@ -85,47 +83,6 @@ def on_other_batches(
         return training_step(**{**kwargs, **dict.fromkeys(list(kwargs)[:1], batch)})
 
     return step
-
-
-# Functions of torch that draw a dropout mask, and where their probability stands.
-_DROPOUT: dict[Callable[..., Any], tuple[int, str]] = {
-    **dict.fromkeys(
-        (
-            F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-            torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
-        ),
-        (1, "p"),
-    ),
-    F.scaled_dot_product_attention: (4, "dropout_p"),
-}  # fmt: skip
-
-
-def _without_its_dropout(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    place, name = _DROPOUT.get(function, (len(args), ""))
-    if place < len(args):
-        args = (*args[:place], 0.0, *args[place + 1 :])
-    elif name and (name in kwargs or name == "p"):
-        kwargs = {**kwargs, name: 0.0}
-    return function(*args, **kwargs)
-
-
-@contextmanager
-def without_dropout(module: nn.Module) -> Iterator[None]:
-    """Set the dropout probability of torch's own layers and functions to 0 in this context."""
-    found: list[tuple[Any, str, float]] = []
-    for layer in module.modules():
-        if isinstance(layer, nn.modules.dropout._DropoutNd):
-            found.append((layer, "p", layer.p))
-        elif isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
-            found.append((layer, "dropout", layer.dropout))
-    for layer, name, _ in found:
-        setattr(layer, name, 0.0)
-    try:
-        with ObservingMode(_without_its_dropout):
-            yield
-    finally:
-        for layer, name, probability in found:
-            setattr(layer, name, probability)
 
 
 class _AloneHere(TorchDispatchMode):

@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from lightning_persample.callbacks._adam_states import AdamState
-from lightning_persample.callbacks._aside import without_dropout
 from lightning_persample.callbacks._gradient_values import quantity_for, values_of
 from lightning_persample.engine import PerSampleRecord, expanded_weights, warn_user, warning_texts
 from lightning_persample.engine.samples import Weighting, loss_of
+from lightning_persample.engine.untouched import without_dropout
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.projection import Projection

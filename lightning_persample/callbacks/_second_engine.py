@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.callbacks._aside import NoLossError, aside, without_dropout
+from lightning_persample.callbacks._aside import NoLossError, aside
 from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.engine import PerSampleRecord, guard
@@ -30,6 +30,7 @@ from lightning_persample.engine.samples import (
     tensors_of,
     with_tensors,
 )
+from lightning_persample.engine.untouched import without_dropout
 from lightning_persample.engine.values import samples_in_loss, samples_with_values
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import Dense

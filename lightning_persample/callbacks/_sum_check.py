@@ -15,6 +15,8 @@ __all__ = ["SumCheck"]
 
 _NAMED = 8
 _OF_LOSS = 1e-3  # a gradient below this share of the loss is compared as if it were that large
+_OF_BACKWARD = "what the backward added to .grad"
+_OF_BATCH = "the gradient of the batch, both taken without dropout"
 _CAUSES = (
     "A term of the loss that belongs to no sample (a penalty on the parameters) does this and leaves the samples' own "
     "gradients exact, and so does a hook or a `backward` of yours that changes gradients; if there is neither, check "
@@ -98,7 +100,27 @@ class SumCheck:
             for name, error, size, most in zip(terms, errors, sizes, allowed, strict=True)
             if error > most  # false for what is not finite: an overflow of half precision
         }
-        return _text(wrong, causes) if wrong else None
+        if not wrong:
+            return None
+        fitting = "" if totals is None else self._reduction_that_fits(totals, record, allowed)
+        return _text(wrong, fitting or causes, _OF_BACKWARD if grads is None else _OF_BATCH)
+
+    def _reduction_that_fits(self, totals: Mapping[str, Tensor], record: PerSampleRecord, allowed: Tensor) -> str:
+        """What helps where the samples of a mean add up to the gradient as those of a sum, or the reverse."""
+        weights = torch.as_tensor(self._weights)
+        size = weights.numel()
+        for given, fitting, factor in (("mean", "sum", float(size)), ("sum", "mean", 1.0 / size)):
+            if size == 1 or self._scale is None or not bool((weights * (1.0 if given == "sum" else size) == 1.0).all()):
+                continue
+            scale = self._scale * factor
+            terms = [
+                self._terms(name, rows, scale, record.sq_norms[name], is_total=True)
+                for name, rows in totals.items()
+                if self._grad(name) is not None
+            ]
+            if bool((torch.stack(terms)[:, 0].cpu() <= allowed).all()):
+                return f"The loss is a {fitting} over the samples and no {given}: pass loss_reduction={fitting!r}"
+        return ""
 
     def close(self) -> None:
         """Remove every hook. May be called twice."""
@@ -144,10 +166,8 @@ def _dense(grad: Tensor | None, dtype: torch.dtype) -> Tensor:
     return grad.detach().to_dense().to(dtype)
 
 
-def _text(wrong: Mapping[str, float], causes: str) -> str:
+def _text(wrong: Mapping[str, float], causes: str, compared: str) -> str:
     listed = [f"`{name}` by {error:.1%}" for name, error in list(wrong.items())[:_NAMED]]
     more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-    return (
-        "The gradients of the samples do not add up to what the backward added to .grad; they are off for "
-        f"{', '.join(listed)}{more}. {causes}"
-    )
+    where = f"{', '.join(listed)}{more}"
+    return f"The gradients of the samples do not add up to {compared}; they are off for {where}. {causes}"

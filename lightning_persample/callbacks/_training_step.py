@@ -13,6 +13,7 @@ optimization everything from zero_grad to step happens inside `training_step`; f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -57,6 +58,7 @@ from lightning_persample.engine import (
     warning_texts,
 )
 from lightning_persample.engine.batch import EmptyBatchError, count_samples, lay_out
+from lightning_persample.engine.own_scale import OwnScale
 from lightning_persample.engine.samples import loss_of
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 
@@ -136,6 +138,7 @@ class SharedCapture:
         self._record: PerSampleRecord | None = None
         self._step_aside: Callable[[Any], Any] | None = None
         self._sums_differ = False
+        self._loss_scale: Tensor | None = None
         self._averages = trainer.world_size > 1 or is_sharded(pl_module)
         self._batch: Any = None
         self._is_resting, self._rested_at = False, -1
@@ -213,7 +216,7 @@ class SharedCapture:
         step, self._step = self._step, None
         self._receivers = []
         self._optimizer_steps = {}
-        self._record = self._step_aside = self._manual = self._batch = None
+        self._record = self._step_aside = self._manual = self._batch = self._loss_scale = None
         self._is_empty = False
         check, self._second_check = self._second_check, None
         if step is None and check is None:  # as at every batch that is not captured
@@ -387,6 +390,8 @@ class SharedCapture:
         loss = loss_of(outputs)
         if isinstance(record, PerSampleRecord):
             self._record = record
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                loss.register_hook(guard(self._keep_scale, self._failed))
             weights = self._second.weights
             if self._second.totals is not None and weights is not None and isinstance(loss, Tensor):
                 self._second_check = SumCheck(self._module, loss, weights, averaged=self._averages)
@@ -457,9 +462,14 @@ class SharedCapture:
         if check is not None:
             check.start_backward()
         if step is None:
+            self._backward_starts([])
             result = backward(*args, **kwargs)
             record, self._record = self._record, None
             if record is not None and not self._is_refused(record, check):
+                weighting: Literal["mean", "sum"] = "sum" if self._callbacks[0].loss_reduction == "sum" else "mean"
+                if self._loss_scale is not None:
+                    record = replace(record, _own=OwnScale(weighting, record.batch_size, self._loss_scale))
+                self._after_backward(record)
                 self._deliver(record)
             return result
         step.start_backward()
@@ -476,6 +486,9 @@ class SharedCapture:
         else:
             self._reports.report(UnsupportedError(_why_no_record(self._module, len(step.capture.records))))
         return result
+
+    def _keep_scale(self, grad: Tensor) -> None:
+        self._loss_scale = grad.detach().reshape(()) if grad.numel() == 1 else None
 
     def _is_refused(self, record: PerSampleRecord, check: SumCheck | None) -> bool:
         text = None if check is None else check.finish(record, self._second.totals, NOT_ONE_BY_ONE)

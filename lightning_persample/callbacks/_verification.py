@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lightning_persample.callbacks._aside import NoLossError, aside, without_dropout
+from lightning_persample.callbacks._aside import NoLossError, aside
 from lightning_persample.callbacks._consumer import Consumer
 from lightning_persample.engine import check_per_sample_gradients, warn_user
 from lightning_persample.engine.diagnosis import RANDOM
@@ -41,7 +41,7 @@ def verify_values(
             raise NoLossError("training_step returned None")
         return outputs
 
-    with aside(trainer, pl_module), without_dropout(pl_module):
+    with aside(trainer, pl_module):
         report = check_per_sample_gradients(
             pl_module,
             batch,
@@ -55,7 +55,10 @@ def verify_values(
     right = ("agrees", "unused", "missing") if allow_missing else ("agrees", "unused")
     rest = [row for row in report.parameters if row.status not in right]
     if report.reason or any(row.reason != RANDOM for row in rest):
-        raise VerificationError(f"verify=True, and not every value is right. {report}") from report.failure
+        raise VerificationError(
+            f"verify=True, and not every value is right; with verify=False the fit warns of what it can tell and goes "
+            f"on. {report}"
+        ) from report.failure
     if rest:
         named = ", ".join(f"`{row.name}`" for row in rest[:_NAMED]) + (", ..." if rest[_NAMED:] else "")
         warn_user(f"verify=True could not compare the gradients of {named}: {RANDOM}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.samples import Weighting
 
-__all__ = ["PENALTY", "RANDOM", "Comparison", "default_tolerance", "why_different"]
+__all__ = ["PENALTY", "RANDOM", "Comparison", "default_tolerance", "keep_apart", "why_different"]
 
 PENALTY = (
     "apart from one term, the same in every one-sample loss: a penalty on the parameters, or another term of the loss "
@@ -107,7 +107,8 @@ def why_different(
             else "the batch axis is lost, and values computed from there on cannot be assigned to samples"
         )
         texts = "; ".join((*record.mixing, *record.axis_lost))
-        return f"{cause}; the engine gives each sample's contribution to the batch's gradient: {texts}"
+        remedy = f"; {keep_apart(record.mixing)}" if record.mixing else ""
+        return f"{cause}; the engine gives each sample's contribution to the batch's gradient: {texts}{remedy}"
     if is_random():
         return RANDOM
     if bool(factors.isfinite().all() & (factors != 0).all()) and all(
@@ -117,6 +118,13 @@ def why_different(
     if record.weighting:
         return "; ".join(record.weighting)
     return other_axes or _UNKNOWN
+
+
+def keep_apart(mixing: Sequence[str]) -> str:
+    """What helps where these calls let samples influence each other."""
+    norm = " (GroupNorm in place of BatchNorm, or BatchNorm in evaluation mode)"
+    is_norm = any("batch_norm` on" in text for text in mixing)
+    return f"use layers and losses that keep samples apart{norm if is_norm else ''}"
 
 
 def _wrong_reduction(factor: float, batch_size: int, loss_reduction: Weighting) -> str:

@@ -67,10 +67,11 @@ class VerificationReport:
     def _summary(self) -> str:
         if self.reason:
             return f"Per-sample gradients could not be compared with the one-sample loop: {self.reason}"
-        agree = len(self.named("agrees")) + len(self.named("unused"))
+        agree, unknown = len(self.named("agrees")) + len(self.named("unused")), len(self.named("not compared"))
+        rest = f", {unknown} could not be compared" if unknown else ""
         return (
             f"Per-sample gradients of {self.samples} samples, compared with the one-sample loop (tolerance "
-            f"{self.tolerance:.0e}): {agree} of {len(self.parameters)} parameters agree"
+            f"{self.tolerance:.0e}): {agree} of {len(self.parameters) - unknown} parameters agree{rest}"
         )
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_persample.engine.observing import ObservingMode
 from lightning_persample.errors import PerSampleError
 
-__all__ = ["ModuleState", "untouched"]
+__all__ = ["ModuleState", "untouched", "without_dropout"]
 
 _LONGEST_SEARCHED = 10_000  # items: what is longer is data, not state
 
@@ -164,3 +166,44 @@ def _refill_set(container: set[Any], items: set[Any]) -> None:
 def _refill_deque(container: deque[Any], items: list[Any]) -> None:
     container.clear()
     container.extend(items)
+
+
+# Functions of torch that draw a dropout mask, and where their probability stands.
+_DROPOUT: dict[Callable[..., Any], tuple[int, str]] = {
+    **dict.fromkeys(
+        (
+            F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+            torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
+        ),
+        (1, "p"),
+    ),
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+}  # fmt: skip
+
+
+def _without_its_dropout(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place, name = _DROPOUT.get(function, (len(args), ""))
+    if place < len(args):
+        args = (*args[:place], 0.0, *args[place + 1 :])
+    elif name and (name in kwargs or name == "p"):
+        kwargs = {**kwargs, name: 0.0}
+    return function(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Set the dropout probability of torch's own layers and functions to 0 in this context."""
+    found: list[tuple[Any, str, float]] = []
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            found.append((layer, "p", layer.p))
+        elif isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
+            found.append((layer, "dropout", layer.dropout))
+    for layer, name, _ in found:
+        setattr(layer, name, 0.0)
+    try:
+        with ObservingMode(_without_its_dropout):
+            yield
+    finally:
+        for layer, name, probability in found:
+            setattr(layer, name, probability)

@@ -14,14 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.engine.batch import batch_tensors, read_batch_size
-from lightning_persample.engine.diagnosis import PENALTY, RANDOM, Comparison, default_tolerance, why_different
+from lightning_persample.engine.diagnosis import (
+    PENALTY,
+    RANDOM,
+    Comparison,
+    default_tolerance,
+    keep_apart,
+    why_different,
+)
 from lightning_persample.engine.graph import REENTRANT, node_below
 from lightning_persample.engine.members import unwrapped
 from lightning_persample.engine.mode import expanded_weights
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.report import ParameterCheck, VerificationReport
 from lightning_persample.engine.samples import Weighting, loss_of, own_loss, take
-from lightning_persample.engine.untouched import ModuleState, untouched
+from lightning_persample.engine.untouched import ModuleState, untouched, without_dropout
 from lightning_persample.errors import BatchSizeError, PerSampleError
 from lightning_persample.options import check_option, check_options, is_int, is_none_or_positive
 
@@ -52,7 +59,8 @@ def check_per_sample_gradients(
 
     Forward and backward run once on the first `samples` samples of the batch, and once on each of these samples alone:
     ``r_i = d l_i / d theta`` with the loss l_i of a batch that holds only sample i. Where the two differ, the report
-    says why. Afterwards module and random number generators are as before: parameters, ``.grad``, buffers, modes.
+    says why. Dropout has probability 0 meanwhile. Afterwards module and random number generators are as before:
+    parameters, ``.grad``, buffers, modes.
 
     >>> import torch
     >>> from torch import nn
@@ -96,7 +104,7 @@ def check_per_sample_gradients(
     other_axes = _other_axes([tensor for _, tensor in tensors], batch_dim)
     record: PerSampleRecord | None = None
     doing = f"on the first {count} samples"
-    with warnings.catch_warnings(), untouched(module) as state, torch.enable_grad():
+    with warnings.catch_warnings(), without_dropout(module), untouched(module) as state, torch.enable_grad():
         # A LightningModule without a Trainer says so each time its training step logs.
         warnings.filterwarnings("ignore", r"You are trying to `self\.log\(\)`")
         try:
@@ -114,6 +122,7 @@ def check_per_sample_gradients(
             texts = (*record.mixing, *record.axis_lost) if record is not None else ()
             noted = "samples influence each other" if record is not None and record.mixing else "the batch axis is lost"
             noted = f"{noted}: {'; '.join(texts)}" if texts else ""
+            noted += f"; {keep_apart(record.mixing)}" if record is not None and record.mixing else ""
             hint = other_axes if str(error) != _CHECKPOINT else ""
             reason = "; ".join(text for text in (reason, noted, hint) if text)
             return _nothing(trainable, count, allowed, reason, error)

@@ -73,8 +73,8 @@ def align(train: GradientStore, test: GradientStore, *, why_one: str | None = No
         raise OptionError(f"the stores have {len(train_keys)} checkpoints, {_listed(train_keys)}: {why_one}")
     train_parts = {key: train.at(number) for key, number in train_keys.items()}
     test_parts = {key: test.at(number) for key, number in test_keys.items()}
-    train_index, train_rows = _placed(train_parts, "train")
-    test_index, test_rows = _placed(test_parts, "test")
+    train_index, train_rows = _placed(train_parts, "train", "checkpoint")
+    test_index, test_rows = _placed(test_parts, "test", "checkpoint")
     pairs = tuple((train_rows[key], test_rows[key]) for key in train_keys)
     return Alignment(train_index, test_index, pairs, train_unknown + test_unknown, tuple(train_keys))
 
@@ -96,12 +96,13 @@ def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
         raise PerSampleError(
             f"the train store has rows of {len(train_parts)} steps, {_listed(sorted(train_parts))}, and the test store "
             f"has none of {len(missing)} of these, {_listed(missing)}, but of {_listed(sorted(test_parts))}: collect "
-            "the test gradients at checkpoints of these steps, or leave the rows out with train.select(...). A "
-            "checkpoint of step t is one that is saved before step t, after t steps, as in on_train_batch_start; "
-            "ModelCheckpoint saves after a step, so that it has none of step 0"
+            "the test gradients at checkpoints of these steps, or leave the rows out with "
+            "train.select(numpy.isin(train.rows['step'], test.rows['step'])). A checkpoint of step t is one that is "
+            "saved before step t, after t steps, as in on_train_batch_start; ModelCheckpoint saves after a step, so "
+            "that it has none of step 0"
         )
-    test_index, test_rows = _placed({step: test_parts[step] for step in train_parts}, "test")
-    train_index, train_rows = _placed(train_parts, "train", repeats=True)
+    test_index, test_rows = _placed({step: test_parts[step] for step in train_parts}, "test", "step")
+    train_index, train_rows = _placed(train_parts, "train", "step", repeats=True)
     pairs = tuple((train_rows[step], test_rows[step]) for step in train_parts)
     return Alignment(train_index, test_index, pairs, train_unknown + test_unknown, tuple(train_parts))
 
@@ -243,7 +244,7 @@ def _by_step(store: GradientStore, side: str) -> dict[int, GradientStore]:
 
 
 def _placed(
-    parts: Mapping[Any, GradientStore], side: str, *, repeats: bool = False
+    parts: Mapping[Any, GradientStore], side: str, column: str, *, repeats: bool = False
 ) -> tuple[tuple[int, ...], dict[Any, Rows]]:
     """The samples of all parts, ascending, and in each part the place of each row's sample among them."""
     columns = {key: store.rows["sample_index"] for key, store in parts.items()}
@@ -257,14 +258,16 @@ def _placed(
             if counts.max() > 1:
                 raise PerSampleError(
                     f"sample {index[counts.argmax()]} has {counts.max()} rows at {name} of the {side} store, and one "
-                    "is wanted: take one of them with store.select(...); tracin adds up the rows of a store that was "
-                    "written during training"
+                    f"is wanted: take the first of each with {side}.select(numpy.unique({side}.rows[['{column}', "
+                    "'sample_index']], return_index=True)[1]); tracin adds up the rows of a store that was written "
+                    "during training"
                 )
             if counts.min() == 0:
                 raise PerSampleError(
                     f"{int((counts == 0).sum())} of the {side} store's {len(index)} samples have no row at {name}, the "
-                    f"first of them sample {index[counts.argmin()]}: collect the rest, or take the samples that every "
-                    "checkpoint has with store.select(...)"
+                    f"first of them sample {index[counts.argmin()]}: collect the rest, or leave the samples out with "
+                    f"{side}.select(numpy.isin({side}.rows['sample_index'], {side}.rows['sample_index']["
+                    f"{side}.rows['{column}'] == {parts[key].rows[column][0]}]))"
                 )
         rows[key] = Rows(parts[key], torch.from_numpy(places.astype(numpy.int64)))
     return tuple(index.tolist()), rows

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
@@ -45,6 +46,58 @@ def test_where_the_mean_is_not_in_grad_it_is_absent_and_said_so(tmp_path):
         assert math.isnan(row["per_sample_grad/noise_scale"])
         assert math.isnan(row["per_sample_grad/diversity"])
         assert row["per_sample_grad/norm_mean"] > 0
+
+
+class Unfollowed(Classifier):
+    """Of a network that the second engine alone gives values of."""
+
+    def __init__(self, **options):
+        super().__init__(Hidden(), **options)
+        self.norms = []
+
+    def training_step(self, batch, batch_idx):
+        with torch.autocast("cpu", enabled=False):
+            return super().training_step((batch[0].float(), batch[1]), batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append(torch.cat([parameter.grad.flatten() for parameter in self.parameters()]).norm().item())
+
+
+@pytest.mark.filterwarnings("ignore:noise_scale, diversity of `per_sample_grad` are nan")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_norm_of_the_gradient_is_known_of_a_second_engine(accumulate, reduction, tmp_path):
+    module, options = Unfollowed(reduction=reduction, lr=0.01), {"unsupported": "vmap", "loss_reduction": reduction}
+    with pytest.warns(PerSampleWarning, match="captured steps use engine='vmap'"):
+        trainer = fit(
+            module,
+            [PerSampleGradientMonitor(1, **options)],
+            tmp_path,
+            data=loader(32, 8),
+            accumulate_grad_batches=accumulate,
+            gradient_clip_val=0.01,
+        )
+    size = 8 if reduction == "sum" else 1
+    found = [row["per_sample_grad/norm_of_mean"] for row in logged(trainer)]
+    assert len(found) == 4 // accumulate
+    assert found == pytest.approx([norm / size for norm in module.norms], rel=1e-4)
+    assert all(math.isnan(row["per_sample_grad/noise_scale"]) for row in logged(trainer))
+
+
+@pytest.mark.filterwarnings("ignore:noise_scale, diversity of `per_sample_grad` are nan")
+def test_the_norm_of_the_gradient_of_a_second_engine_has_no_loss_scale(tmp_path):
+    norms = []
+    for name, settings in (
+        ("scaled", {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))}),
+        ("plain", {}),
+    ):
+        torch.manual_seed(0)
+        with pytest.warns(PerSampleWarning, match="captured steps use engine"):
+            trainer = fit(
+                Unfollowed(lr=0.0), [PerSampleGradientMonitor(1, unsupported="vmap")], tmp_path / name, **settings
+            )
+        norms.append([row["per_sample_grad/norm_of_mean"] for row in logged(trainer)])
+    assert norms[0] == pytest.approx(norms[1], rel=0.05)
 
 
 class OfClasses(WithGradients):

@@ -340,15 +340,31 @@ def test_samples_that_do_not_add_up_to_the_gradient_are_refused(case, engine, dr
     norms, texts = captured(network, step, DataLoader(LABELLED, 4), engine=engine)
     assert norms == []
     assert len(texts) == 1
+    compared = "what the backward added to .grad"
+    if dropout is not None:
+        compared = "the gradient of the batch, both taken without dropout"
     assert texts[0].startswith(
-        f"engine={engine!r} is not used in this fit: The gradients of the samples do not add up to what the backward "
-        "added to .grad; they are off for `network."
+        f"engine={engine!r} is not used in this fit: The gradients of the samples do not add up to {compared}; they "
+        "are off for `network."
     )
+    if case == "sum for a mean":
+        assert texts[0].endswith("%. The loss is a sum over the samples and no mean: pass loss_reduction='sum'")
+        norms, texts = captured(network, step, DataLoader(LABELLED, 4), engine=engine, loss_reduction="sum")
+        assert (len(norms), texts) == (1, [])
+        return
     assert texts[0].endswith(
         "The loss of the batch is not made of the losses of its samples as loss_reduction says (samples that weigh "
         "otherwise, samples that influence each other as in batch normalization, a term that belongs to no sample), or "
         "the batch is cut otherwise than its data lie"
     )
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_a_mean_for_a_sum_is_named(engine):
+    data = DataLoader(LABELLED, 4)
+    norms, texts = captured(nn.Linear(5, 2), classify, data, engine=engine, loss_reduction="sum")
+    assert norms == []
+    assert texts[0].endswith("%. The loss is a mean over the samples and no sum: pass loss_reduction='mean'")
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])

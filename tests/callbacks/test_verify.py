@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
-from lightning_persample.callbacks._aside import without_dropout
+from lightning_persample.engine.untouched import without_dropout
 from lightning_persample.errors import PerSampleError, PerSampleWarning, VerificationError
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, as_loader, fit, loader
 from tests.callbacks.test_untouched_training import STEPS, ResidualInPlace, dropout, everything_after_training
@@ -78,8 +78,9 @@ def test_a_wrong_reduction_ends_the_training_with_the_table():
         fit(module, [Recorder(), PerSampleGradientMonitor(verify=True)])
     first, *table = str(error.value).splitlines()
     assert first == (
-        "verify=True, and not every value is right. Per-sample gradients of 4 samples, compared with the one-sample "
-        "loop (tolerance 1e-03): 0 of 4 parameters agree"
+        "verify=True, and not every value is right; with verify=False the fit warns of what it can tell and goes on. "
+        "Per-sample gradients of 4 samples, compared with the one-sample loop (tolerance 1e-03): 0 of 4 parameters "
+        "agree"
     )
     assert table[0].split() == ["parameter", "largest", "relative", "error", "status", "reason"]
     assert table[2].split() == ["network.0.weight", "3.0e+00", "differs", "[1]"]
@@ -93,10 +94,28 @@ def test_a_wrong_reduction_ends_the_training_with_the_table():
     fit(Classifier(reduction="sum"), [PerSampleGradientMonitor(verify=True, loss_reduction="sum")])
 
 
+@pytest.mark.filterwarnings("ignore:Found 1 module.* in eval mode")
 def test_batch_normalization_ends_the_training_with_the_reason():
     layers = nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, CLASSES)
-    with pytest.raises(VerificationError, match=r"\[1\] samples influence each other, so a sample in its batch and"):
+    with pytest.raises(
+        VerificationError, match=r"\[1\] samples influence each other, so a sample in its batch and"
+    ) as error:
         fit(Classifier(nn.Sequential(*layers)), [Recorder(verify=True)])
+    apart = (
+        "; use layers and losses that keep samples apart (GroupNorm in place of BatchNorm, or BatchNorm in evaluation "
+    )
+    assert str(error.value).endswith(f"{apart}mode)")
+
+    class Frozen(Classifier):
+        def on_train_start(self):
+            self.network[2].eval()
+
+    fit(Frozen(nn.Sequential(*layers)), [Recorder(verify=True)])
+    fit(Classifier(nn.Sequential(*layers[:2], nn.GroupNorm(2, 4), *layers[3:])), [Recorder(verify=True)])
+    layers[2].train()
+    with pytest.warns(PerSampleWarning, match="Samples of a batch influence each other"):
+        fit(Classifier(nn.Sequential(*layers)), [recorder := Recorder(verify=False)])
+    assert recorder.records[0].mixing
 
 
 class Noisy(ResidualInPlace):

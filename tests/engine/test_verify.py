@@ -185,15 +185,37 @@ class PythonNoise(nn.Module):
         return x * torch.tensor([[random.random()] for _ in x])
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), NumpyNoise(), PythonNoise()], ids=["torch", "numpy", "python"])
+class Noise(nn.Module):
+    def forward(self, x):
+        return x * torch.rand_like(x)
+
+
+def test_dropout_has_probability_0_in_the_check():
+    class Drops(nn.Module):
+        def forward(self, x):
+            return F.dropout(x, 0.5, self.training)
+
+    module, data = network(nn.Dropout(0.5), Drops()), batch()
+    random_state = torch.get_rng_state()
+    report = check_per_sample_gradients(module, data, mean_loss)
+    assert [row.status for row in report.parameters] == ["agrees"] * 4
+    assert (module[1].p, module.training) == (0.5, True)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("layer", [Noise(), NumpyNoise(), PythonNoise()], ids=["torch", "numpy", "python"])
 def test_random_numbers_are_explained(layer):
     module, data = network(layer), batch()
-    assert reason_of(check_per_sample_gradients(module, data, mean_loss), 4, "not compared") == (
+    report = check_per_sample_gradients(module, data, mean_loss)
+    assert str(report).splitlines()[0] == (
+        "Per-sample gradients of 4 samples, compared with the one-sample loop (tolerance 1e-03): 0 of 0 parameters "
+        "agree, 4 could not be compared"
+    )
+    assert reason_of(report, 4, "not compared") == (
         "the loss changes with the random seed (dropout, noise): from one seed, a batch and a single sample cannot "
         "draw the same numbers, so the two cannot be compared; check in evaluation mode, module.eval(), with "
         "probability 0, or with noise that comes with the batch, one row per sample"
     )
-    assert bool(check_per_sample_gradients(module.eval(), data, mean_loss)) == isinstance(layer, nn.Dropout)
 
 
 def test_a_penalty_on_the_parameters_belongs_to_no_sample():

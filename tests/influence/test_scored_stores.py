@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -246,10 +247,14 @@ def test_other_parameters_are_refused_with_both(tmp_path):
 @pytest.mark.parametrize("side", ["train", "test"])
 def test_two_rows_of_a_sample_at_a_checkpoint_are_refused(tmp_path, side):
     train, test = pair(tmp_path, **{side: {"sample_index": [4, 4]}})
-    text = f"sample 4 has 2 rows at step 5 of the {side} store, and one is wanted: take one of them with store.select"
+    text = rf"sample 4 has 2 rows at step 5 of the {side} store, and one is wanted: take the first of each with (.*); t"
     for name in ("grad_dot", "grad_cos", "tracin_cp", "logra", "less"):
-        with pytest.raises(PerSampleError, match=text):
+        with pytest.raises(PerSampleError, match=text) as error:
             SCORES[name](train, test)
+    stores = {"train": train, "test": test}
+    part = eval(re.search(text, str(error.value))[1], {"numpy": numpy, **stores})
+    assert len(part) == 1
+    assert grad_dot(**{**stores, side: part}).scores.shape == ((1, 2) if side == "train" else (2, 1))
 
 
 def test_two_rows_of_a_test_sample_at_a_step_are_refused_by_tracin(tmp_path):
@@ -265,10 +270,15 @@ def test_two_rows_of_a_test_sample_at_a_step_are_refused_by_tracin(tmp_path):
 def test_a_sample_without_a_row_at_a_checkpoint_is_refused(stores):
     train, test = stores["float64"]
     short = train.select(~((train.rows["checkpoint"] == 1) & (train.rows["sample_index"] < 9)))
-    text = "3 of the train store's 30 samples have no row at step 20, the first of them sample 0: collect the rest, or"
+    text = (
+        "3 of the train store's 30 samples have no row at step 20, the first of them sample 0: collect the rest, or "
+        "leave the samples out with (.*)$"
+    )
     for name in ("tracin_cp", "trak", "less"):
-        with pytest.raises(PerSampleError, match=text):
+        with pytest.raises(PerSampleError, match=text) as error:
             SCORES[name](short, test)
+    part = eval(re.search(text, str(error.value))[1], {"numpy": numpy, "train": short})
+    assert len(tracin_cp(part, test).train_index) == 27
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("grad_dot", "tracin_cp"), ("grad_cos", "tracin_cp"), ("logra", "last")])
