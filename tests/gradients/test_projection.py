@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from lightning_persample.errors import OptionError
 from lightning_persample.gradients import Dense, Indexed, Outer, Projection, SampleGradient, Sum, add_up, cost
 from tests.gradients.structures import CASES, GEOMETRIES, SAME, Convolution, assert_close, block, indexed, outer
 from tests.gradients.test_memory import LargestTensor
+from tests.in_turn import in_turn
 
 # What is kept in full, on one side, on both; with more and with less than the sizes of the cases.
 DIMS = [1, 2, 7, 20, 36, 53, 256]
@@ -171,9 +173,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dim", [5, 16])
-@pytest.mark.parametrize("kind", ["normal", "rademacher"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "kind", "dim"), in_turn(product(SHAPES, ["normal", "rademacher"]), [5, 16]))
 def test_dots_of_projected_gradients_are_in_the_mean_those_of_the_gradients(name: str, kind: Any, dim: int) -> None:
     pair = torch.randn(2, *SHAPES[name], dtype=torch.float64)
     pair[1] += pair[0]  # so that the true dot is of the size of the squared norms
