@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_persample import PerSampleWarning, UnsupportedError, call_for_per_sample_grads, expanded_weights
 from lightning_persample.engine import (
+    attach,
     batch,
     blocks,
     by_rule,
@@ -31,12 +32,12 @@ from lightning_persample.engine import (
     observed,
     own_scale,
     parameters,
+    pull_back,
     reporting,
     rows,
     use,
     values,
     watched_nodes,
-    weight,
 )
 from lightning_persample.engine.failure import FAULT
 from lightning_persample.rules import registry
@@ -100,13 +101,13 @@ FUNCTIONS: list[Callable[..., Any]] = [
     rows.note_rows,
     rows.rows_of_linear,
     use.Use.__init__,
-    use.attach,
+    attach.attach,
     values.has_value,
     values.read_values,
     watched_nodes.WatchedNodes.below,
     watched_nodes.WatchedNodes.watch_inside,
-    weight.settle,
-    weight.pull_back,
+    pull_back.settle,
+    pull_back.pull_back,
 ]
 
 
