@@ -103,7 +103,7 @@ class BatchGradients:
                 else:
                     capture.attach_loss(loss)
                 with torch.autocast(loss.device.type, enabled=False):
-                    capture.backward_aside(loss * scale)
+                    capture.backward_into_record(loss * scale)
             record = capture.record
             self._check(record)
             if record.samples is not None:

@@ -13,12 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightning_persample.callbacks._adam_states import AdamState, adam_states
-from lightning_persample.callbacks._aside import muted
 from lightning_persample.callbacks._batch_gradients import BatchGradients, GradientOptions
 from lightning_persample.callbacks._checkpoints import Checkpoints
 from lightning_persample.callbacks._lightning_names import is_lightning_module, lightning_module_for
 from lightning_persample.callbacks._sample_index import checked_index
 from lightning_persample.callbacks._samples_once import Fetched, SamplesOnce
+from lightning_persample.callbacks._second_pass import muted
 from lightning_persample.engine import warn_user
 from lightning_persample.engine.batch import count_samples, with_samples_at
 from lightning_persample.errors import OptionError, PerSampleError

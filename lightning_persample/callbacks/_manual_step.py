@@ -29,11 +29,11 @@ OUTSIDE_STEP = (
 _STEPS = "would step the optimizers, because in manual optimization training_step does"
 
 NOT_VERIFIED = (
-    f"verify=True runs training_step on single samples aside, which {_STEPS}: the values are not checked; call "
+    f"verify=True runs training_step again on single samples, which {_STEPS}: the values are not checked; call "
     "check_per_sample_gradients on the module and a loss function instead"
 )
 NO_FALLBACK = (
-    f"unsupported='vmap' would run training_step on single samples aside, which {_STEPS}: parameters whose gradients "
+    f"unsupported='vmap' would run training_step again on single samples, which {_STEPS}: parameters whose gradients "
     "are not known are named and left out, as with unsupported='warn'"
 )
 
@@ -42,7 +42,7 @@ def why_not_manual(engine: str) -> str | None:
     """Why an engine cannot be used in manual optimization, as the start of a sentence, or None."""
     if engine == "expanded":
         return None
-    return f"engine={engine!r} runs training_step on single samples aside, which {_STEPS}; use engine='expanded'"
+    return f"engine={engine!r} runs training_step again on single samples, which {_STEPS}; use engine='expanded'"
 
 
 class ManualStep:

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.callbacks._aside import NoLossError, aside
 from lightning_persample.callbacks._sample_choice import SampleChoice
+from lightning_persample.callbacks._second_pass import NoLossError, second_pass
 from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.engine import PerSampleRecord, guard
 from lightning_persample.engine.batch import BatchLayout
@@ -62,7 +62,7 @@ class SumsDifferError(UnsupportedError):
 
 
 class SecondEngine:
-    """Runs the training step aside on single samples: one after the other, or many at once with vmap.
+    """Runs the training step a second time, on single samples: one after the other, or many at once with vmap.
 
     Args:
         trainer: the Trainer, inside its training loop.
@@ -132,7 +132,7 @@ class SecondEngine:
         self.totals = collected.totals if sums and chosen is None and not collected.drew else None
         if sums and chosen is None and collected.drew:
             with without_dropout(self._module):
-                self._compare_aside(training_step, self._copied(batch, size), run_pass())
+                self._compare_sums(training_step, self._copied(batch, size), run_pass())
         return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
 
     def record_or_reason(
@@ -148,7 +148,7 @@ class SecondEngine:
         """The record of an extra pass over the batch, or why there is none; a wrong quantity is an `OptionError`."""
         self.totals = None
         if training_step is None or engine == "expanded":
-            return UnsupportedError("there is no batch to run aside")
+            return UnsupportedError("there is no batch to run a second time")
 
         def reason(error: Exception) -> PerSampleError:  # single samples must not end the training
             if isinstance(error, PerSampleError):
@@ -165,7 +165,7 @@ class SecondEngine:
     def _loop(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
         scale = self._loss_scale(size)
         names, parameters = zip(*self._trainable(), strict=True)
-        with aside(self._trainer, self._module) as state, batch_statistics_explained(self._module):
+        with second_pass(self._trainer, self._module) as state, batch_statistics_explained(self._module):
             for place, sample in enumerate(collected.places):
                 one = take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
                 loss = self._own_loss(training_step, one)
@@ -187,7 +187,7 @@ class SecondEngine:
         scale = self._loss_scale(size)
         bytes_each = sum(parameter.numel() * parameter.element_size() for _, parameter in self._trainable())
         chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
-        with aside(self._trainer, self._module) as state:
+        with second_pass(self._trainer, self._module) as state:
             for start in range(0, len(collected.places), chunk):
                 ones = [
                     take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
@@ -205,11 +205,11 @@ class SecondEngine:
                 state.restore(random_states=False)
             collected.drew = state.drew_random_numbers()
 
-    def _compare_aside(self, training_step: Callable[[Any], Any], batch: Any, collected: _Collected) -> None:
+    def _compare_sums(self, training_step: Callable[[Any], Any], batch: Any, collected: _Collected) -> None:
         """Compare the sums of a pass with the gradient of the batch, of which no parameter is given any."""
         names, parameters = zip(*self._trainable(), strict=True)
         scale = self._loss_scale(1)
-        with aside(self._trainer, self._module) as state:
+        with second_pass(self._trainer, self._module) as state:
             loss = loss_of(training_step(batch))
             if not isinstance(loss, Tensor) or self.weights is None:
                 raise NoLossError
@@ -223,7 +223,7 @@ class SecondEngine:
             raise SumsDifferError(text)
 
     def _copied(self, batch: Any, size: int) -> Any:
-        """The batch for a step aside, which may change its inputs in place."""
+        """The batch for a second pass, which may change its inputs in place."""
         return take(batch, 0, size, batch_size=size, batch_dim=self._batch_dim)
 
     def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -240,7 +240,7 @@ class SecondEngine:
         if not callable(self._weighting):
             return torch.full((size,), 1.0 if self._weighting == "sum" else 1.0 / size)
         batch = self._copied(batch, size)
-        with aside(self._trainer, self._module), torch.no_grad():
+        with second_pass(self._trainer, self._module), torch.no_grad():
             outputs = training_step(batch)
             if loss_of(outputs) is None:
                 raise NoLossError

@@ -22,7 +22,6 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_persample.callbacks._aside import on_other_batches
 from lightning_persample.callbacks._consumer import Consumer
 from lightning_persample.callbacks._lightning_names import skips_hooks
 from lightning_persample.callbacks._manual_step import (
@@ -45,6 +44,7 @@ from lightning_persample.callbacks._requirements import (
 from lightning_persample.callbacks._sample_choice import SampleChoice
 from lightning_persample.callbacks._sample_index import BatchIndices
 from lightning_persample.callbacks._second_engine import NOT_COMPARED, NOT_ONE_BY_ONE, SecondEngine, SumsDifferError
+from lightning_persample.callbacks._second_pass import on_other_batches
 from lightning_persample.callbacks._sum_check import SumCheck
 from lightning_persample.callbacks._verification import verify_values
 from lightning_persample.engine import (
@@ -136,7 +136,7 @@ class SharedCapture:
         self._manual: ManualStep | None = None
         self._optimizer_steps: Mapping[int, Sequence[PerSampleRecord]] = {}
         self._record: PerSampleRecord | None = None
-        self._step_aside: Callable[[Any], Any] | None = None
+        self._rerun: Callable[[Any], Any] | None = None
         self._sums_differ = False
         self._loss_scale: Tensor | None = None
         self._averages = trainer.world_size > 1 or is_sharded(pl_module)
@@ -216,7 +216,7 @@ class SharedCapture:
         step, self._step = self._step, None
         self._receivers = []
         self._optimizer_steps = {}
-        self._record = self._step_aside = self._manual = self._batch = self._loss_scale = None
+        self._record = self._rerun = self._manual = self._batch = self._loss_scale = None
         self._is_empty = False
         check, self._second_check = self._second_check, None
         if step is None and check is None:  # as at every batch that is not captured
@@ -294,14 +294,14 @@ class SharedCapture:
             return training_step(*args, **kwargs)
         self._quantities = frozenset().union(*(of_user(each.needs, self._trainer) for each in self._receivers))
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
-        self._step_aside = on_other_batches(training_step.function, args, kwargs)
+        self._rerun = on_other_batches(training_step.function, args, kwargs)
         if self._verify and self._module.automatic_optimization:
             first = self._callbacks[0]
             verified = verify_values(
                 self._trainer,
                 self._module,
                 first,
-                self._step_aside,
+                self._rerun,
                 self._batch,
                 batch_size=first.batch_size or (None if self._indices is None else self._indices.rows_drawn()),
                 allow_missing=self._falls_back,
@@ -380,7 +380,7 @@ class SharedCapture:
         if self._second_is_refused:
             return training_step(*args, **kwargs)
         sums, self._second_is_compared = not self._second_is_compared, True
-        record = self._run_aside(self._engine, sums=sums)
+        record = self._run_second(self._engine, sums=sums)
         if isinstance(record, SumsDifferError):
             self._refuse_second(str(record))
             return training_step(*args, **kwargs)
@@ -399,7 +399,7 @@ class SharedCapture:
             self._reports.report(record)
         return outputs
 
-    def _run_aside(
+    def _run_second(
         self, engine: Literal["expanded", "vmap", "loop"], *, sums: bool
     ) -> PerSampleRecord | PerSampleError:
         try:
@@ -407,7 +407,7 @@ class SharedCapture:
             layout = lay_out(view, self._callbacks[0].batch_dim, size)
         except BatchSizeError as error:
             return error
-        return self._second.record_or_reason(engine, self._step_aside, self._batch, layout, self._quantities, sums=sums)
+        return self._second.record_or_reason(engine, self._rerun, self._batch, layout, self._quantities, sums=sums)
 
     def _samples_of_batch(self) -> tuple[Any, int]:
         """The batch as its samples are looked for, and how many there are."""
@@ -521,7 +521,7 @@ class SharedCapture:
         missing = warning_texts(record)[0]
         failures = ""
         for engine in ("vmap", "loop"):
-            found = self._run_aside(engine, sums=True)
+            found = self._run_second(engine, sums=True)
             check, totals, text = self._second_check, self._second.totals, None
             if isinstance(found, PerSampleRecord) and check is not None and totals is not None:
                 text = check.finish(found, totals, NOT_ONE_BY_ONE)

@@ -1,4 +1,4 @@
-"""Compare the engine with the one-sample loop on a batch of the training, aside from the training."""
+"""Compare the engine with the one-sample loop on a batch of the training, in a second pass."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from lightning_persample.callbacks._aside import NoLossError, aside
 from lightning_persample.callbacks._consumer import Consumer
+from lightning_persample.callbacks._second_pass import NoLossError, second_pass
 from lightning_persample.engine import check_per_sample_gradients, warn_user
 from lightning_persample.engine.diagnosis import RANDOM
 from lightning_persample.engine.samples import loss_of
@@ -41,7 +41,7 @@ def verify_values(
             raise NoLossError("training_step returned None")
         return outputs
 
-    with aside(trainer, pl_module):
+    with second_pass(trainer, pl_module):
         report = check_per_sample_gradients(
             pl_module,
             batch,

@@ -45,7 +45,7 @@ class PerSampleCallback(Callback):
             to the engine "vmap" for the rest of the fit, or to "loop" where that fails, with one warning. Callbacks of
             one Trainer may differ: one "error" decides for all, else one "vmap" does.
         engine: "expanded" observes the training step and its backward. "vmap" and "loop" are for models that it cannot
-            follow: at captured steps only, an extra pass before the training step runs `training_step` aside on each
+            follow: at captured steps only, an extra pass before the training step runs `training_step` again on each
             sample alone, all at once with `torch.func.vmap`, or one after the other, which works with anything but
             reentrant activation checkpointing. The pass has random numbers of its own (dropout masks differ from those
             of the training step). Where samples influence each other (batch normalization in training mode), their

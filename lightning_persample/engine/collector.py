@@ -178,7 +178,7 @@ class Collector:
                 self.refused.setdefault(name, reason)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def not_counting(self) -> Iterator[None]:
         """Report nothing of the gradients computed inside: they are not the training gradient."""
         before, self.accepting = self.accepting, False
         try:

@@ -95,7 +95,7 @@ class Dispatcher(Collector):
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run ``torch.autograd.grad`` in the middle of a step, and note where the samples lie in what it gives."""
-        with self.aside():
+        with self.not_counting():
             gradients = function(*args, **kwargs)
         guard(self._note_gradients, self.fail)(gradients, args, kwargs)
         return gradients
@@ -110,7 +110,7 @@ class Dispatcher(Collector):
         self.mark_gradients(gradients, outputs, inputs)
 
     def mark_gradients(self, found: Iterable[Tensor | None], outputs: list[Tensor], inputs: Sequence[Tensor]) -> None:
-        """A gradient asked for aside lies where its input lies; of what is no sample's it is of the whole batch."""
+        """A gradient computed in the step lies where its input lies; of what is no sample's, of the whole batch."""
         of_batch = any(isinstance(self.marks.of_operand(output), (BatchAxis, Lost)) for output in outputs)
         for tensor, gradient in zip(inputs, found, strict=False):
             if gradient is not None and gradient.requires_grad:

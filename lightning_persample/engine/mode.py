@@ -252,7 +252,7 @@ class Capture:
         if loss.requires_grad:
             self._handles.append(loss.register_hook(guard(self._keep_scale, self._fail)))
 
-    def backward_aside(self, loss: Tensor) -> None:
+    def backward_into_record(self, loss: Tensor) -> None:
         """A backward that gives a record, but writes no ``.grad`` and runs none of the hooks that wait for one.
 
         Args:

@@ -35,12 +35,12 @@ class WatchedParameters:
         self._adopted: list[RemovableHandle] = []
         self._hooked: set[str] = set()
 
-    def watch(self, told: Collection[Weight] = ()) -> None:
+    def watch(self, reporting: Collection[Weight] = ()) -> None:
         """Watch every trainable parameter, behind the user's hooks; lazy ones can be watched once they have a shape."""
         for weight in self.weights.values():
-            weight.told = False
-        for weight in told:
-            weight.told = weight.uses == 1 and weight.children == 0
+            weight.reports = False
+        for weight in reporting:
+            weight.reports = weight.uses == 1 and weight.children == 0
         try:
             self._watch()
         except BaseException:  # an interrupt, too, leaves no hook behind
@@ -53,9 +53,9 @@ class WatchedParameters:
                 continue
             hooks, ours = parameter._backward_hooks or {}, self._handles.get(name)
             weight = self.weights[name]
-            if ours is None and not hooks and weight.told:
+            if ours is None and not hooks and weight.reports:
                 continue
-            weight.told = False
+            weight.reports = False
             if ours is not None and (not hooks or next(reversed(hooks)) == ours.id):
                 continue
             if hooks:  # of the user's, after which ours has to run

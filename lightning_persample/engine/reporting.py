@@ -75,10 +75,10 @@ class Report:
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._handle.remove()  # it holds nodes that hold it, a circle that no collector sees
 
-    def tell(self) -> None:
+    def note_gradient(self) -> None:
         """Note that those weights get a gradient on which no hook has to wait for it."""
         for weight in self._weights:
-            if weight.told:
+            if weight.reports:
                 for name in weight.names:
                     self._collector.got_gradient[name] = None
 
@@ -87,7 +87,7 @@ class Report:
         collector = self._collector
         if not collector.accepting:
             return []
-        self.tell()
+        self.note_gradient()
         if collector.refused and _are_refused(self._weights, collector):
             if collector.frees:
                 self._compute = None

@@ -173,7 +173,7 @@ class _RowsReport(Report):
                 return False
         except Exception:  # for want of memory perhaps: the general way tries it, and says what is wrong
             return False
-        self.tell()
+        self.note_gradient()
         if self._collector.frees:
             self._compute = None
         return True

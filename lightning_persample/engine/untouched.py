@@ -1,4 +1,4 @@
-"""Run a module aside: afterwards it, and the random number generators, are as if nothing had run."""
+"""Run a module in a second pass: afterwards it, and the random number generators, are as if nothing had run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ModuleState:
         lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
         if lazy:
             raise PerSampleError(
-                f"parameter `{lazy[0]}` is not initialized yet, and running the module aside would create it; run one "
+                f"parameter `{lazy[0]}` is not initialized yet, and running the module again would create it; run one "
                 "batch through the module first"
             )
         self._seen: dict[int, Any] = {}

@@ -165,7 +165,7 @@ class _Check:
             if callable(self._weighting):
                 with torch.no_grad():
                     capture.attach_loss(loss, self._weighting(outputs, batch))
-            capture.backward_aside(loss)  # hooks on `.grad` average it over devices, or take an optimizer's step
+            capture.backward_into_record(loss)  # hooks on `.grad` average it over devices, or take an optimizer's step
         state.restore()
         return capture.record
 

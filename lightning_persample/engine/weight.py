@@ -101,7 +101,7 @@ class Weight:
         calls: what computes it and from which gradients of the outputs, where the sum is going to be compared.
         sq_norm: the squared norm (B,), where it could be taken at once and the structure let go.
         norm: the norm (B,) in its place.
-        told: whether the call that uses it tells that it gets a gradient, so that no hook on it has to.
+        reports: whether the call that uses it reports that it gets a gradient, so that no hook on it has to.
         version: how often a derived weight had been written to when it was computed.
         hidden: it was written to where autograd did not see it.
         adds: the last of the contributions is a sum, in memory of its own.
@@ -120,7 +120,7 @@ class Weight:
     calls: list[tuple[Computation, Sequence[Tensor | None]]] = field(default_factory=list)
     sq_norm: Tensor | None = None
     norm: Tensor | None = None
-    told: bool = False
+    reports: bool = False
     version: int = 0
     hidden: bool = False
     adds: bool = False

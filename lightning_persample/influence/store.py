@@ -274,7 +274,7 @@ class GradientStore:
 
         Args:
             max_memory: bytes that a block takes while it is read, with those of the block before it, which a loop still
-                holds then. Mapped pages are aside: the system takes them back when it needs them. None takes 64 MiB, or
+                holds then. Mapped pages do not count; the system takes them back when needed. None takes 64 MiB, or
                 what one row needs.
             dtype: torch.float32 or torch.float64; None is float64 for a store of that type, else float32. In float32 an
                 entry of a float16 store below 2**-150 is 0.

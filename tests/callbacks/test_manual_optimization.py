@@ -221,7 +221,7 @@ def test_a_backward_that_could_be_any_optimizers_is_in_no_statistics(tmp_path):
 
 
 NOT_CAPTURED = ": no per-sample gradients are captured in this fit"
-ASIDE = "runs training_step on single samples aside, which would step the optimizers, because in manual optimization "
+ASIDE = "runs training_step again on single samples, which would step the optimizers, because in manual optimization "
 
 
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
@@ -255,7 +255,7 @@ class Undeclared(GAN):
 
 
 NO_FALLBACK = (
-    "unsupported='vmap' would run training_step on single samples aside, which would step the optimizers, because in "
+    "unsupported='vmap' would run training_step again on single samples, which would step the optimizers, because in "
     "manual optimization training_step does: parameters whose gradients are not known are named and left out, as with "
     "unsupported='warn'"
 )

@@ -10,7 +10,7 @@ import pytest
 from tests.callbacks.cells import ALL_WAYS, ENGINES, MANUAL, cell, plain_run
 
 ASIDE = (
-    "engine={!r} runs training_step on single samples aside, which would step the optimizers, because in manual "
+    "engine={!r} runs training_step again on single samples, which would step the optimizers, because in manual "
     "optimization training_step does; use engine='expanded': no per-sample gradients are captured in this fit"
 )
 FAILED = "engine={!r} failed with RuntimeError: {}"

@@ -243,7 +243,7 @@ def test_gradients_in_half_precision_do_not_vanish():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler, on self.log
 @pytest.mark.parametrize("engine", ENGINES)
-def test_compiled_modules_run_aside_as_written(engine):
+def test_compiled_modules_run_second_pass_as_written(engine):
     module, recorder = Classifier(), Recorder(2, engine=engine)
     module.network = torch.compile(module.network, backend="eager")
     fit(module, [recorder], data=loader(48))
@@ -297,7 +297,7 @@ def test_an_optimizer_that_runs_the_step_several_times():
     assert torch.equal(*networks)
 
 
-def test_the_first_batch_of_a_lazy_module_is_not_run_aside():
+def test_the_first_batch_of_a_lazy_module_is_not_run_second_pass():
     def lazy():
         return Classifier(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, CLASSES)))
 

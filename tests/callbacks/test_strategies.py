@@ -273,11 +273,11 @@ def test_a_sharded_module_on_one_device(tmp_path):
 
 WAITS = (
     "training_step waits for other processes (`allreduce_`: a gathered tensor, synchronized batch normalization), so "
-    "that it cannot be run aside on single samples; use engine='expanded' and verify=False"
+    "that it cannot be run on single samples; use engine='expanded' and verify=False"
 )
 SHARDED_TEXT = (
     "Sharded is sharded (fully_shard), so that every process has to take part in each of its forward passes, and "
-    "single samples cannot be run aside on one of them; use engine='expanded' and verify=False"
+    "single samples cannot be run on one of them; use engine='expanded' and verify=False"
 )
 
 

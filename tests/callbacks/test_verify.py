@@ -1,4 +1,4 @@
-"""verify=True: the first captured batch is checked aside, and what is wrong ends the training with a table."""
+"""verify=True: the first captured batch is checked in a second pass; what is wrong ends the training with a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module does aside is undone."""
+"""What a module does in a second pass is undone."""
 
 from __future__ import annotations
 
@@ -133,6 +133,6 @@ def test_a_parameter_that_does_not_exist_yet_is_said():
     with pytest.raises(PerSampleError) as error, untouched(nn.Sequential(nn.LazyLinear(2))):
         pass
     assert str(error.value) == (
-        "parameter `0.weight` is not initialized yet, and running the module aside would create it; run one batch "
+        "parameter `0.weight` is not initialized yet, and running the module again would create it; run one batch "
         "through the module first"
     )

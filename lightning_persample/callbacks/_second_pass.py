@@ -1,4 +1,4 @@
-"""Run a training step aside: nothing is logged, and the training that follows is as if it had not run."""
+"""Run a training step in a second pass: nothing is logged, and the training that follows is as if it had not run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_persample.engine import is_sharded, without_compilation
 from lightning_persample.engine.untouched import ModuleState, untouched
 from lightning_persample.errors import UnsupportedError
 
-__all__ = ["NoLossError", "aside", "muted", "on_other_batches"]
+__all__ = ["NoLossError", "muted", "on_other_batches", "second_pass"]
 
 _MUTED = ("log", "log_dict", "print")
 _ABSENT = object()
@@ -24,18 +24,18 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional
 
 
 class NoLossError(Exception):
-    """A training step that ran aside returned None: it skips this batch."""
+    """A training step returned, in a second pass, None: it skips this batch."""
 
 
 @contextmanager
-def aside(trainer: Trainer, pl_module: LightningModule) -> Iterator[ModuleState]:
+def second_pass(trainer: Trainer, pl_module: LightningModule) -> Iterator[ModuleState]:
     """Run training steps as the Trainer runs them, and leave no trace of them."""
     # ``log``, ``log_dict`` and ``print`` of the module do nothing, the Trainer's loggers are replaced by dummies,
     # compiled code runs as written, and at the end the module and the random number generators are put back.
     if is_sharded(pl_module):
         raise UnsupportedError(
             f"{type(pl_module).__name__} is sharded (fully_shard), so that every process has to take part in each of "
-            "its forward passes, and single samples cannot be run aside on one of them; use engine='expanded' and "
+            "its forward passes, and single samples cannot be run on one of them; use engine='expanded' and "
             "verify=False"
         )
     loggers, caches = trainer.loggers, torch.is_autocast_cache_enabled()
@@ -100,7 +100,7 @@ class _AloneHere(TorchDispatchMode):
         if namespace in _COLLECTIVES:
             raise UnsupportedError(
                 f"training_step waits for other processes (`{name.partition('.')[0]}`: a gathered tensor, synchronized "
-                "batch normalization), so that it cannot be run aside on single samples; use engine='expanded' and "
+                "batch normalization), so that it cannot be run on single samples; use engine='expanded' and "
                 "verify=False"
             )
         return func(*args, **(kwargs or {}))
