@@ -106,21 +106,21 @@ def _brought_back(rows: Tensor, shape: torch.Size, gradient: Block) -> SampleGra
     """A block at the entries of a weight that its rows (total, ...) came from, counted from 1 (0: from nowhere)."""
     grads, size = gradient.grad.flatten(1), shape.numel()
     if torch.equal(rows, rows[:1].expand_as(rows)):  # one row, laid over all samples
-        return Dense(_sums(grads, rows[:1].flatten(1), size).reshape(-1, *shape))
+        return Dense(_sums(grads, rows[:1].flatten(1), size).reshape(len(grads), *shape))
     origin = rows[gradient.position].flatten(1)
     axis = _axis_of(origin, shape, gradient)
     if axis is None:
         index = _rows_of(origin, shape)
         if index is not None:
             return Indexed(index, grads.reshape((*index.shape, shape[1])), shape[0])
-        return Dense(_sums(grads, origin, size).reshape(-1, *shape))
+        return Dense(_sums(grads, origin, size).reshape(len(grads), *shape))
     sizes = list(shape)
     before, after = sizes[: axis.dim], sizes[axis.dim + 1 :]
     own, count = [*before, axis.outer, axis.inner, *after], size // gradient.total
     number = torch.arange(1, count + 1, device=origin.device).reshape(own).unsqueeze(axis.dim + 1)
     laid = number.expand(*before, axis.outer, gradient.total, axis.inner, *after)
     within = torch.cat([origin.new_zeros(1), laid.flatten()])
-    found = _sums(grads, within[origin], count).reshape(-1, *own).flatten(axis.dim + 1, axis.dim + 2)
+    found = _sums(grads, within[origin], count).reshape(len(grads), *own).flatten(axis.dim + 1, axis.dim + 2)
     return Block(found, axis.dim, axis.outer, axis.inner, gradient.position, gradient.total)
 
 

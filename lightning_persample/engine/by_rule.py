@@ -149,7 +149,8 @@ class ByRule:
     ) -> None:
         self._placement, self._others, self._owners, self._text = placement, others, owners, text
         self._tensors = {name: value.detach() for name, value in values.items()}
-        self._versions = versions_of(self._tensors.values(), written)
+        read = (tensor for name, tensor in self._tensors.items() if placement.rule.is_read(name))
+        self._versions = versions_of(read, written)
         self._saved = saved_results(first, placement.rule.saved) if placement.has_rows and placement.rule.saved else {}
         self.drawn: Drawn | None = None
 

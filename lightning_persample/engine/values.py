@@ -118,7 +118,7 @@ def _squares(norms: list[Tensor]) -> Sequence[Tensor]:
 
 def samples_in_loss(of_part: Sequence[int] | None, weights: object) -> Sequence[int] | None:
     """The places of the samples with a part in the loss: a sample of weight 0 has none; None is all."""
-    if not isinstance(weights, Tensor) or bool((weights != 0).all()) or not bool((weights != 0).any()):
+    if not isinstance(weights, Tensor) or bool((weights != 0).all()):
         return of_part
     some: list[int] = (weights != 0).nonzero().flatten().tolist()
     return some if of_part is None else sorted(set(some) & set(of_part))

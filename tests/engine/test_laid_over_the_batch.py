@@ -127,6 +127,26 @@ def test_some_of_the_samples_alone(name: str) -> None:
         torch.testing.assert_close(grads, expected[parameter_name][samples], rtol=1e-10, atol=1e-12)
 
 
+def nothing_laid(m: Any, x: Tensor) -> Tensor:
+    return m.a(x + m.r[:0].expand(len(x), 0).tanh().sum(1, keepdim=True))
+
+
+def written_after_use(m: Any, x: Tensor) -> Tensor:
+    laid = m.r.expand(len(x), -1) * 2
+    h = x + laid
+    laid.add_(1)
+    return m.a(h + laid.square())
+
+
+@pytest.mark.parametrize("forward", [nothing_laid, written_after_use])
+@pytest.mark.parametrize("size", [1, 4])
+def test_no_entries_and_a_write_after_the_use_are_no_obstacle(forward: Any, size: int) -> None:
+    network, batch = Model(forward, a=nn.Linear(4, 3), r=parameter(4)), torch.rand(size, 4)
+    record = record_of(network, mean_of_squares, batch)
+    assert record.unsupported == {}
+    assert_values(record, loop(network, mean_of_squares, (batch,)))
+
+
 OPS_WITHOUT_A_FAMILY = {
     "cross": lambda m, x: torch.cross(m.a(x), m.w.expand(len(x), -1), dim=1),
     "cross-of-a-stack": lambda m, x: torch.cross(torch.stack([m.w] * len(x)), m.a(x), dim=1),

@@ -204,3 +204,12 @@ def test_windows_that_weigh_alike_are_the_mean_of_their_samples() -> None:
         assert record.samples is not None
         assert record.samples.tolist() == [2, 5, 7]
         torch.testing.assert_close(record.grad_samples["0.weight"], expected["0.weight"][[2, 5, 7]])
+
+
+def test_a_batch_of_which_no_sample_has_a_weight_has_no_values() -> None:
+    module, x, y, weights = nn.Linear(5, 3), torch.randn(4, 5), torch.randn(4, 3), torch.zeros(4)
+    with expanded_weights(module, (x, y), loss_reduction=weights) as capture:
+        ((module(x) - y).square().mean(1) * weights).sum().backward()
+    record = capture.record
+    assert (record.in_loss, record.num_values, record.norms().tolist()) == (0, 0, [])
+    assert record.nonfinite().tolist() == []
