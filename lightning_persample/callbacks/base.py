@@ -220,11 +220,16 @@ class PerSampleCallback(Callback):
     @property
     def state_key(self) -> str:
         """Names the class and its settings, so that several callbacks of one class live in one Trainer."""
-        if self._key is not None:
-            return self._key
+        return self._key or guard(self._key_by_settings, self._key_by_class)()
+
+    def _key_by_settings(self) -> str:
         return self._generate_state_key(
             **{name: _name_of(value) if callable(value) else value for name, value in self._settings().items()}
         )
+
+    def _key_by_class(self, error: Exception) -> str:
+        """Another one for each callback, as Lightning demands; `setup` says what has failed."""
+        return f"{type(self).__qualname__} {id(self)}"
 
     def _settings(self) -> dict[str, Any]:
         names = (
@@ -241,10 +246,10 @@ class PerSampleCallback(Callback):
         if stage == "fit" and self in callbacks[:1]:
             self._end_capture()
             self._indices = BatchIndices(trainer, callbacks)
+        self._key = self._key_by_settings()  # which Lightning asks for at every hook
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the shared capture, if this is the first per-sample callback of the Trainer."""
-        self._key = self.state_key  # which Lightning asks for at every hook
         callbacks = _per_sample_callbacks(trainer)
         is_open = self._shared is not None and self._shared.belongs_to(trainer, pl_module)
         if self not in callbacks[:1] or is_open:
@@ -275,8 +280,11 @@ class PerSampleCallback(Callback):
 
     def _end_capture(self) -> None:
         self._key = None
-        run_all(self._close, *([] if self._indices is None else [self._indices.uninstall]))
+        run_all(self._close, *([] if self._indices is None else [self._indices.uninstall]), self._let_go)
         self._indices = None
+
+    def _let_go(self) -> None:
+        """Forget what a subclass keeps for the time of a fit."""
 
     def _fail(self, trainer: Trainer | None, error: Exception) -> None:
         """Say once that this callback has failed, by a fault of this package, and let it rest until the next fit."""

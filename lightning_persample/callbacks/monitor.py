@@ -397,8 +397,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             text = f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}"
             warn_user(f"{text}; statistics=() leaves them out")
 
-    def _end_capture(self) -> None:
-        super()._end_capture()
+    def _let_go(self) -> None:
         self._window = None
 
     def __getstate__(self) -> dict[str, Any]:

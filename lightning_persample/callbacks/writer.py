@@ -22,7 +22,7 @@ from lightning_persample.callbacks._ledger_rows import CapturedRows, checked_typ
 from lightning_persample.callbacks._options import is_path
 from lightning_persample.callbacks._training_step import window_continues
 from lightning_persample.callbacks.base import PerSampleCallback
-from lightning_persample.engine import PerSampleRecord, group_name, run_all, warn_user
+from lightning_persample.engine import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence._arrow import arrow
@@ -423,9 +423,9 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._release()  # it writes nothing more in this fit, and its hooks at the end do not run
         super()._fail(trainer, error)
 
-    def _end_capture(self) -> None:
-        rates = self._rates
-        run_all(super()._end_capture, *([] if rates is None else [rates.close]))
+    def _let_go(self) -> None:
+        if self._rates is not None:
+            self._rates.close()
 
     def _finish(self, trainer: Trainer) -> None:
         self._current, self._held = [], []

@@ -146,7 +146,7 @@ class DeliveringDispatcher(Dispatcher):
             return self.call(function, args, kwargs, mode)
 
         mode = ObservingMode(answer)
-        with modules_do_not_see(ObservingMode), mode:
+        with modules_do_not_see(), mode.active():
             return function(*args, **kwargs)
 
     def end_forward(self) -> None:

@@ -12,17 +12,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
+
+from lightning_persample.engine.observing import ObservingMode
 
 __all__ = ["modules_do_not_see", "without_compilation"]
 
 
-class _WhileAnyIsInside(AbstractContextManager[None]):
+class _WhileAnyIsInside:
     """A change of what belongs to the whole process, for as long as any thread is inside.
 
     Args:
@@ -30,22 +32,37 @@ class _WhileAnyIsInside(AbstractContextManager[None]):
     """
 
     def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
-        self._change, self._inside, self._lock = change, 0, threading.Lock()
+        self._change, self._lock = change, threading.Lock()
+        self._inside: set[object] = set()
         self._changed: AbstractContextManager[object] = nullcontext()
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        who = object()
+        try:
+            try:
+                self._enter(who)
+                yield
+            finally:
+                self._leave(who)
+        finally:
+            self._leave(who)  # an interrupt may have kept the first one from it
+
+    def _enter(self, who: object) -> None:
         with self._lock:
-            if not self._inside:
+            is_first = not self._inside
+            self._inside.add(who)
+            if is_first:
                 changed = self._change()
                 changed.__enter__()
                 self._changed = changed
-            self._inside += 1
 
-    def __exit__(self, *error: object) -> None:
+    def _leave(self, who: object) -> None:
         with self._lock:
-            self._inside -= 1
+            self._inside.discard(who)
             if not self._inside:
                 self._changed.__exit__(None, None, None)
+                self._changed = nullcontext()
 
 
 def _eager() -> AbstractContextManager[object]:
@@ -54,27 +71,13 @@ def _eager() -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager")
 
 
-_WITHOUT_COMPILATION = _WhileAnyIsInside(_eager)
-
-
-def without_compilation() -> AbstractContextManager[object]:
-    """Run compiled code as it was written, because nothing of it can be seen; the next step is compiled again."""
-    return _WITHOUT_COMPILATION
-
-
-@cache
-def modules_do_not_see(kind: type[TorchFunctionMode]) -> AbstractContextManager[object]:
-    """Within this context, modules that ask whether an override is active do not count modes of this kind."""
-    return _WhileAnyIsInside(partial(_not_counted, kind))
-
-
 @contextmanager
-def _not_counted(kind: type[TorchFunctionMode]) -> Iterator[None]:
+def _not_counted() -> Iterator[None]:
     asked = torch.overrides.has_torch_function
 
     def has_torch_function(args: Iterable[Any]) -> bool:
         offers_itself = "handle_torch_function" in sys._getframe(1).f_code.co_names
-        if offers_itself or any(not isinstance(mode, kind) for mode in _get_current_function_mode_stack()):
+        if offers_itself or any(not isinstance(mode, ObservingMode) for mode in _get_current_function_mode_stack()):
             return bool(asked(args))
         return any(_overrides(type(arg)) for arg in args)
 
@@ -103,3 +106,9 @@ def _offered(backward: Callable[..., Any]) -> Callable[..., Any]:
 def _overrides(kind: type) -> bool:
     own = getattr(kind, "__torch_function__", None)
     return kind is not Tensor and own is not None and own is not torch._C._disabled_torch_function_impl
+
+
+without_compilation = _WhileAnyIsInside(_eager)
+"""Run compiled code as it was written, because nothing of it can be seen; the next step is compiled again."""
+modules_do_not_see = _WhileAnyIsInside(_not_counted)
+"""Modules that ask whether an override is active do not count an `ObservingMode`."""

@@ -230,7 +230,7 @@ class Capture:
         """
         if self._closed:
             raise PerSampleError(_CLOSED)
-        with without_compilation(), modules_do_not_see(ObservingMode), self._mode:
+        with without_compilation(), modules_do_not_see(), self._mode.active():
             yield self
 
     def attach_loss(self, loss: Tensor, weights: Tensor | None = None) -> None:

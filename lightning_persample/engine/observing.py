@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 __all__ = ["ObservingMode"]
 
@@ -20,6 +21,18 @@ class ObservingMode(TorchFunctionMode):
     def __init__(self, answer: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
         self._answer = answer
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Offer the calls in this context; an interrupt, too, leaves the mode on no stack."""
+        try:
+            with self:
+                yield
+        finally:
+            while self in (stack := _get_current_function_mode_stack()):
+                above = [_pop_mode() for _ in stack[stack.index(self) :]][:-1]
+                for mode in reversed(above):
+                    _push_mode(mode)
 
     def release(self) -> None:
         """Let calls run as they are from now on, and let go of the capture: a cycle would keep it for some time."""

@@ -202,7 +202,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     for layer, name, _ in found:
         setattr(layer, name, 0.0)
     try:
-        with ObservingMode(_without_its_dropout):
+        with ObservingMode(_without_its_dropout).active():
             yield
     finally:
         for layer, name, probability in found:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter
@@ -33,8 +37,9 @@ from lightning_persample.callbacks import (
     _window,
     _worst_samples,
     base,
+    monitor,
 )
-from lightning_persample.engine import coverage, dispatch, kinds, layout, marks, mode, reporting
+from lightning_persample.engine import coverage, dispatch, fast_path, kinds, layout, marks, mode, observing, reporting
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning
 from lightning_persample.influence import _parts, ledger
@@ -84,6 +89,9 @@ AUTOMATIC: list[Callable[..., Any]] = [
     _worst_samples.SampleNorms.worst,
     _worst_samples.write_worst_samples,
     _logger_media.save_table,
+    base.PerSampleCallback._key_by_settings,
+    base.PerSampleCallback._settings,
+    monitor.PerSampleGradientMonitor._let_go,
     coverage.classify,
     dispatch.Dispatcher._note,
     kinds.kind_of,
@@ -172,6 +180,7 @@ BOUNDARY = (
     "callbacks._training_step.SharedCapture._rests",
     "callbacks._training_step.SharedCapture.uninstall",
     "callbacks.base.PerSampleCallback._end_capture",
+    "callbacks.base.PerSampleCallback.state_key",
     "callbacks.base._guarded.<locals>.run",
     "callbacks.base._with_capture.<locals>.both",
 )
@@ -219,6 +228,79 @@ def test_a_fault_in_some_of_all_functions_leaves_the_training_as_it_is(tmp_path:
 @pytest.mark.parametrize("kind", [Classifier, Manual])
 def test_a_fault_in_any_function_leaves_the_training_as_it_is(kind: type, calls: int | None, tmp_path: Any) -> None:
     sweep(kind, tmp_path, every=1, calls=calls)
+
+
+def interrupted_fit(kind: type, function: types.CodeType, call: int, tmp_path: Any) -> bool:
+    """Interrupt a fit at the n-th call of a function, and check that nothing is left; whether it was interrupted."""
+    torch.manual_seed(0)
+    module = kind(False)
+    loader = module.train_dataloader()
+    callbacks, of_loader, of_torch = all_of_ours(tmp_path), dict(vars(loader)), of_process()
+    trainer = make_trainer(callbacks, tmp_path, max_epochs=1)
+    was_interrupted = False
+    try:
+        with interrupted(function, call):
+            trainer.fit(module, loader)
+    except (SystemExit, KeyboardInterrupt, RuntimeError):  # (as Lightning ends where loaders have no iterators yet)
+        was_interrupted = True
+    assert traces(module) == traces_of_a_fit(kind, tmp_path)
+    assert not any(optimizer._optimizer_step_pre_hooks for optimizer in trainer.optimizers)
+    assert type(trainer.fit_loop._combined_loader) in (CombinedLoader, type(None))
+    assert "_load_combined_loader_states" not in vars(trainer.fit_loop)
+    assert dict(vars(loader)) == of_loader
+    assert of_process() == of_torch
+    assert all(each._shared is each._indices is None for each in callbacks)
+    assert not any(name.startswith("on_") for each in callbacks for name in vars(each))
+    return was_interrupted
+
+
+def of_process() -> tuple[Any, ...]:
+    """What a capture changes for the whole process, and takes back."""
+    modes = [type(each) for each in torch.overrides._get_current_function_mode_stack()]
+    return modes, torch.overrides.has_torch_function, torch.autograd.backward, torch._C._is_torch_function_enabled()
+
+
+@functools.cache
+def traces_of_a_fit(kind: type, tmp_path: Any) -> Any:
+    return traces(trained(kind, [], tmp_path / "plain")[0])
+
+
+INTERRUPTED: list[tuple[Callable[..., Any], int]] = [
+    (TorchFunctionMode.__enter__, 1),
+    (TorchFunctionMode.__exit__, 1),
+    (TorchFunctionMode.__exit__, 2),
+    (fast_path._WhileAnyIsInside._enter, 1),
+    (fast_path._WhileAnyIsInside._leave, 1),
+    (fast_path._WhileAnyIsInside._leave, 4),
+    (fast_path._not_counted.__wrapped__, 2),  # type: ignore[attr-defined]
+    (observing.ObservingMode.active.__wrapped__, 2),  # type: ignore[attr-defined]
+    (mode.Capture.close, 1),
+    (mode.Capture._after, 2),
+    (_training_step.SharedCapture.uninstall, 1),
+    (_observed_step.ObservedStep.attach, 2),
+    (_tagged_loader.TaggedLoader.__iter__, 1),
+    (base.PerSampleCallback._end_capture, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "call"), INTERRUPTED, ids=[f"{each.__qualname__}-{call}" for each, call in INTERRUPTED]
+)
+def test_an_interrupt_leaves_nothing(function: Callable[..., Any], call: int, tmp_path: Any) -> None:
+    assert interrupted_fit(Classifier, function.__code__, call, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of generators that are closed
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("kind", [Classifier, Manual])
+def test_an_interrupt_in_any_function_leaves_nothing(kind: type, is_last: bool, tmp_path: Any) -> None:
+    callbacks = all_of_ours(tmp_path)
+    codes = called(lambda: trained(kind, callbacks, tmp_path / "called"))
+    assert len(codes) > 400
+    for place, code in enumerate(sorted(codes, key=name_of)[::2]):
+        interrupted_fit(kind, code, codes[code] // 2 if is_last else 1, tmp_path / str(place))
 
 
 def test_a_fault_in_the_search_for_the_callbacks_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
