@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_persample.engine.failure import attempt, guard
+from lightning_persample.engine.failure import guard
 
 __all__ = ["detached", "gradient_reader", "hooked_tensor", "on_gradient"]
 
@@ -24,9 +24,9 @@ def on_gradient(output: Tensor, hook: Callable[[Tensor], None], failed: Callable
     def before_node(grads: Sequence[Tensor | None]) -> None:
         grad = grads[place]
         if grad is not None:
-            attempt(hook, failed, grad)
+            hook(grad)
 
-    node.register_prehook(before_node)
+    node.register_prehook(guard(before_node, failed))
 
 
 def hooked_tensor(output: Tensor) -> Tensor:
