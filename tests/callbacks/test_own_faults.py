@@ -105,7 +105,7 @@ AUTOMATIC: list[Callable[..., Any]] = [
     _parts.Parts.add,
     _parts.Parts.write,
     PerSampleRecord.norms,
-    reporting.Report.tell,
+    reporting.Report.note_gradient,
 ]
 MANUAL: list[Callable[..., Any]] = [
     _gradient_origins.GradientOrigins.look,
