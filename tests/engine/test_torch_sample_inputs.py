@@ -130,7 +130,7 @@ REFUSED = {
     "nn.functional.scaled_dot_product_attention": {"scaled_dot_product_attention': it draws random numbers"},
     "vstack": {"`vstack` stacks tensors of one axis"},
 }
-CAUSES = (r"followed here: (.+?) \(sizes", r"the op '(.+?': .+?)\. Tensor leaves", r"^.+?: (.+)$")
+CAUSES = (r"followed here: (.+?) \(shapes", r"the op '(.+?': .+?)\. Tensor leaves", r"^.+?: (.+)$")
 
 
 def causes(found: Found) -> set[str]:
