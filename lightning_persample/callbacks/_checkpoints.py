@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 from collections.abc import Mapping
@@ -47,6 +48,13 @@ class Checkpoints:
         if isinstance(source, Mapping):
             return source
         options = {} if self._weights_only is None else {"weights_only": self._weights_only}
+        try:
+            inspect.signature(trainer.strategy.load_checkpoint).bind(source, **options)
+        except TypeError:  # (Lightning before 2.6)
+            raise OptionError(
+                f"weights_only={self._weights_only}: `load_checkpoint` of {type(trainer.strategy).__name__} does not "
+                "take it in this version of Lightning; leave it None, or upgrade Lightning"
+            ) from None
         try:
             found: Mapping[str, Any] = trainer.strategy.load_checkpoint(os.fspath(source), **options)
         except FileNotFoundError:

@@ -108,6 +108,7 @@ def test_what_adam_would_step_along(name, tmp_path):
     torch.testing.assert_close(stored(store), projected(expected, Projection(dim=6)), rtol=1e-9, atol=1e-11)
 
 
+@not_in_the_oldest
 def test_the_optimizers_of_the_trainer_of_the_fit(tmp_path):
     module, data = Trained(in_two_groups), loader()
     trainer = make_trainer(max_epochs=2)
@@ -121,6 +122,7 @@ def test_the_optimizers_of_the_trainer_of_the_fit(tmp_path):
     torch.testing.assert_close(stored(store), joined(expected), rtol=1e-9, atol=1e-11)
 
 
+@not_in_the_oldest
 def test_frozen_parameters_need_no_state_and_thawed_ones_are_refused_by_name(tmp_path):
     def frozen(module):
         module.first.requires_grad_(False)
@@ -140,6 +142,7 @@ def test_frozen_parameters_need_no_state_and_thawed_ones_are_refused_by_name(tmp
     torch.testing.assert_close(stored(store), joined(stepped(frozen, checkpoint, grads)), rtol=1e-9, atol=1e-11)
 
 
+@not_in_the_oldest
 def test_several_checkpoints_have_states_of_their_own(tmp_path):
     make, data = in_two_groups, loader()
     checkpoints = [trained(make, tmp_path / "1"), trained(make, tmp_path / "2", Trained(make, seed=8))]

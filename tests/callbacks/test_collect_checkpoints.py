@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
+from lightning.pytorch.strategies import Strategy
 
 from lightning_persample import OptionError, collect_gradients
 from lightning_persample.influence import GradientStore
@@ -95,10 +98,25 @@ def test_weights_that_do_not_fit_are_named_with_their_shapes(name, tmp_path):
         collect_gradients(Net(5), loader(), tmp_path, checkpoints=[weights], **FULL)
 
 
+def test_weights_only_is_refused_where_lightning_does_not_take_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(Strategy, "load_checkpoint", lambda self, checkpoint_path: torch.load(checkpoint_path))
+    torch.save(Net(6).state_dict(), tmp_path / "last.ckpt")
+    text = (
+        "weights_only=True: `load_checkpoint` of SingleDeviceStrategy does not take it in this version of Lightning; "
+        "leave it None, or upgrade Lightning"
+    )
+    with pytest.raises(OptionError, match=text):
+        collect_gradients(
+            Net(5), loader(), tmp_path / "1", checkpoints=[tmp_path / "last.ckpt"], weights_only=True, **FULL
+        )
+
+
 @pytest.mark.parametrize("content", ["an object", "cut off"])
 def test_a_file_that_cannot_be_read_is_named(content, tmp_path):
     path = tmp_path / "last.ckpt"
     torch.save({"state_dict": Net(6).state_dict(), "hyper_parameters": {"loader": loader}}, path)
+    if "weights_only" not in signature(Strategy.load_checkpoint).parameters:
+        pytest.skip("this version of lightning does not say whether a checkpoint holds tensors alone")
     if content == "cut off":
         path.write_bytes(path.read_bytes()[:-500])
     with pytest.raises(OptionError, match=r"checkpoints\[0\]='.*last\.ckpt' cannot be read: ") as refused:

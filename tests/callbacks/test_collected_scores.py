@@ -18,6 +18,7 @@ from tests.callbacks.collect_runs import Net, Rows, joined, loader, loop
 from tests.callbacks.runs import make_trainer
 from tests.callbacks.test_collect_adam import Trained, stepped
 from tests.callbacks.test_writer_gradients import Kept, data
+from tests.torch_release import not_in_the_oldest
 
 FULL = Projection(dim=10**6)
 
@@ -61,6 +62,7 @@ def test_tracin_of_a_training(tmp_path):
         tracin(tmp_path / "ledger", test)
 
 
+@not_in_the_oldest
 def test_tracin_cp_and_less_of_checkpoints(tmp_path):
     def adam(module):
         return torch.optim.Adam(module.parameters(), 0.05)

@@ -11,6 +11,7 @@ import torch
 from tests.callbacks.cells import ALL_WAYS, ENGINES
 from tests.callbacks.matrix_cells import STRATEGIES, in_processes
 from tests.callbacks.test_matrix import REFUSED
+from tests.torch_release import not_in_the_oldest
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
 
@@ -33,7 +34,11 @@ def on_several_devices():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name"), [*(("DDP", name) for name in ON_DDP), *(("FSDP2", name) for name in ON_FSDP2)]
+    ("strategy", "name"),
+    [
+        *(("DDP", name) for name in ON_DDP),
+        *(pytest.param("FSDP2", name, marks=not_in_the_oldest) for name in ON_FSDP2),
+    ],
 )
 def test_a_way_of_training_on_several_devices(strategy, name, on_several_devices):
     verdict = on_several_devices(strategy)[name, "expanded"]

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_persample import PerSampleRecord, expanded_weights, mark_samples
 from tests.engine.reference import assert_values, loop
+from tests.torch_release import not_in_the_oldest
 
 OPTIONS = [{}, {"fuse_weight_grad": True}]
 
@@ -67,6 +68,7 @@ def test_each_has_the_record_of_its_own_module(recompute: bool | None, options: 
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-12 if options else 0.0, atol=0.0)
 
 
+@not_in_the_oldest
 def test_a_backward_that_is_broken_off_is_none_for_both() -> None:
     pair, noise = Pair().double(), torch.randn(4, 3).double()
     expected = loop(pair, lambda module, x: module(x), (noise,))
