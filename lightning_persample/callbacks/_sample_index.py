@@ -91,7 +91,7 @@ class BatchIndices:
         if all(getattr(loader, "collate_fn", None) is default_collate for loader in loaders):
             return with_samples_at(batch, ())
         drawn = self._of_current_batch() if any(combined.iterables is each for each in loaders) else []
-        return with_samples_at(batch, drawn[0].places) if drawn and drawn[0].places else batch
+        return with_samples_at(batch, drawn[0].places) if drawn and drawn[0].places is not None else batch
 
     def uninstall(self) -> None:
         """Leave Lightning's objects as they were. May be called twice."""

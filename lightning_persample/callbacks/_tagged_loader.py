@@ -13,7 +13,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    MapDataPipe,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_persample.callbacks._row_order import RowOrder
@@ -251,12 +258,20 @@ class _CountingCollate:
 
     def __call__(self, rows: Any) -> _Tagged:
         collate = Once(self._collate)
-        drawn = guard(self._counted, _not_known)(collate, rows) if self._is_automatic else self._drawn
+        drawn = guard(self._counted, _not_known)(collate, rows)
         return _Tagged(collate.result if collate.has_run else self._collate(rows), drawn)
 
     def _counted(self, collate: Once, rows: Any) -> Drawn:
+        if not self._is_automatic:
+            makes_lists = self._collate is default_convert  # of tuples, too
+            return self._drawn._replace(places=()) if makes_lists and not _holds_list(rows) else self._drawn
         drawn = list(rows)
         return self._drawn._replace(rows=len(drawn), places=places_of_rows(collate(rows), drawn) or None)
+
+
+def _holds_list(item: Any) -> bool:
+    parts = item.values() if isinstance(item, dict) else item if isinstance(item, tuple) else ()
+    return isinstance(item, list) or any(map(_holds_list, parts))
 
 
 class _ShowsOwnDataset:

@@ -169,6 +169,29 @@ def test_an_item_of_a_stream_that_is_a_batch_is_read_as_one():
     torch.testing.assert_close(norms, [one_by_one(network, classify, samples)])
 
 
+def approach(network: nn.Module, batch: Any) -> Tensor:
+    x, y = batch["pair"] if isinstance(batch, dict) else batch
+    return (network(x) - y).square().mean()
+
+
+@pytest.mark.parametrize("kind", [tuple, lambda pair: {"pair": tuple(pair)}], ids=["tuple", "in a dict"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_tuple_of_which_torch_makes_a_list_is_of_fields(kind, workers):
+    pair, network = (torch.randn(4, 5), torch.randn(4, 2)), nn.Linear(5, 2)
+    norms, texts = captured(network, approach, DataLoader(Streamed([kind(pair)]), None, num_workers=workers))
+    assert texts == []
+    samples = [(x[None], y[None]) for x, y in zip(*pair, strict=True)]
+    torch.testing.assert_close(norms, [one_by_one(network, approach, samples)])
+
+
+def test_a_list_that_a_stream_gives_as_a_batch_may_hold_samples():
+    norms, (text,) = captured(
+        nn.Linear(5, 2), approach, DataLoader(Streamed([[torch.randn(4, 5), torch.randn(4, 2)]]), None)
+    )
+    assert norms == []
+    assert "either each of them is one sample, or each holds a row of every sample along axis 0" in text
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_lists_that_torch_collates_are_fields(count):
     """A pair of tensors of one kind, also in a batch of two samples."""
