@@ -120,7 +120,8 @@ class Dispatcher(Collector):
                 continue
             # A sum over the samples, so that a function of it that is not linear mixes them.
             whole = Lost("it is a gradient of the whole batch, computed in the step", reduced=of_batch)
-            self.marks.set_result(gradient, mark if isinstance(mark, BatchAxis) else whole)
+            of_weights = isinstance(mark, Weight) and not of_batch  # by whom `find_unseen` finds what it hides
+            self.marks.set_result(gradient, mark if isinstance(mark, BatchAxis) else CONSTANT if of_weights else whole)
 
     def start_backward(self, losses: list[Tensor]) -> None:
         """Take note of what backward starts from."""

@@ -143,6 +143,21 @@ def test_a_gradient_penalty() -> None:
     assert_values(record, loop(module, loss, (batch,)))
 
 
+def test_a_gradient_of_weights_alone_hides_these_and_no_sample() -> None:
+    module, batch = Model(lambda m, x: m.a(x * slope_of(m.w)), a=nn.Linear(6, 4), w=parameter(6)), vectors()
+
+    def slope_of(weight: Tensor) -> Tensor:
+        return torch.autograd.grad(weight.pow(3).sum(), weight, create_graph=True)[0]
+
+    record = record_of(module, mean_of_squares, batch)
+    assert_missing(
+        record, module, {"w": r"its gradient also arrives through \w+, of the gradient .* \(a gradient of a"}
+    )
+    assert (record.mixing, record.axis_lost) == ((), ())
+    expected = loop(module, mean_of_squares, (batch,))
+    assert_values(record, {name: expected[name] for name in ("a.weight", "a.bias")})
+
+
 def test_a_forward_outside_the_step_is_named() -> None:
     module = Model(lambda m, x: m.a(x) * outside, a=nn.Linear(6, 4))
     outside = module.a.weight.sum()
