@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import graphlib
+import re
 import sys
 from pathlib import Path
 
@@ -27,6 +28,11 @@ TOP_LEVEL = {".ci", ".git", ".github", ".gitignore", "CHANGELOG.md", "LICENSE", 
 TOP_LEVEL |= {PACKAGE, "examples", "tests"}
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "misc", "util", "utils"}
 LONGEST_EXAMPLE = 100
+# not the field's words, and what to write in their place
+NOT_OUR_WORDS = {
+    "told": "known, or a name", "anew": "again", "aside": "second pass", "is said": "a warning says",
+    "of sizes": "of shape", "is no list": "must be a list",
+}  # fmt: skip
 
 MODULES = sorted(set((ROOT / PACKAGE).rglob("*.py")) - {ROOT / PACKAGE / "__init__.py"})
 SOURCES = sorted(path for folder in (PACKAGE, "tests", "examples") for path in (ROOT / folder).rglob("*.py"))
@@ -147,6 +153,21 @@ def test_files_are_named_for_what_they_hold():
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").rglob("*.py")), ids=identifier)
 def test_examples_are_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_EXAMPLE
+
+
+def words_of_our_own(text: str) -> list[str]:
+    return [word for word in NOT_OUR_WORDS if re.search(rf"\b_?{word}\b", text, re.IGNORECASE)]
+
+
+def test_words_are_those_of_the_field():
+    texts = [*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "examples").rglob("*.py"), ROOT / "README.md"]
+    found = {identifier(path): words_of_our_own(path.read_text(encoding="utf-8")) for path in texts}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_words_of_our_own_are_found_in_names_and_prose():
+    assert words_of_our_own("self._told = 1  # and more is said\n# Anew") == ["told", "anew", "is said"]
+    assert words_of_our_own("a folder of sized parts, thrown toldness") == []
 
 
 def test_top_level_holds_only_what_the_design_names():

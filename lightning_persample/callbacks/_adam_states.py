@@ -70,7 +70,7 @@ def adam_states(
     requires_grad: Mapping[str, bool],
 ) -> dict[str, AdamState]:
     """The state of each parameter."""
-    # The state in a checkpoint counts parameters through. Which one is which is told by the names that an optimizer of
+    # The state in a checkpoint counts parameters through. Which one is which the names say that an optimizer of
     # named parameters saves, else by the order that the Trainer's optimizers have, or those of `configure_optimizers`.
     states = [] if checkpoint is None else checkpoint.get("optimizer_states") or []
     if not states:
@@ -110,8 +110,8 @@ def _orders(
 ) -> list[list[list[str]]]:
     """By optimizer and group the names of the parameters, in the order of the state."""
     if all("param_names" in group for state in states for group in state["param_groups"]):
-        told = [list(group["param_names"]) for state in states for group in state["param_groups"]]
-        own = _names_of_module(told, module)
+        names = [list(group["param_names"]) for state in states for group in state["param_groups"]]
+        own = _names_of_module(names, module)
         counts = [len(state["param_groups"]) for state in states]
         starts = [sum(counts[:place]) for place in range(len(counts))]
         return [own[start : start + count] for start, count in zip(starts, counts, strict=True)]

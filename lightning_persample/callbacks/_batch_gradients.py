@@ -132,7 +132,7 @@ class BatchGradients:
         if any(name in stored for name in record.unsupported):
             raise UnsupportedError(
                 f"{warning_texts(record)[0]}\nLeave them out with parameters=[...], the names of all others, or change "
-                "what is said of them"
+                "the texts on them"
             )
         rest = [text for text in warning_texts(record) if not text.startswith("Per-sample gradients are missing")]
         if record.mixing or record.axis_lost:

@@ -25,8 +25,8 @@ __all__ = ["borrowed", "quiet_trainer"]
 
 def quiet_trainer() -> Trainer:
     """A Trainer of one device that logs, saves and shows nothing."""
-    told = os.environ.get("WORLD_SIZE", "")
-    processes = int(told) if told.isdigit() else 1
+    world_size = os.environ.get("WORLD_SIZE", "")
+    processes = int(world_size) if world_size.isdigit() else 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         processes = torch.distributed.get_world_size()
     if processes > 1:

@@ -34,7 +34,7 @@ def fingerprint_of_states(states: Any) -> str:
 
 
 def fingerprint_of_data(dataset: Any) -> str | None:
-    """The fingerprint of a dataset whose content can be told cheaply and exactly."""
+    """The fingerprint of a dataset whose content can be known cheaply and exactly."""
     kind = type(dataset)  # a subclass may give other rows
     if kind is TensorDataset:
         return _of_tensors(dataset.tensors)
@@ -43,8 +43,8 @@ def fingerprint_of_data(dataset: Any) -> str | None:
     if kind is ConcatDataset:
         parts = [fingerprint_of_data(part) for part in dataset.datasets]
         return None if None in parts else f"concat {_hashed(repr(parts).encode())}"
-    told = getattr(dataset, "_fingerprint", None)
-    return told if kind.__module__.partition(".")[0] == "datasets" and isinstance(told, str) else None
+    fingerprint = getattr(dataset, "_fingerprint", None)
+    return fingerprint if kind.__module__.partition(".")[0] == "datasets" and isinstance(fingerprint, str) else None
 
 
 def _of_tensors(tensors: Sequence[Any]) -> str | None:

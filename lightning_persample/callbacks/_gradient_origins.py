@@ -57,7 +57,7 @@ class GradientOrigins:
 
     A gradient that is None has been dropped, and so has one that was not zero and is: `zero_grad` has two forms, and
     users have more. What multiplies it (clipping, unscaling) leaves it one of the same samples. Where other numbers are
-    written to it, as those of several backward passes merged by hand, it cannot be told of which.
+    written to it, as those of several backward passes merged by hand, it is not known of which.
 
     Args:
         parameters: by name.
@@ -102,7 +102,7 @@ class GradientOrigins:
             held.note()
 
     def holders(self, backward: int, names: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """The parameters among these whose ``.grad`` holds a backward, and those for which that cannot be told."""
+        """The parameters among these whose ``.grad`` holds a backward, and those for which that is not known."""
         found = {name for name in names if backward in self._held[name].of}
         doubtful = frozenset(name for name in found if backward in self._held[name].doubtful)
         return frozenset(found - doubtful), doubtful

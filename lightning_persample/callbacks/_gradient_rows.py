@@ -62,7 +62,7 @@ class GradientRows:
         projection: how gradients are projected.
         dtype: of the stored numbers.
         rank: this process.
-        warn: is told of what went wrong.
+        warn: takes what went wrong.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GradientRows:
         self._dirpath, self._projection, self._dtype = dirpath, projection, dtype
         self._rank, self._warn = rank, warn
         self._found: StoreManifest | None = None
-        self._told: dict[str, Any] = {}
+        self._fields: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._left_out: frozenset[str] = frozenset()
         self._writer: StoreWriter | None = None
@@ -90,9 +90,9 @@ class GradientRows:
         alike = replace(found, projection=self._projection.settings(), dtype=self._dtype)
         return open_store(self._dirpath, alike, continued, overwrite=overwrite)
 
-    def start(self, found: StoreManifest | None, told: Mapping[str, Any], module: nn.Module) -> None:
-        """Note what goes on and what is told of it; the manifest is written as soon as the parameters are known."""
-        self._found, self._told = found, dict(told)
+    def start(self, found: StoreManifest | None, fields: Mapping[str, Any], module: nn.Module) -> None:
+        """Note what goes on and the manifest's fields; it is written as soon as the parameters are known."""
+        self._found, self._fields = found, dict(fields)
         trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._shapes = {name: p.shape for name, p in trainable.items() if not p.is_complex()}
         self._left_out = frozenset(trainable) - frozenset(self._shapes)
@@ -139,7 +139,7 @@ class GradientRows:
             return
         self._layout = layout_of(shapes, self._projection)
         manifest = StoreManifest(
-            parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, **self._told
+            parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, **self._fields
         )
         differing = None if self._found is None else difference(self._found, manifest)
         if differing is not None:

@@ -44,8 +44,8 @@ class LearningRates:
     Args:
         pl_module: the module that is trained.
         optimizers: its optimizers; each tells of its steps until `close` is called.
-        warn: is told where rows were written with another rate than that of their step.
-        failed: is told what fails at an optimizer's step by a fault of this package.
+        warn: takes where rows were written with another rate than that of their step.
+        failed: takes what fails at an optimizer's step by a fault of this package.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class LearningRates:
         return self._of_norms(record.sq_norms, self._last)
 
     def wait(self, rows: object, record: PerSampleRecord, correct: Callable[[float | Tensor], None]) -> None:
-        """Be told if the rate turns out to be another one when the optimizer steps; to be called after `of_record`."""
+        """Note if the rate turns out to be another one when the optimizer steps; to be called after `of_record`."""
         places = {self._groups[name] for name in record.sq_norms if name in self._groups}
         if places and self._handles:
             self._waiting.append(_Waiting(rows, correct, record.sq_norms, self._last, places))

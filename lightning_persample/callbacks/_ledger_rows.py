@@ -116,7 +116,7 @@ def _is_of_a_loader(each: Any) -> bool:
 
 def columns_of(outputs: Any, batch: Any, columns: Callable[[Any, Any], Any] | None) -> dict[str, Tensor]:
     """The columns that a run adds to the rows of a batch."""
-    returned = outputs.get(_RESULTS) if isinstance(outputs, (dict, Mapping)) else None  # a dict is told faster
+    returned = outputs.get(_RESULTS) if isinstance(outputs, (dict, Mapping)) else None  # a dict is known faster
     if returned is None and columns is None:
         return {}
     found: dict[str, Any] = {}

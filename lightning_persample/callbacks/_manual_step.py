@@ -52,9 +52,9 @@ class ManualStep:
         step: the observed step.
         optimizers: the optimizers of the module.
         deliver: is given each record, when its backward has run and before the next line of `training_step`.
-        warn: is told what does not add up.
-        report: is told why a backward cannot be split by sample.
-        failed: is told what fails here by a fault of this package.
+        warn: takes what does not add up.
+        report: takes why a backward cannot be split by sample.
+        failed: takes what fails here by a fault of this package.
 
     Attributes:
         steps: what the optimizers step with.
@@ -84,7 +84,7 @@ class ManualStep:
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
-        """Be told of every step of an optimizer, whoever calls it, in this context."""
+        """See every step of an optimizer, whoever calls it, in this context."""
         handles = []
         try:
             for place, optimizer in enumerate(self._optimizers):

@@ -77,7 +77,7 @@ class ObservedStep:
             batch_dim=options.batch_dim,
             batch_size=batch_size,
             quantities=tuple(sorted(quantities)),
-            unsupported="ignore",  # what there is to say is said where records are delivered
+            unsupported="ignore",  # what there is to say is for where records are delivered
             fuse_weight_grad=options.fuse_weight_grad,
             max_memory=options.max_memory,
             samples=samples,

@@ -36,7 +36,7 @@ class ManualSteps:
     Args:
         pl_module: the module that is trained.
         optimizers: its optimizers.
-        warn: is told why the statistics of a step are left out.
+        warn: takes why the statistics of a step are left out.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ManualSteps:
             self._steps[place] = self._content(place)
 
     def before_step(self, optimizer: int) -> None:
-        """An optimizer has been told to step, perhaps with a closure that runs backward passes."""
+        """An optimizer is about to step, perhaps with a closure that runs backward passes."""
         self._steps[optimizer] = self._content(optimizer)
         self._stepping.add(optimizer)
 
@@ -131,14 +131,14 @@ class ManualSteps:
         if replaced:
             return (
                 f"`.grad` of {_listed(replaced)} was replaced after a backward pass, or written to otherwise than by a "
-                f"factor, so that it cannot be told with which samples optimizer {optimizer} stepped"
+                f"factor, so that it is not known with which samples optimizer {optimizer} stepped"
             )
         for number, record in enumerate(self._records):
             sure, doubtful = self._origins.holders(number, names)
             if doubtful and not self._makes_no_difference(record, doubtful, names, whole=bool(sure)):
                 return (
                     f"`.grad` of {_listed(sorted(doubtful))} was zero after a backward pass and was then written to, "
-                    f"so that it cannot be told whether optimizer {optimizer} stepped with it: let zero_grad set "
+                    f"so that it is not known whether optimizer {optimizer} stepped with it: let zero_grad set "
                     "gradients to None, as it does by default"
                 )
             if sure:

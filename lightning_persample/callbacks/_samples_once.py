@@ -39,7 +39,7 @@ class Fetched(NamedTuple):
 class SamplesOnce:
     """The samples of a loader, each once, split among processes.
 
-    A DataLoader of a dataset with a length is made anew: what its sampler would draw plays no part, so that shuffling,
+    A DataLoader of a dataset with a length is made again: what its sampler would draw plays no part, so that shuffling,
     weights and ``drop_last`` change nothing; the sampler of a subset alone is asked for its indices. Other data are
     taken as they come, by one process, and have to tell the samples' indices themselves.
 
@@ -65,7 +65,7 @@ class SamplesOnce:
             why = f"{type(getattr(loader, 'batch_sampler', None)).__name__} has no batch_size"
         self._is_made_anew, self._why = not why, why
         if why and not has_index:
-            raise UnsupportedError(f"the samples cannot be told apart, because {why}; {_REMEDY}")
+            raise UnsupportedError(f"the samples cannot be separated, because {why}; {_REMEDY}")
         self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_anew else None  # type: ignore[arg-type]
 
     def fingerprint(self) -> str | None:

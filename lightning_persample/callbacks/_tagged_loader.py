@@ -49,7 +49,7 @@ class Drawn(NamedTuple):
     Attributes:
         keys: what the sampler drew for each row, or None.
         why: why the keys are missing, or why they may not be those of single rows.
-        is_expected: whether this is in the nature of the data, so that nobody has to be told.
+        is_expected: whether this is in the nature of the data, so that there is nothing to warn of.
         rows: how many rows the loader drew, or None.
         places: the paths of what in the batch holds one item per row, none where each of its lists holds fields; None
             where that is not known.

@@ -71,7 +71,7 @@ def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
         return True
     if every_n_steps is None and trainer.world_size == 1:
         return bool(trainer._logger_connector.should_update_logs)
-    # Of several processes one alone may be told to stop: what they do together goes by the count of steps.
+    # Of several processes one alone may be asked to stop: what they do together goes by the count of steps.
     every = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
     return every > 0 and (logging_step(trainer) + 1) % every == 0
 
@@ -196,7 +196,7 @@ class SharedCapture:
 
     @property
     def has_said_fault(self) -> bool:
-        """Whether values are missing by a fault of this package, as was said."""
+        """Whether values are missing by a fault of this package, as a warning says."""
         return self._reports.has_said_fault
 
     def warn(self, text: str) -> None:
@@ -284,7 +284,7 @@ class SharedCapture:
             self._in_training_step = False
 
     def _run_once(self, training_step: Once, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # An optimizer such as LBFGS runs the step several times for one batch, and each run starts anew.
+        # An optimizer such as LBFGS runs the step several times for one batch, and each run starts again.
         self.end_batch()
         # A trial fit inside the fit (a learning rate finder) takes the callbacks out of the Trainer for its time.
         present = [callback for callback in self._callbacks if callback in self._trainer.callbacks]  # type: ignore[attr-defined]

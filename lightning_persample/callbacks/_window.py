@@ -84,7 +84,7 @@ class Window:
 
     def why_unknown(self, step: StepNorms) -> str:
         """Why the mean gradient of a logged step is not known, once in a fit, or "" where there is nothing to say."""
-        if self._mean is None or self._has_said or step.coverage == 0:  # then there are no norms either, as was said
+        if self._mean is None or self._has_said or step.coverage == 0:  # then no norms either: a warning says so
             return ""
         if not step.gradient.shape[1]:  # the module has gone over to it in the middle of the fit
             reason = _MANUAL

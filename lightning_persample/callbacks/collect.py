@@ -69,7 +69,7 @@ def collect_gradients(
     random numbers are as before, also after an error, for which the memory of one more copy of the module is taken.
 
     A call that was interrupted is repeated: it goes on where the store ends. A folder that holds a store of other
-    gradients is refused, as far as that can be told: by the options, the weights, and the data where the dataset is a
+    gradients is refused, as far as that is known: by the options, the weights, and the data where the dataset is a
     ``TensorDataset``, one of Hugging Face, or a ``Subset`` or ``ConcatDataset`` of such, without `sample_index`. For
     other data a warning counts the rows that are kept: after a change of inputs or labels pass another folder, or
     ``overwrite=True``. The code of the module, of the loss and of a collate function is not compared.
@@ -105,7 +105,7 @@ def collect_gradients(
         max_memory: bytes that the temporaries of one kernel may take, see `expanded_weights`.
         weights_only: whether files of checkpoints may hold nothing but tensors and plain values; None is the choice of
             Lightning and torch.
-        overwrite: remove the store that is in the folder, whatever it is of, and begin anew.
+        overwrite: remove the store that is in the folder, whatever it is of, and begin again.
 
     Returns:
         The store, with the rows of all processes.
@@ -114,8 +114,8 @@ def collect_gradients(
         OptionError: an option has a value that is not allowed, or the folder holds another store.
         UnsupportedError: a gradient is not known exactly, or the module is sharded; the text says why.
     """
-    told = os.fspath(dirpath) if isinstance(dirpath, os.PathLike) else dirpath
-    check_option("dirpath", dirpath, is_path(told), "the path of a folder")
+    path = os.fspath(dirpath) if isinstance(dirpath, os.PathLike) else dirpath
+    check_option("dirpath", dirpath, is_path(path), "the path of a folder")
     folder = Path(dirpath).absolute()  # wherever a loader goes
     for name, given in {"loss": loss, "sample_index": sample_index}.items():
         check_option(name, given, given is None or callable(given), "None or a callable")
@@ -254,6 +254,8 @@ def _chosen(module: nn.Module, names: Sequence[str] | None) -> list[str]:
         return found
     unknown = [name for name in names if name not in known]
     if isinstance(names, str) or unknown or not names:
-        shown = f"{unknown[0]!r} is none" if unknown and not isinstance(names, str) else f"{names!r} is no list"
+        shown = (
+            f"{unknown[0]!r} is none" if unknown and not isinstance(names, str) else f"{names!r} is not a list of names"
+        )
         raise OptionError(f"parameters: {shown}; allowed are names of module.named_parameters(): {', '.join(known)}")
     return [name for name in known if name in set(names)]

@@ -262,7 +262,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             self._window.miss_batch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start anew: an epoch that was broken off leaves no optimizer step behind."""
+        """Start again: an epoch that was broken off leaves no optimizer step behind."""
         if self._window is not None:
             self._window.start()
         for part in self._parts:

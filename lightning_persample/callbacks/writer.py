@@ -57,7 +57,7 @@ class PerSampleGradientWriter(PerSampleCallback):
     rows since, and no file is ever there in part; where the machine itself fails (its power), what a checkpoint has is
     sure, and of the files since the last ones may be missing. A fit that goes on from a checkpoint
     (``trainer.fit(..., ckpt_path=...)``) removes the rows of the steps that the checkpoint does not have and writes
-    them anew: in the end every step is there once. (A callback that saves a checkpoint in its `on_train_batch_end` and
+    them again: in the end every step is there once. (A callback that saves a checkpoint in its `on_train_batch_end` and
     stands before the writer among the callbacks saves it before the rows of that batch are complete: they are written
     at the end of that batch. A process that is killed in between loses them.)
 
@@ -190,7 +190,7 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the folder ready: new, or as it was at the checkpoint."""
-        if self._rates is not None:  # of a fit that was not told of its end
+        if self._rates is not None:  # of a fit that did not see its end
             self._rates.close()
         self._forget_rows()
         self._release()
@@ -201,7 +201,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             return
         if not self._loaded:
             step = trainer.global_step
-            first = self._last_step + self._has_stepped  # of a window that was not completed, the rows are written anew
+            first = self._last_step + self._has_stepped  # rows of a window that was not completed are written again
             if pl_module.automatic_optimization and self._manifest is not None and step >= first:
                 self._loaded = {self._manifest.run: step}  # a further fit of the same Trainer
             else:
@@ -230,9 +230,9 @@ class PerSampleGradientWriter(PerSampleCallback):
             raise OptionError(refusal)
         self._manifest, self._types = manifest, dict(manifest.columns)
         if self._gradients is not None:
-            told = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
-            told["settings"] = {name: manifest.settings[name] for name in ("loss_reduction", "step_unit")}
-            self._gradients.start(found, told, pl_module)
+            fields = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
+            fields["settings"] = {name: manifest.settings[name] for name in ("loss_reduction", "step_unit")}
+            self._gradients.start(found, fields, pl_module)
         self._parts = Parts(self._folder, trainer.global_rank)
         self._follow(trainer, pl_module)
 
@@ -272,12 +272,12 @@ class PerSampleGradientWriter(PerSampleCallback):
         divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
         rows = CapturedRows.of_record(record, step, trainer.current_epoch, batch_idx, rate, divisor, self.per_layer)
         self._current.append(rows)
-        told = None if gradients is None else gradients.capture(record, step=step, rate=rate, divisor=divisor)
+        kept = None if gradients is None else gradients.capture(record, step=step, rate=rate, divisor=divisor)
 
         def correct(rate: float | Tensor) -> None:
             rows.rate = rate
-            if told is not None:
-                told["learning_rate"] = torch.as_tensor(rate, dtype=torch.float64)
+            if kept is not None:
+                kept["learning_rate"] = torch.as_tensor(rate, dtype=torch.float64)
 
         rates.wait(rows, record, correct)
 

@@ -123,7 +123,7 @@ class Lost:
         crossed: samples influence each other in it.
         uneven: the number of rows in that sum, where the samples gave unequal numbers of them; else 0.
         parts: n where it may be the n-th part of a plain sum over the samples, up to a number that is the user's: 1
-            for a sum, the number of samples for a mean; several where that cannot be told, with 0 among them where the
+            for a sum, the number of samples for a mean; several where that is not known, with 0 among them where the
             number may be any; none where it is neither.
         counts: products of the shape of one sample in that sum, which a user may divide by to average its entries.
         samples: the samples that it is made of, each alone or added up; empty where they are all or not known.

@@ -13,7 +13,7 @@ from lightning_persample.errors import UnsupportedError
 __all__ = ["batch_statistics_explained"]
 
 _KEPT, _ONE_VALUE = "running_mean or running_var", "more than 1 value per channel"
-_INSTEAD = "; what a sample contributes to the gradient of the batch is told by expanded_weights and engine='expanded'"
+_INSTEAD = "; what a sample contributes to the gradient of the batch is given by expanded_weights and engine='expanded'"
 
 
 @contextmanager

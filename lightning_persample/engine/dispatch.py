@@ -165,7 +165,7 @@ class Dispatcher(Collector):
                 )
 
     def _read_part(self, loss: Tensor) -> None:
-        """Note that a loss is made of some of the samples alone, where that can be told."""
+        """Note that a loss is made of some of the samples alone, where that is known."""
         mark = self.marks.get(loss)
         if isinstance(mark, Lost) and 0 < len(mark.samples) < self.batch_size:
             size = len(mark.samples)

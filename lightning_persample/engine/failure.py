@@ -1,7 +1,7 @@
 """The boundary between this package and the user's training: what goes wrong on this side becomes a reason.
 
 Every entry into this package (a torch call that is offered to it, a hook in the backward, a hook of Lightning) goes
-through `guard`, `once` or `Dispatcher.call`. A failure of its own means that values are absent, which is said with the
+through `guard`, `once` or `Dispatcher.call`. A failure of its own makes values absent, which is reported with its
 reason; the user's step goes on. What the user's own code or torch raises for the user's call passes unchanged, and so
 does what the user has asked for: `stop` raises that.
 """

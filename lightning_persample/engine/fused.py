@@ -42,7 +42,7 @@ class FusedCall(ABC):
 
     Attributes:
         sums: given the output's gradient, notes what the samples contribute and returns those sums over the samples
-            that it has formed, by argument. None where nothing is to be told apart; then autograd's own way is taken.
+            that it has formed, by argument. None where nothing is to be separated; then autograd's own way is taken.
     """
 
     def __init__(self, tensors: tuple[Tensor, Tensor, Tensor | None]) -> None:
@@ -65,7 +65,7 @@ class FusedCall(ABC):
 
     @abstractmethod
     def kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What autograd would keep of input and weight; were it more, changes in place would be forbidden anew."""
+        """What autograd would keep of input and weight; were it more, changes in place would be forbidden, too."""
 
     @abstractmethod
     def backward(self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: Wanted) -> Gradients:

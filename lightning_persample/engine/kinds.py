@@ -24,7 +24,7 @@ _CONVERTS: dict[object, tuple[int, str] | None] = {
         "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
         "new_empty", "new_empty_strided",
     )),
-    **dict.fromkeys(("zeros", "ones", "empty", "arange", "eye")), "full": (1, "fill_value"),  # (of sizes in tensors)
+    **dict.fromkeys(("zeros", "ones", "empty", "arange", "eye")), "full": (1, "fill_value"),  # (with sizes in tensors)
     "full_like": (1, "fill_value"), "new_full": (2, "fill_value"), "new_tensor": (1, "data"), "new": (1, "data"),
 }  # fmt: skip
 _ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of the call, in its order

@@ -81,7 +81,7 @@ def expanded_weights(
         quantities: what the record holds: "sq_norm", "grad_sample" for the gradients themselves, "square_sum" for the
             sums over the samples of their squared entries, "dot" to ask it for dots with vectors, and "projection" for
             random projections.
-        unsupported: what to do about parameters whose per-sample gradient cannot be told: "warn", raise an "error" at
+        unsupported: what to do about parameters whose per-sample gradient is not known: "warn", raise an "error" at
             the end of the backward, or "ignore" (the record names them in any case).
         fuse_weight_grad: where the samples' gradients are formed for their norms anyway, take their sum as ``.grad``
             and skip autograd's own product. Saves time with convolutions and long sequences; ``.grad`` then differs

@@ -73,7 +73,7 @@ class OwnScale:
         if isinstance(self.weighting, Tensor):
             weights = self.weighting.detach().to(found.device, found.dtype)
             found /= weights
-            found.masked_fill_((found == 0) & (weights.square() == 0), float("nan"))  # it was too small to be told
+            found.masked_fill_((found == 0) & (weights.square() == 0), float("nan"))  # it was too small to be seen
         elif self.weighting == "mean":
             found *= _number(float(self.batch_size), found.dtype)
         return found if self.scale is None else found.div_(self.scale.to(found.device, found.dtype))
@@ -101,7 +101,7 @@ class OwnScale:
 
 @cache
 def _number(value: float, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor: to make one anew costs more than the product that it is for."""
+    """A number as a tensor: to make one each time costs more than the product that it is for."""
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 

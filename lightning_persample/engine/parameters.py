@@ -85,9 +85,7 @@ class WatchedParameters:
         if grad is None or total is None:
             return None
         if self._dispatcher.samples is not None:
-            return (
-                "a hook is registered on it, whose effect cannot be told from some of the samples; leave out `samples`"
-            )
+            return "a hook is registered on it, whose effect is not known from some of the samples; leave out `samples`"
         added = torch.zeros_like(grad, dtype=total.dtype)
         for sample in range(total.batch_size):
             added += total.samples(sample, sample + 1).dense()[0]

@@ -90,7 +90,7 @@ class PerSampleRecord:
             here. They are those chosen, or those that the loss of this backward is made of, as when each part of a
             batch has a backward of its own (a mean is then one over these), or samples have a weight of 0. None where
             they are all.
-        in_loss: number of samples that the loss of this backward is made of, as far as can be told.
+        in_loss: number of samples that the loss of this backward is made of, as far as is known.
         why_no_factor: the reason, where `factor` is None.
         sample_index: which samples these are: the indices of the dataset that the train dataloader has, (B,), int64, on
             the CPU, or a list of B keys where a sampler draws keys that are no ints. With several dataloaders one for

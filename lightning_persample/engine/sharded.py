@@ -56,7 +56,7 @@ class ShardedParameters:
     Args:
         module: the module whose parameters are followed.
         collector: knows the marks of tensors.
-        adopt: is told the name and the tensor of each parameter found.
+        adopt: takes the name and the tensor of each parameter found.
 
     Attributes:
         hooks: on the modules that gather parameters; none where there is nothing to find.

@@ -114,7 +114,7 @@ class Use:
         return [(output, axis) for output, axis in pairs if output.requires_grad and isinstance(axis, BatchAxis)]
 
     def reason_against(self) -> str | None:
-        """Why the contributions of this call cannot be told apart by sample, or None."""
+        """Why the contributions of this call cannot be separated by sample, or None."""
         pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
         lost = next((axis for output, axis in pairs if output.requires_grad and isinstance(axis, Lost)), None)
         if lost is not None and not self.whole and self.entries is None:

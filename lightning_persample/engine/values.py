@@ -54,7 +54,7 @@ def read_values(
     own: OwnScale,
     places: Tensor | None,
 ) -> Values:
-    """The values of these parameters; the dispatcher is told of those that have none, and why."""
+    """The values of these parameters; the dispatcher takes those that have none, and why."""
     values = Values()
     norms: dict[str, Tensor] = {}
     sq_norms: dict[str, Tensor] = {}

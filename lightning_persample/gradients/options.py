@@ -17,8 +17,8 @@ class KernelOptions:
 
     Attributes:
         max_memory: bytes that the temporaries of one kernel may take; None leaves it to
-            `lightning_persample.gradients.cost.memory_budget`. One sample's, or one row's where rows can be told
-            apart, are taken in any case.
+            `lightning_persample.gradients.cost.memory_budget`. One sample's, or one row's where rows can be
+            separated, are taken in any case.
 
     Raises:
         ValueError: when max_memory is less than one byte.

@@ -19,7 +19,7 @@ __all__ = ["Factors", "Projection"]
 Kind = Literal["normal", "rademacher"]
 _Key = tuple[str, str, int, int, torch.dtype, torch.device]
 
-_MOST_KEPT = 256 * 2**20  # bytes of drawn matrices that a projection keeps; further ones are drawn anew at each use
+_MOST_KEPT = 256 * 2**20  # bytes of drawn matrices that a projection keeps; further ones are drawn again at each use
 
 
 @dataclass(frozen=True, eq=False)

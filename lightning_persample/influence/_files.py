@@ -44,7 +44,7 @@ def write_atomically(path: Path, *contents: Any, is_name_forced: bool = True) ->
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError:
-        with suppress(OSError):  # what went wrong first is said
+        with suppress(OSError):  # what went wrong first is what is raised
             partial.unlink()
         raise
     if is_name_forced:

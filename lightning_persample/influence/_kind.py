@@ -1,4 +1,4 @@
-"""What is said of a folder that holds a ledger where gradients are wanted, and the reverse."""
+"""The text on a folder that holds a ledger where gradients are wanted, and the reverse."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class StoreManifest:
         checkpoints: of each checkpoint "step", "learning_rate" and "path", as far as they are known; what the rows call
             checkpoint counts these.
         processes: number of processes of the run, or of its latest part after it was resumed.
-        rows: how many rows complete the store; -1 while that cannot be told yet, None where nothing is promised.
+        rows: how many rows complete the store; -1 while that is not known yet, None where nothing is promised.
 
     Raises:
         OptionError: a value is not allowed.

@@ -252,7 +252,7 @@ def test_unsupported_parameters_are_named_and_can_be_left_out(tmp_path):
         ({"dtype": "bfloat16"}, "dtype='bfloat16'"),
         ({"projection": 256}, r"projection=256 is not allowed: projection must be None .* as Projection\(dim=64\)$"),
         ({"parameters": ["first"]}, r"parameters: 'first' is none; allowed are names of module.named_parameters\(\)"),
-        ({"parameters": "first.bias"}, "parameters: 'first.bias' is no list"),
+        ({"parameters": "first.bias"}, "parameters: 'first.bias' is not a list of names"),
         ({"columns": {"norm": lambda outputs, batch: 1}}, r"columns\['norm'\] returned int; allowed is one real num"),
         ({"columns": {"step": lambda outputs, batch: 1}}, "each needs a name of its own"),
         ({"loss": lambda module, batch: None}, r"loss\(module, batch\) gave NoneType"),

@@ -276,7 +276,7 @@ class WithoutEffect(Sharpness):
 
 
 def test_zeros_that_are_set_to_zero_are_not_guessed_at(tmp_path):
-    with pytest.warns(PerSampleWarning, match="it cannot be told whether optimizer 0 stepped with it: let zero_grad"):
+    with pytest.warns(PerSampleWarning, match="it is not known whether optimizer 0 stepped with it: let zero_grad"):
         reference, trainer = trained(WithoutEffect, tmp_path)
     assert [row["step"] for row in logged(trainer)] == [1, 2]  # later, zeros are added to what the last step left
     assert_logged(trainer, [norms(each, "network") for each in reference[3::2]])

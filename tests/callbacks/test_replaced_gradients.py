@@ -26,7 +26,7 @@ def test_a_step_with_other_gradients_than_backward_left_is_not_reported(tmp_path
         reference, trainer = trained(Replaces, tmp_path)
     assert [str(each.message) for each in caught if each.category is PerSampleWarning] == [
         "`.grad` of `second.weight` was replaced after a backward pass, or written to otherwise than by a factor, so "
-        "that it cannot be told with which samples optimizer 1 stepped; the statistics of that step are left out"
+        "that it is not known with which samples optimizer 1 stepped; the statistics of that step are left out"
     ]
     assert_logged(trainer, [norms(each, "trunk", "first") for each in reference], 0)
     assert all(math.isnan(row["per_sample_grad/optimizer_1/norm_mean"]) for row in logged(trainer))

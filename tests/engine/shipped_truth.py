@@ -235,7 +235,7 @@ def _replacements(tensor: Tensor, other: Tensor) -> Iterator[Tensor]:
 
 
 def _dependence(trial: Trial, module: nn.Module, before: list[Tensor]) -> list[Tensor] | None:
-    """For each output, (B, *shape): does the entry change with the sample; None where it cannot be told."""
+    """For each output, (B, *shape): does the entry change with the sample; None where it is not known."""
     size, batch = trial.batch_size, trial.tensors()
     found = [torch.zeros(size, *output.shape, dtype=torch.bool) for output in before]
     for index in range(size):

@@ -1,4 +1,4 @@
-"""What cannot be told by sample is named with its reason and left out; nothing of it is guessed."""
+"""What is not known by sample is named with its reason and left out; nothing of it is guessed."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ KEEPS = (
     "normalises with the statistics of the batch and keeps them in buffers, which vmap over single samples cannot do; "
     "call eval() on it, or build it with track_running_stats=False, or use loop_per_sample_grads (in a callback "
     "engine='loop'): a sample is then normalised without the others; what a sample contributes to the gradient of the "
-    "batch is told by expanded_weights and engine='expanded'"
+    "batch is given by expanded_weights and engine='expanded'"
 )
 ONE_VALUE = (
     "`1` normalises with the statistics of the batch, but a sample alone has one value per channel, and "
     "track_running_stats=False does not help; let it normalise with running statistics (track_running_stats=True and "
     "eval()), or replace it, for example by nn.LayerNorm; what a sample contributes to the gradient of the batch is "
-    "told by expanded_weights and engine='expanded'"
+    "given by expanded_weights and engine='expanded'"
 )
 BOTH = pytest.mark.parametrize("per_sample", [vmap_per_sample_grads, loop_per_sample_grads], ids=["vmap", "loop"])
 
