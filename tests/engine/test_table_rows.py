@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_persample.engine import weight
+from lightning_persample.engine import pull_back
 from tests.engine.model_cases import Model, parameter
 from tests.engine.reference import assert_exact, loop, record_of
 from tests.in_turn import in_turn
@@ -116,7 +116,7 @@ def test_relative_positions() -> None:
 
 def test_positions_do_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("row_by_row", "vector_jacobian"):
-        monkeypatch.setattr(weight, name, lambda *given: pytest.fail("a look-up was differentiated once more"))
+        monkeypatch.setattr(pull_back, name, lambda *given: pytest.fail("a look-up was differentiated once more"))
     for index in (FIRST["expanded"], FIRST["shared"]):
         check(lambda m, x, index=index: x * m.scale + m.table(index(x)), 3, 0)
 
