@@ -60,14 +60,7 @@ _NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
 
 
 class Dispatcher(Collector):
-    """The state of one capture and the one place where a torch call changes it.
-
-    Args:
-        weights: the parameters, by name, each with its tensor.
-        batch_size: number of samples B.
-        keep_structures: keep every contribution until the backward ends, for quantities other than the squared norm.
-        fuse: form the sum over the samples, the weight's gradient, from the samples' gradients where that is cheaper.
-        buffers: tensors of the module that hold no sample's data.
+    """The state of one capture and the one place where a torch call changes it; it takes what a `Collector` takes.
 
     Attributes:
         of_no_sample: the present backward starts from numbers made of weights alone: a penalty.
@@ -75,19 +68,10 @@ class Dispatcher(Collector):
         part: which samples the loss of the present backward is made of; None where it is all of them, or unknown.
     """
 
-    def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        batch_size: int,
-        keep_structures: bool = False,
-        buffers: Iterable[Tensor] = (),
-        fuse: bool = False,
-    ) -> None:
-        super().__init__(weights, batch_size, keep_structures, buffers, fuse)
-        self.part: Part | None = None
-        self.of_no_sample = False
-        self.differentiated = ""
-        self._inner: tuple[Plan, int] | None = None  # the last call of which all was decided before, and its result
+    part: Part | None = None
+    of_no_sample = False
+    differentiated = ""
+    _inner: tuple[Plan, int] | None = None  # the last call of which all was decided before, and its result
 
     def mark_batch(self, tensor: Tensor, mark: BatchAxis | Lost) -> None:
         """Declare where the batch lies in a tensor of the batch."""
