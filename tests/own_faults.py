@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning_persample
+from lightning_persample.gradients import options
 
 __all__ = ["broken", "called", "interrupted", "name_of"]
 
@@ -72,6 +73,16 @@ def _functions(modules: int) -> list[types.FunctionType]:
 
 
 @contextmanager
+def _kernels_as_before() -> Iterator[None]:
+    """Where the end of a context was broken: for the tests that come after."""
+    before = options._state.set(options._state.get())
+    try:
+        yield
+    finally:
+        options._state.reset(before)
+
+
+@contextmanager
 def broken(function: Callable[..., Any] | types.CodeType, kind: str = "RuntimeError") -> Iterator[None]:
     """Let a function raise, wherever it has been imported and whatever makes it: its code is replaced."""
     while hasattr(function, "__wrapped__"):
@@ -86,7 +97,8 @@ def broken(function: Callable[..., Any] | types.CodeType, kind: str = "RuntimeEr
                 each.__code__ = code
     assert changed, old
     try:
-        yield
+        with _kernels_as_before():
+            yield
     finally:
         for each, code in changed:
             each.__code__ = code
@@ -107,6 +119,7 @@ def interrupted(code: types.CodeType, call: int, error: type[BaseException] = Ke
 
     sys.setprofile(strike)
     try:
-        yield
+        with _kernels_as_before():
+            yield
     finally:
         sys.setprofile(None)

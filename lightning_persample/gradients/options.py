@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 __all__ = ["KernelOptions", "current_options", "held_by_use", "held_bytes", "kernel_options"]
 
@@ -31,9 +30,6 @@ class KernelOptions:
             raise ValueError(f"KernelOptions: max_memory is None or at least 1 byte, got {self.max_memory}.")
 
 
-Value = TypeVar("Value")
-
-
 class _Use:
     """What the use at hand holds, counted when it is asked for: most kernels do not ask."""
 
@@ -49,33 +45,36 @@ class _Use:
         return self._size
 
 
-class _Within(Generic[Value]):
-    """A context in which a variable has a value; entered for every use of every parameter, hence no generator."""
+class _Within:
+    """A context in which kernels run so, for that use; entered for every use of every parameter, hence no generator."""
 
-    __slots__ = ("_before", "_value", "_variable")
+    __slots__ = ("_before", "_state")
 
-    def __init__(self, variable: ContextVar[Value], value: Value) -> None:
-        self._variable, self._value = variable, value
+    def __init__(self, options: KernelOptions, use: _Use | None) -> None:
+        self._state = options, use
 
     def __enter__(self) -> None:
-        self._before: Token[Value] = self._variable.set(self._value)
+        self._before = _state.set(self._state)
 
     def __exit__(self, *error: object) -> None:
-        self._variable.reset(self._before)
+        _state.reset(self._before)
 
 
-_options: ContextVar[KernelOptions] = ContextVar("options of the kernels", default=KernelOptions())  # noqa: B039 (frozen)
-_use: ContextVar[_Use | None] = ContextVar("the use at hand", default=None)
+# One variable for both: what a use leaves behind that is interrupted ends with the options around it.
+_state: ContextVar[tuple[KernelOptions, _Use | None]] = ContextVar(
+    "options of the kernels and the use at hand",
+    default=(KernelOptions(), None),
+)
 
 
 def current_options() -> KernelOptions:
     """The options in force in this thread."""
-    return _options.get()
+    return _state.get()[0]
 
 
 def held_bytes() -> int | None:
     """Bytes that the use at hand holds in any case; None outside of one."""
-    use = _use.get()
+    use = _state.get()[1]
     return None if use is None else use.size
 
 
@@ -90,9 +89,10 @@ def kernel_options(options: KernelOptions) -> AbstractContextManager[None]:
     Returns:
         The context.
     """
-    return _Within(_options, options)
+    return _Within(options, None)
 
 
 def held_by_use(count: Callable[[], int]) -> AbstractContextManager[None]:
     """Within this context, kernels work on a use that holds so many bytes; what is nested counts as part of it."""
-    return _Within(_use, _use.get() or _Use(count))
+    options, use = _state.get()
+    return _Within(options, use or _Use(count))
