@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,7 +26,6 @@ from lightning_persample.engine.hooks import on_gradient
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
     adds_a_term,
-    attribute_of,
     data_of,
     in_parts,
     kind_of,
@@ -45,7 +45,7 @@ from lightning_persample.engine.observed import (
 from lightning_persample.engine.planned import note_as_planned
 from lightning_persample.engine.rows import LINEAR, note_rows, rows_of_linear
 from lightning_persample.engine.use import Use
-from lightning_persample.engine.weight import Derivation, Weight, in_one_row, part_of, places_in, with_part
+from lightning_persample.engine.weight import Derivation, Weight, base_of, in_one_row, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
 
 __all__ = ["Dispatcher"]
@@ -180,10 +180,16 @@ class Dispatcher(Collector):
             kind = kind_of(function)
             op = kind.op
             if op is None:
-                if getattr(function, "__name__", "") == "__set__" and attribute_of(function) == "data":
-                    self.marks.copy(*args)
                 result = _RUNNING
+                if function is weakref.getweakrefs:
+                    guard(self.marks.note_swapped, self.fail)(args[0])
+                before = guard(self.marks.alias, self.fail)(args[0]) if kind.moves else None  # noqa: F841
                 result = function(*args, **kwargs)
+                if kind.moves:
+                    self._note_write(function, args)
+                    has_source = not function.__name__.startswith("resize")
+                    source = (args[1] if len(args) > 1 else kwargs.get("source")) if has_source else None
+                    self.marks.note_moved(args[0], source)
                 if function is Tensor.register_hook:
                     self._note_hook(args[0])
                 return result
@@ -403,7 +409,7 @@ class Dispatcher(Collector):
     def _mark_of(self, tensor: Tensor) -> Mark | None:
         """What a tensor means as an argument; a view of weights that was overwritten is read from its base again."""
         mark = self.marks.of_operand(tensor)
-        base = tensor._base if mark is REWRITTEN else None
+        base = base_of(tensor) if mark is REWRITTEN else None
         known = None if base is None else self.marks.of_operand(base)
         if base is None or not isinstance(known, Weight):
             return mark
@@ -416,7 +422,7 @@ class Dispatcher(Collector):
 
     def _derive_base(self, view: Tensor) -> bool:
         """After weights alone were written into a view, its base is made of them, too; False where it is not."""
-        base, part = view._base, self.marks.of_operand(view)
+        base, part = base_of(view), self.marks.of_operand(view)
         known = None if base is None else self.marks.get(base)
         if (
             base is None
@@ -437,7 +443,7 @@ class Dispatcher(Collector):
 
     def _refuse_rest(self, call: ObservedCall, view: Tensor) -> None:
         """After samples were written into a part of what weights alone have made, nobody follows the rest of it."""
-        base = view._base
+        base = base_of(view)
         weight = None if base is None else self.marks.get(base)
         if base is None or not isinstance(weight, Weight) or not base.requires_grad:
             return

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,26 +83,52 @@ def _not_counted() -> Iterator[None]:
             return bool(asked(args))
         return any(_overrides(type(arg)) for arg in args)
 
-    backward = torch.autograd.backward
+    backward, names = torch.autograd.backward, vars(torch.utils)
+    references = names["weakref"]
+    names["weakref"] = SimpleNamespace(**{**vars(references), "getweakrefs": _getweakrefs})
     torch.overrides.has_torch_function = has_torch_function
+    Tensor.set_ = _offered(Tensor.set_)  # type: ignore[method-assign]
+    for part in _PARTS:
+        setattr(Tensor, part.__name__, part)
     if "handle_torch_function" not in backward.__code__.co_names:
         torch.autograd.backward = _offered(backward)
     try:
         yield
     finally:
         torch.overrides.has_torch_function, torch.autograd.backward = asked, backward
+        names["weakref"] = references
+        del Tensor.set_, Tensor.real, Tensor.imag  # those of TensorBase are seen again
 
 
-def _offered(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.autograd.backward`` of old releases of torch, which do not offer it to modes; checkpoints call it."""
+def _getweakrefs(tensor: Tensor) -> list[Any]:
+    """What `torch.utils.swap_tensors` asks before it swaps: captures know of tensors by weak references."""
+    for mode in _get_current_function_mode_stack():
+        if isinstance(mode, ObservingMode):
+            mode.offer(weakref.getweakrefs, tensor)
+    return weakref.getweakrefs(tensor)
 
-    @wraps(backward)
+
+def _offered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch does not offer to modes; checkpoints call ``autograd.backward`` of old releases."""
+
+    @wraps(function)
     def offer(*args: Any, **kwargs: Any) -> Any:
         if not (torch._C._is_torch_function_enabled() and _get_current_function_mode_stack()):
-            return backward(*args, **kwargs)
-        return torch.overrides.handle_torch_function(backward, (), *args, **kwargs)
+            return function(*args, **kwargs)
+        return torch.overrides.handle_torch_function(function, (), *args, **kwargs)
 
     return offer
+
+
+class _Part(property):
+    """An attribute of tensors, assignments to which are offered."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__(part.__get__, _offered(part.__set__))
+        self.__name__ = part.__name__
+
+
+_PARTS = tuple(_Part(getattr(torch._C.TensorBase, name)) for name in ("real", "imag"))
 
 
 def _overrides(kind: type) -> bool:

@@ -13,13 +13,13 @@ from lightning_persample.engine.following import BY_LAYOUT, LOSSES, POINTWISE
 from lightning_persample.engine.observed import ObservedCall, operands_of
 from lightning_persample.rules import canonical_op
 
-__all__ = ["DATA_SOURCES", "Kind", "adds_a_term", "attribute_of", "data_of", "in_parts", "kind_of"]
+__all__ = ["DATA_SOURCES", "Kind", "adds_a_term", "data_of", "in_parts", "kind_of"]
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 # Ops that take a dtype, a device or a shape from their tensors, with the place and the name of the one argument that is
 # data, if there is one. Of any other op every tensor is data.
 _CONVERTS: dict[object, tuple[int, str] | None] = {
-    **dict.fromkeys(("to", "type_as", "expand_as", "view_as", "reshape_as", "resize_as"), (0, "self")),
+    **dict.fromkeys(("to", "type_as", "expand_as", "view_as", "reshape_as"), (0, "self")),
     **dict.fromkeys((
         "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
         "new_empty", "new_empty_strided",
@@ -36,14 +36,16 @@ _ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of 
 _SUMS = frozenset({"add", "sub", "rsub", "stack", "cat"})
 _NO_TENSOR = frozenset({
     "__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point", "requires_grad_",
-    "retain_grad", "share_memory_", "register_hook", "_set_grad_enabled",
+    "retain_grad", "share_memory_", "register_hook", "_set_grad_enabled", "set_", "resize_", "resize_as_",
+    "__setstate__", "getweakrefs",
 })  # fmt: skip
+_MOVES = frozenset({"set_", "resize_", "resize_as_", "__setstate__"})
 # Ops whose results are data even where they are given none: random numbers, and tensors made of anything.
 DATA_SOURCES = frozenset({
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "uniform", "random",
     "bernoulli", "multinomial", "poisson", "exponential", "geometric", "log_normal", "cauchy", "dropout",
     "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "rrelu", "tensor", "as_tensor",
-    "asarray", "from_numpy", "frombuffer", "from_file", "new_tensor", "new", "set",
+    "asarray", "from_numpy", "frombuffer", "from_file", "new_tensor", "new",
 })  # fmt: skip
 
 
@@ -52,10 +54,15 @@ def attribute_of(function: Callable[..., Any]) -> str:
     return getattr(getattr(function, "__self__", None), "__name__", "")
 
 
+def is_setter(function: Callable[..., Any], *attributes: str) -> bool:
+    """Whether a call assigns to one of these attributes of a tensor."""
+    return getattr(function, "__name__", "") == "__set__" and attribute_of(function) in attributes
+
+
 def op_of(function: Callable[..., Any]) -> object | None:
     """The canonical op of a call, or None where it gives no tensor to follow."""
     name = getattr(function, "__name__", "")
-    if name == "__get__":
+    if name == "__get__" or is_setter(function, "real", "imag"):
         attribute = attribute_of(function)
         return attribute if attribute in _GETTERS else None
     return None if name in _NO_TENSOR else canonical_op(function)
@@ -65,6 +72,8 @@ def is_inplace(function: Callable[..., Any]) -> bool:
     """Whether the call writes into its first argument."""
     name = getattr(function, "__name__", "")
     if name.startswith("__"):
+        if name == "__set__":
+            return is_setter(function, "real", "imag")
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_") and not name.startswith("_")
 
@@ -91,6 +100,7 @@ class Kind:
         composite: whether it is one of torch's Python functions that can be run in the open.
         by_layout: whether what is decided of a call may be remembered under its layout.
         converts: whether some of its tensors give but a dtype, a device or a shape.
+        moves: whether its tensors lie in other memory afterwards, or in another part of it.
         makes: the op of the one call that it makes, for a composite function that does nothing else; the op itself for
             any other.
     """
@@ -101,6 +111,7 @@ class Kind:
     composite: bool
     by_layout: bool
     converts: bool
+    moves: bool
     makes: object | None
 
 
@@ -117,7 +128,8 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         known = (op in BY_LAYOUT and not converts) or op in LOSSES
         makes = _ONE_CALL.get(function, op)
         by_layout = (known and not inplace and not composite) or function in _ONE_CALL
-        kind = Kind(op, inplace, op in POINTWISE, composite, by_layout, converts, makes)
+        moves = op is None and (function.__name__ in _MOVES or is_setter(function, "data"))
+        kind = Kind(op, inplace, op in POINTWISE, composite, by_layout, converts, moves, makes)
         if op is None or isinstance(op, str):
             _KINDS[function] = kind
     return kind

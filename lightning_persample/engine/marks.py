@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -11,8 +13,8 @@ from torch import Tensor, UntypedStorage, nn
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, by_entries, entry_owners
 from lightning_persample.engine.following import is_plain
 from lightning_persample.engine.kinds import DATA_SOURCES
-from lightning_persample.engine.observed import tensors_in, user_line
-from lightning_persample.engine.weight import Weight, places_in
+from lightning_persample.engine.observed import tensors_in, user_line, version_of
+from lightning_persample.engine.weight import Weight, base_of, places_in
 
 __all__ = ["CONSTANT", "KNOWN", "REWRITTEN", "Constant", "Mark", "Marks"]
 
@@ -47,8 +49,9 @@ class Marks:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._entries: dict[int, tuple[weakref.ref[Tensor], Mark]] = {}
+        self._entries: dict[int, tuple[Callable[[], Tensor | None], Mark]] = {}
         self._written: dict[int, UntypedStorage] = {}
+        self._swapped: tuple[Tensor, Mark | None] | None = None
 
     def __setitem__(self, tensor: Tensor, mark: Mark) -> None:
         self._entries[id(tensor)] = (weakref.ref(tensor), mark)
@@ -113,11 +116,80 @@ class Marks:
         if not (type(known) is Weight and known.derivation is None):
             self[output] = mark
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """After an assignment to its data, a tensor holds what the other one holds."""
-        mark = self.of_operand(source)
-        if mark is not None:
-            self.set_result(target, Lost("its data was replaced by assignment") if isinstance(mark, Weight) else mark)
+    def alias(self, tensor: Tensor) -> Tensor | None:
+        """Another tensor on the memory of this one, with its samples: it shows them when this one lies elsewhere."""
+        mark = self.get(tensor)
+        if not isinstance(mark, (BatchAxis, Lost)):
+            return None
+        alias = tensor.detach()
+        self[alias] = mark
+        return alias
+
+    def note_moved(self, target: Tensor, source: object) -> None:
+        """A tensor that was set to the memory of `source`, or to a part of some memory, holds what lies there."""
+        known = self.get(target)
+        if isinstance(known, Weight) and known.derivation is None:
+            return
+        elsewhere = CONSTANT if source is None else Lost(f"it was set to memory that no tensor shows{user_line()}")
+        mark = self.of_operand(source) if isinstance(source, Tensor) else self._in_memory(target) or elsewhere
+        if isinstance(source, Tensor) and not isinstance(mark, (BatchAxis, Lost)):
+            mark = KNOWN if self.is_known(source) else CONSTANT
+        has_history = target.requires_grad and target.grad_fn is not None
+        if has_history and isinstance(known, (Weight, BatchAxis)):  # its gradient goes where it went before
+            if isinstance(known, Weight) and isinstance(mark, Constant):
+                known.hidden, known.version = True, version_of(target)
+                known.outside |= not mark.known
+            if isinstance(mark, Constant) or (
+                isinstance(known, BatchAxis) and isinstance(mark, BatchAxis) and mark.is_same(known)
+            ):
+                return
+            mark = Lost(f"its data was replaced by that of other samples{user_line()}")
+        self[target] = mark or CONSTANT
+
+    def note_swapped(self, tensor: Tensor) -> None:
+        """Before torch swaps the contents of two tensors, it asks of one after the other who refers to them weakly."""
+        entry = self._entries.pop(id(tensor), None)
+        mark = entry[1] if entry is not None and entry[0]() is tensor else None
+        if self._swapped is None:
+            self._swapped = tensor, mark
+            return
+        (other, others), self._swapped = self._swapped, None
+        for each, its in ((other, mark), (tensor, others)):
+            if its is not None:
+                self._entries[id(each)] = partial(_itself, each), its
+
+    def _in_memory(self, tensor: Tensor) -> Mark | None:
+        """Where the samples lie in a tensor, as the others on its memory tell; None where there are none."""
+        if not is_plain(tensor):
+            return Lost(f"it was set to other memory{user_line()}")
+        others = list(self._on_memory_of(tensor))
+        if not others:
+            return None
+        for other, known in others:
+            if other.dtype == tensor.dtype and other.is_set_to(tensor):
+                return known
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        owners, mixing = torch.full((size,), -1, device=tensor.device), None
+        for other, known in others:
+            if isinstance(known, Lost) or other.dtype != tensor.dtype:
+                return Lost(f"it was set to memory that holds samples along no axis{user_line()}")
+            owners[_places(other, size)] = entry_owners(known, other.shape, self._batch_size, tensor.device)
+            mixing = mixing or known.mixing
+        here = owners[_places(tensor, size)]
+        if not bool((here >= 0).any()):
+            return CONSTANT
+        axis = by_entries(here, self._batch_size, mixing)
+        return axis or Lost(f"no axis of it holds the samples since it was set to other memory{user_line()}")
+
+    def _on_memory_of(self, tensor: Tensor) -> Iterator[tuple[Tensor, BatchAxis | Lost]]:
+        """The tensors that hold samples and share the memory of this one."""
+        storage = tensor.untyped_storage().data_ptr()
+        for reference, known in list(self._entries.values()):
+            other = reference()
+            if other is None or other is tensor or not isinstance(known, (BatchAxis, Lost)) or not is_plain(other):
+                continue
+            if storage and other.untyped_storage().data_ptr() == storage:
+                yield other, known
 
     def is_known(self, tensor: Tensor) -> bool:
         """Whether no sample's data can be in a tensor that is not marked as holding it."""
@@ -143,7 +215,7 @@ class Marks:
 
     def note_written_through(self, view: Tensor, before: Mark | None) -> None:
         """After a write through a view, which had the mark `before`, the tensor behind it holds what the view holds."""
-        base, mark = view._base, self.get(view)
+        base, mark = base_of(view), self.get(view)
         if base is None or mark is None or (base.is_leaf and base.requires_grad):
             return
         alike = isinstance(before, BatchAxis) and isinstance(mark, BatchAxis) and before.same_place(mark)
@@ -160,12 +232,8 @@ class Marks:
         alike = isinstance(before, BatchAxis) and isinstance(mark, BatchAxis) and before.same_place(mark)
         if not followed or not is_plain(target) or (alike and before.mixing == mark.mixing):  # type: ignore[union-attr]
             return
-        storage = target.untyped_storage().data_ptr()
-        for reference, known in list(self._entries.values()):
-            other = reference()
-            if other is None or other is target or not isinstance(known, BatchAxis) or not is_plain(other):
-                continue
-            if storage and other.untyped_storage().data_ptr() == storage:
+        for other, known in self._on_memory_of(target):
+            if isinstance(known, BatchAxis):
                 self[other] = self._rewritten(other, known, target, mark) or Lost(
                     f"its memory was written to in place through another tensor{user_line()}"
                 )
@@ -175,10 +243,7 @@ class Marks:
         if not isinstance(mark, BatchAxis) or other.dtype != target.dtype:
             return None
         size = target.untyped_storage().nbytes() // target.element_size()
-        places = torch.arange(size, device=target.device)
-        here, there = (
-            places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in (other, target)
-        )
+        here, there = _places(other, size), _places(target, size)
         owners = torch.full((size,), -1, device=target.device)
         owners[there] = entry_owners(mark, target.shape, self._batch_size, target.device)
         earlier = entry_owners(known, other.shape, self._batch_size, target.device)
@@ -203,7 +268,7 @@ class Marks:
 
     def _read_from_base(self, view: Tensor) -> BatchAxis | Lost:
         """Where the samples lie in a view of a tensor that the batch was written into."""
-        base = view._base
+        base = base_of(view)
         known = None if base is None else self.get(base)
         if base is not None and isinstance(known, BatchAxis):
             places = places_in(base, view)
@@ -218,3 +283,15 @@ class Marks:
         """Forget everything."""
         self._entries.clear()
         self._written.clear()
+        self._swapped = None
+
+
+def _places(tensor: Tensor, size: int) -> Tensor:
+    """The place of each entry in the memory of a tensor, which has room for `size` entries."""
+    places = torch.arange(size, device=tensor.device)
+    return places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    """In the place of a weak reference, where none may be."""
+    return tensor

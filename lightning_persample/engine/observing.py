@@ -34,6 +34,10 @@ class ObservingMode(TorchFunctionMode):
                 for mode in reversed(above):
                     _push_mode(mode)
 
+    def offer(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Offer a call that torch does not offer to modes."""
+        return self._answer(function, args, {})
+
     def release(self) -> None:
         """Let calls run as they are from now on, and let go of the capture: a cycle would keep it for some time."""
         self._answer = _as_it_is

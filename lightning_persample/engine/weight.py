@@ -23,6 +23,7 @@ __all__ = [
     "Contributions",
     "Derivation",
     "Weight",
+    "base_of",
     "in_one_row",
     "part_of",
     "places_in",
@@ -168,6 +169,14 @@ class Weight:
         self.calls.clear()
         self.received = 0
         self.sq_norm = self.norm = self.arrived = None
+
+
+def base_of(view: Tensor) -> Tensor | None:
+    """The tensor that this is a view of; None where it is of none, or has got memory of its own since."""
+    base = view._base
+    if base is None or base.layout != torch.strided or view.layout != torch.strided:
+        return base
+    return base if base.untyped_storage().data_ptr() == view.untyped_storage().data_ptr() else None
 
 
 def places_in(base: Tensor, view: Tensor) -> Tensor | None:
