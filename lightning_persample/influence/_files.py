@@ -73,7 +73,9 @@ def broken_files_named(path: Path) -> Iterator[None]:
     """Name the file that cannot be decoded, or lacks what is asked of it; one that is absent stays so."""
     try:
         yield
-    except (ValueError, EOFError, KeyError, TypeError) as error:
+    except (ValueError, EOFError, KeyError, TypeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system; pyarrow's own have none
+            raise
         raise PerSampleError(
             f"{os.fspath(path)!r} is broken: it is no whole file of its kind (cut off, or changed by something else). "
             "Put it back from a copy, or write the folder again"

@@ -45,7 +45,7 @@ def _path(dirpath: Path, rank: int, first: int, last: int, counter: int) -> Path
 
 def read_part(path: Path) -> Any:
     """The rows of a file, as a ``pyarrow.Table``."""
-    with broken_files_named(path), parquet().ParquetFile(path) as file:
+    with broken_files_named(path), parquet().ParquetFile(path, page_checksum_verification=True) as file:
         return file.read()
 
 
@@ -79,7 +79,8 @@ def _encoded(table: Any) -> Any:
     repeated = [name for name in _REPEATED if name in table.column_names]
     # The others need few bytes as they are, and each column that is compressed takes time.
     compressed = {name: "zstd" for name in table.column_names if name not in repeated or name == "row"}
-    parquet().write_table(table, sink, compression=compressed, use_dictionary=repeated)
+    options = {"compression": compressed, "use_dictionary": repeated, "write_page_checksum": True}
+    parquet().write_table(table, sink, **options)
     return sink.getvalue()
 
 

@@ -2,13 +2,16 @@
 
 ``shard-<rank>-<counter>.npy`` holds values (rows, K), ``shard-<rank>-<counter>.rows.npy`` a structured array with a
 record for each row. The values are written first: a shard counts from the moment its rows are there. A row names its
-place among the values, so that rows are taken out again by writing the small file alone, in one step.
+place among the values, so that rows are taken out again by writing the small file alone, in one step. It also has the
+checksums of its values, 16 KiB at a time, which are compared whenever values are read; the small file ends with its
+own.
 """
 
 from __future__ import annotations
 
 import io
 import re
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +28,7 @@ from lightning_persample.influence._files import broken_files_named, force_names
 __all__ = [
     "BASE_FIELDS",
     "DTYPES",
+    "RESERVED",
     "Shard",
     "drop_rows",
     "next_counter",
@@ -48,6 +52,9 @@ BASE_FIELDS = {
     "scale": "<f8",
 }
 _POSITION = "position"  # where the values of a row are in its shard
+_CHECKSUM = "crc32"  # of the values of a row, one for each 16 KiB
+_CHECKED_BYTES = 1 << 14
+RESERVED = (*BASE_FIELDS, _POSITION, _CHECKSUM)
 _TOP_EXPONENT = 15  # of the largest entry of a float16 row: in [2**14, 2**15)
 _LEAST_EXPONENT = -1059  # the scale is a float64 then, and no entry that is not 0 is less than 1 of it
 
@@ -101,8 +108,10 @@ def record_dtype(columns: Sequence[str]) -> np.dtype[Any]:
 
 def write_shard(shard: Shard, values: Sequence[NDArray[Any]], records: NDArray[Any]) -> None:
     """Write a shard, in place of the one that is there; records (sum of m,)."""
-    rows = np.empty(len(records), np.dtype([(_POSITION, "<i8"), *records.dtype.descr]))
-    rows[_POSITION] = np.arange(len(records))
+    checksums = np.concatenate([_checksums(part) for part in values])
+    kept = [(_POSITION, "<i8"), (_CHECKSUM, "<u4", checksums.shape[1:])]
+    rows = np.empty(len(records), np.dtype([*kept, *records.dtype.descr]))
+    rows[_POSITION], rows[_CHECKSUM] = np.arange(len(records)), checksums
     for name in records.dtype.names or ():
         rows[name] = records[name]
     shape = (len(records), values[0].shape[1])
@@ -117,7 +126,26 @@ def write_shard(shard: Shard, values: Sequence[NDArray[Any]], records: NDArray[A
 
 
 def _write_rows(shard: Shard, rows: NDArray[Any]) -> None:
-    write_atomically(shard.rows, _header(rows.dtype, rows.shape), rows.tobytes())
+    content = _header(rows.dtype, rows.shape) + rows.tobytes()
+    write_atomically(shard.rows, content, zlib.crc32(content).to_bytes(4, "little"))
+
+
+def _read_rows(shard: Shard) -> NDArray[Any]:
+    with broken_files_named(shard.rows):
+        content = shard.rows.read_bytes()
+        if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
+            raise ValueError("the checksum is another one")
+        rows: NDArray[Any] = np.load(io.BytesIO(content))
+    return rows
+
+
+def _checksums(values: NDArray[Any]) -> NDArray[np.uint32]:
+    """Of each row, one for each part of 16 KiB; values (m, K)."""
+    width = _CHECKED_BYTES // values.itemsize
+    starts = range(0, values.shape[1], width)
+    values = np.ascontiguousarray(values)
+    found = [[zlib.crc32(row[start : start + width]) for start in starts] for row in values]
+    return np.array(found, np.uint32).reshape(len(values), len(starts))
 
 
 def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
@@ -128,14 +156,13 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return written.getvalue()
 
 
-def read_records(shard: Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """What the rows of a shard are."""
-    with broken_files_named(shard.rows):
-        found = np.load(shard.rows)
+def read_records(shard: Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint32]]:
+    """What the rows of a shard are, where their values are, and the checksums of those."""
+    found = _read_rows(shard)
     records = np.empty(len(found), dtype)
     for name in dtype.names or ():
         records[name] = found[name] if name in (found.dtype.names or ()) else np.nan
-    return records, found[_POSITION]
+    return records, found[_POSITION], found[_CHECKSUM]
 
 
 def drop_rows(dirpath: Path, step: int) -> None:
@@ -143,8 +170,7 @@ def drop_rows(dirpath: Path, step: int) -> None:
     # Killed at any moment, it leaves shards that are whole, in which every earlier row is once; the latest are removed
     # first, so that none is missing in between. The values of a shard that keeps some of its rows stay on the disk.
     for shard in reversed(shards_of(dirpath)):
-        with broken_files_named(shard.rows):
-            rows = np.load(shard.rows)
+        rows = _read_rows(shard)
         kept = rows[rows["step"] < step]
         if len(kept) == len(rows):
             continue
@@ -199,20 +225,23 @@ def read_values(
     paths: Sequence[str],
     shard: NDArray[np.int64],
     position: NDArray[np.int64],
+    checksums: NDArray[np.uint32],
     scale: NDArray[np.float64],
     ranges: Sequence[tuple[int, int]],
     dtype: str,
 ) -> NDArray[Any]:
     """The values of rows, read through memory maps: of each shard no more than the pages that hold them."""
-    # shard (m,), position (m,), scale (m,)
-    # A file with fewer values than its rows say is refused.
+    # shard (m,), position (m,), checksums (m, parts of 16 KiB), scale (m,)
+    # A file with fewer values than its rows say, or with others, is refused.
     if len(shard):  # before there is room for as many columns as the manifest says
         _mapped(paths[int(shard[0])], int(position[0]), max(stop for _, stop in ranges))
     out = np.empty((len(shard), sum(stop - start for start, stop in ranges)), dtype)
     order = np.argsort(shard, kind="stable")
     is_scaled = False
     for rows in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1) if len(shard) else ():
-        values = _mapped(paths[int(shard[rows[0]])], int(position[rows].max()), max(stop for _, stop in ranges))
+        path = paths[int(shard[rows[0]])]
+        values = _mapped(path, int(position[rows].max()), max(stop for _, stop in ranges))
+        _check(path, values, position[rows], checksums[rows], ranges)
         taken, given = _as_slice(position[rows]), _as_slice(rows)
         at = 0
         for start, stop in ranges:
@@ -232,6 +261,26 @@ def _mapped(path: str, last: int, columns: int) -> NDArray[Any]:
             f"{path!r} holds values of shape {values.shape}, but rows up to {last} and {columns} columns are expected"
         )
     return values
+
+
+def _check(
+    path: str,
+    values: NDArray[Any],
+    position: NDArray[np.int64],
+    checksums: NDArray[np.uint32],
+    ranges: Sequence[tuple[int, int]],
+) -> None:
+    """Compare the checksums of what is read of some rows of a shard."""
+    width = _CHECKED_BYTES // values.itemsize
+    parts = sorted({part for start, stop in ranges for part in range(start // width, -(-stop // width))})
+    for place, expected in zip(position.tolist(), checksums, strict=True):
+        row = values[place]
+        found = [zlib.crc32(row[part * width : (part + 1) * width]) for part in parts]
+        if parts[-1] >= len(expected) or found != expected[parts].tolist():
+            raise PerSampleError(
+                f"{path!r} is broken: the values of row {place} are not those that were written (their checksums "
+                "differ). Put the file back from a copy, or write the folder again"
+            )
 
 
 def _as_slice(places: NDArray[np.int64]) -> Any:

@@ -19,7 +19,7 @@ from lightning_persample.influence._files import (
     write_json,
 )
 from lightning_persample.influence._kind import refuse_ledger
-from lightning_persample.influence._shards import BASE_FIELDS, DTYPES, drop_rows, remove_uncounted, shards_of
+from lightning_persample.influence._shards import DTYPES, RESERVED, drop_rows, remove_uncounted, shards_of
 
 __all__ = [
     "ParameterColumns",
@@ -32,7 +32,7 @@ __all__ = [
     "write_store_manifest",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _KIND = "gradients"
 _MEANING = ("projection", "parameters", "dtype", "columns", "samples")  # what a run cannot change on its way
 
@@ -100,10 +100,10 @@ class StoreManifest:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise OptionError(f"dtype={self.dtype!r}; allowed is one of {', '.join(map(repr, DTYPES))}")
-        taken = sorted(set(self.columns) & {*BASE_FIELDS, "position"})
+        taken = sorted(set(self.columns) & set(RESERVED))
         if taken or len(set(self.columns)) < len(self.columns):
             raise OptionError(
-                f"columns={self.columns!r}: each needs a name of its own, other than {', '.join(BASE_FIELDS)}, position"
+                f"columns={self.columns!r}: each needs a name of its own, other than {', '.join(RESERVED)}"
             )
         at = 0
         for each in self.parameters:

@@ -59,7 +59,8 @@ class GradientStore:
             which files were removed. False reads what there is.
 
     Raises:
-        PerSampleError: rows are missing.
+        PerSampleError: rows are missing, or a file is not as it was written. Values are compared with their checksums
+            when they are read.
 
     Attributes:
         dirpath: the folder, as an absolute path.
@@ -78,13 +79,17 @@ class GradientStore:
         shards = shards_of(self.dirpath)
         dtype = record_dtype(self.manifest.columns)
         found = [read_records(shard, dtype) for shard in shards]
-        rows = np.concatenate([np.empty(0, dtype), *(records for records, _ in found)])
-        lengths = [len(records) for records, _ in found]
+        rows = np.concatenate([np.empty(0, dtype), *(records for records, _, _ in found)])
+        lengths = [len(records) for records, _, _ in found]
         order = np.argsort(rows["checkpoint"], kind="stable")
         self.rows = rows[order]
         self._paths = tuple(os.fspath(shard.values) for shard in shards)
         self._shard = np.repeat(np.arange(len(shards)), lengths)[order]
-        self._position = np.concatenate([np.empty(0, np.int64), *(places for _, places in found)])[order]
+        self._position = np.concatenate([np.empty(0, np.int64), *(places for _, places, _ in found)])[order]
+        checksums = [each for _, _, each in found] or [np.empty((0, 0), np.uint32)]
+        if len({each.shape[1] for each in checksums}) > 1:
+            raise PerSampleError(f"the shards in {os.fspath(self.dirpath)!r} are of several stores, with other columns")
+        self._checksums = np.concatenate(checksums)[order]
         self._ranges: tuple[tuple[int, int], ...] = ((0, self.manifest.num_columns),)
         promised = self.manifest.rows
         if complete and promised is not None and not 0 <= promised <= len(rows):
@@ -208,6 +213,7 @@ class GradientStore:
             )
         part = copy.copy(self)
         part.rows, part._shard, part._position = self.rows[chosen], self._shard[chosen], self._position[chosen]
+        part._checksums = self._checksums[chosen]
         return part
 
     def parameters(self, names: Sequence[str]) -> GradientStore:
@@ -252,7 +258,8 @@ class GradientStore:
         own = slice(start, stop)
         used, shard = np.unique(self._shard[own], return_inverse=True)
         paths = tuple(self._paths[i] for i in used)
-        return paths, shard, self._position[own], self.rows["scale"][own], self._ranges, dtype
+        scale = self.rows["scale"][own]
+        return paths, shard, self._position[own], self._checksums[own], scale, self._ranges, dtype
 
     def _cut(self, max_memory: int | None, dtype: str, held: int) -> list[tuple[int, int]]:
         """Rows from start to stop that are read at once: as they are stored, and as they are given `held` times."""

@@ -6,6 +6,7 @@ import errno
 import importlib
 import json
 import os
+import struct
 from dataclasses import replace
 
 import pyarrow
@@ -283,6 +284,18 @@ def test_a_file_that_was_removed_is_noticed(folder, lost, said):
     assert read_ledger(folder, complete=False).num_rows == 4
     with pytest.raises(OptionError, match=f"lacks {said} of this run: put the files back, or pass another dirpath"):
         check_ledger(folder, read_manifest(folder), {read_manifest(folder).run: 3}, overwrite=False)
+
+
+def test_a_file_in_which_one_bit_was_flipped_is_named(folder):
+    parts = Parts(folder, 0)
+    parts.add(table([0, 1, 2], learning_rate=[1.5] * 6))
+    parts.write()
+    path = folder / "rows-00000-0000000000-0000000002-000000.parquet"
+    whole = path.read_bytes()
+    place = whole.index(struct.pack("<d", 1.5))
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+    with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
+        read_ledger(folder)
 
 
 @pytest.mark.parametrize("name", ["_manifest.json", "rows-00000-0000000000-0000000002-000000.parquet"])

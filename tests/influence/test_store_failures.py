@@ -14,7 +14,7 @@ import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import GradientStore, StoreWriter, grad_dot
-from lightning_persample.influence.store import columns_for, write_store_manifest
+from lightning_persample.influence.store import columns_for, open_store, write_store_manifest
 from tests.influence.stores import MANIFEST, K, gradients, made, write
 from tests.processes import run_alone
 
@@ -166,3 +166,51 @@ def test_a_manifest_that_lacks_a_value_is_named(folder, name):
 def test_options_of_the_writer_are_checked(folder, option):
     with pytest.raises(OptionError, match=f"{option}=0; allowed is an int >= 1"):
         StoreWriter(folder, MANIFEST, **{option: 0})
+
+
+def _changed(path, place: int, content: bytes) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:place] + content + whole[place + len(content) :])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("columns", [20, 20_000])
+@pytest.mark.parametrize("harm", ["a zeroed tail", "one flipped bit", "rows of another run"])
+def test_values_that_are_not_those_written_are_refused_when_they_are_read(tmp_path, harm, columns, dtype):
+    sizes = {"a": ((columns - 4,), columns - 4), "b": ((4,), 4)}
+    manifest = replace(MANIFEST, parameters=columns_for(sizes), dtype=dtype)
+    for name in ("one", "other"):
+        write(made(tmp_path / name, manifest), gradients(8, len(name), columns=columns), manifest=manifest)
+    folder = tmp_path / "one"
+    path = folder / "shard-00000-000001.npy"
+    whole, row = path.read_bytes(), columns * np.dtype(dtype).itemsize
+    first, place, content = {
+        "a zeroed tail": (6, len(whole) - row - 8, bytes(row + 8)),
+        "one flipped bit": (7, len(whole) - row // 2, bytes([whole[-row // 2] ^ 4])),
+        "rows of another run": (4, 0, (tmp_path / "other" / path.name).read_bytes()),
+    }[harm]
+    _changed(path, place, content)
+    store = GradientStore(folder)
+    expected = gradients(8, 3, columns=columns)[:first]
+    read = next(store.select(range(first)).blocks())[1]  # what is as it was written
+    torch.testing.assert_close(read.float(), expected, rtol=1e-3, atol=1e-5)
+    said = (
+        rf"{path.name}' is broken: the values of row {first - 4} are not those that were written .* Put the file back"
+    )
+    for part in (store, store.select([0, first]), store.parameters(["b", "a"])):
+        with pytest.raises(PerSampleError, match=said):
+            list(part.blocks())
+    path.write_bytes(whole)
+    assert sum(len(values) for _, values in store.blocks()) == 8
+
+
+@pytest.mark.parametrize("place", [0.4, 0.6, 0.9, -1])
+def test_rows_that_are_not_those_written_are_refused(folder, place):
+    write(folder, gradients(4), sample_index=torch.arange(4))
+    path = folder / "shard-00000-000000.rows.npy"
+    whole = path.read_bytes()
+    place = len(whole) + place if place < 0 else int(len(whole) * place)
+    _changed(path, place, bytes([whole[place] ^ 1]))
+    for read in (GradientStore, lambda dirpath: open_store(dirpath, MANIFEST, {MANIFEST.run: 0})):
+        with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
+            read(folder)

@@ -90,11 +90,11 @@ def test_what_two_stores_have_in_common_is_compared(tmp_path):
 def test_another_version_is_refused_with_both(tmp_path):
     folder = made(tmp_path / "one")
     found = json.loads((folder / "_manifest.json").read_text())
-    (folder / "_manifest.json").write_text(json.dumps({**found, "format_version": 2}))
+    (folder / "_manifest.json").write_text(json.dumps({**found, "format_version": 1}))
     with pytest.raises(PerSampleError) as refused:
         GradientStore(folder)
-    assert "is of format 'lightning_persample gradients', version 2; this version of" in str(refused.value)
-    assert "reads format 'lightning_persample gradients', version 1" in str(refused.value)
+    assert "is of format 'lightning_persample gradients', version 1; this version of" in str(refused.value)
+    assert "reads format 'lightning_persample gradients', version 2" in str(refused.value)
 
 
 @pytest.mark.parametrize(("changed", "before", "now"), DIFFERENT_RUN)
