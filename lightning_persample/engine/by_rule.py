@@ -76,8 +76,9 @@ def placement_of(use: Use, rule: Rule) -> Placement:
     for name, value in use.arguments.items():
         if isinstance(value, Tensor) and (rule.is_read(name) or name in owners or not rule.is_batched(name)):
             kept.append(name)
-            own = aligned(value) if aligned is not None and rule.is_per_sample(name) else None
-            where = own if own is not None else call.axis_of(value)
+            where = call.axis_of(value)
+            if aligned is not None and rule.is_per_sample(name) and not isinstance(where, BatchAxis):
+                where = aligned(value)
             if isinstance(where, BatchAxis):
                 axes[name] = where
     return Placement(
@@ -181,12 +182,16 @@ class ByRule:
         counts: dict[str, Tensor] = {}
         for name, where in placement.axes.items():
             tensor = tensors[name]
-            if placement.rank > tensor.dim():
+            if placement.rank > tensor.dim() and name not in placement.weights:
                 extra = placement.rank - tensor.dim()
                 tensor, where = tensor.reshape(*(1,) * extra, *tensor.shape), where.moved(where.dim + extra)
             arguments[name] = batch_first(tensor, where, batch_size)
             if where.owner is not None:
                 counts[name] = torch.bincount(where.owner.sample, minlength=batch_size) * where.rows
+        rows = placement.weights & placement.axes.keys()
+        if rows and placement.rank:  # beside them an operand may be shared by all samples
+            shared = tensors.keys() - placement.axes.keys() - placement.weights
+            arguments |= {name: tensors[name].unsqueeze(0) for name in shared}
         output: Tensor | None = None
         draws: tuple[Tensor, ...] = ()
         if self.drawn is not None:
@@ -201,7 +206,7 @@ class ByRule:
             for grad, axis in zip(grads, placement.output_axes, strict=True)
         )
         saved = {name: batch_first(r, placement.output_axes[0], batch_size) for name, r in self._saved.items()}
-        seen = Call(batch_size, arguments, placement.weights, counts, draws, output, placement.nested, saved)
+        seen = Call(batch_size, arguments, placement.weights, counts, draws, output, placement.nested, saved, rows)
         return seen, by_sample if placement.rule.several_outputs else by_sample[0]
 
 

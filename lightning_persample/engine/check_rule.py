@@ -320,9 +320,9 @@ def _example(
         if unknown:
             raise OptionError(f"{option} names {unknown}, but the tensors among the arguments are {sorted(tensors)}")
     if batched is None:
-        excluded = set(weights) if weights is not None else {key for key in tensors if rule.is_weight(key)}
-        own_rows = {key for key in tensors if rule.is_per_sample(key)}
-        batched = [key for key in tensors if rule.is_batched(key) and (key in own_rows or key not in excluded)]
+        shared = {key for key in tensors if rule.is_weight(key) and not rule.is_per_sample(key)}
+        excluded = shared if weights is None else set(weights)
+        batched = [key for key in tensors if rule.is_batched(key) and key not in excluded]
     if weights is None:
         weights = [key for key in tensors if rule.is_weight(key) and key not in batched]
     for option, names, declared in (("batched", batched, rule.is_batched), ("weights", weights, rule.is_weight)):

@@ -6,12 +6,13 @@ its gradient is summed, per sample, over the axes along which it was broadcast.
 A weight with more axes than the input, x (B, d) * w (h, 1, d), pushes the batch axis inwards: the op's output is
 (h, B, d). The engine keeps ranks consistent: every batched operand is given leading axes of size 1 before it is made
 batch-first, so that x is (B, 1, k, d), the gradient of the output is (B, h, k, d), and arithmetic on them broadcasts as
-the op itself did. A weight whose own shape spans the batch axis does not come here: the engine answers for it.
+the op itself did. A weight whose own shape spans the batch axis is batch-first, too (`Call.per_sample`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -22,6 +23,9 @@ from lightning_persample.gradients import Dense
 from lightning_persample.rules.registry import Call, register_rule
 
 __all__ = ["align_rank", "sum_to_shape", "widen"]
+
+_EITHER = ("input", "other")
+_of_two = partial(register_rule, batched=_EITHER, weights=_EITHER, per_sample=_EITHER)
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -53,10 +57,11 @@ def sum_to_shape(grad: Tensor, shape: Sequence[int]) -> Tensor:
     return grad.reshape(grad.shape[0], *shape)
 
 
-def _contribution(grad: Tensor, weight: Tensor) -> Dense:
+def _contribution(call: Call, name: str, grad: Tensor) -> Dense:
+    weight: Tensor = call.arguments[name]
     if grad.is_complex() and not weight.is_complex():
         grad = grad.real
-    return Dense(sum_to_shape(grad, weight.shape))
+    return Dense(sum_to_shape(grad, weight.shape[1:] if name in call.per_sample else weight.shape))
 
 
 def _operand(call: Call, name: str, grad_output: Tensor) -> Tensor | complex:
@@ -64,30 +69,24 @@ def _operand(call: Call, name: str, grad_output: Tensor) -> Tensor | complex:
     value: Tensor | complex = call.arguments[name]
     if not isinstance(value, Tensor):
         return value.conjugate()
-    if name not in call.weights:
+    if name not in call.weights or name in call.per_sample:
         value = align_rank(value, grad_output.dim())
     return widen(value).conj()
 
 
-@register_rule(
-    torch.add, arguments=("input", "other", "alpha"), batched=("input", "other"), weights=("input", "other"), reads=()
-)
+@_of_two(torch.add, arguments=("input", "other", "alpha"), reads=())
 def add(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """``input + alpha * other``: dw = sum g over broadcast axes, times alpha for `other`."""
     return _linear_combination(call, grad_output, {"input": 1, "other": call.get("alpha", 1)})
 
 
-@register_rule(
-    torch.sub, arguments=("input", "other", "alpha"), batched=("input", "other"), weights=("input", "other"), reads=()
-)
+@_of_two(torch.sub, arguments=("input", "other", "alpha"), reads=())
 def sub(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """``input - alpha * other``."""
     return _linear_combination(call, grad_output, {"input": 1, "other": -call.get("alpha", 1)})
 
 
-@register_rule(
-    torch.rsub, arguments=("input", "other", "alpha"), batched=("input", "other"), weights=("input", "other"), reads=()
-)
+@_of_two(torch.rsub, arguments=("input", "other", "alpha"), reads=())
 def rsub(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """``other - alpha * input``."""
     return _linear_combination(call, grad_output, {"input": -call.get("alpha", 1), "other": 1})
@@ -98,34 +97,28 @@ def _linear_combination(call: Call, grad_output: Tensor, factors: dict[str, comp
     for name in call.weights:
         factor = factors[name].conjugate()
         grad = grad_output if factor == 1 else widen(grad_output) * factor
-        found[name] = _contribution(grad, call.arguments[name])
+        found[name] = _contribution(call, name, grad)
     return found
 
 
-@register_rule(torch.mul, arguments=("input", "other"), batched=("input", "other"), weights=("input", "other"))
+@_of_two(torch.mul, arguments=("input", "other"))
 def mul(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """``input * other``: d input = sum g conj(other) over broadcast axes, d other = sum g conj(input)."""
     grad = widen(grad_output)
     partner = {"input": "other", "other": "input"}
-    return {
-        name: _contribution(grad * _operand(call, partner[name], grad), call.arguments[name]) for name in call.weights
-    }
+    return {name: _contribution(call, name, grad * _operand(call, partner[name], grad)) for name in call.weights}
 
 
-@register_rule(
-    torch.div, arguments=("input", "other", "rounding_mode"), batched=("input", "other"), weights=("input", "other")
-)
+@_of_two(torch.div, arguments=("input", "other", "rounding_mode"))
 def div(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """``input / other``: d input = sum g / conj(other), d other = -sum g conj(input / other^2), over broadcast axes."""
     # grad_output (B, *out)
     if call.get("rounding_mode") is not None:
-        return {name: _contribution(torch.zeros_like(grad_output), call.arguments[name]) for name in call.weights}
+        return {name: _contribution(call, name, torch.zeros_like(grad_output)) for name in call.weights}
     return _quotient(call, grad_output, numerator="input", denominator="other")
 
 
-@register_rule(
-    torch.Tensor.__rdiv__, arguments=("input", "other"), batched=("input", "other"), weights=("input", "other")
-)
+@_of_two(torch.Tensor.__rdiv__, arguments=("input", "other"))
 def rdiv(call: Call, grad_output: Tensor) -> dict[str, Dense]:
     """``other / input``, the reflected division."""
     return _quotient(call, grad_output, numerator="other", denominator="input")
@@ -138,8 +131,8 @@ def _quotient(call: Call, grad_output: Tensor, *, numerator: str, denominator: s
     grad = widen(grad_output)
     below = _operand(call, denominator, grad)
     if numerator in call.weights:
-        found[numerator] = _contribution(grad / below, call.arguments[numerator])
+        found[numerator] = _contribution(call, numerator, grad / below)
     if denominator in call.weights:
         above = _operand(call, numerator, grad)
-        found[denominator] = _contribution(-grad * above / (below * below), call.arguments[denominator])
+        found[denominator] = _contribution(call, denominator, -grad * above / (below * below))
     return found

@@ -11,18 +11,14 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.rules.elementwise import add, mul, rsub, sub, widen
+from lightning_persample.rules.elementwise import widen
 from lightning_persample.rules.generators import other_generators_kept
-from lightning_persample.rules.registry import Call, RuleFunction, canonical_op, op_name
+from lightning_persample.rules.registry import canonical_op, op_name
 from lightning_persample.rules.vector_jacobian import vector_jacobian
 
 __all__ = ["generic_rule"]
 
-_OPERANDS = ("input", "other")
 _RANDOM = "it draws random numbers"
-
-# Known without running them again: of a weight with rows of its own for each sample the engine asks for them here.
-_ARITHMETIC: dict[object, RuleFunction] = {"add": add, "sub": sub, "rsub": rsub, "mul": mul}
 
 _IN_PLACE_OPERATORS = frozenset({
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__",
@@ -76,9 +72,6 @@ def generic_rule(
     batch_size = next(iter([*batched.values(), *present])).shape[0] if batched or present else 0
     if not present or batch_size == 0:
         return {leaf: call.zeros(leaf, batch_size) for leaf in weights}
-    known = _by_arithmetic(call, args, kwargs, present[0])
-    if known is not None:
-        return known
     wanted = [grad is not None for grad in grads]
     sample_leaves = call.sample_leaves(batch_size)
 
@@ -117,27 +110,6 @@ def generic_rule(
     if is_random:
         raise UnsupportedError(call.complaint(_RANDOM))
     return result
-
-
-def _by_arithmetic(
-    call: _Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: Tensor
-) -> dict[int, Tensor] | None:
-    """The gradients of a sum, a difference or a product of two operands by the op's own rule, or None elsewhere."""
-    # To the rule a weight has the shape that it has for one sample, whether the samples share it or not.
-    rule = _ARITHMETIC.get(call.op)
-    if rule is None or len(args) != 2 or kwargs.keys() - {"alpha"} or (rule is mul and len(call.weights) > 1):
-        return None
-    arguments: dict[str, Any] = dict(kwargs)
-    for leaf, name in enumerate(_OPERANDS):
-        value = call.batched.get(leaf)
-        if value is None:
-            value = call.start[leaf]
-            arguments[name] = value[None] if isinstance(value, Tensor) and leaf not in call.weights else value
-        else:
-            arguments[name] = value[0] if leaf in call.weights else value
-    asked = {_OPERANDS[leaf]: leaf for leaf in call.weights}
-    found = rule(Call(len(grad), arguments, frozenset(asked)), grad)
-    return {leaf: found[name].dense() for name, leaf in asked.items()}
 
 
 def _one_after_another(

@@ -51,6 +51,8 @@ class Call:
             back through the earlier one too.
         saved: results that autograd keeps for the op's own backward, batch-first, where they can be had; see
             `Rule.saved`.
+        per_sample: names of the weights among the arguments that hold a row for every sample: they are batch-first,
+            and their gradient has the same shape.
     """
 
     batch_size: int
@@ -61,6 +63,7 @@ class Call:
     output: Tensor | None = None
     nested: bool = False
     saved: Mapping[str, Tensor] = field(default_factory=dict)
+    per_sample: frozenset[str] = frozenset()
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an argument, or `default` where the call left it out."""
@@ -89,8 +92,8 @@ class Rule:
         draws: given the arguments by name and the first output, draws the random tensors of the call in the order in
             which the op drew them, each with the batch where the output has it.
         reads_output: whether the rule reads the first output.
-        per_sample: names of arguments that hold a row for every sample even where they do not depend on the batch, such
-            as an initial state; they are batch-first in any case.
+        per_sample: names of arguments that may hold a row for every sample even where they do not depend on the batch,
+            such as an initial state; one that does is batch-first.
         saved: names of results that autograd keeps for the op's own backward (``_saved_<name>`` of its node), such as
             the statistics of a normalization, from which the rule would profit. Each has an entry for every row of the
             first output along its own first axis.
@@ -260,7 +263,7 @@ def register_rule(
         several_outputs: the rule gets a tuple of gradients, one per output, None where an output got none.
         draws: draws the random tensors of the call again, see `Rule`.
         reads_output: whether the rule reads the first output of the call.
-        per_sample: names of arguments that hold a row for every sample in any case, see `Rule`.
+        per_sample: names of arguments that may hold a row for every sample without the batch, see `Rule`.
         saved: names of results that autograd keeps, see `Rule`.
         overwrite: replace a rule that is already there.
 
