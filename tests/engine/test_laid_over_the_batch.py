@@ -127,6 +127,44 @@ def test_some_of_the_samples_alone(name: str) -> None:
         torch.testing.assert_close(grads, expected[parameter_name][samples], rtol=1e-10, atol=1e-12)
 
 
+ARITHMETIC = {
+    "add": lambda a, b: torch.add(a, b, alpha=3),
+    "sub": lambda a, b: torch.sub(a, b, alpha=2),
+    "rsub": lambda a, b: torch.rsub(a, b, alpha=2),
+    "mul": torch.mul,
+    "div": torch.div,
+    "rdiv": Tensor.__rdiv__,
+    "floor": lambda a, b: torch.div(a, b, rounding_mode="floor") + b,
+    "in-place": lambda a, b: (a * 1).expand(torch.broadcast_shapes(a.shape, b.shape)).clone().mul_(b),
+}
+OPERANDS: dict[str, Callable[[Any, Tensor], tuple[Tensor, Tensor]]] = {
+    "alike": lambda m, x: (m.r.exp().expand(len(x), -1), m.a(x).exp()),
+    "beside-more-axes": lambda m, x: (m.r.exp().expand(len(x), -1), m.a(x).exp().expand(3, -1, -1)),
+    "beside-fewer-axes": lambda m, x: (m.r.exp()[:, None, None].expand(-1, len(x), -1), m.a(x).exp()),
+    "beside-one-column": lambda m, x: (m.r.exp().repeat(len(x), 1), m.a(x).exp().sum(1, keepdim=True)),
+    "times-a-shared-weight": lambda m, x: (m.r.exp().repeat(len(x), 1) * m.s, m.a(x).exp()),
+    "over-a-shared-weight": lambda m, x: (m.s / (m.r.repeat(len(x), 1) + torch.ones(len(x), 1)).exp(), m.a(x).exp()),
+}
+
+
+@pytest.mark.parametrize("size", [2, WIDTH])
+@pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("op", ARITHMETIC)
+def test_arithmetic_with_a_weight_that_is_laid_over_the_batch(op: str, swapped: bool, operands: str, size: int) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        pair = OPERANDS[operands](m, x)
+        result = ARITHMETIC[op](*reversed(pair) if swapped else pair)
+        return result if result.dim() == 2 else result[:3].square().sum(0)
+
+    step = Model(forward, a=nn.Linear(4, WIDTH), r=parameter(WIDTH), s=parameter(WIDTH))
+    x = torch.randn(size, 4)
+    for _ in range(2):  # the second time by what was decided the first time
+        record = record_of(step, mean_of_squares, x)
+        assert (record.unsupported, record.axis_lost, record.mixing) == ({}, (), ())
+    assert_values(record, loop(step, mean_of_squares, (x,)))
+
+
 def nothing_laid(m: Any, x: Tensor) -> Tensor:
     return m.a(x + m.r[:0].expand(len(x), 0).tanh().sum(1, keepdim=True))
 
