@@ -13,7 +13,7 @@ match.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,8 +21,10 @@ from torch import Tensor
 
 __all__ = [
     "BatchAxis",
+    "Computed",
     "Lost",
     "Owner",
+    "Root",
     "batch_first",
     "by_entries",
     "entry_owners",
@@ -113,6 +115,42 @@ class BatchAxis:
 
 
 @dataclass(frozen=True, eq=False)
+class Root:
+    """A tensor that holds the samples, which others are computed from.
+
+    Attributes:
+        values: a copy of it, in float64.
+        axis: where the batch lies in it.
+        tensor: itself without its gradient; that it lives keeps its memory from being another's.
+        differs: whether it has a gradient.
+    """
+
+    values: Tensor
+    axis: BatchAxis
+    tensor: Tensor
+    differs: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """How a tensor was computed from tensors that hold the samples.
+
+    Attributes:
+        roots: these tensors.
+        run: gives the tensor for any values of them.
+        has_constants: whether other tensors went in, which may have a row for each sample.
+        steps: the number of calls in it.
+        notes: the kind and text of what was said of the calls in it.
+    """
+
+    roots: tuple[Root, ...]
+    run: Callable[[Sequence[Tensor]], Tensor]
+    has_constants: bool
+    steps: int
+    notes: frozenset[tuple[str, str]] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
 class Lost:
     """The tensor depends on the batch, but no axis of it holds the samples one by one.
 
@@ -132,6 +170,7 @@ class Lost:
         adrift: its axis was lost, and its entries were added up since: they may be of one sample each, or of several.
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
         listed: it lists places or numbers that occur in the batch, or is one of them.
+        computed: how it was computed from tensors that hold the samples, see `separable`; None where that is not known.
     """
 
     reason: str
@@ -147,6 +186,7 @@ class Lost:
     adrift: bool = False
     unplaced: bool = False
     listed: bool = False
+    computed: Computed | None = None
 
     @property
     def of_others(self) -> bool:

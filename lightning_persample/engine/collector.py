@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.engine.failure import OverwrittenError, fault_of, in_smaller_chunks, reason_of
+from lightning_persample.engine.graph import Node
 from lightning_persample.engine.marks import KNOWN, Marks
 from lightning_persample.engine.notes import Notes
 from lightning_persample.engine.observed import Description, line_of, version_of
@@ -64,6 +65,8 @@ class Collector:
         penalized: parameters whose gradient in this backward has a term that belongs to no sample.
         fault: why nothing of this capture can be relied on: this package itself has failed; "" as nearly always.
         writes: of memory that was written to in place, by where it begins: how often by then, in which call and where.
+        noted: the nodes of what notes hold of, by their kind and text.
+        excuses: the nodes below which they do not hold.
         got_gradient: parameters that got a gradient in this backward, with this where a hook may have changed it.
     """
 
@@ -100,6 +103,8 @@ class Collector:
         self.got_gradient: dict[str, Tensor | None] = {}
         self.fault = ""
         self.writes: dict[int, tuple[int, str, tuple[str, int] | None]] = {}
+        self.noted: dict[tuple[str, str], set[Node]] = {}
+        self.excuses: dict[tuple[str, str], set[Node]] = {}
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed: no value of this capture is given."""

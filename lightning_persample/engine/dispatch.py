@@ -21,7 +21,7 @@ from lightning_persample.engine.failure import guard
 from lightning_persample.engine.following import common_axis, follow, is_plain
 from lightning_persample.engine.following.added_up import UNKNOWN, scaled
 from lightning_persample.engine.fused import fused_call
-from lightning_persample.engine.graph import Node, boundary, unseen_text
+from lightning_persample.engine.graph import Node, boundary, reaches, unseen_text
 from lightning_persample.engine.hooks import on_gradient
 from lightning_persample.engine.kinds import (
     DATA_SOURCES,
@@ -110,6 +110,9 @@ class Dispatcher(Collector):
     def start_backward(self, losses: list[Tensor]) -> None:
         """Take note of what backward starts from."""
         marks = [self.marks.get(loss) for loss in losses]
+        self.notes.excused = frozenset(
+            note for note, stop in self.excuses.items() if not reaches(losses, self.noted[note], stop)
+        )
         self.of_no_sample = bool(marks) and all(isinstance(mark, Weight) and not mark.outside for mark in marks)
         for loss, mark in zip(losses, marks, strict=True):
             self._read_part(loss)
@@ -487,7 +490,12 @@ class Dispatcher(Collector):
         if followed.weighting is not None and not alone:
             self.notes.add("weighting", followed.weighting, call.outputs)
         rule = rule_of(call.op)
+        for note in followed.excused:
+            self.excuses.setdefault(note, set()).update(boundary(call.outputs))
         for output, mark in zip(call.outputs, followed.outputs, strict=False):
+            if isinstance(mark, Lost) and mark.computed is not None:
+                for note in mark.computed.notes:
+                    self.noted.setdefault(note, set()).update(boundary((output,)))
             if mark is not None:
                 self.marks.set_result(output, mark)
         if not involved and (rule is None or rule.mixes_samples is None):
@@ -541,6 +549,8 @@ class Dispatcher(Collector):
         self.weights.clear()
         self.nodes.clear()
         self.writes.clear()
+        self.noted.clear()
+        self.excuses.clear()
         self._inner = None
 
 

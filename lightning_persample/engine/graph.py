@@ -21,6 +21,7 @@ __all__ = [
     "is_recomputing",
     "leaf_of",
     "node_below",
+    "reaches",
     "saved_results",
     "saved_tensors_are_hooked",
     "unseen_text",
@@ -131,6 +132,21 @@ def node_below(tops: Iterable[Tensor], name: str) -> bool:
             return True
         for following, _ in node.next_functions:
             if following is not None and following not in visited:
+                visited.add(following)
+                stack.append(following)
+    return False
+
+
+def reaches(tops: Iterable[Tensor], nodes: Nodes, stop: Nodes) -> bool:
+    """Whether a walk down from these tensors that goes through none of the nodes `stop` meets one of `nodes`."""
+    stack = [top.grad_fn for top in tops if top.grad_fn is not None and top.grad_fn not in stop]
+    visited: Nodes = set(stack)
+    while stack:
+        node = stack.pop()
+        if node in nodes:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in visited and following not in stop:
                 visited.add(following)
                 stack.append(following)
     return False

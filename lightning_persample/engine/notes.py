@@ -33,6 +33,7 @@ class Notes:
 
     Attributes:
         axis_lost: texts after which it is not known whose the values are, and no more.
+        excused: the kinds and texts that are not so of the present backward.
     """
 
     def __init__(self, collector: Observes) -> None:
@@ -42,6 +43,7 @@ class Notes:
         self._reached: set[tuple[Kind, str]] = set()
         self._of_loss: dict[str, None] = {}
         self.axis_lost: set[str] = set()
+        self.excused: frozenset[tuple[str, str]] = frozenset()
 
     def add(self, kind: Kind, text: str, outputs: Iterable[Tensor]) -> None:
         """Say something of a call in every backward that goes through one of its outputs."""
@@ -62,7 +64,8 @@ class Notes:
 
     def reached(self, kind: Kind) -> tuple[str, ...]:
         """The texts on calls that the present backward has gone through, and on its loss, in the order of the calls."""
-        found = tuple(text for text in self._texts[kind] if (kind, text) in self._always | self._reached)
+        seen = (self._always | self._reached) - self.excused
+        found = tuple(text for text in self._texts[kind] if (kind, text) in seen)
         return (*found, *self._of_loss) if kind == "weighting" else found
 
     def split(self, texts: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -74,6 +77,7 @@ class Notes:
         """The backward is over."""
         self._of_loss.clear()
         self._reached.clear()
+        self.excused = frozenset()
 
     def _fail(self, error: Exception) -> None:
         collector = self._collector()

@@ -168,7 +168,7 @@ def test_neighbours_of_zero_decide_nothing_for_others(first_is_zero: bool) -> No
     module = nn.Linear(1, 1, bias=False)
 
     def loss(m: nn.Module, x: Tensor) -> Tensor:
-        return F.unfold(m(x).reshape(1, 1, -1, 1), 3, padding=1).square().sum(1).mean()
+        return F.unfold(m(x).reshape(1, 1, -1, 1), 3, padding=1).sum(1).square().mean()
 
     for zero in (first_is_zero, not first_is_zero):
         record = record_of(module, loss, torch.zeros(5, 1) if zero else torch.randn(5, 1))

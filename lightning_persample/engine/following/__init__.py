@@ -8,7 +8,7 @@ reason.
 
 from dataclasses import replace
 
-from lightning_persample.engine.batch_axis import BatchAxis
+from lightning_persample.engine.batch_axis import BatchAxis, Lost
 from lightning_persample.engine.following import (  # (registers the families)
     indexing,
     layers,
@@ -22,6 +22,7 @@ from lightning_persample.engine.following.after_reduction import after_reduction
 from lightning_persample.engine.following.base import BY_LAYOUT, FOLLOWERS, Followed, is_plain, lost
 from lightning_persample.engine.following.losses import every_target_counts
 from lightning_persample.engine.following.pointwise import POINTWISE, common_axis
+from lightning_persample.engine.following.separable import by_what_samples_give
 from lightning_persample.engine.following.trial import try_on_one_sample
 from lightning_persample.engine.observed import ObservedCall
 
@@ -33,6 +34,12 @@ __all__ = [
 
 def follow(call: ObservedCall) -> Followed:
     """Where the batch lies in the outputs of a call that has at least one operand depending on the batch."""
+    followed = _follow(call)
+    lost_axis = any(isinstance(place, Lost) for place in followed.outputs)
+    return by_what_samples_give(call, followed) if lost_axis else followed
+
+
+def _follow(call: ObservedCall) -> Followed:
     if not call.located:
         return after_reduction(call)
     if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):

@@ -68,6 +68,7 @@ class Followed:
         mixing: where samples influence each other in this call, or None.
         weighting: where the loss gives samples weights that only the caller knows, or None.
         entries: what the one output adds up, where the call can give it.
+        excused: what was said of calls before, and is not so of what goes through this one.
         by_values: whether values in the tensors had a part in it, so that it is not remembered.
     """
 
@@ -77,6 +78,7 @@ class Followed:
     weighting: str | None = None
     entries: Callable[[], Entries] | None = None
     by_values: bool = False
+    excused: frozenset[tuple[str, str]] = frozenset()
 
 
 Follower = Callable[[ObservedCall], Followed]
