@@ -119,7 +119,10 @@ class SumCheck:
                 if self._grad(name) is not None
             ]
             if bool((torch.stack(terms)[:, 0].cpu() <= allowed).all()):
-                return f"The loss is a {fitting} over the samples and no {given}: pass loss_reduction={fitting!r}"
+                found = f"The loss is a {fitting} over the samples and no {given}: pass loss_reduction={fitting!r}"
+                if fitting == "mean":
+                    return found
+                return f"{found}; where it is divided by a fixed number of samples, divide by the rows of the batch"
         return ""
 
     def close(self) -> None:

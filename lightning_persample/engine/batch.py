@@ -284,7 +284,9 @@ def _items(walk: _Walk, batch_dim: int, batch_size: int) -> dict[int, Lost]:
             continue
         for place, found in enumerate(inner):
             for where, tensor in found:
-                reason = f"{where} is of one sample, in a list with one item per sample; stack the list first"
+                reason = (
+                    f"{where} is of one sample, in a list with one item per sample; stack or concatenate the list first"
+                )
                 one = Lost(reason, samples=frozenset({place}))
                 if of_one.setdefault(id(tensor), one).samples != one.samples:
                     raise BatchSizeError(

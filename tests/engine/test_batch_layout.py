@@ -85,7 +85,9 @@ def test_a_list_of_samples_that_are_joined_is_exact(shapes: list[tuple[int, ...]
 def test_a_list_of_samples_that_meet_a_weight_one_by_one_is_named(shape: tuple[int, ...]) -> None:
     batch = [torch.randn(shape) for _ in range(3)]
     record = observed(nn.Linear(5, 2), batch, mean_of_items, batch_size=3)
-    assert_named(record, r"batch\[2\] is of one sample, in a list with one item per sample; stack the list first$")
+    assert_named(
+        record, r"batch\[2\] is of one sample, in a list with one item per sample; stack or concatenate the list first$"
+    )
 
 
 @pytest.mark.parametrize("rows", [6, 3])
