@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from lightning_persample.engine.marks import CONSTANT, KNOWN, REWRITTEN, Constan
 from lightning_persample.engine.observed import (
     ObservedCall,
     Operand,
+    has_history,
     operands_of,
     tensors_in,
     user_line,
@@ -182,6 +184,9 @@ class Dispatcher(Collector):
         try:
             kind = kind_of(function)
             op = kind.op
+            if kind.inplace and not args and kwargs:  # the functions of torch.nn.init name their tensor
+                first, *others = kwargs
+                args, kwargs = (kwargs[first],), {name: kwargs[name] for name in others}
             if op is None:
                 result = _RUNNING
                 if function is weakref.getweakrefs:
@@ -189,7 +194,7 @@ class Dispatcher(Collector):
                 before = guard(self.marks.alias, self.fail)(args[0]) if kind.moves else None  # noqa: F841
                 result = function(*args, **kwargs)
                 if kind.moves:
-                    self._note_write(function, args)
+                    self._note_write(kind.op, function, args, kwargs)
                     has_source = not function.__name__.startswith("resize")
                     source = (args[1] if len(args) > 1 else kwargs.get("source")) if has_source else None
                     self.marks.note_moved(args[0], source)
@@ -202,7 +207,7 @@ class Dispatcher(Collector):
                     result = _RUNNING
                     result = function(*args, **kwargs)  # by far the most calls
                     if kind.inplace:
-                        self._note_write(function, args)
+                        self._note_write(kind.op, function, args, kwargs)
                     if type(result) is not Tensor or result.dim() != common[1]:
                         return self._beside(*common, result)
                     self.marks[result] = common[0]
@@ -223,8 +228,8 @@ class Dispatcher(Collector):
             if kinds <= _OF_NO_SAMPLE:
                 result = _RUNNING
                 result = function(*args, **kwargs)
-                if kind.inplace:
-                    self._note_write(function, args)
+                if kind.inplace or "out" in kwargs:
+                    self._note_write(kind.op, function, args, kwargs)
                 self.marks.note_constant(op, tensors, result)
                 return result
             if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
@@ -233,7 +238,7 @@ class Dispatcher(Collector):
                     result = _RUNNING
                     result = function(*args, **kwargs)
                     if kind.inplace:
-                        self._note_write(function, args)
+                        self._note_write(kind.op, function, args, kwargs)
                     return self._beside(axis, rank, result)
             fused = None
             if self.fuse and Weight in kinds and torch.is_grad_enabled():
@@ -267,7 +272,7 @@ class Dispatcher(Collector):
             stop = boundary(tensor for tensor, _ in marked) if weights else set()
             saved = args
             if weights and inplace:  # (what weights alone are made of is computed again where it is needed)
-                replayed = args[0] is tensors[0] and _is_derived(marks[0]) and not kinds & {BatchAxis, Lost}
+                replayed = args[0] is tensors[0] and _can_be_made_again(marks[0]) and not kinds & {BatchAxis, Lost}
                 saved = (args[0].detach() if replayed else args[0].detach().clone(), *args[1:])
             versions = [(tensor, version_of(tensor)) for tensor, _ in marked]
             rule = rule_of(op) if weights else None
@@ -276,8 +281,8 @@ class Dispatcher(Collector):
             if fused is None:
                 result = _RUNNING
             result = function(*args, **kwargs) if fused is None else fused.run()
-            if inplace:
-                self._note_write(function, args)
+            if inplace or "out" in kwargs:
+                self._note_write(kind.op, function, args, kwargs)
             outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
             if not inplace and "out" not in kwargs:  # `contiguous`, `to` and the like may return what they were given
                 outputs = tuple(output for output in outputs if all(output is not tensor for tensor, _ in marked))
@@ -323,11 +328,34 @@ class Dispatcher(Collector):
         name = getattr(function, "__name__", str(function))
         self.fail(error, f"following `{name}`{guard(user_line, lambda error: '')()}")
 
-    def _note_write(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _note_write(
+        self, op: object, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Keep where in the user's code a tensor was changed in place, should a later reader need what it held."""
-        target = args[0] if args else None
-        if isinstance(target, Tensor) and type(target) in _TENSORS and is_plain(target):
-            self.writes[target.untyped_storage().data_ptr()] = version_of(target), function.__name__, user_place()
+        for target in tensors_in(kwargs["out"]) if "out" in kwargs else args[:1]:
+            if isinstance(target, Tensor) and type(target) in _TENSORS and is_plain(target):
+                memory = target.untyped_storage().data_ptr()
+                self.writes[memory] = version_of(target), function.__name__, user_place()
+                if memory in self.marks.of_weights and not _is_recorded(target):
+                    sources = [tensor for tensor in operands_of(args, kwargs) if tensor is not target]
+                    self._note_hidden(op, target, sources)
+
+    def _note_hidden(self, op: object, target: Tensor, sources: Sequence[Tensor]) -> None:
+        """Without gradient, memory was written to that weights alone have made: it still holds what is made of them."""
+        marks = [self.marks.of_operand(source) for source in sources]
+        known = op not in DATA_SOURCES and all(self.marks.is_known(source) for source in sources)
+        for tensor, weight in self.marks.weights_on_memory_of(target):
+            if weight.derivation is None:
+                continue
+            if version_of(tensor) != weight.version:  # autograd knows that what it may have kept has changed
+                weight.derivation = replace(weight.derivation, made=-1)  # its value is not what it computes
+            weight.version, weight.hidden = version_of(tensor), True
+            weight.outside |= not known
+            if tensor._base is not None and has_history(tensor):  # (which autograd now takes for a part of its base)
+                self.nodes.watch_inside((tensor,), boundary((tensor._base,)))
+            if self.batch_size > 1 and any(isinstance(mark, (BatchAxis, Lost)) for mark in marks):
+                text = f"a tensor made of weights alone is overwritten by values of the batch{user_line()}"
+                self.notes.add("mixing", text, (tensor,))
 
     def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
         """The output of a pointwise call holds the batch where its inputs do, counted from the right."""
@@ -340,25 +368,22 @@ class Dispatcher(Collector):
         """Mark the outputs of a call and collect what its weights contribute; `involved` is empty without gradient."""
         if involved:
             self.nodes.watch_inside(call.outputs, stop)
-        before = self.marks.get(call.outputs[0])
         written = call.outputs if call.inplace or call.kwargs.get("out") is not None else ()
         known = [self.marks.get(output) for output in written]
         if call.located or call.lost:
             self._with_batch(call, involved)
         elif involved:
             self._derive(call, involved)
-        elif call.inplace and isinstance(before, Weight):  # written to without gradient: it is still made of weights
-            others = [o.tensor for o in call.operands if o.tensor is not call.outputs[0]]
-            before.version, before.hidden = version_of(call.outputs[0]), True
-            before.outside |= call.op in DATA_SOURCES or not all(self.marks.is_known(tensor) for tensor in others)
-        else:
+        elif not (written and isinstance(known[0], Weight)):
             self.marks.note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
         for output, mark in zip(written, known, strict=True):
+            if output.untyped_storage().data_ptr() in self.marks.of_weights and not _is_recorded(output):
+                continue
             if output._is_view() and not self._derive_base(output):
                 self._refuse_rest(call, output)
                 self.marks.note_written_through(output, mark)
             self.marks.note_rewritten(output, mark)
-            if type(mark) in _OF_NO_SAMPLE and not involved:
+            if type(mark) in _OF_NO_SAMPLE and not involved and (call.located or call.lost):
                 self.marks.note_written(output)
 
     def _note_hook(self, tensor: Tensor) -> None:
@@ -391,7 +416,7 @@ class Dispatcher(Collector):
         )
         text, operands = call.describe(), [operand.tensor for operand in call.operands]
         versions: list[int | None] = [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in detached]
-        if call.inplace and 0 in parents and parents[0].derivation is not None:
+        if call.inplace and 0 in parents and _can_be_made_again(parents[0]):
             versions[0] = None
         for position, output in enumerate(call.outputs):
             if not output.requires_grad:
@@ -406,6 +431,8 @@ class Dispatcher(Collector):
                 parent.children += 1
             self.weights.append(weight)
             self.marks[output] = weight
+            if is_plain(output):
+                self.marks.of_weights.add(output.untyped_storage().data_ptr())
             if output.grad_fn is not None:
                 self.nodes.watch(output.grad_fn, weight)
 
@@ -437,7 +464,7 @@ class Dispatcher(Collector):
         places = places_in(base, view)
         if places is None:
             return False
-        before = base.detach() if _is_derived(known) else base.detach().clone()
+        before = base.detach() if _can_be_made_again(known) else base.detach().clone()
         involved = {id(view): part} | ({id(before): known} if isinstance(known, Weight) else {})
         if not isinstance(known, Weight):
             self.marks[before] = KNOWN if self.marks.is_known(base) else CONSTANT
@@ -583,5 +610,10 @@ def _is_entry(tensor: Tensor, mark: Mark | None) -> bool:
     return isinstance(mark, Lost) and mark.listed and tensor.dim() == 0
 
 
-def _is_derived(mark: Mark | None) -> bool:
-    return isinstance(mark, Weight) and mark.derivation is not None
+def _can_be_made_again(mark: Mark | None) -> bool:
+    return isinstance(mark, Weight) and mark.derivation is not None and not mark.hidden
+
+
+def _is_recorded(target: Tensor) -> bool:
+    """Whether autograd records what is written to a tensor; that of a view made without gradient is not asked."""
+    return torch.is_grad_enabled() and target.requires_grad

@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage, nn
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, by_entries, entry_owners
 from lightning_persample.engine.following import is_plain
 from lightning_persample.engine.kinds import DATA_SOURCES
-from lightning_persample.engine.observed import tensors_in, user_line, version_of
+from lightning_persample.engine.observed import has_history, tensors_in, user_line, version_of
 from lightning_persample.engine.weight import Weight, base_of, places_in
 
 __all__ = ["CONSTANT", "KNOWN", "REWRITTEN", "Constant", "Mark", "Marks"]
@@ -45,6 +45,9 @@ class Marks:
 
     Args:
         batch_size: number of samples B.
+
+    Attributes:
+        of_weights: where memory begins that weights alone have made.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -52,6 +55,7 @@ class Marks:
         self._entries: dict[int, tuple[Callable[[], Tensor | None], Mark]] = {}
         self._written: dict[int, UntypedStorage] = {}
         self._swapped: tuple[Tensor, Mark | None] | None = None
+        self.of_weights: set[int] = set()
 
     def __setitem__(self, tensor: Tensor, mark: Mark) -> None:
         self._entries[id(tensor)] = (weakref.ref(tensor), mark)
@@ -79,7 +83,7 @@ class Marks:
         if unmarked and self._written and tensor.layout == torch.strided:
             shared = tensor.untyped_storage().data_ptr() in self._written
             mark = self._read_from_base(tensor) if shared else mark
-        if mark is None and tensor.requires_grad and tensor.grad_fn is not None:
+        if mark is None and has_history(tensor) and tensor.grad_fn is not None:
             return Lost(
                 f"it passed through {tensor.grad_fn.name()}, which is not a torch call that can be seen (a custom "
                 "autograd function, or a tensor kept from before this step)"
@@ -134,8 +138,7 @@ class Marks:
         mark = self.of_operand(source) if isinstance(source, Tensor) else self._in_memory(target) or elsewhere
         if isinstance(source, Tensor) and not isinstance(mark, (BatchAxis, Lost)):
             mark = KNOWN if self.is_known(source) else CONSTANT
-        has_history = target.requires_grad and target.grad_fn is not None
-        if has_history and isinstance(known, (Weight, BatchAxis)):  # its gradient goes where it went before
+        if has_history(target) and isinstance(known, (Weight, BatchAxis)):  # its gradient goes where it went before
             if isinstance(known, Weight) and isinstance(mark, Constant):
                 known.hidden, known.version = True, version_of(target)
                 known.outside |= not mark.known
@@ -183,10 +186,19 @@ class Marks:
 
     def _on_memory_of(self, tensor: Tensor) -> Iterator[tuple[Tensor, BatchAxis | Lost]]:
         """The tensors that hold samples and share the memory of this one."""
+        for other, known in self._sharing(tensor, (BatchAxis, Lost)):
+            if other is not tensor:
+                yield other, known
+
+    def weights_on_memory_of(self, tensor: Tensor) -> Iterator[tuple[Tensor, Weight]]:
+        """The weights that are in the memory of a tensor."""
+        return self._sharing(tensor, (Weight,))
+
+    def _sharing(self, tensor: Tensor, kinds: tuple[type, ...]) -> Iterator[tuple[Tensor, Any]]:
         storage = tensor.untyped_storage().data_ptr()
         for reference, known in list(self._entries.values()):
-            other = reference()
-            if other is None or other is tensor or not isinstance(known, (BatchAxis, Lost)) or not is_plain(other):
+            other = reference() if isinstance(known, kinds) else None
+            if other is None or not is_plain(other):
                 continue
             if storage and other.untyped_storage().data_ptr() == storage:
                 yield other, known
@@ -204,7 +216,7 @@ class Marks:
         """Mark the results of a call without weights and without the batch, where there is something to know."""
         known = op not in DATA_SOURCES and all(self.is_known(tensor) for tensor in operands)
         for output in tensors_in(result):
-            foreign = output.requires_grad and output.grad_fn is not None
+            foreign = has_history(output)
             if known or foreign or self.get(output) is KNOWN:
                 self.set_result(output, KNOWN if known else CONSTANT)
 
@@ -284,6 +296,7 @@ class Marks:
         self._entries.clear()
         self._written.clear()
         self._swapped = None
+        self.of_weights.clear()
 
 
 def _places(tensor: Tensor, size: int) -> Tensor:

@@ -22,6 +22,7 @@ __all__ = [
     "ObservedCall",
     "Operand",
     "describe",
+    "has_history",
     "line_of",
     "operands_of",
     "tensors_in",
@@ -133,6 +134,14 @@ def describe(name: str, tensors: Iterable[Tensor], parameters: Iterable[str] = (
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was written to; tensors made in inference mode do not count that."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def has_history(tensor: Tensor) -> bool:
+    """Whether autograd has what made a tensor; it raises for a view made without gradient and written to since."""
+    try:
+        return tensor.requires_grad and tensor.grad_fn is not None
+    except RuntimeError:  # no call with gradient can use it
+        return False
 
 
 def without_data(tensor: Tensor) -> Tensor:

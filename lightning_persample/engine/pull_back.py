@@ -172,13 +172,16 @@ def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGrad
     return None
 
 
-def _as_read(derivation: Derivation, *, parents_too: bool = True) -> Derivation:
+def _as_read(derivation: Derivation, *, parents_too: bool = True, for_value: bool = False) -> Derivation:
     """The derivation with the values that the call read: derived weights that were overwritten are computed again."""
     leaves = list(derivation.leaves)
     for place, (leaf, version) in enumerate(zip(leaves, derivation.versions, strict=True)):
         parent = derivation.parents.get(place)
         if not isinstance(leaf, Tensor) or version_of(leaf) == version or not (parents_too or parent is None):
             continue
+        is_hidden = parent is not None and parent.hidden and not for_value
+        if is_hidden and not derivation.inplace and _is_on_memory_of(leaf, derivation.value):
+            continue  # a view, whose derivative reads no value
         if parent is None or parent.derivation is None or parent.hidden:
             raise OverwrittenError(
                 f"{derivation.text} computes a weight from a tensor of shape {tuple(leaf.shape)} that was changed in "
@@ -186,9 +189,14 @@ def _as_read(derivation: Derivation, *, parents_too: bool = True) -> Derivation:
                 leaf,
                 " before the backward ended; change it afterwards, or change a copy of it",
             )
-        made = _as_read(parent.derivation)
+        made = _as_read(parent.derivation, for_value=True)
         leaves[place] = made.compute(*(made.leaves[position] for position in made.parents))
     return replace(derivation, leaves=tuple(leaves))
+
+
+def _is_on_memory_of(tensor: Tensor, other: Tensor) -> bool:
+    plain = tensor.layout is other.layout is torch.strided
+    return plain and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _of_one_row(derivation: Derivation, gradient: Block) -> Derivation | None:

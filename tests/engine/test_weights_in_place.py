@@ -97,6 +97,69 @@ def every_second(w: Tensor) -> Tensor:
     return w
 
 
+def hidden(write: Callable[[Tensor], object], *, of: Callable[[Tensor], Tensor] = torch.clone) -> Callable[..., Tensor]:
+    """What `of` makes of a weight, after `write` has changed it where autograd does not see it."""
+
+    def make(w: Tensor) -> Tensor:
+        w = of(w)
+        with torch.no_grad():
+            write(w)
+        return w
+
+    return make
+
+
+def normalized(w: Tensor) -> None:
+    for row in w:
+        row.div_(row.norm())
+    for row in w.split(1):
+        row.add_(1.0)
+
+
+def view_of_base(w: Tensor) -> Tensor:
+    base = w * 1.0
+    flat, row = base.view(-1), base[:1]
+    with torch.no_grad():
+        flat[:5].mul_(0.5)
+    return base + flat.view(6, 6) + row
+
+
+def recorded_before(w: Tensor) -> Tensor:
+    w = w * 1.0
+    w.mul_(MASK)
+    with torch.no_grad():
+        w[0].mul_(0.5)
+    return w.mul_(2.0)
+
+
+def detached(write: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
+    def make(w: Tensor) -> Tensor:
+        w = w * 1.0
+        write(w.detach())
+        return w * w
+
+    return make
+
+
+HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": hidden(lambda w: w[0].mul_(0.5)),
+    "all": hidden(lambda w: w.mul_(0.5)),
+    "of-a-view": hidden(lambda w: w.mul_(0.5), of=lambda w: (w * 1.0)[:, :]),
+    "view-of-a-view": hidden(lambda w: w.t()[1:].t()[0].mul_(0.5)),
+    "rows": hidden(normalized),
+    "by-index": hidden(lambda w: w[0].__setitem__(slice(2), 0.0)),
+    "out": hidden(lambda w: torch.mul(w, 0.5, out=w)),
+    "out-of-a-row": hidden(lambda w: torch.mul(w[1], 0.5, out=w[0])),
+    "initialized": hidden(lambda w: nn.init.constant_(w[1, 2:], 0.3)),
+    "by-a-weight": lambda w: hidden(lambda made: made[0].copy_(w[1]))(w),
+    "views-of-the-base": view_of_base,
+    "expanded": lambda w: hidden(lambda made: made[0].mul_(0.5))(w[0])[None].expand(6, 6),
+    "recorded-before": recorded_before,
+    "parameter": lambda w: hidden(lambda made: made[0].mul_(1.0), of=lambda made: made)(w),
+    "detached": detached(lambda w: w.mul_(MASK)),
+    "detached-row": detached(lambda w: w[0].mul_(MASK)),
+    "detached-by-mask": detached(lambda w: w.__setitem__(w.abs() < 0.1, 0.0)),
+}
 ON_A_VECTOR: dict[str, Callable[[Tensor], Tensor]] = {
     "a-view-zeroed": zeroed,
     "a-constant-filled": copied,
@@ -117,6 +180,7 @@ ON_A_MATRIX: dict[str, Callable[[Tensor], Tensor]] = {
     "every-second": every_second,
     "chain": chain,
     "rows-of-a-triangle": lambda w: (w * 1.0).tril_().add_(torch.eye(6)),
+    **{f"hidden-{name}": make for name, make in HIDDEN.items()},
 }
 CASES: dict[str, Callable[[], nn.Module]] = {
     "position-bias": PositionBias,
@@ -157,11 +221,18 @@ REFUSED: dict[str, tuple[Callable[[Any], Tensor], str]] = {
         lambda m: F.relu(drawn(m.b), inplace=True),
         "gives another value when it is repeated: it is random",
     ),
+    "what-autograd-kept": (lambda m: kept_by_autograd(m.b), "its inputs were changed in place before the backward"),
     "a-constant-that-is-overwritten": (
         lambda m: with_a_counter(m.b),
         r"computes a weight from a tensor of shape \(6,\) that was changed in place by `add_` at test_weights",
     ),
 }
+
+
+def kept_by_autograd(b: Tensor) -> Tensor:
+    made = b.exp()
+    made.data.mul_(2.0)  # which the derivative reads, and no version shows
+    return made
 
 
 @torch.library.custom_op("persample_test::drawn", mutates_args=())
@@ -242,3 +313,17 @@ def test_samples_written_into_a_part_of_what_weights_made_leave_no_value(
 def test_samples_written_into_all_that_is_used_of_what_weights_made(forward: Callable[[Any, Tensor], Tensor]) -> None:
     record = assert_exact(Model(forward, w=parameter(6, 6)), mean_of_squares, (torch.randn(5, 6),))
     assert record.mixing == ()
+
+
+def test_values_of_the_batch_written_to_what_weights_made_are_said() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        w = m.w * 1.0
+        with torch.no_grad():
+            w[0].copy_(x.mean(0))
+        return F.linear(x, w) + m.b
+
+    module = Model(forward, w=parameter(6, 6), b=parameter(6))
+    record = record_of(module, mean_of_squares, torch.randn(5, 6))
+    (text,) = record.mixing
+    assert text.startswith("a tensor made of weights alone is overwritten by values of the batch at test_weights_in")
+    assert (record.coverage, record.axis_lost) == (1.0, ())
