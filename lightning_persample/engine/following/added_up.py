@@ -26,8 +26,9 @@ LOSSES = {
 _REDUCTIONS = {**LOSSES, "ctc_loss": 5}
 _MOST_FACTORS = 65536  # numbers that are read to tell whether they are alike
 _MOST = 1 << 22  # numbers in data of the batch that are added up once more
-# Nodes that multiply their one input by a number, and those that keep that factor: they move, add up or negate entries.
-_MULTIPLIES = ("MulBackward0", "DivBackward0")
+# Nodes that add, with the place of the input that they multiply, and those that move, add up or negate entries.
+_ADDS = {"AddBackward0": 1, "SubBackward0": 1, "RsubBackward0": 0, "RsubBackward1": 0}
+_DIVIDES = ("DivBackward0", "AddcdivBackward0")
 _MOVES_ENTRIES = (
     "Neg", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Transpose", "TBackward", "Permute", "Clone",
     "ToCopy", "SumBackward1", "MeanBackward1",
@@ -91,25 +92,47 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
 
 
 def _factors_within(call: ObservedCall) -> Iterator[tuple[float, bool]]:
-    """By what the entries of a sum were multiplied, all alike, and whether each has a number of its own."""
+    """By what the entries of a sum were multiplied, all alike, and whether by one each or by a division."""
     tensor = call.located[0][0]
     node: Any = tensor.grad_fn if len(call.operands) == 1 else None
-    while node is not None and (node.name() in _MULTIPLIES or node.name().startswith(_MOVES_ENTRIES)):
-        if node.name() in _MULTIPLIES:
-            divides = node.name() == "DivBackward0"
-            try:
-                saved = None if divides else node._saved_self
-                factor = node._saved_other if saved is None else saved
-            except RuntimeError:  # it was written to since, or a backward has freed it
-                return
-            if factor is None or not 0 < factor.numel() <= _MOST_FACTORS or factor.requires_grad or factor.is_complex():
-                return
-            found = set(factor.flatten().tolist())
-            number = found.pop()
-            if found or not number:
-                return
-            yield 1 / number if divides else number, factor.numel() == tensor.numel() > 1
-        (node, _) = next((below for below in node.next_functions if below[0] is not None), (None, 0))
+    while node is not None:
+        places = [place for place, (below, _) in enumerate(node.next_functions) if below is not None]
+        try:
+            factor = _factor_at(node, places[0]) if len(places) == 1 else None
+        except RuntimeError:  # it was written to since, or a backward has freed it
+            return
+        if factor is None or not 0 < factor.numel() <= _MOST_FACTORS or factor.requires_grad or factor.is_complex():
+            return
+        found = set(factor.flatten().tolist())
+        number = found.pop()
+        if found or not number:
+            return
+        if number != 1:
+            divides = node.name() in _DIVIDES and math.isclose(number * call.batch_size, 1)
+            yield number, divides or 1 < factor.numel() in (tensor.numel(), call.batch_size)
+        node = node.next_functions[places[0]][0]
+
+
+def _factor_at(node: Any, place: int) -> Tensor | None:
+    """What a node multiplies its one input by, apart from the sign; None where that is not known."""
+    name = node.name()
+    if name.startswith(_MOVES_ENTRIES):
+        return torch.ones(())
+    if name == "MulBackward0":
+        return node._saved_other if node._saved_self is None else node._saved_self
+    if name == "DivBackward0" and place == 0:
+        return torch.as_tensor(node._saved_other).double().reciprocal()
+    if name in _ADDS:
+        return torch.as_tensor(node._saved_alpha if place == _ADDS[name] else 1.0)
+    if name in ("AddcmulBackward0", "AddcdivBackward0") and place == 0:
+        return torch.ones(())
+    if name == "AddcmulBackward0":
+        return node._saved_value * (node._saved_tensor2 if place == 1 else node._saved_tensor1)
+    if name == "AddcdivBackward0" and place == 1:
+        return node._saved_value / node._saved_tensor2
+    if name in ("LerpBackward0", "LerpBackward1"):
+        return torch.as_tensor(node._saved_weight if place == 1 else 1 - node._saved_weight)
+    return None
 
 
 UNKNOWN = 0  # among the parts: the loss was multiplied by what may be any number that somebody chose
@@ -143,7 +166,8 @@ def _scaled(
         if size != n and math.isclose(n / factor, size, rel_tol=1e-5):
             by_hand = n == samples < batch_size and _is_whole(1 / factor)
             by_chance = by_hand or not divides if size > 1 else not is_count or n < _CHOSEN
-            is_any = size < _CHOSEN or (1 < samples < batch_size and samples in (n, size))
+            is_written = not divides and _decimals(factor) < 3
+            is_any = is_written or size < _CHOSEN or (1 < samples < batch_size and samples in (n, size))
             return frozenset(({n, size, UNKNOWN} if is_any else {n, size}) if by_chance else {size})
     if n > 1:
         each = factor / n
@@ -164,7 +188,11 @@ def _is_whole(number: float) -> bool:
 
 def _digits(number: float) -> int:
     """With how many digits a number, or one over it, is written: people write few, counts of samples have any."""
-    return min(len(f"{each:.6e}".partition("e")[0].replace(".", "").rstrip("0")) for each in (number, 1 / number))
+    return min(_decimals(number), _decimals(1 / number))
+
+
+def _decimals(number: float) -> int:
+    return len(f"{number:.6e}".partition("e")[0].replace(".", "").rstrip("0"))
 
 
 def factors_beside(call: ObservedCall, most: int = _MOST_FACTORS) -> list[float] | None:

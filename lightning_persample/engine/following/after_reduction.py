@@ -131,7 +131,9 @@ def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
     terms = [mark.parts for mark in marks]
     scales = [_factor_of(call, tensor) for tensor, _ in call.lost if tensor.requires_grad]
     terms = [
-        mark.parts if scale is None else scaled(mark.parts, [scale], size, call.batch_size, mark.counts)
+        mark.parts
+        if scale is None
+        else scaled(mark.parts, [scale], size, call.batch_size, mark.counts, divides=call.op == "addcdiv")
         for mark, size, scale in zip(marks, sizes, scales, strict=True)
     ]
     together = frozenset.intersection(*terms)
