@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_persample.engine.failure import OverwrittenError, fault_of, in_smaller_chunks, reason_of
+from lightning_persample.engine.failure import FAULT, OverwrittenError, fault_of, guard, in_smaller_chunks, reason_of
 from lightning_persample.engine.graph import Node
 from lightning_persample.engine.marks import KNOWN, Marks
 from lightning_persample.engine.notes import Notes
@@ -108,7 +108,7 @@ class Collector:
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed: no value of this capture is given."""
-        self.fault = self.fault or fault_of(error, what)
+        self.fault = self.fault or guard(fault_of, lambda _: FAULT)(error, what)
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
         """Take what one use contributes."""

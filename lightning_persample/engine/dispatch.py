@@ -314,14 +314,14 @@ class Dispatcher(Collector):
             if result is _RUNNING:  # what the user's call raises is the user's
                 raise
             failure = error
-        self.fail_at(failure, function)
+        guard(self.fail_at, self.fail)(failure, function)
         del failure  # its traceback holds this frame
         return function(*args, **kwargs) if result is _NOT_RUN else result
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed, and observe no more."""
-        super().fail(error, what)
         self.call = _as_it_is  # type: ignore[method-assign]
+        super().fail(error, what)
 
     def fail_at(self, error: Exception, function: Callable[..., Any]) -> None:
         """Note that this package itself has failed at a call of the user's."""

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lightning_persample
 from lightning_persample import Outer, PerSampleGradientMonitor
 from lightning_persample.callbacks import _second_engine
 from lightning_persample.engine import collector, rows
@@ -26,6 +28,7 @@ from lightning_persample.rules import registry
 from tests.callbacks.runs import Recorder, column, fit, logged, make_trainer
 from tests.callbacks.ways import BATCH, BATCHES, CLASSES, FEATURES, GAN, Classifier, Manual, Way, run, traces
 
+PACKAGE = f"{Path(lightning_persample.__file__).parent}{os.sep}"
 BOTH = ("sq_norm", "grad_sample")
 
 
@@ -273,6 +276,87 @@ def test_an_error_in_training_step_is_what_the_user_sees(engine):
         make_trainer([Recorder(1, quantities=BOTH, engine=engine)]).fit(module)
     assert traces(module)[1:] == before[1:]
     assert len(torch.overrides._get_current_function_mode_stack()) == hooks == 0
+
+
+class Ends(torch.autograd.Function):
+    """Returns its input, and raises in the pass that `where` names."""
+
+    @staticmethod
+    def forward(ctx, x, where):
+        ctx.where = where
+        if where == "function forward":
+            raise Unusual("in the user's code")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.where == "function backward":
+            raise Unusual("in the user's code")
+        return grad, None
+
+
+class FailsInItsCode(Classifier):
+    """Raises in the second step, in one place of the user's code."""
+
+    def __init__(self, where):
+        super().__init__(False)
+        self.where, self.at = where, ""
+        hooks = {
+            "forward hook": self.network[0].register_forward_hook,
+            "forward pre-hook": self.network[0].register_forward_pre_hook,
+            "backward hook": self.network[2].register_full_backward_hook,
+            "parameter hook": next(self.parameters()).register_hook,
+            "accumulate hook": next(self.parameters()).register_post_accumulate_grad_hook,
+        }
+        self.hook = hooks[where](self.raising) if where in hooks else None
+
+    def raising(self, *args):
+        if self.at == self.where:
+            raise Unusual("in the user's code")
+
+    def loss(self, outputs, labels):
+        if self.at == "loss":
+            raise Unusual("in the user's code")
+        if self.at == "torch":
+            return F.cross_entropy(outputs[:, :, None], labels)
+        return F.cross_entropy(outputs, labels)
+
+    def training_step(self, batch, batch_idx):
+        self.at = self.where if batch_idx == 1 else ""
+        inputs, labels = batch
+        outputs = self.network(inputs)
+        if self.at == "tensor hook":
+            outputs.register_hook(self.raising)
+        return self.loss(Ends.apply(outputs, self.at), labels)
+
+
+PLACES = ["forward hook", "forward pre-hook", "backward hook", "parameter hook", "accumulate hook", "tensor hook"]
+PLACES += ["loss", "torch", "function forward", "function backward"]
+
+
+@pytest.mark.parametrize(
+    ("where", "engine"),
+    [*((where, "expanded") for where in PLACES), ("loss", "vmap"), ("function backward", "loop"), ("torch", "loop")],
+)
+@pytest.mark.filterwarnings("ignore::lightning_persample.PerSampleWarning")
+def test_an_error_in_the_users_code_passes_unchanged(where, engine):
+    found = []
+    for callbacks in ([], [Recorder(1, quantities=BOTH, engine=engine), PerSampleGradientMonitor(1, engine=engine)]):
+        torch.manual_seed(0)
+        module, tensor = FailsInItsCode(where), dict(vars(torch.Tensor))
+        before = traces(module)
+        with pytest.raises(RuntimeError if where == "torch" else Unusual) as raised:
+            make_trainer(callbacks).fit(module)
+        frames = traceback.extract_tb(raised.value.__traceback__)
+        last = [frame for frame in frames if not frame.filename.startswith(PACKAGE)][-1]
+        found.append((type(raised.value), str(raised.value), last.filename, last.lineno, module.state_dict()))
+        assert traces(module)[1:] == before[1:]
+        assert dict(vars(torch.Tensor)) == tensor
+        assert torch.overrides._get_current_function_mode_stack() == []
+        assert raised.value.__cause__ is None
+    (*plain, state), (*seen, state_seen) = found
+    assert seen == plain
+    assert all(torch.equal(value, state_seen[name]) for name, value in state.items())
 
 
 class HasBadData(Classifier):

@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_persample import PerSampleWarning, UnsupportedError, call_for_per_sample_grads, expanded_weights
+from lightning_persample import (
+    PerSampleWarning,
+    UnsupportedError,
+    call_for_per_sample_grads,
+    expanded_weights,
+)
 from lightning_persample.engine import (
     attach,
     batch,
@@ -22,6 +27,7 @@ from lightning_persample.engine import (
     coverage,
     decompose,
     dispatch,
+    failure,
     following,
     graph,
     kinds,
@@ -156,6 +162,15 @@ def test_values_are_absent_and_not_wrong(function: Callable[..., Any]) -> None:
     assert record.coverage == 0
     assert record.norms().isnan().all()
     assert set(record.unsupported) == {name for name, _ in Network().named_parameters()}
+
+
+@pytest.mark.parametrize("function", [dispatch.Dispatcher.fail_at, failure.fault_of])
+def test_a_fault_in_the_note_of_a_fault_ends_the_capture_and_no_training(function: Callable[..., Any]) -> None:
+    with broken(function):
+        record, said = observed_step(rows.note_rows, "KeyError", ("sq_norm",))
+    assert len(said) == 1
+    assert FAULT in said[0]
+    assert record.coverage == 0
 
 
 def test_a_fault_is_an_error_where_the_user_asked_for_it() -> None:
