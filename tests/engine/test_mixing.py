@@ -531,11 +531,28 @@ def test_an_argument_that_is_read_from_other_samples_is_said(name: str) -> None:
     loss, text = READ_FROM_OTHERS[name]
     module = nn.Linear(6, B)
     record = record_of(module, lambda m, x: loss(m(x), x), vectors(), loss_reduction="sum")
-    noted = (*record.mixing, *record.axis_lost)
+    noted = record.weighting if name.startswith("class-weights") else (*record.mixing, *record.axis_lost)
     assert any(text in entry for entry in noted), noted
+    if name.startswith("class-weights"):  # which have no gradient: samples stay apart
+        assert (record.mixing, record.axis_lost) == ((), ())
     for name, p in module.named_parameters():
         if name in record.names:
             torch.testing.assert_close(record.grad_samples[name].sum(0), p.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights_that_come_with_the_batch_may_be_given_as_those_of_the_samples(reduction: str) -> None:
+    """As many classes as samples: weights (C,) are taken for data of the samples, whose gradients they do not mix."""
+    module, x, labels, weights = nn.Linear(6, B), vectors(), torch.randint(0, B, (B,)), torch.rand(B) + 0.5
+    shares = weights[labels] / (weights[labels].sum() if reduction == "mean" else 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with expanded_weights(
+            module, (x, labels, weights), loss_reduction=shares, quantities=("sq_norm", "grad_sample")
+        ) as capture:
+            F.cross_entropy(module(x), labels, weight=weights, reduction=reduction).sum().backward()
+    expected = loop(module, lambda m, x, y: F.cross_entropy(m(x), y), (x, labels))
+    assert_values(capture.record, expected)
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss])

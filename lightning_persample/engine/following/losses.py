@@ -28,7 +28,7 @@ def _follow_loss(call: ObservedCall) -> Followed:
     """A loss over the whole batch, or with reduction="none" one value per entry."""
     weights = _class_weights(call)
     if weights is not None and call.axis_of(weights) is not None:
-        return lost(call, "has class weights that depend on the batch", mixes=None)
+        return _weighed_by_the_batch(call, weights)
     by_entry = _by_class(call) if call.op in _CLASS_LOSSES else _by_row(call)
     (place,) = by_entry.outputs[:1]
     if not isinstance(place, BatchAxis) or any(output.dim() > 0 for output in call.outputs):
@@ -37,6 +37,19 @@ def _follow_loss(call: ObservedCall) -> Followed:
     weighting = _unequal_weights(call) if any(output.requires_grad for output in call.outputs) else None
     weighting = weighting or added.weighting
     return Followed(added.outputs, added.aligned, added.mixing, weighting, lambda: _entries(call, place))
+
+
+def _weighed_by_the_batch(call: ObservedCall, weights: Tensor) -> Followed:
+    """Class weights that come with the batch, or are made of it, (C,): samples stay apart, and weigh as these say."""
+    if weights.requires_grad:
+        return lost(call, "has class weights that depend on the batch", mixes=None)
+    followed = _follow_loss(replace(call, operands=tuple(o for o in call.operands if o.tensor is not weights)))
+    text = f"`{call.name}` has class weights that depend on the batch{user_line()}"
+    if any(output.dim() > 0 for output in call.outputs):
+        places = tuple(each.mixed(text) if isinstance(each, BatchAxis) else each for each in followed.outputs)
+        return replace(followed, outputs=places, by_values=True)
+    differs = any(output.requires_grad for output in call.outputs)
+    return replace(followed, weighting=text if differs else followed.weighting, by_values=True)
 
 
 def every_target_counts(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
