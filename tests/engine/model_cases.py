@@ -384,6 +384,15 @@ case(
     images,
 )
 
+
+def _transformed(m: nn.Module, x: Tensor) -> Tensor:
+    """A spatial transformer, of which the grid has the shape of the whole batch among its arguments."""
+    theta = m.a(x.mean((2, 3))).view(-1, 2, 3)
+    return m.c(F.grid_sample(x, F.affine_grid(theta, x.size(), align_corners=False), align_corners=False))
+
+
+case("spatial-transformer", lambda: Model(_transformed, a=nn.Linear(4, 6), c=nn.Conv2d(4, 2, 3)), images)
+
 # Ops of no known family, tried out on one sample ----------------------------------------------------------------------
 case("unfold", lambda: Model(lambda m, x: m.a(F.unfold(x, 2).transpose(1, 2)), a=nn.Linear(16, 4)), images)
 case(

@@ -132,9 +132,10 @@ LOST: dict[str, tuple[Change, str]] = {
     ),
     "differences": (lambda x: torch.cdist(x[:, 0], x[:, 0]), "`cdist` gives a sample another value"),
     "rolled-over-batch-by-unknown-op": (
-        lambda x: torch.fft.fft(x, dim=0).real,
-        "`fft_fft` gives a sample another value",
+        lambda x: x.rot90(2, (0, 1)),
+        "`rot90` gives a sample another value",
     ),
+    "transformed-over-batch": (lambda x: torch.fft.fft(x, dim=0).real, "`fft_fft` works along the batch axis"),
 }
 
 

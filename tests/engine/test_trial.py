@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -109,6 +110,14 @@ BY_ROWS = {
     "im2col": nn.Unfold(3, padding=1),
     "col2im": lambda h: F.fold(h.flatten(2), (8, 8), 2, stride=2),
     "max_unpool2d": unpooled,
+    "grid_sampler": lambda h: F.grid_sample(h, h[:, :2].movedim(1, -1).tanh(), align_corners=False),
+    "stft": lambda h: torch.view_as_real(torch.stft(h.flatten(1), 16, window=torch.ones(16), return_complex=True)),
+    "quantile": lambda h: h.quantile(torch.tensor([0.2, 0.7]), dim=2).movedim(0, -1),
+    "nanquantile": lambda h: h.nanquantile(0.3, dim=-1),
+    "kthvalue": lambda h: h.kthvalue(2, dim=1)[0],
+    "trapezoid": lambda h: torch.trapezoid(h, dx=0.5, dim=1),
+    "pairwise_distance": lambda h: F.pairwise_distance(h[:, :2], h[:, 2:] + 1),
+    "cosine_similarity": lambda h: F.cosine_similarity(h, h.flip(1) + 1),
 }
 
 
@@ -144,6 +153,41 @@ def test_a_learned_slope_is_tried_once_and_stays_exact() -> None:
         counts.append(counted.count)
         assert_values(record, loop(module, loss, data))
     assert counts[1:] == [1, 1, 1], counts
+
+
+FOURIER = {
+    "fft_fft": lambda h: torch.fft.fft(h),
+    "fft_irfft": lambda h: torch.fft.irfft(h.to(torch.complex128), 5, 2),
+    "fft_rfft2": lambda h: torch.fft.rfft2(h),
+    "fft_ifft2": lambda h: torch.fft.ifft2(h, dim=(1, -1)),
+    "fft_rfftn": lambda h: torch.fft.rfftn(h, s=(3, 4, 5)),
+    "fft_fftn": lambda h: torch.fft.fftn(h, dim=(1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", FOURIER)
+def test_a_fourier_transform_is_known_by_its_axes(name: str) -> None:
+    module, data = nn.Conv2d(2, 4, 1), (torch.randn(5, 2, 4, 4),)
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return FOURIER[name](m(x)).abs().square().flatten(1).sum(1).mean()
+
+    with Counted(name) as counted:
+        record = record_of(module, loss, *data)
+    assert (counted.count, record.mixing, record.axis_lost, record.coverage) == (1, (), (), 1)
+    assert_values(record, loop(module, loss, data))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [lambda h: torch.fft.fft(h, dim=-4), torch.fft.fftn, lambda h: torch.fft.rfft2(h, dim=(0, 1))],
+    ids=["fft", "fftn", "rfft2"],
+)
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_a_fourier_transform_over_the_batch_is_said(transform: Callable[[Tensor], Tensor], scale: float) -> None:
+    x = scale * torch.randn(5, 2, 4, 4)
+    record = record_of(nn.Conv2d(2, 4, 1), lambda m, x: transform(m(x)).abs().square().mean(), x)
+    assert "works along the batch axis" in record.mixing[0]
 
 
 @pytest.mark.parametrize("first_is_tame", [True, False])

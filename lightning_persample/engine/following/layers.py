@@ -37,6 +37,13 @@ def _follow_linear(call: ObservedCall) -> Followed:
     return Followed(outputs, aligned, placed.mixing, placed.weighting)
 
 
+@follower("affine_grid_generator", by_layout=True)
+def _follow_affine_grid(call: ObservedCall) -> Followed:
+    """A grid for each row of `theta`; the number of rows is in the arguments, so that one sample alone is refused."""
+    _, axis = call.located[0]
+    return keep(call, axis) if axis.dim == 0 else lost(call, "combines what is along the batch axis", mixes=True)
+
+
 @follower("embedding", by_layout=True)
 def _follow_embedding(call: ObservedCall) -> Followed:
     indices = call.argument(1, "indices")

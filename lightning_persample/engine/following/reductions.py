@@ -87,6 +87,18 @@ def _follow_topk(call: ObservedCall) -> Followed:
     return _along(call, dims_argument(call.argument(2, "dim", default=-1), tensor.dim()))
 
 
+_TRANSFORMS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+
+
+@follower(*(f"fft_{name}{over}" for name in _TRANSFORMS for over in ("", "2", "n")), by_layout=True)
+def _follow_transform(call: ObservedCall) -> Followed:
+    tensor, _ = call.located[0]
+    sizes = call.argument(1, "s")
+    number = {"2": 2, "n": len(sizes) if isinstance(sizes, (tuple, list)) else 0}.get(str(call.op)[-1], 1)
+    dim = call.argument(2, "dim")
+    return _along(call, dims_argument(tuple(range(-number, 0)) if dim is None else dim, tensor.dim()))
+
+
 @follower("nonzero", "argwhere", "unique", "unique_consecutive")
 def _follow_list(call: ObservedCall) -> Followed:
     return listed(call)

@@ -20,14 +20,15 @@ __all__ = ["try_on_one_sample"]
 _WRITES_UNSEEN = frozenset({"fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"})
 
 
-# Ops that compute each row of the first axis from this row alone, whatever the values: along it one trial shows what
-# holds for every call of that layout. Of any other op, and along another axis, values may decide (`renorm` beyond its
-# maximum alone, neighbours that are zero in `im2col`), so that each call is tried.
+# Ops that compute each row of the first axis from this row alone, whatever the values, or leave no row of it: along it
+# one trial shows what holds for every call of that layout. Of any other op, and along another axis, values may decide
+# (`renorm` beyond its maximum alone, neighbours that are zero in `im2col`), so that each call is tried.
 _BY_ROWS = (
     *(f"upsample_nearest{n}d" for n in (1, 2, 3)), *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
     "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
     "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
-    "prelu", "im2col", "col2im", "max_unpool2d", "max_unpool3d",
+    "prelu", "im2col", "col2im", "max_unpool2d", "max_unpool3d", "grid_sampler", "stft",
+    "quantile", "nanquantile", "kthvalue", "trapezoid", "pairwise_distance", "cosine_similarity",
 )  # fmt: skip
 _SHOWN: dict[Hashable, Followed] = {}  # by layout
 _MOST = 4096
