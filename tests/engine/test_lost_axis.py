@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.engine.reference import assert_values, loop, record_of
+from tests.engine.model_cases import Model
+from tests.engine.reference import assert_exact, assert_values, loop, record_of
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -253,3 +254,21 @@ def test_rows_rolled_along_an_axis_named_more_than_once(shifts: tuple[object, ob
         return m(x.roll(*shifts)).pow(2).mean()
 
     assert_values(record_of(module, loss, batch), loop(module, loss, (batch,)))
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.filterwarnings("error::lightning_persample.PerSampleWarning")
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("of", ["data", "activations"])
+def test_sequences_of_one_sample_each_are_padded_to_a_batch(of: str, batch_first: bool) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        hidden = x if of == "data" else m.a(x)
+        cut = [hidden[i][: 2 + int(x[i, 0, 0] > 0)] for i in range(len(x))]
+        padded = nn.utils.rnn.pad_sequence(cut, batch_first=batch_first)
+        padded = padded if batch_first else padded.transpose(0, 1)
+        return (m.b(padded).tanh() * (padded != 0).any(-1, keepdim=True)).sum(1)
+
+    x = torch.randn(4, 3, 5)
+    x[:, 0, 0] = torch.tensor([1.0, -1.0, 2.0, -2.0])
+    module = Model(forward, a=nn.Linear(5, 5), b=nn.Linear(5, 3))
+    assert_exact(module, lambda m, x: m(x).square().sum(1).mean(), (x,))

@@ -219,17 +219,23 @@ def _why_unequal(call: ObservedCall, marks: list[Lost]) -> str:
 Notes = tuple[str | None, str | None]
 
 
+_STACKS = ("stack", "pad_sequence")
+
+
 def _stacked(call: ObservedCall, marks: list[Lost]) -> Followed | None:
     """Tensors of one sample each, joined along an axis: that axis holds the samples."""
     samples = [mark.alone for mark in marks]
-    if call.op not in ("stack", "cat", "concat", "concatenate") or len(marks) < len(call.operands):
+    if call.op not in (*_STACKS, "cat", "concat", "concatenate") or len(marks) < len(call.operands):
         return None
-    dim = int(call.argument(1, "dim", "axis", default=0)) % call.outputs[0].dim()
+    if call.op == "pad_sequence":
+        dim = 0 if call.argument(1, "batch_first", default=False) else 1
+    else:
+        dim = int(call.argument(1, "dim", "axis", default=0)) % call.outputs[0].dim()
     owners: list[int] = []
     for sample, (tensor, _) in zip(samples, call.lost, strict=True):
         if sample is None:
             return None
-        owners += [sample] * (1 if call.op == "stack" else tensor.size(dim))
+        owners += [sample] * (1 if call.op in _STACKS else tensor.size(dim))
     rows = torch.tensor(owners, device=call.outputs[0].device)
     return Followed((picked(dim, rows, call.batch_size),))
 
