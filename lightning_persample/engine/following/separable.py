@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -31,9 +32,13 @@ __all__ = ["by_what_samples_give"]
 _MOST = 1 << 16  # entries of what a number is computed from
 _STEP, _SAME = 1e-5, 1e-10  # a change of the values, and one of their gradient that is rounding
 _LONGEST = 32  # calls that are made again
-_ALONE = 8  # samples that are looked at alone, where there are more
+_ALONE = 6  # samples that are looked at alone beside the first and the last
 
-_NO_SUM: set[Hashable] = set()  # lines, ops and shapes of numbers that were looked at in vain
+# Lines, ops and shapes of numbers: those that were looked at in vain, and those that are looked at by one split at a
+# time from then on, another one at each step.
+_NO_SUM: set[Hashable] = set()
+_SUMS: set[Hashable] = set()
+_SEEDS = count()
 
 
 def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
@@ -156,13 +161,14 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
     try:
         with torch.random.fork_rng(devices=_cuda_devices(computed)), other_generators_kept(), without_autocast(kind):
             number = _Number(computed, call.batch_size)
-            found = number.as_a_sum()
+            found = number.as_a_sum(splits=1 if key in _SUMS else None)
     except Exception:  # whatever a function of the user's raises with other values
         return None
-    if found is None and number.samples:
-        if len(_NO_SUM) >= _MOST:
-            _NO_SUM.clear()
-        _NO_SUM.add(key)
+    if number.samples:
+        known = _NO_SUM if found is None else _SUMS
+        if len(known) >= _MOST:
+            known.clear()
+        known.add(key)
     if found is None or (found[0] is None and weighting is not None):
         return None
     parts, samples = found
@@ -186,9 +192,9 @@ class _Number:
         self.counts = torch.cat(weighed).bincount(minlength=batch_size)  # of entries with a part in it
         self.samples = self.counts.nonzero().flatten().tolist()
         self.size = max(float(gradient.abs().max()) for gradient in self.gradients if gradient.numel())
-        self._random = torch.Generator().manual_seed(0)  # (the user's is left as it is)
+        self._random = torch.Generator().manual_seed(next(_SEEDS))  # (the user's is left as it is)
 
-    def as_a_sum(self) -> tuple[frozenset[int] | None, frozenset[int]] | None:
+    def as_a_sum(self, splits: int | None = None) -> tuple[frozenset[int] | None, frozenset[int]] | None:
         """Which parts of a sum over which samples it is: none where that is not known, None where they differ."""
         samples = frozenset(self.samples)
         if not samples or not math.isfinite(self.size):
@@ -198,10 +204,10 @@ class _Number:
         counts = self.counts[self.samples]
         if is_linear and self._is_rounding(weights - weights[0]) and bool((counts == counts[0]).all()):
             parts = self._parts_at(float(weights[0])) if int(counts[0]) == 1 else None  # (a mean may be written out)
-            return parts or self._parts_of_alone() or frozenset(), samples
-        if not self._is_separable():
+            return parts or self._parts_of_alone(splits == 1) or frozenset(), samples
+        if not self._is_separable(splits):
             return None
-        parts = self._parts_of_alone()
+        parts = self._parts_of_alone(splits == 1)
         return None if parts is None and not is_linear else (parts, samples)
 
     def _is_linear(self) -> bool:
@@ -210,12 +216,14 @@ class _Number:
         changes = self._changes(near)
         return all(root.differs for root in self.computed.roots) and changes is not None and self._is_rounding(*changes)
 
-    def _is_separable(self) -> bool:
-        """Whether the gradient of each sample stays as it is whatever the others hold."""
-        for bit in range((self.batch_size - 1).bit_length()):  # each pair of samples is on two sides once
-            moves = [(owner >> bit) % 2 == 1 for owner in self.owners]
-            larger = [each * (0.5 + 1.5 * self._drawn(each)) + _STEP * (each == 0) for each in self.values]
-            moved = [each + 3 * each.abs().max() * (self._drawn(each) - 0.5) for each in self.values]
+    def _is_separable(self, splits: int | None) -> bool:
+        """Whether the gradient of each sample stays as it is whatever the others hold; all `splits` show any pair."""
+        place = torch.randperm(self.batch_size, generator=self._random)
+        for bit in range((self.batch_size - 1).bit_length())[:splits]:  # each pair of samples is on two sides once
+            moves = [((place.to(owner.device) >> bit) % 2 == 1)[owner] for owner in self.owners]
+            drawn = [self._drawn(each) for each in self.values]
+            larger = [each * (0.5 + 1.5 * r) + _STEP * (each == 0) for each, r in zip(self.values, drawn, strict=True)]
+            moved = [each + 3 * each.abs().max() * (r - 0.5) for each, r in zip(self.values, drawn, strict=True)]
             for others, must_be_defined in ((larger, True), (moved, False)):
                 changes = self._changes([*map(torch.where, moves, others, self.values)])
                 if changes is None and must_be_defined:
@@ -224,14 +232,14 @@ class _Number:
                     return False
         return True
 
-    def _parts_of_alone(self) -> frozenset[int] | None:
+    def _parts_of_alone(self, few: bool) -> frozenset[int] | None:
         """The parts, from some samples alone; None where they cannot be taken alone, or have unequal parts."""
         roots = self.computed.roots
         if self.computed.has_constants or any(root.axis.owner is not None for root in roots):
             return None
-        most = len(self.samples) - 1
+        order = torch.randperm(len(self.samples), generator=self._random).tolist()
         factors: list[float] = []
-        for place in dict.fromkeys(place * most // (_ALONE - 1) for place in range(_ALONE)):
+        for place in order[:1] if few else {0, len(order) - 1, *order[:_ALONE]}:
             values, of_batch = (
                 [
                     one_entry(each, root.axis, self.batch_size, self.samples[place])
