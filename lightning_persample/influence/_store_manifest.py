@@ -137,7 +137,7 @@ def read_store_manifest(dirpath: str | os.PathLike[str]) -> StoreManifest:
             for each in values["parameters"]
         )
         tuples = {name: tuple(values[name]) for name in ("columns", "checkpoints")}
-    return StoreManifest(**{**values, "parameters": parameters, **tuples})
+        return StoreManifest(**{**values, "parameters": parameters, **tuples})
 
 
 def write_store_manifest(dirpath: Path, manifest: StoreManifest) -> None:

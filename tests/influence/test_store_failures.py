@@ -162,6 +162,21 @@ def test_a_manifest_that_lacks_a_value_is_named(folder, name):
         GradientStore(folder)
 
 
+@pytest.mark.parametrize(
+    "changed", [{"dtype": "int8"}, {"parameters": []}, {"columns": ["step"]}, {"shape": "ab"}], ids=str
+)
+def test_a_manifest_with_a_value_that_no_store_has_is_named(folder, changed):
+    path = folder / "_manifest.json"
+    values = json.loads(path.read_text())
+    if "shape" in changed:
+        values["parameters"][0].update(changed)
+    else:
+        values.update(changed)
+    path.write_text(json.dumps(values))
+    with pytest.raises(PerSampleError, match=r"_manifest\.json' is broken: it is no whole file of its kind"):
+        GradientStore(folder)
+
+
 @pytest.mark.parametrize("option", ["rows_per_shard", "most_waiting"])
 def test_options_of_the_writer_are_checked(folder, option):
     with pytest.raises(OptionError, match=f"{option}=0; allowed is an int >= 1"):
