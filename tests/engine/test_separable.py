@@ -156,6 +156,7 @@ MIXES = {
     "neighbours": lambda z, x: z.square().sum(1).cumsum(0).square().sum(),
     "neighbours-averaged": lambda z, x: F.avg_pool1d(z.sum(1)[None], 2).square().sum(),
     "softmax": lambda z, x: (z.sum(1).softmax(0) * z.sum(1)).sum(),
+    "unequal-numbers-of-patches": lambda z, x: F.unfold(z[:, 0].reshape(1, 1, -1, 1), 3, padding=1).square().sum(),
     "determinant": lambda z, x: (z.T @ z).logdet(),
 }
 
@@ -164,8 +165,9 @@ MIXES = {
 @pytest.mark.parametrize("name", MIXES)
 def test_a_number_that_is_no_sum_over_the_samples_is_named(name: str, scale: float) -> None:
     batch = torch.randn(7, 6)
-    record = record_of(nn.Linear(6, 4), lambda m, x: MIXES[name](scale * m(x), x), batch)
-    assert (*record.mixing, *record.axis_lost) != ()
+    for _ in range(2):
+        record = record_of(nn.Linear(6, 4), lambda m, x: MIXES[name](scale * m(x), x), batch)
+        assert (*record.mixing, *record.axis_lost) != ()
 
 
 WEIGHS = {
@@ -178,10 +180,11 @@ WEIGHS = {
 
 @pytest.mark.parametrize("name", WEIGHS)
 def test_a_sum_in_which_the_samples_weigh_unequally_is_named_so(name: str) -> None:
-    record = record_of(nn.Linear(6, 4), lambda m, x: WEIGHS[name](losses_of(m, x)), torch.randn(7, 6))
-    assert (record.mixing, record.axis_lost) == ((), ())
-    (text,) = record.weighting
-    assert "gives the samples unequal weights at test_separable.py:" in text
+    for _ in range(3):  # also where the line is known from an earlier step
+        record = record_of(nn.Linear(6, 4), lambda m, x: WEIGHS[name](losses_of(m, x)), torch.randn(7, 6))
+        assert (record.mixing, record.axis_lost) == ((), ())
+        (text,) = record.weighting
+        assert "gives the samples unequal weights at test_separable.py:" in text
 
 
 def test_what_is_said_of_a_norm_is_said_of_each_backward_that_goes_through_it_alone() -> None:

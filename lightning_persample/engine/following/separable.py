@@ -164,7 +164,7 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
             found = number.as_a_sum(splits=1 if key in _SUMS else None)
     except Exception:  # whatever a function of the user's raises with other values
         return None
-    if number.samples:
+    if number.samples and (found is None or found[0] is not None):
         known = _NO_SUM if found is None else _SUMS
         if len(known) >= _MOST:
             known.clear()
@@ -239,7 +239,7 @@ class _Number:
             return None
         order = torch.randperm(len(self.samples), generator=self._random).tolist()
         factors: list[float] = []
-        for place in order[:1] if few else {0, len(order) - 1, *order[:_ALONE]}:
+        for place in order[:2] if few else {0, len(order) - 1, *order[:_ALONE]}:
             values, of_batch = (
                 [
                     one_entry(each, root.axis, self.batch_size, self.samples[place])
