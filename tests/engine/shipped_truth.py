@@ -115,7 +115,30 @@ def _truth_of_number(
             sums = zip(gradients.values(), _gradients(whole, module), strict=True)
             if all(close(weight * own.sum(0), batch) for own, batch in sums):
                 return Truth(kind, "loop", gradients, samples=tuple(range(trial.batch_size)))
+    chosen = _chosen(trial, module)
+    if chosen is not None:
+        nothing = [torch.zeros_like(p) for p in module.parameters()]
+        parts = [_gradients(whole, module) if index == chosen else nothing for index in range(trial.batch_size)]
+        return Truth("sum", "whole batch", _stacked(names, parts), samples=(chosen,))
     return Truth("unknown" if _adds_up(trial, module) else "mixing")
+
+
+def _chosen(trial: Trial, module: nn.Module) -> int | None:
+    """The sample whose own number a call over the batch gives, as a maximum does; None where it is of several."""
+    batch = trial.tensors()
+    if not all(tensor.requires_grad for tensor in batch):
+        return None
+    number = trial.outputs(module, batch)[0]
+    found = torch.autograd.grad(number, batch, allow_unused=True)
+    pairs = [(g, index) for g in found if g is not None for index in range(trial.batch_size)]
+    samples = {index for g, index in pairs if bool(g.narrow(trial.batch_dim, index, 1).any())}
+    if len(samples) != 1:
+        return None
+    near = [tensor.detach() * (1 + 1e-9 * torch.rand_like(tensor)) for tensor in batch]
+    for tensor, before in zip(near, batch, strict=True):
+        for sample in samples:
+            tensor.narrow(trial.batch_dim, sample, 1).copy_(before.detach().narrow(trial.batch_dim, sample, 1))
+    return next(iter(samples)) if torch.equal(trial.outputs(module, near)[0], number) else None
 
 
 def _batches(trial: Trial) -> Iterator[list[Tensor]]:

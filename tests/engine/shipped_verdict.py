@@ -135,9 +135,29 @@ def _repeats(trial: Trial, reduction: str, by_call: bool) -> bool:
 def _compare(
     trial: Trial, known: Truth, record: PerSampleRecord, grads: dict[str, Tensor], reduction: str, tolerance: float
 ) -> Verdict:
+    """The verdict on all parameters, in one scale.
+
+    The loss is the sum over its samples, divided by the batch size B under a mean. Where it is made of m samples alone
+    and their weight in it is not known to be 1/B, it is a mean over these m, and m/B belongs to their own losses.
+    """
+    found = _compare_in_scale(trial, known, record, grads, reduction, tolerance, trial.batch_size)
+    if found.outcome == "wrong" and reduction == "mean" and record.samples is not None and not record.weighting:
+        return _compare_in_scale(trial, known, record, grads, reduction, tolerance, record.num_values)
+    return found
+
+
+def _compare_in_scale(
+    trial: Trial,
+    known: Truth,
+    record: PerSampleRecord,
+    grads: dict[str, Tensor],
+    reduction: str,
+    tolerance: float,
+    weight: int,
+) -> Verdict:
     reasons = "; ".join(f"{name}: {reason}" for name, reason in record.unsupported.items())
     noted = "; ".join((*record.mixing, *record.axis_lost, *record.weighting))
-    fault = _inconsistency(trial, known, record, grads, reduction, tolerance)
+    fault = _inconsistency(trial, known, record, grads, reduction, tolerance, weight)
     if fault is not None:
         return Verdict("wrong", known.reference, fault)
     if known.kind in ("unknown", "no sample"):
@@ -147,7 +167,7 @@ def _compare(
         if live and not noted:
             return Verdict("wrong", detail=f"samples influence each other, unsaid, in {live}; {reasons}")
         return Verdict("noted" if noted else "unsupported" if reasons else "undecided", detail=noted or reasons)
-    size, own = record.num_values, _own(trial, known, record, reduction)
+    size, own = record.num_values, _own(trial, known, record, weight)
     norms = torch.stack([g.abs().square().reshape(size, -1).sum(1) for g in own.values()]).sum(0).sqrt()
     allowed = tolerance * (norms + 0.01 * (1 + norms.max()))
     for name in record.names:
@@ -164,24 +184,20 @@ def _compare(
     return Verdict("unsupported" if reasons else "cautious" if noted else "exact", known.reference, reasons or noted)
 
 
-def _own(trial: Trial, known: Truth, record: PerSampleRecord, reduction: str) -> dict[str, Tensor]:
-    """By parameter, the truth for the samples that a record has values for, in the record's scale.
-
-    The loss is the sum over its samples, divided by the batch size B under a mean. Where it is made of m samples alone,
-    a mean is one over these m, and m/B a factor of the loss, which belongs to the samples' own losses.
-    """
+def _own(trial: Trial, known: Truth, record: PerSampleRecord, weight: int) -> dict[str, Tensor]:
+    """By parameter, the truth for the samples that a record has values for, of a mean over so many samples."""
     rows = torch.arange(trial.batch_size) if record.samples is None else record.samples
-    factor = len(rows) / trial.batch_size if _is_mean_of_some(record, reduction) else 1.0
-    return {name: grad[rows] * factor for name, grad in known.gradients.items()}
-
-
-def _is_mean_of_some(record: PerSampleRecord, reduction: str) -> bool:
-    """Whether a record's values are of a mean over a part of the batch."""
-    return reduction == "mean" and record.samples is not None and not record.weighting
+    return {name: grad[rows] * (weight / trial.batch_size) for name, grad in known.gradients.items()}
 
 
 def _inconsistency(
-    trial: Trial, known: Truth, record: PerSampleRecord, grads: dict[str, Tensor], reduction: str, tolerance: float
+    trial: Trial,
+    known: Truth,
+    record: PerSampleRecord,
+    grads: dict[str, Tensor],
+    reduction: str,
+    tolerance: float,
+    weight: int,
 ) -> str | None:
     """What is wrong with a record in itself and beside `.grad`."""
     if sorted((*record.names, *record.unsupported, *record.unused)) != sorted(n for n, _ in trial.named_parameters()):
@@ -196,9 +212,8 @@ def _inconsistency(
     in_loss = set(known.samples) if known.samples or known.gradients else chosen
     if len(chosen) != record.num_values or (record.samples is not None and chosen != in_loss):
         return f"values are for {record.num_values} samples, {sorted(chosen)}, but the loss is of {sorted(in_loss)}"
-    weight = record.num_values if _is_mean_of_some(record, reduction) else trial.batch_size
+    own_gradients = _own(trial, known, record, weight)
     weight = weight if reduction == "mean" else 1
-    own_gradients = _own(trial, known, record, reduction)
     for name in record.names:
         if name not in grads:
             return f"{name} has values, but no .grad"

@@ -178,6 +178,7 @@ ROWS_OF_THEIR_OWN: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     ),
     "gathered-in-another-order": lambda m, x: m(x).gather(0, numbers(x).flip(0)).exp().mean(),
     "gathered-where-labelled": lambda m, x: m(x).gather(0, (x[:, :1] > -99).nonzero()[:, :1]).exp().mean(),
+    "numbers-gathered": lambda m, x: m(x)[:, 0].gather(0, torch.arange(len(x)).flip(0)).exp().mean(),
     "taken-along": lambda m, x: torch.take_along_dim(m(x), numbers(x).flip(0), 0).exp().mean(),
 }
 

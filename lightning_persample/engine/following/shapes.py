@@ -306,9 +306,11 @@ def _own_rows(call: ObservedCall, target: Tensor, dim: int) -> Followed | None:
     index, axis = call.argument(2 if call.op == "gather" else 1, "index", "indices"), call.axis_of(target)
     if not isinstance(axis, BatchAxis) or axis.dim != dim or index.dim() != target.dim():
         return None
-    owners = row_owners(axis, call.batch_size, index.device)[index].movedim(dim, 0).flatten(1)
+    if not index.numel() or crossed(call):
+        return None
+    owners = row_owners(axis, call.batch_size, index.device)[index].movedim(dim, 0).reshape(index.size(dim), -1)
     by = call.axis_of(index)
-    if not owners.numel() or not torch.equal(owners, owners[:, :1].expand_as(owners)) or crossed(call):
+    if not torch.equal(owners, owners[:, :1].expand_as(owners)):
         return None
     if isinstance(by, BatchAxis) and (
         by.dim != dim or by.mixing or not torch.equal(owners[:, 0], row_owners(by, call.batch_size, index.device))
