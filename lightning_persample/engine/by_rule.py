@@ -13,7 +13,7 @@ from lightning_persample.engine.batch_axis import BatchAxis, Lost, batch_first
 from lightning_persample.engine.failure import OverwrittenError, reason_of
 from lightning_persample.engine.following import POINTWISE
 from lightning_persample.engine.graph import boundary, edges_between, saved_results
-from lightning_persample.engine.observed import Description, ObservedCall, version_of
+from lightning_persample.engine.observed import Description, ObservedCall, version_of, without_data
 from lightning_persample.engine.use import Use
 from lightning_persample.engine.weight import Contributions, Weight
 from lightning_persample.errors import UnsupportedError
@@ -149,7 +149,11 @@ class ByRule:
         written: Collection[int] = (),
     ) -> None:
         self._placement, self._others, self._owners, self._text = placement, others, owners, text
-        self._tensors = {name: value.detach() for name, value in values.items()}
+        axes, is_read = placement.axes, placement.rule.is_read
+        self._tensors = {  # (of a weight that is laid over the batch, as a rule by a view, no copy is kept alive)
+            name: without_data(value) if name in axes and not is_read(name) else value.detach()
+            for name, value in values.items()
+        }
         read = (tensor for name, tensor in self._tensors.items() if placement.rule.is_read(name))
         self._versions = versions_of(read, written)
         self._saved = saved_results(first, placement.rule.saved) if placement.has_rows and placement.rule.saved else {}
