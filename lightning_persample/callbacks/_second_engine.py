@@ -18,9 +18,9 @@ from lightning_persample.engine.batch import BatchLayout
 from lightning_persample.engine.batch_axis import Lost
 from lightning_persample.engine.batch_statistics import batch_statistics_explained
 from lightning_persample.engine.failure import in_smaller_chunks
-from lightning_persample.engine.functional import vmap_per_sample_grads
 from lightning_persample.engine.graph import REENTRANT, node_below
 from lightning_persample.engine.kept_gradients import OF_KEPT, KeptGradients
+from lightning_persample.engine.loops import vmap_per_sample_grads
 from lightning_persample.engine.samples import (
     Weighting,
     has_ragged_samples,

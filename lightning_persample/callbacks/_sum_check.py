@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.engine import PerSampleRecord, guard
-from lightning_persample.engine.diagnosis import default_tolerance
+from lightning_persample.engine.sums import default_tolerance
 
 __all__ = ["SumCheck"]
 

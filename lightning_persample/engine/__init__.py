@@ -1,16 +1,13 @@
 """The engine: from the torch calls of a training step to a record of per-sample gradients."""
 
+from lightning_persample.engine.call_for import call_for_per_sample_grads
 from lightning_persample.engine.check_rule import check_rule
 from lightning_persample.engine.coverage import listed, warn_user, warning_texts
 from lightning_persample.engine.declared import mark_samples
 from lightning_persample.engine.expanded_weight import ExpandedWeight
 from lightning_persample.engine.failure import FAULT, Once, fault_of, guard, of_user, once, run_all, stop
 from lightning_persample.engine.fast_path import without_compilation
-from lightning_persample.engine.functional import (
-    call_for_per_sample_grads,
-    loop_per_sample_grads,
-    vmap_per_sample_grads,
-)
+from lightning_persample.engine.loops import loop_per_sample_grads, vmap_per_sample_grads
 from lightning_persample.engine.mode import Capture, expanded_weights
 from lightning_persample.engine.record import PerSampleRecord, group_name
 from lightning_persample.engine.report import ParameterCheck, VerificationReport

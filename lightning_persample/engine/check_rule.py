@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from lightning_persample.engine.diagnosis import default_tolerance
 from lightning_persample.engine.example_call import ExampleCall, Samples, along, cut
 from lightning_persample.engine.mode import expanded_weights
 from lightning_persample.engine.rule_call import Finding, RuleCall, compared, raised
 from lightning_persample.engine.rule_report import RuleCheck, RuleReport
+from lightning_persample.engine.sums import default_tolerance
 from lightning_persample.errors import OptionError, PerSampleError, RuleRegistrationError, UnsupportedError
 from lightning_persample.gradients import Dense, SampleGradient
 from lightning_persample.options import check_option, check_options, is_none_or_positive

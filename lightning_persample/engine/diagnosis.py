@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.samples import Weighting
 
-__all__ = ["PENALTY", "RANDOM", "Comparison", "default_tolerance", "keep_apart", "why_different"]
+__all__ = ["PENALTY", "RANDOM", "Comparison", "keep_apart", "why_different"]
 
 PENALTY = (
     "apart from one term, the same in every one-sample loss: a penalty on the parameters, or another term of the loss "
@@ -25,16 +25,6 @@ RANDOM = (
 )
 _UNKNOWN = "no cause was found: a fault of lightning_persample or of a registered rule, please report it"
 _SMALLEST_PART = 1e-2
-
-
-def default_tolerance(dtypes: set[torch.dtype], device: torch.device) -> float:
-    """The relative error that rounding alone may give in the lowest of these precisions."""
-    lowest = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-    if lowest > torch.finfo(torch.float32).eps:
-        return 1e-1
-    if lowest > torch.finfo(torch.float64).eps:
-        return 1e-3 if device.type == "cpu" else 1e-2  # accelerators may multiply with 10 bits of mantissa
-    return 1e-7
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from lightning_persample.engine.diagnosis import (
     PENALTY,
     RANDOM,
     Comparison,
-    default_tolerance,
     keep_apart,
     why_different,
 )
@@ -28,6 +27,7 @@ from lightning_persample.engine.mode import expanded_weights
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.report import ParameterCheck, VerificationReport
 from lightning_persample.engine.samples import Weighting, loss_of, own_loss, take
+from lightning_persample.engine.sums import default_tolerance
 from lightning_persample.engine.untouched import ModuleState, untouched, without_dropout
 from lightning_persample.errors import BatchSizeError, PerSampleError
 from lightning_persample.options import check_option, check_options, is_int, is_none_or_positive
