@@ -9,8 +9,8 @@ from torch import Tensor
 from lightning_persample.engine.collector import Collector
 from lightning_persample.engine.computation import computation
 from lightning_persample.engine.failure import guard
-from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.hooks import on_gradient
+from lightning_persample.engine.observed import OwnBackward
 from lightning_persample.engine.reporting import Report
 from lightning_persample.engine.use import Use
 from lightning_persample.engine.weight import Weight
@@ -32,7 +32,7 @@ def attach(use: Use, collector: Collector) -> None:
     wait(report, outputs, names, use.call.fused)
 
 
-def wait(report: Report, outputs: Sequence[Tensor], names: Mapping[Weight, str], fused: FusedCall | None) -> None:
+def wait(report: Report, outputs: Sequence[Tensor], names: Mapping[Weight, str], fused: OwnBackward | None) -> None:
     """Let the report know of the gradients of a call: by hooks on its outputs, or from its own backward."""
     if fused is None:
         report.attach(outputs)

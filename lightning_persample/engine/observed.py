@@ -9,18 +9,18 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_persample.engine.batch_axis import BatchAxis, Lost
-from lightning_persample.engine.fused import FusedCall
 
 __all__ = [
     "Description",
     "ObservedCall",
     "Operand",
+    "OwnBackward",
     "describe",
     "has_history",
     "line_of",
@@ -41,6 +41,12 @@ class Operand:
 
     tensor: Tensor
     axis: BatchAxis | Lost | None
+
+
+class OwnBackward(Protocol):
+    """The backward of a call that ran fused; `sums` notes what the samples contribute, see `fused.FusedCall`."""
+
+    sums: Callable[[Tensor, bool], Mapping[str, Tensor]] | None
 
 
 @dataclass(eq=False)
@@ -74,7 +80,7 @@ class ObservedCall:
     inplace: bool
     written: frozenset[int]
     random_state: Tensor | None = None
-    fused: FusedCall | None = None
+    fused: OwnBackward | None = None
     layout: Hashable | None = None
 
     def __post_init__(self) -> None:

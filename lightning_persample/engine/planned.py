@@ -10,11 +10,10 @@ from torch import Tensor
 from lightning_persample.engine.attach import wait
 from lightning_persample.engine.by_rule import ByRule, not_tensors
 from lightning_persample.engine.collector import Collector
-from lightning_persample.engine.fused import FusedCall
 from lightning_persample.engine.hooks import hooked_tensor
 from lightning_persample.engine.layout import Plan, Slots
 from lightning_persample.engine.marks import Mark
-from lightning_persample.engine.observed import Description, tensors_in, user_place
+from lightning_persample.engine.observed import Description, OwnBackward, tensors_in, user_place
 from lightning_persample.engine.reporting import Report
 from lightning_persample.engine.weight import Weight
 from lightning_persample.rules import op_name
@@ -28,7 +27,7 @@ def note_as_planned(
     result: Any,
     tensors: Sequence[Tensor],
     marks: Sequence[Mark | None],
-    fused: FusedCall | None,
+    fused: OwnBackward | None,
 ) -> None:
     """Mark the outputs, and let the backward report what the weights among the arguments get."""
     if type(result) is Tensor:
@@ -47,7 +46,7 @@ def _wait_for_gradient(
     output: Tensor,
     tensors: Sequence[Tensor],
     marks: Sequence[Mark | None],
-    fused: FusedCall | None,
+    fused: OwnBackward | None,
 ) -> None:
     rule = slots.placement.rule
     owners = {name: mark for name, place in slots.owners if isinstance(mark := marks[place], Weight)}
