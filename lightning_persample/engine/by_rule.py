@@ -12,8 +12,9 @@ from torch import Tensor
 from lightning_persample.engine.batch_axis import BatchAxis, Lost, batch_first
 from lightning_persample.engine.failure import OverwrittenError, reason_of
 from lightning_persample.engine.following import POINTWISE
-from lightning_persample.engine.graph import boundary, edges_between, saved_results
+from lightning_persample.engine.graph import boundary, edges_between
 from lightning_persample.engine.observed import Description, ObservedCall, version_of, without_data
+from lightning_persample.engine.torch_internals import saved_results
 from lightning_persample.engine.use import Use
 from lightning_persample.engine.weight import Contributions, Weight
 from lightning_persample.errors import UnsupportedError

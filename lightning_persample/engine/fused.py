@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from lightning_persample.engine.batch_axis import BatchAxis
-from lightning_persample.engine.graph import saved_tensors_are_hooked
+from lightning_persample.engine.torch_internals import saved_tensors_are_hooked
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import PatchGeometry, convolution_is_fused, linear_is_fused
 from lightning_persample.gradients.precision import autocast_is_on, without_autocast

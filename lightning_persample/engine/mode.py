@@ -18,7 +18,6 @@ from lightning_persample.engine.decompose import decomposed_backward
 from lightning_persample.engine.dispatch import Dispatcher
 from lightning_persample.engine.failure import fault_of, guard, run_all, stop
 from lightning_persample.engine.fast_path import modules_do_not_see, without_compilation
-from lightning_persample.engine.graph import is_recomputing
 from lightning_persample.engine.members import parameters_and_buffers, unwrapped
 from lightning_persample.engine.observed import tensors_in
 from lightning_persample.engine.observing import ObservingMode
@@ -27,6 +26,7 @@ from lightning_persample.engine.parameters import WatchedParameters
 from lightning_persample.engine.pull_back import settle
 from lightning_persample.engine.record import PerSampleRecord
 from lightning_persample.engine.sharded import ShardedParameters
+from lightning_persample.engine.torch_internals import is_recomputing
 from lightning_persample.engine.values import (
     has_value,
     read_values,

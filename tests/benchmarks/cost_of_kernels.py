@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_persample.engine.graph import saved_results
+from lightning_persample.engine.torch_internals import saved_results
 from lightning_persample.gradients import (
     Dense,
     Indexed,

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_persample.engine.batch_axis import BatchAxis, Computed, Lost, Root, entry_owners, one_entry
 from lightning_persample.engine.following.added_up import scaled
 from lightning_persample.engine.following.base import Followed, is_plain
-from lightning_persample.engine.graph import saved_tensors_are_hooked
 from lightning_persample.engine.observed import ObservedCall, tensors_in, user_line, user_place
+from lightning_persample.engine.torch_internals import saved_tensors_are_hooked
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import other_generators_kept
 
