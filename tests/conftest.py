@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from _pytest.doctest import DoctestModule
+
+from lightning_persample.capture import reporting
+from lightning_persample.rules import registry
 
 # torch.manual_seed also asks after every kind of accelerator, which takes longer than many a test
 SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
@@ -35,3 +40,32 @@ def little_for_the_garbage_collector():
 @pytest.fixture(autouse=True)
 def seed():
     SEED(0)
+
+
+@pytest.fixture
+def double_precision() -> Iterator[None]:
+    """New tensors are float64 during a test."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+
+
+@pytest.fixture
+def general(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the gradients that went the general way."""
+    found: list[int] = []
+    contribute = reporting.Report.contribute
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(1)
+        return contribute(self, *args, **kwargs)
+
+    monkeypatch.setattr(reporting.Report, "contribute", counted)
+    return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning_persample
-from lightning_persample.gradients import options
+from lightning_persample.gradients import cost
 
 __all__ = ["broken", "called", "interrupted", "name_of"]
 
@@ -38,7 +38,7 @@ def called(run: Callable[[], Any]) -> dict[types.CodeType, int]:
 
 
 def name_of(code: types.CodeType) -> str:
-    """As in ``callbacks._window.Window.add``."""
+    """As in ``callbacks.statistics.Window.add``."""
     return f"{code.co_filename.removeprefix(_PACKAGE)[:-3].replace(os.sep, '.')}.{code.co_qualname}"
 
 
@@ -75,11 +75,11 @@ def _functions(modules: int) -> list[types.FunctionType]:
 @contextmanager
 def _kernels_as_before() -> Iterator[None]:
     """Where the end of a context was broken: for the tests that come after."""
-    before = options._state.set(options._state.get())
+    before = cost._state.set(cost._state.get())
     try:
         yield
     finally:
-        options._state.reset(before)
+        cost._state.reset(before)
 
 
 @contextmanager

@@ -16,13 +16,20 @@ PACKAGE = "lightning_persample"
 MAY_IMPORT = {
     "errors": set(),
     "options": {"errors"},
+    "torch_internals": set(),
     "gradients": {"errors", "options"},
     "rules": {"errors", "options", "gradients"},
-    "engine": {"errors", "options", "gradients", "rules"},
+    "batch_axis": {"torch_internals", "errors", "options", "gradients", "rules"},
+    "capture": {"torch_internals", "errors", "options", "gradients", "rules", "batch_axis"},
+    "reference": {"torch_internals", "errors", "options", "gradients", "rules", "batch_axis", "capture"},
+    "tensor_form": {"torch_internals", "errors", "options", "gradients", "rules", "batch_axis", "capture"},
     "metrics": {"errors", "options"},
     "influence": {"errors", "options", "gradients"},
-    "callbacks": {"errors", "options", "gradients", "rules", "engine", "metrics", "influence"},
-}
+    "callbacks": {
+        "torch_internals", "errors", "options", "gradients", "rules", "batch_axis", "capture", "reference", "metrics",
+        "influence",
+    },
+}  # fmt: skip
 FROM_OUTSIDE = {"metrics": {"torch", "torchmetrics", "matplotlib"}}  # where a part may import these only
 TOP_LEVEL = {".ci", ".git", ".github", ".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml"}
 TOP_LEVEL |= {PACKAGE, "examples", "tests"}
@@ -100,19 +107,19 @@ def test_imports_point_one_way(path):
     [
         ("gradients", "import lightning_persample.rules.linear", ["lightning_persample.rules.linear"]),
         ("gradients", "from ..rules import linear", ["lightning_persample.rules", "lightning_persample.rules.linear"]),
-        ("gradients", "def f():\n    from lightning_persample import engine", ["lightning_persample.engine"]),
-        ("engine", "import lightning as L", ["lightning"]),
-        ("engine", "from lightning_persample.rules import find_rule\nfrom .record import x", []),
-        ("callbacks", "import lightning as L\nfrom ..engine import expanded_weights", []),
+        ("gradients", "def f():\n    from lightning_persample import capture", ["lightning_persample.capture"]),
+        ("capture", "import lightning as L", ["lightning"]),
+        ("capture", "from lightning_persample.rules import find_rule\nfrom .record import x", []),
+        ("callbacks", "import lightning as L\nfrom ..capture import expanded_weights", []),
         (
             "metrics",
             "import torch, math\nfrom torchmetrics import Metric\nfrom lightning_persample.errors import x",
             [],
         ),
-        ("metrics", "import matplotlib.pyplot\nfrom lightning_persample.metrics._inputs import x", []),
-        ("metrics", "from ..engine import x", ["lightning_persample.engine", "lightning_persample.engine.x"]),
+        ("metrics", "import matplotlib.pyplot\nfrom lightning_persample.metrics.base import x", []),
+        ("metrics", "from ..capture import x", ["lightning_persample.capture", "lightning_persample.capture.x"]),
         ("metrics", "import numpy\nimport lightning as L", ["lightning", "numpy"]),
-        ("engine", "from torch.nn.utils import _expanded_weights", ["torch.nn.utils._expanded_weights"]),
+        ("capture", "from torch.nn.utils import _expanded_weights", ["torch.nn.utils._expanded_weights"]),
     ],
 )
 def test_wrong_imports_are_found(layer, source, wrong):

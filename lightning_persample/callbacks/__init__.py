@@ -3,10 +3,10 @@
 `collect_gradients` uses a Trainer, too: it stores the gradients of a whole dataset.
 """
 
-from lightning_persample.callbacks._worst_samples import WorstSamples
 from lightning_persample.callbacks.base import PerSampleCallback
 from lightning_persample.callbacks.collect import collect_gradients
 from lightning_persample.callbacks.monitor import PerSampleGradientMonitor
+from lightning_persample.callbacks.worst import WorstSamples
 from lightning_persample.callbacks.writer import PerSampleGradientWriter
 
 __all__ = [

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_persample.callbacks._sample_index import BatchIndices
-from lightning_persample.callbacks._training_step import SharedCapture, is_logging_step
-from lightning_persample.engine import PerSampleRecord, fault_of, guard, run_all, warn_user
+from lightning_persample.callbacks.sample_index import BatchIndices
+from lightning_persample.callbacks.session import SharedCapture, is_logging_step
+from lightning_persample.capture.failure import fault_of, guard, run_all
+from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.options import CaptureOptions, check_option, check_options
 
 __all__ = ["PerSampleCallback"]

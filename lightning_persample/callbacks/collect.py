@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,24 +16,51 @@ from lightning import __version__ as lightning_version
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from lightning_persample.callbacks._batch_gradients import GradientOptions
-from lightning_persample.callbacks._borrowed_trainer import borrowed, quiet_trainer
-from lightning_persample.callbacks._checkpoints import Checkpoints, Source
-from lightning_persample.callbacks._collecting import WritesInAnyCase, collecting_with
-from lightning_persample.callbacks._gradient_values import layout_of
-from lightning_persample.callbacks._lightning_names import is_a, is_lightning_module
-from lightning_persample.callbacks._named_callables import is_told, named
-from lightning_persample.callbacks._options import is_path
-from lightning_persample.callbacks._requires_grad import requiring_gradients
-from lightning_persample.callbacks._samples_once import SamplesOnce
-from lightning_persample.engine import is_sharded
-from lightning_persample.engine.untouched import untouched
+from lightning_persample.callbacks.checkpoints import Checkpoints, Source, requiring_gradients
+from lightning_persample.callbacks.collecting import GradientOptions, SamplesOnce, WritesInAnyCase, collecting_with
+from lightning_persample.callbacks.lightning_internals import borrowed, is_a, is_lightning_module, quiet_trainer
+from lightning_persample.callbacks.rows import layout_of
+from lightning_persample.callbacks.statistics import is_path
+from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients.projection import Projection
-from lightning_persample.influence.store import GradientStore, StoreManifest
+from lightning_persample.influence.shards import StoreManifest
+from lightning_persample.influence.store import GradientStore
 from lightning_persample.options import check_option, check_options, is_none_or_int
+from lightning_persample.reference.untouched import untouched
 
-__all__ = ["collect_gradients"]
+__all__ = ["collect_gradients", "is_told", "named"]
+
+_ADDRESS = " at 0x"  # in what Python shows of an object that says nothing of itself
+
+
+def named(value: Any) -> str | None:
+    """An option as a manifest names it."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, functools.partial):
+        given = [_shown(each) for each in value.args]
+        given += [f"{name}={_shown(each)}" for name, each in value.keywords.items()]
+        return f"partial({', '.join([str(named(value.func)), *given])})"
+    described = value if hasattr(value, "__qualname__") else type(value)
+    return f"{described.__module__}.{described.__qualname__}"
+
+
+def is_told(value: Any) -> bool:
+    """Whether two options of equal names are alike, as long as nobody edits their code."""
+    if value is None or isinstance(value, (str, type)):
+        return True
+    if isinstance(value, functools.partial):
+        return is_told(value.func) and not any(_ADDRESS in repr(each) for each in (value.args, value.keywords))
+    if inspect.ismethod(value) and not isinstance(value.__self__, (nn.Module, type)):
+        return False
+    return inspect.isroutine(value) and "<" not in value.__qualname__
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value)
+    return type(value).__qualname__ if _ADDRESS in shown else shown
+
 
 _DEFAULT_PROJECTION = Projection()
 

@@ -11,20 +11,28 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import Unpack
 
-from lightning_persample.callbacks._logged_values import log_metrics, show_means
-from lightning_persample.callbacks._logger_media import log_histogram
-from lightning_persample.callbacks._mean_gradient import MeanGradient
-from lightning_persample.callbacks._optimizer_steps import names_by_optimizer
-from lightning_persample.callbacks._options import are_quantiles, are_statistics, is_prefix
-from lightning_persample.callbacks._requirements import why_unsupported
-from lightning_persample.callbacks._statistics import STATISTICS, Part, Statistics
-from lightning_persample.callbacks._step_norms import NormsOfAllProcesses, StepNorms
-from lightning_persample.callbacks._strategies import why_no_mean_gradient
-from lightning_persample.callbacks._training_step import logging_step, shared_capture, window_continues
-from lightning_persample.callbacks._window import Window, captured
-from lightning_persample.callbacks._worst_samples import SampleNorms, WorstSamples, write_worst_samples
 from lightning_persample.callbacks.base import PerSampleCallback
-from lightning_persample.engine import PerSampleRecord, group_name, guard, warn_user
+from lightning_persample.callbacks.consumer import why_unsupported
+from lightning_persample.callbacks.lightning_internals import why_no_mean_gradient
+from lightning_persample.callbacks.loggers import log_histogram, log_metrics, show_means
+from lightning_persample.callbacks.optimizer_steps import names_by_optimizer
+from lightning_persample.callbacks.session import logging_step, shared_capture, window_continues
+from lightning_persample.callbacks.statistics import (
+    STATISTICS,
+    MeanGradient,
+    NormsOfAllProcesses,
+    Part,
+    Statistics,
+    StepNorms,
+    Window,
+    are_quantiles,
+    are_statistics,
+    captured,
+    is_prefix,
+)
+from lightning_persample.callbacks.worst import SampleNorms, WorstSamples, write_worst_samples
+from lightning_persample.capture.failure import guard
+from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError
 from lightning_persample.options import CaptureOptions, check_option, check_options, is_int, is_none_or_int
 

@@ -16,21 +16,25 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import Unpack
 
-from lightning_persample.callbacks._gradient_rows import GradientRows, settle_gradients
-from lightning_persample.callbacks._learning_rates import LearningRates
-from lightning_persample.callbacks._ledger_rows import CapturedRows, checked_types, columns_of, table_of
-from lightning_persample.callbacks._options import is_path
-from lightning_persample.callbacks._training_step import window_continues
 from lightning_persample.callbacks.base import PerSampleCallback
-from lightning_persample.engine import PerSampleRecord, group_name, warn_user
+from lightning_persample.callbacks.rows import (
+    CapturedRows,
+    GradientRows,
+    LearningRates,
+    checked_types,
+    columns_of,
+    settle_gradients,
+    table_of,
+)
+from lightning_persample.callbacks.session import window_continues
+from lightning_persample.callbacks.statistics import is_path
+from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
-from lightning_persample.influence._arrow import arrow
-from lightning_persample.influence._files import GRADIENTS, MANIFEST
-from lightning_persample.influence._lock import FolderLock
-from lightning_persample.influence._parts import Parts
+from lightning_persample.influence.files import GRADIENTS, MANIFEST, FolderLock
 from lightning_persample.influence.ledger import (
     Manifest,
+    Parts,
     check_ledger,
     open_ledger,
     promise_rows,
@@ -38,7 +42,9 @@ from lightning_persample.influence.ledger import (
     remove_empty,
     write_manifest,
 )
-from lightning_persample.influence.store import GradientStore, read_store_manifest, write_store_manifest
+from lightning_persample.influence.optional_packages import arrow
+from lightning_persample.influence.shards import read_store_manifest, write_store_manifest
+from lightning_persample.influence.store import GradientStore
 from lightning_persample.options import CaptureOptions, check_option, check_options, is_int
 
 __all__ = ["PerSampleGradientWriter"]

@@ -1,9 +1,9 @@
 """The algebra: what one use of one parameter contributes to each sample's gradient."""
 
 from lightning_persample.gradients.composite import Block, Sum, add_up
+from lightning_persample.gradients.cost import KernelOptions, kernel_options
 from lightning_persample.gradients.fused import convolution_is_fused, linear_is_fused, sq_norms_and_sum
 from lightning_persample.gradients.geometry import PatchGeometry
-from lightning_persample.gradients.options import KernelOptions, kernel_options
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
 from lightning_persample.gradients.together import sq_norms

@@ -14,12 +14,12 @@ from lightning_persample.gradients.cost import (
     PatchSizes,
     chunks,
     fits,
+    held_by_use,
     memory_budget,
     outer_forms_gradients,
     patches_form_gradients,
 )
 from lightning_persample.gradients.geometry import PatchGeometry
-from lightning_persample.gradients.options import held_by_use
 from lightning_persample.gradients.patches import patches_sq_norm_and_sum
 from lightning_persample.gradients.precision import accumulation_dtype, without_autocast
 from lightning_persample.gradients.structure import Dense, Outer, Patches, SampleGradient

@@ -12,14 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients.cost import (
-    PatchKernel,
-    PatchSizes,
-    chunks,
-    fits,
-    forming_kernel,
-    patch_kernel,
-)
+from lightning_persample.gradients.cost import PatchKernel, PatchSizes, chunks, fits, forming_kernel, patch_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.norms import dense_sq_norm, sum_and_trace, zeros
 from lightning_persample.gradients.patch_kernels import DENSE, GRAM, Rows, layer_products

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_persample.gradients.cost import chunks, patch_costs
-from lightning_persample.gradients.dots import convolved
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.indexed import indexed_dense
+from lightning_persample.gradients.norms import convolved
 from lightning_persample.gradients.patch_kernels import Rows
 from lightning_persample.gradients.patches import patches_dense
 from lightning_persample.gradients.projection import Factors

@@ -18,9 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import dots, norms, precision
-from lightning_persample.gradients.cost import chunks
-from lightning_persample.gradients.options import held_by_use
+from lightning_persample.gradients import norms, precision
+from lightning_persample.gradients.cost import chunks, held_by_use
 from lightning_persample.gradients.projected import dense_projected
 from lightning_persample.gradients.projection import Factors, Projection
 
@@ -172,7 +171,7 @@ class SampleGradient(ABC):
     def _dot(self, vector: Tensor) -> Tensor:
         result = norms.zeros(self.tensors()[0], torch.promote_types(self.dtype, vector.dtype))
         for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
-            result[part] = dots.dense_dot(self.samples(part.start, part.stop)._dense(), vector)
+            result[part] = norms.dense_dot(self.samples(part.start, part.stop)._dense(), vector)
         return result
 
     def _project(self, factors: Factors) -> Tensor:

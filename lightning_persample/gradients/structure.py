@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import dots, indexed, norms, precision, projected
+from lightning_persample.gradients import indexed, norms, precision, projected
 from lightning_persample.gradients.cost import MatrixKernel, outer_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.patches import patches_dense, patches_sq_norm, patches_terms_sq_norm
@@ -53,7 +53,7 @@ class Dense(SampleGradient):
         return norms.dense_sq_norm(self.grad)
 
     def _dot(self, vector: Tensor) -> Tensor:
-        return dots.dense_dot(self.grad, vector)
+        return norms.dense_dot(self.grad, vector)
 
     def _project(self, factors: Factors) -> Tensor:
         return projected.dense_projected(self.grad, factors)
@@ -121,7 +121,7 @@ class Outer(SampleGradient):
         return norms.outer_terms_sq_norm(self.left, self.right)
 
     def _dot(self, vector: Tensor) -> Tensor:
-        return dots.outer_dot(self.left, self.right, vector)
+        return norms.outer_dot(self.left, self.right, vector)
 
     def _project(self, factors: Factors) -> Tensor:
         return projected.outer_projected(self.left, self.right, factors)
@@ -182,7 +182,7 @@ class Indexed(SampleGradient):
         return norms.dense_sq_norm(self.right)  # if no index came twice
 
     def _dot(self, vector: Tensor) -> Tensor:
-        return dots.indexed_dot(self.index, self.right, vector)
+        return norms.indexed_dot(self.index, self.right, vector)
 
     def _project(self, factors: Factors) -> Tensor:
         return projected.indexed_projected(self.index, self.right, self.num_rows, factors)
@@ -250,7 +250,7 @@ class Patches(SampleGradient):
         return patches_terms_sq_norm(self.grad_out, self.input, self.geometry)
 
     def _dot(self, vector: Tensor) -> Tensor:
-        return dots.patches_dot(self.grad_out, self.input, self.geometry, vector)
+        return norms.patches_dot(self.grad_out, self.input, self.geometry, vector)
 
     def _project(self, factors: Factors) -> Tensor:
         return projected.patches_projected(self.grad_out, self.input, self.geometry, factors)

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.influence._alignment import align, learning_rates_of
-from lightning_persample.influence._given_stores import StoreOrPath, direction_of, opened
-from lightning_persample.influence._products import add_products, unit_rows
 from lightning_persample.influence.pairs import PairScores
+from lightning_persample.influence.products import (
+    StoreOrPath,
+    add_products,
+    align,
+    direction_of,
+    learning_rates_of,
+    opened,
+    unit_rows,
+)
 
 __all__ = ["adam_direction", "less"]
 

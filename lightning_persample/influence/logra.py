@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.influence._alignment import align
-from lightning_persample.influence._given_stores import StoreOrPath, given_gradients
-from lightning_persample.influence._inverse import cholesky_factor, second_moments
-from lightning_persample.influence._products import add_products
 from lightning_persample.influence.pairs import PairScores
+from lightning_persample.influence.products import (
+    StoreOrPath,
+    add_products,
+    align,
+    cholesky_factor,
+    given_gradients,
+    second_moments,
+)
 from lightning_persample.influence.store import GradientStore
 
 __all__ = ["logra"]

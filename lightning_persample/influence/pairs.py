@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.influence._ranking import extremes, ranked
-from lightning_persample.influence.scores import SampleScores
+from lightning_persample.influence.scores import SampleScores, extremes, ranked
 
 __all__ = ["PairScores"]
 

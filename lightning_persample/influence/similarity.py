@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_persample.influence._alignment import align
-from lightning_persample.influence._given_stores import StoreOrPath, given_gradients
-from lightning_persample.influence._products import add_products, unit_rows
 from lightning_persample.influence.pairs import PairScores
+from lightning_persample.influence.products import StoreOrPath, add_products, align, given_gradients, unit_rows
 
 __all__ = ["grad_cos", "grad_dot"]
 

@@ -19,30 +19,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError
-from lightning_persample.influence._dask import dask_array, delayed
-from lightning_persample.influence._shards import read_records, read_values, record_dtype, shards_of
-from lightning_persample.influence._store_manifest import (
+from lightning_persample.influence.optional_packages import dask_array, delayed
+from lightning_persample.influence.shards import (
     ParameterColumns,
     StoreManifest,
     columns_for,
     difference,
-    open_store,
+    read_records,
     read_store_manifest,
-    write_store_manifest,
+    read_values,
+    record_dtype,
+    shards_of,
 )
-from lightning_persample.influence._store_writer import StoreWriter
 
-__all__ = [
-    "GradientStore",
-    "ParameterColumns",
-    "StoreManifest",
-    "StoreWriter",
-    "check_comparable",
-    "columns_for",
-    "open_store",
-    "read_store_manifest",
-    "write_store_manifest",
-]
+__all__ = ["GradientStore", "check_comparable"]
 
 _BLOCK_BYTES = 1 << 26
 

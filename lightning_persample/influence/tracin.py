@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, UnsupportedError
-from lightning_persample.influence._alignment import Rows, align, align_steps, learning_rates_of
-from lightning_persample.influence._given_stores import StoreOrPath, given_gradients
-from lightning_persample.influence._products import add_products
 from lightning_persample.influence.pairs import PairScores
+from lightning_persample.influence.products import (
+    Rows,
+    StoreOrPath,
+    add_products,
+    align,
+    align_steps,
+    given_gradients,
+    learning_rates_of,
+)
 
 __all__ = ["tracin", "tracin_cp"]
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.metrics._inputs import as_batch_size, as_scalar, as_vector
-from lightning_persample.metrics.base import PerSampleMetric
+from lightning_persample.metrics.base import PerSampleMetric, as_batch_size, as_scalar, as_vector
 from lightning_persample.metrics.functional import cosine_to_mean, merge_moments, moments
 
 __all__ = ["CosineToMean"]

@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor
 
-from lightning_persample.metrics._steps import StepMetric
 from lightning_persample.metrics.functional import diversity_of_sums
+from lightning_persample.metrics.steps import StepMetric
 
 __all__ = ["GradientDiversity"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.metrics._inputs import accumulation_dtype, as_batch_size, as_scalar, as_vector, check_count
+from lightning_persample.metrics.base import accumulation_dtype, as_batch_size, as_scalar, as_vector, check_count
 
 __all__ = [
     "cosine_to_mean",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.metrics._inputs import is_number_below_one
-from lightning_persample.metrics._steps import StepMetric
+from lightning_persample.metrics.base import is_number_below_one
 from lightning_persample.metrics.functional import simple_noise_scale, terms_of_sums
+from lightning_persample.metrics.steps import StepMetric
 
 __all__ = ["GradientNoiseScale"]
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.metrics._inputs import as_vector, is_number_below_one
-from lightning_persample.metrics.base import PerSampleMetric
+from lightning_persample.metrics.base import PerSampleMetric, as_vector, is_number_below_one
 from lightning_persample.metrics.functional import merge_moments, moments, quantiles_of_sorted
 
 __all__ = ["PerSampleNorm"]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.metrics._inputs import accumulation_dtype, check_count
-from lightning_persample.metrics.base import PerSampleMetric
+from lightning_persample.metrics.base import PerSampleMetric, accumulation_dtype, check_count
 from lightning_persample.metrics.functional import ratio_of_sums, spacing
 
 __all__ = ["GradientSignalToNoise"]

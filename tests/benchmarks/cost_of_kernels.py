@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_persample.engine.torch_internals import saved_results
 from lightning_persample.gradients import (
     Dense,
     Indexed,
@@ -32,6 +31,7 @@ from lightning_persample.gradients import (
     sq_norms_and_sum,
 )
 from lightning_persample.rules import Call, find_rule
+from lightning_persample.torch_internals import saved_results
 from tests.benchmarks.cost_of_norms import operations, parser_of, prepared, shown, times
 from tests.benchmarks.engines import ENGINES, Step
 from tests.benchmarks.timed_models import MODELS

@@ -34,9 +34,9 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import lightning_persample
 from lightning_persample import expanded_weights
-from tests.engine.model_cases import CASES, Model, T, images, parameter, sequences, time_major, tokens
-from tests.engine.reference import loop
-from tests.engine.sequence_cases import outputs_only, recurrent  # the import also adds that file's cases to CASES
+from tests.capture.model_cases import CASES, Model, T, images, parameter, sequences, time_major, tokens
+from tests.capture.reference import loop
+from tests.capture.sequence_cases import outputs_only, recurrent  # the import also adds that file's cases to CASES
 from tests.models import MODELS, BasicBlock
 
 BATCH_SIZE = 10  # no other axis of a case has this size, but where a case is about that

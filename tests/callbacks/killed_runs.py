@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lightning_persample.callbacks import PerSampleGradientWriter
-from lightning_persample.influence import _parts, read_ledger
+from lightning_persample.influence import ledger, read_ledger
 from tests import killed_processes
 from tests.callbacks.ledger_runs import Noted, SaveAfter, data, fit
 from tests.killed_processes import die_at_call, say
@@ -49,7 +49,7 @@ class SaveEach(SaveAfter):
 def train(folder: Path, kill_at_call: int) -> None:
     """A fit from the latest checkpoint, which ends itself at one of its calls."""
     calls = die_at_call(kill_at_call)
-    write = _parts.Parts.write
+    write = ledger.Parts.write
 
     def write_and_say(parts):
         steps = [step for table in parts._waiting for step in table["step"].to_pylist()]
@@ -57,7 +57,7 @@ def train(folder: Path, kill_at_call: int) -> None:
         if steps:
             say(folder / "log", {"flushed": max(steps)})
 
-    _parts.Parts.write = write_and_say
+    ledger.Parts.write = write_and_say
     checkpoint = folder / "latest.ckpt"
     say(folder / "log", {"from": torch.load(checkpoint)["global_step"] if checkpoint.exists() else 0})
     writer = PerSampleGradientWriter(folder / "ledger", flush_every=2, overwrite=True)

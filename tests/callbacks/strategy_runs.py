@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from lightning_persample.callbacks import PerSampleGradientMonitor, _step_norms
+from lightning_persample.callbacks import PerSampleGradientMonitor, statistics
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from tests.callbacks.runs import Classifier, Recorder, as_loader, make_trainer
 from tests.callbacks.strategy_models import (
@@ -172,11 +172,11 @@ def capture_fails_on_one_rank(batch: int = 2, **settings: Any) -> dict[str, Any]
 
 def more_than_there_is_room_for() -> dict[str, Any]:
     """The first exchange has room for two norms, and rank 0 has five."""
-    room, _step_norms._ROOM = _step_norms._ROOM, 2
+    room, statistics._ROOM = statistics._ROOM, 2
     try:
         return ddp(sizes=(5, 2), every=1)
     finally:
-        _step_norms._ROOM = room
+        statistics._ROOM = room
 
 
 class ToldToStop(Referenced):

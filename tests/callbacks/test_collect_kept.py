@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample import OptionError, PerSampleError, PerSampleWarning, collect_gradients
-from lightning_persample.callbacks._samples_once import SamplesOnce
+from lightning_persample.callbacks.collecting import SamplesOnce
 from lightning_persample.influence import GradientStore
-from lightning_persample.influence.store import StoreWriter
+from lightning_persample.influence.shards import StoreWriter
 from tests.callbacks.collect_runs import COUNT, Net, Rows, joined, loop, stored
 from tests.callbacks.runs import make_trainer
 from tests.callbacks.test_collect_again import FULL, StopsAt, assert_equal

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from lightning_persample import OptionError, PerSampleWarning, collect_gradients
-from lightning_persample.callbacks._fingerprints import fingerprint_of_data
+from lightning_persample.callbacks.checkpoints import fingerprint_of_data
 from tests.callbacks.collect_runs import COUNT, Net, Rows, joined, loader, loop, stored
 
 FULL = {"projection": None, "dtype": "float64"}

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
-from lightning_persample.engine.loops import loop_per_sample_grads
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
+from lightning_persample.reference.loops import loop_per_sample_grads
 from tests.callbacks.runs import FEATURES, Classifier, Recorder, WithReference, fit
 from tests.callbacks.test_untouched_training import everything_after_training
 from tests.callbacks.unseen_models import Hidden, NeedsTwo, Unseen, UnseenByVmap, texts_of

@@ -20,8 +20,8 @@ from torch import nn
 
 import lightning_persample
 from lightning_persample import Outer, PerSampleGradientMonitor
-from lightning_persample.callbacks import _second_engine
-from lightning_persample.engine import collector, rows
+from lightning_persample.callbacks import fallback
+from lightning_persample.capture import collector, reporting
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from lightning_persample.gradients.cost import CPU_MEMORY_BUDGET, memory_budget
 from lightning_persample.rules import registry
@@ -177,7 +177,7 @@ def test_too_little_memory_gives_up_the_step_and_training_goes_on(kind, where, r
         rule_of_linear(out_of_memory)
     elif where == "sq_norm":
         monkeypatch.setattr(collector, "sq_norms", out_of_memory)
-        monkeypatch.setattr(rows, "vector_norm", short_way)
+        monkeypatch.setattr(reporting, "vector_norm", short_way)
     else:
         monkeypatch.setattr(Outer, where, out_of_memory)
     recorder = Recorder(1, quantities=BOTH if where == "dense" else ("sq_norm",))
@@ -201,7 +201,7 @@ def test_too_little_memory_gives_up_the_step_and_training_goes_on(kind, where, r
 def test_an_extra_pass_takes_fewer_samples_at_once_where_memory_does_not_suffice(least, monkeypatch, tmp_path):
     sizes, plain = [], Recorder(1, quantities=BOTH, engine="vmap")
     run(Way(Classifier), [plain], tmp_path / "enough", with_reference=False)
-    vmap = _second_engine.vmap_per_sample_grads
+    vmap = fallback.vmap_per_sample_grads
 
     def needing_memory(module, loss_fn, *batch, **options):
         sizes.append(len(batch[0]))
@@ -209,9 +209,9 @@ def test_an_extra_pass_takes_fewer_samples_at_once_where_memory_does_not_suffice
             raise torch.OutOfMemoryError("out of memory")
         return vmap(module, loss_fn, *batch, **options)
 
-    monkeypatch.setattr(_second_engine, "vmap_per_sample_grads", needing_memory)
+    monkeypatch.setattr(fallback, "vmap_per_sample_grads", needing_memory)
     bytes_each = sum(parameter.numel() * parameter.element_size() for parameter in Classifier(False).parameters())
-    monkeypatch.setattr(_second_engine, "MEMORY_BUDGET", BATCH * bytes_each)
+    monkeypatch.setattr(fallback, "MEMORY_BUDGET", BATCH * bytes_each)
     recorder = Recorder(1, quantities=BOTH, engine="vmap")
     _, said = assert_same_training(Classifier, [recorder], tmp_path)
     if not least:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from lightning_persample.callbacks import PerSampleGradientMonitor, _logger_media
-from lightning_persample.callbacks._logger_media import log_histogram, log_table
+from lightning_persample.callbacks import PerSampleGradientMonitor, loggers
+from lightning_persample.callbacks.loggers import log_histogram, log_table
 from lightning_persample.errors import PerSampleWarning
 from tests.callbacks.runs import Classifier, WithReference, fit, loader
 from tests.callbacks.ways import GAN, Way, run
@@ -101,7 +101,7 @@ def own_environment(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(_logger_media, "_SAID", set())
+    monkeypatch.setattr(loggers, "_SAID", set())
 
 
 @pytest.fixture(scope="module")
@@ -321,8 +321,8 @@ def full_disk(monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_logger_media, "_SAID", set())
-    monkeypatch.setattr(_logger_media, "_save", full)
+    monkeypatch.setattr(loggers, "_SAID", set())
+    monkeypatch.setattr(loggers, "_save", full)
 
 
 def test_a_full_disk_costs_tables_with_one_warning(full_disk, tmp_path):

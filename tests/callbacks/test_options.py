@@ -21,7 +21,7 @@ from lightning_persample.callbacks import (
     PerSampleCallback,
     PerSampleGradientMonitor,
     PerSampleGradientWriter,
-    _observed_step,
+    observed_step,
 )
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.options import CaptureOptions
@@ -232,7 +232,7 @@ def test_memory_reaches_the_capture_and_leave_the_values(monkeypatch):
         taken.append(options["max_memory"])
         return expanded_weights(*args, **options)
 
-    monkeypatch.setattr(_observed_step, "expanded_weights", recording)
+    monkeypatch.setattr(observed_step, "expanded_weights", recording)
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     norms = []

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_persample import PerSampleCallback, PerSampleGradientMonitor
-from lightning_persample.callbacks._observed_method import ObservedMethod
+from lightning_persample.callbacks.lightning_internals import ObservedMethod
 from lightning_persample.errors import OptionError, PerSampleWarning
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, as_loader, fit, loader
 

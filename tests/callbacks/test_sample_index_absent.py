@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_persample.callbacks import PerSampleCallback, _sample_index
+from lightning_persample.callbacks import PerSampleCallback, sample_index
 from lightning_persample.errors import OptionError, PerSampleWarning
 from tests.callbacks.indexed_data import LOADERS, Indexed, Stream, as_lists, keep_list, own_index, train, watch
 from tests.callbacks.runs import Recorder
@@ -25,7 +25,7 @@ def test_nothing_is_tagged_where_nobody_asks(callback, monkeypatch):
     def refuse(loader):
         raise AssertionError("a loader was tagged")
 
-    monkeypatch.setattr(_sample_index, "TaggedLoader", refuse)
+    monkeypatch.setattr(sample_index, "TaggedLoader", refuse)
     train(LOADERS["plain"], [callback])
 
 

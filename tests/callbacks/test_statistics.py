@@ -13,8 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
-from lightning_persample.callbacks._statistics import Statistics
-from lightning_persample.callbacks._step_norms import CapturedBatch, StepNorms
+from lightning_persample.callbacks.statistics import CapturedBatch, Statistics, StepNorms
 from lightning_persample.errors import PerSampleWarning
 from tests.callbacks import known_noise_scale
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged, make_trainer

@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter
-from lightning_persample.callbacks import _training_step, _window
-from lightning_persample.callbacks._lightning_names import skips_hooks
+from lightning_persample.callbacks import session, statistics
 from lightning_persample.callbacks.base import _BATCH_HOOKS
+from lightning_persample.callbacks.lightning_internals import skips_hooks
 from tests.callbacks.runs import Classifier, Recorder, loader, logged, make_trainer
 from tests.own_faults import broken
 
@@ -188,7 +188,7 @@ def test_what_is_captured_is_the_same_beside_a_callback_that_is_asked_at_every_b
 
 @pytest.mark.parametrize(
     "function",
-    [_training_step.SharedCapture._not_resting, _training_step.SharedCapture._end_rest, _window.Window.is_new.fget],
+    [session.SharedCapture._not_resting, session.SharedCapture._end_rest, statistics.Window.is_new.fget],
 )
 def test_a_fault_in_it_ends_no_training(function):
     plain = trained(Classifier, []).model

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lightning_persample.callbacks import PerSampleGradientMonitor, _sum_check
-from lightning_persample.callbacks._sum_check import SumCheck
+from lightning_persample.callbacks import PerSampleGradientMonitor, observed_step
+from lightning_persample.callbacks.observed_step import SumCheck
 from lightning_persample.errors import PerSampleWarning
 from lightning_persample.gradients import Dense
 from lightning_persample.rules import registry
@@ -213,7 +213,7 @@ def test_too_little_memory_for_the_comparison_leaves_the_run_alone(monkeypatch):
     def without_memory(*args):
         raise torch.OutOfMemoryError("no memory is left")
 
-    monkeypatch.setattr(_sum_check, "_dense", without_memory)
+    monkeypatch.setattr(observed_step, "_dense", without_memory)
     text = "there is not enough memory to compare the sum of the samples' gradients with .grad: it is not compared"
     with pytest.warns(PerSampleWarning, match=text):
         fit(Classifier(), [Recorder(quantities=BOTH)])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
-from lightning_persample.engine import fused
+from lightning_persample.capture import fused
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, fit, loader
 from tests.torch_release import not_in_the_oldest
 

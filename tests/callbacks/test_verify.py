@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
-from lightning_persample.engine.untouched import without_dropout
 from lightning_persample.errors import PerSampleError, PerSampleWarning, VerificationError
+from lightning_persample.reference.untouched import without_dropout
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, as_loader, fit, loader
 from tests.callbacks.test_untouched_training import STEPS, ResidualInPlace, dropout, everything_after_training
 from tests.callbacks.unseen_models import Hidden, traces_after_training

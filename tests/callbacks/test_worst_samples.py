@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_persample import PerSampleGradientMonitor, PerSampleRecord, WorstSamples
-from lightning_persample.callbacks._worst_samples import SampleNorms
+from lightning_persample.callbacks.worst import SampleNorms
 from lightning_persample.errors import OptionError, PerSampleWarning, UnsupportedError
 from tests.callbacks.indexed_data import (
     LOADERS,

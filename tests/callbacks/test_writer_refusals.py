@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleWarning
 from lightning_persample.gradients import Projection
-from lightning_persample.influence import GradientStore, _lock, read_ledger, read_manifest
+from lightning_persample.influence import GradientStore, files, read_ledger, read_manifest
 from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
 from tests.processes import run_alone
@@ -88,7 +88,7 @@ def test_a_fit_that_fails_holds_the_folder_until_its_last_rows_are_written(folde
 
     def watched(self, trainer):
         with pytest.raises(OptionError) as error:
-            _lock.FolderLock(folder)
+            files.FolderLock(folder)
         refused.append(str(error.value))
         flush(self, trainer)
 
@@ -98,7 +98,7 @@ def test_a_fit_that_fails_holds_the_folder_until_its_last_rows_are_written(folde
     assert len(refused) == 1
     assert "is being written to by another fit" in refused[0]
     assert read_ledger(folder).num_rows > 0
-    _lock.FolderLock(folder).release()
+    files.FolderLock(folder).release()
 
 
 def test_a_writer_that_has_failed_lets_go_of_its_folder(folder, monkeypatch):
@@ -109,7 +109,7 @@ def test_a_writer_that_has_failed_lets_go_of_its_folder(folder, monkeypatch):
     writer = PerSampleGradientWriter(folder)
     with pytest.warns(PerSampleWarning, match="gives nothing more in this fit"):
         make_trainer([writer]).fit(Noted(), data())
-    _lock.FolderLock(folder).release()
+    files.FolderLock(folder).release()
 
 
 def test_the_folder_of_a_run_that_was_killed_before_its_first_row_is_free(folder):
@@ -125,7 +125,7 @@ def test_a_fit_whose_folder_another_one_takes_stops_writing_and_goes_on(folder, 
     def unknown(file):
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
-    monkeypatch.setattr(_lock, "_lock", unknown)
+    monkeypatch.setattr(files, "_lock", unknown)
     projection = Projection(dim=4)
     between = FitsInBetween(folder, overwrite=True, projection=projection)
     with pytest.warns(PerSampleWarning, match="was taken by run") as caught:

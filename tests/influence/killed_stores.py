@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lightning_persample.influence import GradientStore, StoreWriter
-from lightning_persample.influence.store import open_store
+from lightning_persample.influence.shards import open_store
 from tests import killed_processes
 from tests.influence.stores import MANIFEST, K, by_numpy
 from tests.killed_processes import die_at_call, say

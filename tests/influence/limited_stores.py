@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from lightning_persample.influence import GradientStore, StoreWriter
-from lightning_persample.influence.store import columns_for
+from lightning_persample.influence.shards import columns_for
 from tests.influence.stores import MANIFEST, gradients, made, names
 
 COLUMNS, ROWS = 2048, 8192  # 64 MiB in float32

@@ -9,13 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_persample.influence.store import (
-    GradientStore,
-    StoreManifest,
-    StoreWriter,
-    columns_for,
-    write_store_manifest,
-)
+from lightning_persample.influence.shards import StoreManifest, StoreWriter, columns_for, write_store_manifest
+from lightning_persample.influence.store import GradientStore
 
 
 def net(seed: int = 0) -> nn.Sequential:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_persample.influence.store import StoreManifest, StoreWriter, columns_for, write_store_manifest
+from lightning_persample.influence.shards import StoreManifest, StoreWriter, columns_for, write_store_manifest
 
 SIZES = {"weight": ((4, 3), 12), "bias": ((4,), 4), "scale": ((2, 2), 4)}
 PARAMETERS = columns_for(SIZES)

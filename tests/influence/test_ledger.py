@@ -16,12 +16,14 @@ import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import Manifest, as_tensors, read_ledger, read_manifest
-from lightning_persample.influence._files import write_atomically
-from lightning_persample.influence._parts import Parts, drop_rows, parts_of
+from lightning_persample.influence.files import write_atomically
 from lightning_persample.influence.ledger import (
     BASE_COLUMNS,
+    Parts,
     check_ledger,
+    drop_rows,
     open_ledger,
+    parts_of,
     promise_rows,
     remove_empty,
     schema_of,

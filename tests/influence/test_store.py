@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from lightning_persample import OptionError, PerSampleError
-from lightning_persample.influence.store import (
-    GradientStore,
-    StoreManifest,
-    StoreWriter,
-    columns_for,
-    read_store_manifest,
-)
+from lightning_persample.influence.shards import StoreManifest, StoreWriter, columns_for, read_store_manifest
+from lightning_persample.influence.store import GradientStore
 from tests.influence.stores import MANIFEST, PARAMETERS, K, by_numpy, gradients, made, names, write
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_persample.influence.store import GradientStore, StoreWriter
+from lightning_persample.influence.shards import StoreWriter
+from lightning_persample.influence.store import GradientStore
 from tests.influence.stores import MANIFEST, K, by_numpy, gradients, made, write
 
 HALF = replace(MANIFEST, dtype="float16")

@@ -14,7 +14,7 @@ import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import GradientStore, StoreWriter, grad_dot
-from lightning_persample.influence.store import columns_for, open_store, write_store_manifest
+from lightning_persample.influence.shards import columns_for, open_store, write_store_manifest
 from tests.influence.stores import MANIFEST, K, gradients, made, write
 from tests.processes import run_alone
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_persample.influence import GradientStore, StoreWriter
-from lightning_persample.influence.store import columns_for
+from lightning_persample.influence.shards import columns_for
 from tests.influence.stores import MANIFEST, gradients, made
 
 SIZES = {"a": ((600,), 600), "b": ((24,), 24), "c": ((400,), 400)}

@@ -11,8 +11,7 @@ import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import GradientStore, StoreWriter, check_comparable
-from lightning_persample.influence._shards import drop_rows
-from lightning_persample.influence.store import columns_for, open_store, read_store_manifest
+from lightning_persample.influence.shards import columns_for, drop_rows, open_store, read_store_manifest
 from tests.influence.stores import CHECKPOINTS, MANIFEST, SIZES, by_numpy, gradients, made, names, write
 
 PROJECTED = replace(MANIFEST, projection={"dim": 256, "kind": "normal", "seed": 0}, settings={"loss_reduction": "mean"})

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchmetrics import MetricCollection
 
-from lightning_persample.metrics import GradientNoiseScale, _inputs
+from lightning_persample.metrics import GradientNoiseScale, base
 from tests.metrics.inputs import CASES, batches, results
 
 
@@ -120,7 +120,7 @@ def test_states_keep_their_precision(case, lower):
 
 
 def test_states_follow_to_a_device_without_float64(case, monkeypatch):
-    monkeypatch.setattr(_inputs, "_WITHOUT_DOUBLE", {"meta"})
+    monkeypatch.setattr(base, "_WITHOUT_DOUBLE", {"meta"})
     metric = updated(case, batches())
     metric.compute()
     metric.to("meta")
@@ -135,7 +135,7 @@ def test_states_follow_to_a_device_without_float64(case, monkeypatch):
 
 
 def test_updates_work_where_float64_is_missing(case, monkeypatch):
-    monkeypatch.setattr(_inputs, "_WITHOUT_DOUBLE", {"cpu"})
+    monkeypatch.setattr(base, "_WITHOUT_DOUBLE", {"cpu"})
     metric = case.make()
     for batch in batches():
         metric.update(**case.arguments(batch.float(), batch.float()))

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_persample.rules import find_rule, supported_ops
-from tests.engine import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
-from tests.engine.model_cases import CASES
+from tests.capture import (
+    twice_cases,  # noqa: F401  (add to CASES)
+)
+from tests.capture.model_cases import CASES
 from tests.rules.families import all_cases
 
 # (op, argument): why one value is enough. "*" stands for every op.
@@ -27,7 +29,7 @@ def _described(value: Any) -> str:
 
 
 # Ops whose cases are whole models, because only the engine sorts out their lists of weights, outputs and states; their
-# options are looked at in tests/engine/test_case_options.py.
+# options are looked at in tests/capture/test_case_options.py.
 THROUGH_THE_ENGINE = {
     "embedding_bag": "embedding-bag-",
     "lstm": "lstm-",

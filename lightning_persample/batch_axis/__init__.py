@@ -1,0 +1,1 @@
+"""Where the samples of a batch lie in every tensor of a training step."""

@@ -1,0 +1,239 @@
+"""Calls that add up the samples: sums and means over the batch axis, and losses with a reduction of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_persample.batch_axis.axis import Lost, batch_first
+from lightning_persample.batch_axis.base import Followed, is_plain
+from lightning_persample.batch_axis.observed import ObservedCall, user_line
+
+__all__ = ["LOSSES", "MEAN", "UNKNOWN", "absent", "added_up", "averages", "factors_beside", "reduction_of", "scaled"]
+
+# Losses, each with the place of `reduction` among its positional arguments.
+LOSSES = {
+    "cross_entropy_loss": 3, "nll_loss": 3, "nll_loss_nd": 3, "nll_loss2d": 3, "mse_loss": 2, "l1_loss": 2,
+    "smooth_l1_loss": 2, "huber_loss": 2, "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4, "kl_div": 2,
+    "soft_margin_loss": 2, "multi_margin_loss": 5, "multilabel_margin_loss": 2, "poisson_nll_loss": 5,
+    "hinge_embedding_loss": 3, "margin_ranking_loss": 4, "cosine_embedding_loss": 4, "triplet_margin_loss": 7,
+}  # fmt: skip
+_REDUCTIONS = {**LOSSES, "ctc_loss": 5}
+_MOST_FACTORS = 65536  # numbers that are read to tell whether they are alike
+_MOST = 1 << 22  # numbers in data of the batch that are added up once more
+# Nodes that add, with the place of the input that they multiply, and those that move, add up or negate entries.
+_ADDS = {"AddBackward0": 1, "SubBackward0": 1, "RsubBackward0": 0, "RsubBackward1": 0}
+_DIVIDES = ("DivBackward0", "AddcdivBackward0")
+_MOVES_ENTRIES = (
+    "Neg", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Transpose", "TBackward", "Permute", "Clone",
+    "ToCopy", "SumBackward1", "MeanBackward1",
+)  # fmt: skip
+MEAN = 1  # the number by which torch's primitives know reduction="mean"
+
+
+def averages(call: ObservedCall) -> bool:
+    """Whether the call takes a mean over everything it is given."""
+    return call.op in ("mean", "nanmean") or (call.op in _REDUCTIONS and reduction_of(call) == MEAN)
+
+
+def reduction_of(call: ObservedCall) -> int:
+    """The reduction of a loss, as torch's primitives number them."""
+    return int(call.argument(_REDUCTIONS[str(call.op)], "reduction", default=MEAN))
+
+
+def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
+    """The samples were added up: the outputs are a weighted sum over the batch; `weighs`: by weights of the caller."""
+    sizes = [tuple(o.tensor.shape) for o in call.operands]
+    what = f"`{call.name}` reduces over the batch axis (shapes {sizes}{user_line()})"
+    with_gradient = [(tensor, axis) for tensor, axis in call.located if tensor.requires_grad]
+    if not with_gradient:
+        parts = frozenset({call.batch_size if averages(call) else 1})
+        return Followed((Lost(what, reduced=True, parts=parts, totals=_totals(call)),) * len(call.outputs))
+    counts = [
+        torch.bincount(axis.owner.sample, minlength=call.batch_size)
+        for _, axis in with_gradient
+        if axis.owner is not None
+    ]
+    differ = [each for each in counts if not bool((each[each > 0] == each.max()).all())]
+    if call.op == "nanmean":
+        tensor, axis = call.located[0]
+        there = batch_first((~tensor.isnan()).long(), axis, call.batch_size, fill=False).flatten(1).sum(1)
+        differ += [there] if bool((there != there[0]).any()) else []
+    uneven = int(differ[0].sum()) * with_gradient[0][1].rows if differ else 0
+    samples = frozenset[int]()
+    mixing = next((axis.mixing for _, axis in with_gradient if axis.mixing), None)
+    if len(counts) == len(with_gradient) and mixing is None:
+        present = (sum(counts) > 0).nonzero().flatten().tolist()  # type: ignore[union-attr]
+        samples = frozenset(present) if len(present) < call.batch_size else samples
+    size = len(samples) or call.batch_size
+    mean = averages(call)
+    parts = frozenset({size if mean else 1} if mixing is None and not (mean and uneven) else ())
+    note = mixing
+    if weighs and parts:
+        factors = factors_beside(call)
+        by_sample = factors is not None and len(factors) > 1  # (one number for all may be a scale of the user's)
+        parts = scaled(parts, factors, size, call.batch_size, frozenset(), divides=by_sample)
+        if factors is None or len(set(factors)) > 1:
+            parts, note = frozenset(), f"`{call.name}` weighs the samples by a tensor{user_line()}"
+    elif parts and not mean:
+        for factor, by_sample in _factors_within(call):
+            parts = scaled(parts, [factor], size, call.batch_size, _counts(call), divides=by_sample)
+    if note is None and mean and uneven:
+        note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
+    one = len(samples) == 1 and not weighs
+    silent = one or not any(output.requires_grad for output in call.outputs)
+    mark = Lost(what, reduced=not one, uneven=0 if one else uneven, parts=parts, counts=_counts(call), samples=samples)
+    return Followed((mark,) * len(call.outputs), weighting=None if silent else note)
+
+
+def _factors_within(call: ObservedCall) -> Iterator[tuple[float, bool]]:
+    """By what the entries of a sum were multiplied, all alike, and whether by one each or by a division."""
+    tensor = call.located[0][0]
+    node: Any = tensor.grad_fn if len(call.operands) == 1 else None
+    while node is not None:
+        places = [place for place, (below, _) in enumerate(node.next_functions) if below is not None]
+        try:
+            factor = _factor_at(node, places[0]) if len(places) == 1 else None
+        except RuntimeError:  # it was written to since, or a backward has freed it
+            return
+        if factor is None or not 0 < factor.numel() <= _MOST_FACTORS or factor.requires_grad or factor.is_complex():
+            return
+        found = set(factor.flatten().tolist())
+        number = found.pop()
+        if found or not number:
+            return
+        if number != 1:
+            divides = node.name() in _DIVIDES and math.isclose(number * call.batch_size, 1)
+            yield number, divides or 1 < factor.numel() in (tensor.numel(), call.batch_size)
+        node = node.next_functions[places[0]][0]
+
+
+def _factor_at(node: Any, place: int) -> Tensor | None:
+    """What a node multiplies its one input by, apart from the sign; None where that is not known."""
+    name = node.name()
+    if name.startswith(_MOVES_ENTRIES):
+        return torch.ones(())
+    if name == "MulBackward0":
+        return node._saved_other if node._saved_self is None else node._saved_self
+    if name == "DivBackward0" and place == 0:
+        return torch.as_tensor(node._saved_other).double().reciprocal()
+    if name in _ADDS:
+        return torch.as_tensor(node._saved_alpha if place == _ADDS[name] else 1.0)
+    if name in ("AddcmulBackward0", "AddcdivBackward0") and place == 0:
+        return torch.ones(())
+    if name == "AddcmulBackward0":
+        return node._saved_value * (node._saved_tensor2 if place == 1 else node._saved_tensor1)
+    if name == "AddcdivBackward0" and place == 1:
+        return node._saved_value / node._saved_tensor2
+    if name in ("LerpBackward0", "LerpBackward1"):
+        return torch.as_tensor(node._saved_weight if place == 1 else 1 - node._saved_weight)
+    return None
+
+
+UNKNOWN = 0  # among the parts: the loss was multiplied by what may be any number that somebody chose
+_CHOSEN = 3  # 2 may as well be a number that somebody chose, and not the size of the batch
+
+
+def scaled(
+    parts: frozenset[int],
+    factors: Sequence[float] | None,
+    samples: int,
+    batch_size: int,
+    counts: frozenset[int],
+    *,
+    divides: bool = False,
+) -> frozenset[int]:
+    """Which parts of a sum over the samples a loss may be after it was multiplied."""
+    found = [
+        frozenset[int]().union(*(_scaled(n, abs(factor), samples, batch_size, counts, divides) for n in parts))
+        for factor in set(factors or ())
+    ]
+    return (frozenset.intersection(*found) or frozenset.union(*found)) if found else parts
+
+
+def _scaled(
+    n: int, factor: float, samples: int, batch_size: int, counts: frozenset[int], divides: bool
+) -> frozenset[int]:
+    if factor in (0.0, 1.0) or not math.isfinite(factor) or n == UNKNOWN:
+        return frozenset({n})
+    is_count = isinstance(factor, int)  # the scale of a GradScaler, which may be any power of 2, is none
+    for size in (samples, batch_size, 1):
+        if size != n and math.isclose(n / factor, size, rel_tol=1e-5):
+            by_hand = n == samples < batch_size and _is_whole(1 / factor)
+            by_chance = by_hand or not divides if size > 1 else not is_count or n < _CHOSEN
+            is_written = not divides and _decimals(factor) < 3
+            is_any = is_written or size < _CHOSEN or (1 < samples < batch_size and samples in (n, size))
+            return frozenset(({n, size, UNKNOWN} if is_any else {n, size}) if by_chance else {size})
+    if n > 1:
+        each = factor / n
+        return frozenset({1}) if is_count and _is_whole(each) and round(each) in counts else frozenset({n})
+    each = 1 / factor / samples  # a mean over samples, times one over this
+    if each < 1:  # a share of a data set, N / B, has more digits than a number that somebody chose
+        return frozenset({1} if factor < 1 or _is_whole(factor) or _digits(factor) < 3 else {1, samples, UNKNOWN})
+    counted = _is_whole(each) and (divides and (round(each) == 2 or round(each) in counts))
+    digits, of_divisor = _digits(each), _digits(1 / factor)
+    if not counted and (digits < of_divisor or (_is_whole(each) and digits == of_divisor > 2)):
+        return frozenset({1, samples, UNKNOWN})
+    return frozenset({1, samples}) if counted else frozenset({1})
+
+
+def _is_whole(number: float) -> bool:
+    return number > 0.5 and math.isclose(number, round(number), rel_tol=1e-5)
+
+
+def _digits(number: float) -> int:
+    """With how many digits a number, or one over it, is written: people write few, counts of samples have any."""
+    return min(_decimals(number), _decimals(1 / number))
+
+
+def _decimals(number: float) -> int:
+    return len(f"{number:.6e}".partition("e")[0].replace(".", "").rstrip("0"))
+
+
+def factors_beside(call: ObservedCall, most: int = _MOST_FACTORS) -> list[float] | None:
+    """The numbers, `most` of them, that a product has beside its one operand with a gradient; None where unknown."""
+    followed = {id(operand.tensor) for operand in call.operands if operand.axis is not None}
+    others = [operand.tensor for operand in call.operands if id(operand.tensor) not in followed]
+    found: list[float] = []
+    for tensor in others:
+        if tensor.numel() > most or tensor.is_complex() or not is_plain(tensor) or tensor.is_meta:
+            return None
+        found += tensor.detach().flatten().tolist()
+    numbers = [each for each in call.args if isinstance(each, (int, float)) and not isinstance(each, bool)]
+    if len(others) + len(numbers) != 1:
+        return None
+    return found or numbers
+
+
+def absent(totals: Tensor) -> str:
+    """What to say of the samples that have no part in a sum: their own losses are not in the loss."""
+    count = int((totals == 0).sum())
+    return f" ({count} of {len(totals)} add nothing, so that their norm is 0)" if count else ""
+
+
+def _counts(call: ObservedCall) -> frozenset[int]:
+    """Products of axes of one sample's part in the operands."""
+    found: set[int] = set()
+    for tensor, axis in call.located:
+        sizes = [size for dim, size in enumerate(tensor.shape) if dim != axis.dim]
+        sizes.append(tensor.size(axis.dim) // max(axis.entries(call.batch_size), 1))
+        for taken in range(1, len(sizes) + 1):
+            found |= {math.prod(some) for some in combinations(sizes, taken)}
+    return frozenset(found - {0, 1})
+
+
+def _totals(call: ObservedCall) -> Tensor | None:
+    """What each sample adds to a sum of data that has no axes left: (B,)."""
+    if call.op not in ("sum", "mean", "count_nonzero") or len(call.located) != 1 or call.outputs[0].dim():
+        return None
+    tensor, axis = call.located[0]
+    if axis.mixing is not None or tensor.is_complex() or tensor.numel() > _MOST:
+        return None
+    tensor = tensor != 0 if call.op == "count_nonzero" else tensor
+    rows = batch_first(tensor, axis, call.batch_size, fill=False).flatten(1).sum(1, dtype=torch.float64)
+    return rows / max(tensor.numel(), 1) if averages(call) else rows

@@ -1,0 +1,302 @@
+"""Calls on what was already computed over the whole batch: is the loss still a weighted sum of the samples' own losses?
+
+Values divided by w_i are the gradients of the samples' own losses l_i only where the loss is ``sum_i w_i l_i``. A sum
+or mean over the batch keeps that form, and so does every linear op after it. Anything else (a square root of a mean,
+a product of two means) makes one sample's gradient depend on the others, which must be said.
+
+A tensor may also have lost its batch axis with every entry still of one sample: the batch was cut apart, padded, put
+beside other rows. It keeps that through ops that compute each entry from the one at its place or only move entries; an
+op that adds entries up makes it a sum over samples; of any other it must be said that it may mix them. What was taken
+from one sample alone stays that sample's, whatever is done to it, and samples stacked again are a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_persample.batch_axis.added_up import LOSSES, absent, factors_beside, reduction_of, scaled
+from lightning_persample.batch_axis.axis import Lost, picked
+from lightning_persample.batch_axis.base import Followed, listed, lists
+from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.batch_axis.pointwise import POINTWISE
+
+__all__ = ["after_reduction"]
+
+# fmt: off
+_ADDS = frozenset({"add", "sub", "rsub", "lerp", "where"})
+_SUMS = frozenset({
+    "sum", "mean", "nansum", "cumsum", "diff", "trace", "matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "inner",
+    "outer", "einsum", "tensordot", "linear",
+})
+_MOVES = frozenset({
+    "neg", "negative", "pos", "positive", "clone", "contiguous", "to", "type", "type_as", "float", "double", "half",
+    "bfloat16", "cpu", "cuda", "detach", "data", "reshape", "reshape_as", "view", "view_as", "ravel", "flatten",
+    "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave",
+    "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "flip", "roll", "diagonal",
+    "unfold", "getitem", "select", "unbind", "split", "split_with_sizes", "tensor_split", "chunk", "narrow",
+    "index_select", "gather", "take", "take_along_dim", "masked_select", "pad", "constant_pad_nd", "copy", "setitem",
+    "cat", "concat", "concatenate", "stack", "hstack", "vstack", "row_stack", "column_stack", "dstack",
+})
+_PICKS = frozenset({
+    "getitem", "select", "unbind", "split", "split_with_sizes", "tensor_split", "chunk", "narrow", "index_select",
+    "gather", "take", "take_along_dim", "masked_select",
+})
+_ENTRYWISE_LOSSES = frozenset({
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
+})
+# Of numbers beyond their bounds they are the numbers themselves.
+_BOUNDS = frozenset({
+    "clamp", "clamp_min", "clamp_max", "clip", "relu", "abs", "absolute", "maximum", "minimum", "fmax", "fmin",
+    "nan_to_num", "hardtanh", "threshold", "leaky_relu",
+})
+# fmt: on
+_SCALED = "`{name}` scales the loss by a number computed over the whole batch{line}"
+_KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
+
+
+def after_reduction(call: ObservedCall) -> Followed:
+    """Follow a call whose only operands of the batch hold it along no axis."""
+    marks = [mark for _, mark in call.lost]
+    with_gradient = [mark for tensor, mark in call.lost if tensor.requires_grad]
+    first = with_gradient[0] if with_gradient else marks[0]
+    one = first.alone if all(mark.alone == first.alone for mark in marks) else None
+    if one is None and lists(call):
+        return listed(call)
+    if one is None and len(marks) > 1:
+        stacked = _stacked(call, marks)
+        if stacked is not None:
+            return stacked
+    if len(with_gradient) == 1 and _leaves_as_is(call):
+        return Followed((first,) * len(call.outputs), by_values=True)
+    noted = next((mark for mark in with_gradient if mark.noted), None)
+    known = all(mark.samples for mark in with_gradient)
+    samples = frozenset().union(*(mark.samples for mark in with_gradient)) if known else frozenset()
+    if one is not None or noted is not None or not with_gradient or not call.outputs[0].requires_grad:
+        unplaced = all(mark.unplaced for mark in marks) and call.op in _MOVES | _KEEPS_ENTRIES
+        mark = replace(first, samples=first.samples if one is not None else frozenset(), unplaced=unplaced)
+        mark = replace(mark, crossed=first.crossed if one is not None else any(other.of_others for other in marks))
+        mark = replace(noted, samples=samples) if noted is not None else mark
+        if one is not None and with_gradient:
+            mark = replace(mark, parts=_parts(call, with_gradient) or frozenset({1}))
+        mark = replace(mark, listed=first.listed and call.op in _MOVES and len(marks) == 1)
+        return Followed((mark,) * len(call.outputs))
+    reduced = any(mark.reduced for mark in with_gradient)
+    mixing, weighting = _notes(call, first, len(with_gradient), reduced)
+    said = mixing is not None or weighting is not None
+    adrift = not any(mark.of_others for mark in with_gradient) and call.outputs[0].dim() > 0
+    reduced = reduced or _adds_up(call, len(with_gradient))
+    alike = all((mark.samples, mark.parts) == (first.samples, first.parts) for mark in with_gradient)
+    parts = _parts(call, with_gradient)
+    if not said and parts is None:
+        weighting = _why_unequal(call, with_gradient)
+    apart = call.op in _MOVES and (first.apart or not alike)
+    if apart and weighting is None and call.op in _PICKS:
+        weighting = f"`{call.name}` picks from values of different samples{user_line()}"
+    result = replace(
+        first, noted=said, unplaced=False, reduced=reduced, adrift=adrift, apart=apart,
+        parts=(parts or frozenset()) if reduced and not said else frozenset(),
+        samples=samples if reduced and mixing is None else frozenset(),
+        counts=frozenset().union(*(mark.counts for mark in with_gradient)),
+    )  # fmt: skip
+    return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)
+
+
+def _leaves_as_is(call: ObservedCall) -> bool:
+    """Whether a number's gradient is what it was: within its bounds, to the power of 1, with a constant added."""
+    number = next(tensor for tensor, _ in call.lost if tensor.requires_grad)
+    others = [value for value in (*call.args, *call.kwargs.values()) if value is not number and value is not None]
+    if number.numel() != 1 or call.outputs[0].numel() != 1 or call.inplace:
+        return False
+    if call.op in ("addcmul", "addcdiv"):
+        return number is call.args[0]
+    if call.op in ("pow", "float_power"):
+        return number is call.args[0] and all(isinstance(each, (int, float)) and each == 1 for each in others)
+    if call.op not in _BOUNDS:
+        return False
+    value, bounds = number.detach(), [each for each in others if isinstance(each, (int, float, Tensor))]
+    at_bound = any(bool((value == each).any()) for each in bounds)
+    return not at_bound and bool(value != 0) and bool(call.outputs[0].detach() == value)
+
+
+def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
+    """Which parts of a sum over the samples the result may be, see `Lost`; None where its terms are different ones."""
+    if not all(mark.parts for mark in marks):
+        return frozenset()
+    sizes = [len(mark.samples) or call.batch_size for mark in marks]
+    terms = [mark.parts for mark in marks]
+    scales = [_factor_of(call, tensor) for tensor, _ in call.lost if tensor.requires_grad]
+    terms = [
+        mark.parts
+        if scale is None
+        else scaled(mark.parts, [scale], size, call.batch_size, mark.counts, divides=call.op == "addcdiv")
+        for mark, size, scale in zip(marks, sizes, scales, strict=True)
+    ]
+    together = frozenset.intersection(*terms)
+    if not together:
+        return None
+    if len(marks) > 1 and not together & {1, call.batch_size} and _overlap(marks):
+        return None
+    if call.op in ("mul", "div", "rmul") or (call.op in _SUMS and len(marks) == 1):
+        divisor = next((mark for tensor, mark in call.lost if not tensor.requires_grad), None)
+        if divisor is not None:
+            return _after_division(marks[0], divisor, call.batch_size)
+        factors = _factors(call)
+        samples = frozenset().union(*(mark.samples for mark in marks))
+        size = len(samples) or call.batch_size
+        return scaled(together, factors, size, call.batch_size, marks[0].counts, divides=call.op == "div")
+    return together if call.op in _MOVES | _SUMS or _adds(call) else frozenset()
+
+
+def _adds(call: ObservedCall) -> bool:
+    """Whether the output is a sum of the operands with gradient, each times a number."""
+    if call.op not in ("addcmul", "addcdiv"):
+        return call.op in _ADDS
+    return all(tensor.requires_grad and _factor_of(call, tensor) is not None for tensor, _ in call.lost)
+
+
+def _factor_of(call: ObservedCall, tensor: Tensor) -> float | None:
+    """By what number an operand is multiplied in a sum of operands; None where that is not known."""
+    first, second = call.args[0] if call.args else None, call.argument(1, "end", "tensor1", "other")
+    if call.op in ("add", "sub"):
+        factor: object = 1 if tensor is first else call.kwargs.get("alpha", 1)
+    elif call.op == "lerp":
+        weight = _number(call.argument(2, "weight"))
+        factor = weight if weight is None or tensor is second else 1 - weight
+    elif call.op in ("addcmul", "addcdiv"):
+        third = call.argument(2, "tensor2")
+        if tensor is first and tensor is not second and tensor is not third:
+            return 1.0
+        is_factor = tensor is third and call.op == "addcmul"
+        other, value = _number(second if is_factor else third), _number(call.kwargs.get("value", 1))
+        if (tensor is not second and not is_factor) or other is None or value is None or other == 0:
+            return None
+        factor = value * other if call.op == "addcmul" else value / other
+    else:
+        return None
+    return _number(factor)
+
+
+def _number(value: object) -> float | None:
+    """One number that has no gradient; None where it is something else."""
+    if isinstance(value, Tensor):
+        plain = value.numel() == 1 and not value.requires_grad and not value.is_complex() and not value.is_meta
+        return float(value) if plain else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _factors(call: ObservedCall) -> list[float] | None:
+    """By what a loss is multiplied; None where that is not known."""
+    if call.op == "mean":  # of several parts of the batch
+        if not call.lost[0][1].apart:
+            return None
+        return [call.outputs[0].numel() / max(call.lost[0][0].numel(), 1)]
+    found = factors_beside(call, 64) if call.op not in ("sum", "nansum") else None
+    return [1 / each if each else 0.0 for each in found] if found and call.op == "div" else found
+
+
+def _overlap(marks: list[Lost]) -> bool:
+    """Whether terms of some samples alone have samples in common, and are not all of the same ones."""
+    together = frozenset().union(*(mark.samples for mark in marks))
+    return any(mark.samples != marks[0].samples for mark in marks) and (
+        not all(mark.samples for mark in marks) or len(together) < sum(len(mark.samples) for mark in marks)
+    )
+
+
+def _why_unequal(call: ObservedCall, marks: list[Lost]) -> str:
+    """Terms of a loss that are different parts of a sum over the samples."""
+    kinds = {mark.parts == {1} and len(mark.samples) != 1 for mark in marks}
+    if kinds == {True, False}:
+        two = f"`{call.name}` puts a mean and a sum over the samples together{user_line()}"
+        return f"{two}: take one of the two for both"
+    return f"`{call.name}` combines means over different numbers of samples, or over some twice{user_line()}"
+
+
+Notes = tuple[str | None, str | None]
+
+
+_STACKS = ("stack", "pad_sequence")
+
+
+def _stacked(call: ObservedCall, marks: list[Lost]) -> Followed | None:
+    """Tensors of one sample each, joined along an axis: that axis holds the samples."""
+    samples = [mark.alone for mark in marks]
+    if call.op not in (*_STACKS, "cat", "concat", "concatenate") or len(marks) < len(call.operands):
+        return None
+    if call.op == "pad_sequence":
+        dim = 0 if call.argument(1, "batch_first", default=False) else 1
+    else:
+        dim = int(call.argument(1, "dim", "axis", default=0)) % call.outputs[0].dim()
+    owners: list[int] = []
+    for sample, (tensor, _) in zip(samples, call.lost, strict=True):
+        if sample is None:
+            return None
+        owners += [sample] * (1 if call.op in _STACKS else tensor.size(dim))
+    rows = torch.tensor(owners, device=call.outputs[0].device)
+    return Followed((picked(dim, rows, call.batch_size),))
+
+
+def _adds_up(call: ObservedCall, operands: int) -> bool:
+    """Whether an entry of the output is a sum over entries that may be of several samples."""
+    of_loss = call.op in _ENTRYWISE_LOSSES and reduction_of(call) != 0 and str(call.op) in LOSSES
+    return call.op in _SUMS or of_loss or (_adds(call) and operands > 1)
+
+
+def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Notes:
+    """What to say of a call on values with gradient that have lost their batch axis: mixing, weighting."""
+    data = [(tensor, mark) for tensor, mark in call.lost if not tensor.requires_grad]
+    if operands == 1 and _scales(call) and (reduced or all(mark.reduced for _, mark in data)):
+        if data:
+            return None, _why_scaled(call, first, [mark for _, mark in data])
+        rows = [1 / each / first.uneven for each in _factors(call) or () if each] if reduced and first.uneven else []
+        counts = any(math.isclose(each, n, rel_tol=1e-5) for each in rows for n in (1, *first.counts))
+        return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if counts else None
+    if call.op in _MOVES and any(_is_index(tensor) for tensor, _ in data):
+        text = f"`{call.name}` picks entries by values computed over the whole batch{user_line()}"
+        return next((mark.reason for tensor, mark in data if _is_index(tensor) and not mark.of_others), text), None
+    chosen = bool(data) and call.op in ("where", "lerp")  # by values of the batch
+    if ((call.op in _MOVES or _adds(call)) and not chosen) or (call.op in _SUMS and len(call.lost) == 1):
+        return None, None
+    if reduced:
+        text = f"`{call.name}` of a value computed over the whole batch is not a sum over samples{user_line()}"
+        return text if first.of_others else first.reason, None
+    if call.op in _KEEPS_ENTRIES and len(call.lost) == 1:
+        return None, None
+    return first.reason, None
+
+
+def _why_scaled(call: ObservedCall, loss: Lost, data: list[Lost]) -> str | None:
+    """What to say of a loss that is divided by a sum of data: nothing where each sample adds the same to that sum."""
+    totals = data[0].totals if call.op == "div" and len(data) == 1 else None
+    number = next(tensor for tensor, _ in call.lost if not tensor.requires_grad)
+    if totals is None or number.numel() != 1:
+        return _SCALED.format(name=call.name, line=user_line())
+    if not math.isclose(float(number), float(totals.sum()), rel_tol=1e-5):
+        return _SCALED.format(name=call.name, line=user_line())
+    own = totals[sorted(loss.samples)] if loss.samples else totals
+    alike = bool(own.isclose(own[0], rtol=1e-9).all()) and bool((own.sum() - totals.sum()).abs() <= 1e-9 * own.sum())
+    if alike and _after_division(loss, data[0], call.batch_size):
+        return None
+    return f"`{call.name}` scales the loss by a sum to which the samples add unequally{absent(own)}{user_line()}"
+
+
+def _after_division(loss: Lost, divisor: Lost, batch_size: int) -> frozenset[int]:
+    """Which parts of a sum over the samples a loss is, after it was divided by a sum to which all add alike."""
+    size = len(loss.samples) or batch_size
+    found = {n * size // m for n in loss.parts for m in divisor.parts if n == m or m == 1}
+    return frozenset(found & {1, size})
+
+
+def _scales(call: ObservedCall) -> bool:
+    """Whether the call multiplies its one operand with gradient by something else."""
+    factor = next(tensor for tensor, _ in call.lost if tensor.requires_grad)
+    scaled = call.args[:1] if call.op == "div" else call.args[:2] if call.op == "mul" else ()
+    return any(tensor is factor for tensor in scaled)
+
+
+def _is_index(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())

@@ -1,0 +1,208 @@
+"""The pieces from which every family of ops is followed: the answer, the registry, and the two common answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, row_owners
+from lightning_persample.batch_axis.observed import ObservedCall, user_line
+
+__all__ = [
+    "BY_LAYOUT",
+    "FOLLOWERS",
+    "Entries",
+    "Followed",
+    "Follower",
+    "alone",
+    "beside_lost",
+    "broadcast",
+    "crossed",
+    "dims_argument",
+    "follower",
+    "is_plain",
+    "keep",
+    "listed",
+    "lists",
+    "lost",
+    "meet",
+]
+
+_STRIDED = torch.strided
+
+Alignment = Callable[[Tensor], BatchAxis | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """What a call that gives one number has added up: the same call without its reduction gives these values.
+
+    Attributes:
+        args: positional arguments of the call that gives them.
+        kwargs: its keyword arguments.
+        shape: shape of the values.
+        axis: where the batch lies in them.
+        share: the number is `share` times their sum.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: torch.Size
+    axis: BatchAxis
+    share: Tensor | float
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Where the batch lies in each output of a call.
+
+    Attributes:
+        outputs: one entry per output tensor; None where an output does not depend on the batch.
+        aligned: gives, for an operand that does not hold the batch itself, the axis of it that the op lays along the
+            batch, or None.
+        mixing: where samples influence each other in this call, or None.
+        weighting: where the loss gives samples weights that only the caller knows, or None.
+        entries: what the one output adds up, where the call can give it.
+        excused: what was said of calls before, and is not so of what goes through this one.
+        by_values: whether values in the tensors had a part in it, so that it is not remembered.
+    """
+
+    outputs: tuple[BatchAxis | Lost | None, ...]
+    aligned: Alignment | None = None
+    mixing: str | None = None
+    weighting: str | None = None
+    entries: Callable[[], Entries] | None = None
+    by_values: bool = False
+    excused: frozenset[tuple[str, str]] = frozenset()
+
+
+Follower = Callable[[ObservedCall], Followed]
+FOLLOWERS: dict[object, Follower] = {}
+BY_LAYOUT: set[object] = set()
+_LISTS = frozenset({"nonzero", "argwhere", "where", "unique", "unique_consecutive"})
+
+
+def follower(*ops: str, by_layout: bool = False) -> Callable[[Follower], Follower]:
+    """Register the decorated function as the way to follow these canonical ops."""
+
+    def register(function: Follower) -> Follower:
+        for op in ops:
+            if op in FOLLOWERS:
+                raise ValueError(f"{op} is followed by {FOLLOWERS[op].__name__} already")
+            FOLLOWERS[op] = function
+            if by_layout:
+                BY_LAYOUT.add(op)
+        return function
+
+    return register
+
+
+def keep(call: ObservedCall, axis: BatchAxis | Lost, aligned: Alignment | None = None) -> Followed:
+    """All outputs hold the batch alike."""
+    return Followed((axis,) * len(call.outputs), aligned)
+
+
+def _reason(call: ObservedCall, what: str) -> str:
+    return f"`{call.name}` {what} (shapes {[tuple(o.tensor.shape) for o in call.operands]}{user_line()})"
+
+
+def lost(call: ObservedCall, what: str, *, mixes: bool | None = False) -> Followed:
+    """No output holds the batch along an axis any more; `mixes`: samples influence each other, None: not known."""
+    reason = _reason(call, what)
+    mixing = reason if mixes is not False and any(o.requires_grad for o in call.outputs) else None
+    mark = Lost(reason, noted=mixing is not None, crossed=bool(mixes))
+    return Followed((mark,) * len(call.outputs), mixing=mixing)
+
+
+def crossed(call: ObservedCall, *indices: object) -> bool | None:
+    """Whether an operand is known to be made of several samples, or one of these to hold them; None where it is not."""
+    by_index = any(isinstance(axis, BatchAxis) for axis in indices)
+    return by_index or any(mark.of_others for _, mark in call.lost) or None
+
+
+def lists(call: ObservedCall) -> bool:
+    """Whether the call gives places or the numbers that occur."""
+    return call.op in _LISTS and (call.op != "where" or len(call.args) + len(call.kwargs) < 3)
+
+
+def listed(call: ObservedCall) -> Followed:
+    """Places of true entries or the numbers that occur, over the whole batch: data along no axis of it."""
+    reason = _reason(call, "gives positions or numbers across the batch")
+    integers = [not (output.is_floating_point() or output.is_complex()) for output in call.outputs]
+    return Followed(tuple(Lost(reason, listed=each) for each in integers))
+
+
+def beside_lost(call: ObservedCall) -> Followed:
+    """An operand of the call holds the batch along no axis: it is made of several samples, or that is not known."""
+    if crossed(call):
+        return lost(call, "combines samples with a value computed over the whole batch", mixes=True)
+    reason = call.lost[0][1].reason
+    noted = any(output.requires_grad for output in call.outputs)
+    return Followed((Lost(reason, noted=noted),) * len(call.outputs), mixing=reason if noted else None)
+
+
+def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
+    """Each output is one row of the batch axis, and so belongs to one sample alone."""
+    reason = _reason(call, "takes single samples out of the batch; keep the axis, as x[i:i+1] does")
+    if axis.mixing is not None:
+        return Followed((Lost(reason),) * len(call.outputs))
+    owners = row_owners(axis, call.batch_size).tolist()
+    return Followed(tuple(Lost(reason, samples=frozenset({owners[row]}), parts=frozenset({1})) for row in rows))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether this is an ordinary tensor: neither sparse, nested nor wrapped by a torch.func transform."""
+    return tensor.layout is _STRIDED and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
+
+
+def dims_argument(value: object, ndim: int) -> tuple[int, ...] | None:
+    """A ``dim`` argument as non-negative axes; None where it names all axes."""
+    if value is None or isinstance(value, bool):
+        return None
+    items: Iterable[object] = value if isinstance(value, (tuple, list)) else (value,)
+    dims = tuple(int(item) % max(ndim, 1) for item in items if isinstance(item, (int, Tensor)))
+    return dims or None
+
+
+def meet(call: ObservedCall, places: Sequence[BatchAxis]) -> tuple[BatchAxis, str | None] | Followed:
+    """The operands of the batch are laid over each other, and over those that hold it along no axis."""
+    axis, *others = places
+    mixing = next((place.mixing for place in places if place.mixing), None)
+    event = None
+    with_gradient = any(output.requires_grad for output in call.outputs)
+    for other in others if call.batch_size > 1 else ():
+        if (other.dim, other.outer, other.inner) != (axis.dim, axis.outer, axis.inner):
+            return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
+        if not other.same_layout(axis):
+            mixing = f"`{call.name}` combines different samples{user_line()}"
+            event = mixing if with_gradient else event
+            axis = other if other.owner is None else axis
+    for tensor, mark in call.lost:
+        reason = f"`{call.name}` combines samples with a value computed over the whole batch{user_line()}"
+        reason = reason if mark.of_others else mark.reason
+        mixing = mixing or reason
+        event = reason if tensor.requires_grad and with_gradient else event
+    return axis.mixed(mixing), event
+
+
+def broadcast(call: ObservedCall) -> Followed:
+    """Operands are laid over each other from the right."""
+    first, axis = call.located[0]
+    from_right = axis.dim - first.dim()
+    met = meet(call, [other.moved(other.dim - tensor.dim()) for tensor, other in call.located])
+    if isinstance(met, Followed):
+        return met
+    axis, event = met
+    size = first.size(first.dim() + from_right)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        dim = tensor.dim() + from_right
+        return axis.moved(dim) if call.batch_size > 1 and dim >= 0 and tensor.size(dim) == size else None
+
+    outputs = tuple(axis.moved(output.dim() + from_right) for output in call.outputs)
+    return Followed(outputs, aligned, event)

@@ -1,0 +1,54 @@
+"""Follow the batch axis through torch calls.
+
+`follow` answers, for one call that has run, along which axis of each output the samples lie. Ops are grouped into
+families that move an axis alike. An op of no family is tried out on a single sample: its output must shrink along
+exactly one axis and hold the values that the whole call gave that sample. What cannot be followed is `Lost`, with the
+reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_persample.batch_axis import indexing, layers, losses, recurrence, reductions, shapes
+from lightning_persample.batch_axis.after_reduction import after_reduction
+from lightning_persample.batch_axis.axis import BatchAxis, Lost
+from lightning_persample.batch_axis.base import FOLLOWERS, Followed, is_plain, lost
+from lightning_persample.batch_axis.observed import ObservedCall
+from lightning_persample.batch_axis.separable import by_what_samples_give
+from lightning_persample.batch_axis.trial import try_on_one_sample
+
+__all__ = ["follow", "indexing", "layers", "losses", "recurrence", "reductions", "shapes"]
+
+
+def follow(call: ObservedCall) -> Followed:
+    """Where the batch lies in the outputs of a call that has at least one operand depending on the batch."""
+    followed = _follow(call)
+    lost_axis = any(isinstance(place, Lost) for place in followed.outputs)
+    return by_what_samples_give(call, followed) if lost_axis else followed
+
+
+def _follow(call: ObservedCall) -> Followed:
+    if not call.located:
+        return after_reduction(call)
+    if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
+        return lost(call, "works on tensors that are nested, sparse or wrapped", mixes=None)
+    known = FOLLOWERS.get(call.op)
+    if known is not None:
+        return _laid_over(known(call), call)
+    if all(output.dim() == 0 for output in call.outputs):
+        if call.op in ("tensordot", "linalg_vecdot"):
+            return FOLLOWERS["dot"](call)
+        return lost(call, "reduces over the batch axis", mixes=True)
+    return try_on_one_sample(call)
+
+
+def _laid_over(followed: Followed, call: ObservedCall) -> Followed:
+    """The answer of a follower, where the rows of one sample alone may have been repeated by broadcasting."""
+    outputs = tuple(
+        place.laid_over(output.size(place.dim), call.batch_size)
+        if isinstance(place, BatchAxis) and place.dim < output.dim()
+        else place
+        for place, output in zip(followed.outputs, call.outputs, strict=False)
+    )
+    return followed if outputs == followed.outputs else replace(followed, outputs=outputs)

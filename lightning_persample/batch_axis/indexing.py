@@ -1,0 +1,345 @@
+"""How indexing moves the batch axis: slices, integers, index tensors and masks, read and written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
+from lightning_persample.batch_axis.base import Followed, alone, beside_lost, crossed, follower, keep, lost
+from lightning_persample.batch_axis.observed import ObservedCall
+from lightning_persample.batch_axis.trial import try_on_one_sample
+
+__all__ = []
+
+_WHOLE = slice(None)
+
+
+@follower("getitem", by_layout=True)
+def _follow_getitem(call: ObservedCall) -> Followed:
+    tensor: Tensor = call.args[0]
+    items = _per_axis(call.args[1], tensor.dim())
+    source = call.axis_of(tensor)
+    if isinstance(source, Lost):
+        return beside_lost(call)
+    if any(_is_mask(item) for item in items):
+        return _by_mask(call, tensor, items, source)
+    place = _Place(items)
+    indices = [(i, w) for i in items if isinstance(i, Tensor) and isinstance(w := call.axis_of(i), BatchAxis)]
+    if source is None:
+        if not indices or call.lost:
+            return lost(call, "picks entries by indices computed over the whole batch", mixes=crossed(call))
+        return _through_indices(call, place, indices)
+    item, position = place.item_of(source.dim)
+    numbers = [o for o in call.operands[1:] if o.axis is not None and o.tensor.dim() == 0 and not _is_mask(o.tensor)]
+    if isinstance(item, slice):
+        if indices or numbers or any(isinstance(i, Tensor) and call.axis_of(i) is not None for i in items):
+            return lost(
+                call,
+                "picks entries by indices that depend on another sample",
+                mixes=crossed(call, *[w for _, w in indices]),
+            )
+        if item.indices(tensor.size(source.dim)) == (0, tensor.size(source.dim), 1):
+            return keep(call, source.moved(position))
+    if isinstance(item, int) or (isinstance(item, Tensor) and item.dim() == 0):
+        return _one_row(call, source, int(item))
+    owners = row_owners(source, call.batch_size, tensor.device)
+    if isinstance(item, slice):
+        return keep(call, picked(position, owners[item], call.batch_size, source.mixing))
+    long_axis = [axis for axis in range(item.dim()) if item.size(axis) > 1] or [0]
+    if len(long_axis) > 1:
+        return lost(call, "picks samples along two axes", mixes=None)
+    own = picked(long_axis[0], owners[item.flatten()], call.batch_size, source.mixing)
+    others = [(i, w) for i, w in indices if i is not item]
+    return _through_indices(call, place, [(item, own), *others])
+
+
+def _one_row(call: ObservedCall, source: BatchAxis, row: int) -> Followed:
+    """One row of the batch; what else says where to pick must be of the same sample."""
+    answer = alone(call, source, [row])
+    own = answer.outputs[0]
+    for operand in call.operands[1:]:
+        same = isinstance(operand.axis, Lost) and isinstance(own, Lost) and operand.axis.samples == own.samples != set()
+        if operand.axis is not None and not same:
+            return lost(call, "picks from a sample by numbers of the batch", mixes=crossed(call))
+    return answer
+
+
+def _through_indices(call: ObservedCall, place: _Place, indices: list[tuple[Tensor, BatchAxis]]) -> Followed:
+    """The batch comes in through the index tensors, which are laid over each other from the right."""
+    index, axis = indices[0]
+    from_right = axis.dim - index.dim()
+    if any(w.dim - i.dim() != from_right or not w.same_layout(axis) for i, w in indices[1:]) and call.batch_size > 1:
+        return lost(call, "picks entries by indices that order their samples differently", mixes=True)
+    return keep(call, axis.moved(place.start + place.width + from_right))
+
+
+def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: BatchAxis | None) -> Followed:
+    """One boolean mask among slices: the axes it covers become one, in the order of its true entries."""
+    masks = [item for item in items if _is_mask(item)]
+    rest = [item for item in items if not _is_mask(item)]
+    if len(masks) > 1 or any(not isinstance(item, slice) or item != _WHOLE for item in rest):
+        return lost(call, "picks entries by a mask together with other indices", mixes=None)
+    mask = masks[0]
+    start = _position_of(items, mask)
+    covered = range(start, start + mask.dim())
+    where = call.axis_of(mask)
+    axis = source
+    if axis is None and isinstance(where, BatchAxis):
+        axis = where.moved(where.dim + start)
+    if axis is None:
+        return lost(call, "picks entries by a mask computed over the whole batch", mixes=crossed(call))
+    if axis.dim not in covered:
+        if where is not None:
+            return lost(
+                call,
+                "picks entries by a mask that depends on other samples",
+                mixes=crossed(call, where),
+            )
+        return keep(call, axis.moved(axis.dim - (mask.dim() - 1) * (axis.dim > start)))
+    if where is not None and source is not None:
+        own = isinstance(where, BatchAxis) and source.same_place(where.moved(where.dim + start))
+        if not own and call.batch_size > 1:
+            return lost(
+                call,
+                "picks entries by a mask that depends on other samples",
+                mixes=crossed(call, where),
+            )
+    rows = mask.nonzero()[:, axis.dim - start]
+    owners = row_owners(axis, call.batch_size, rows.device)[rows]
+    mixing = axis.mixing or (where.mixing if isinstance(where, BatchAxis) else None)
+    return keep(call, picked(start, owners, call.batch_size, mixing))
+
+
+def _position_of(items: list[Any], mask: Tensor) -> int:
+    return next(position for position, item in enumerate(items) if item is mask)
+
+
+@follower("masked_select")
+def _follow_masked_select(call: ObservedCall) -> Followed:
+    tensor, mask = call.argument(0, "input", "self"), call.argument(1, "mask")
+    source = call.axis_of(tensor)
+    if not isinstance(source, BatchAxis) or tensor.shape != mask.shape:
+        return lost(call, "picks by a mask that does not lie entry by entry over a tensor of the batch", mixes=None)
+    return _by_mask(call, tensor, [mask], source)
+
+
+@follower("masked_scatter")
+def _follow_masked_scatter(call: ObservedCall) -> Followed:
+    """The entries of the source go, in order, to the true places of the mask: each to one of its own sample."""
+    target, mask, source = (call.argument(*each) for each in ((0, "self", "input"), (1, "mask"), (2, "source")))
+    where, by, incoming = map(call.axis_of, (target, mask, source))
+    if call.lost:
+        return beside_lost(call)
+    own = by.moved(by.dim + target.dim() - mask.dim()) if isinstance(by, BatchAxis) else None
+    place = where if isinstance(where, BatchAxis) else own
+    if not isinstance(place, BatchAxis) or not isinstance(incoming, BatchAxis):
+        return lost(call, "writes entries in the order of places in the whole batch", mixes=None)
+    owners, given = (
+        row_owners(axis, call.batch_size, mask.device)
+        .reshape(-1, *[1] * (tensor.dim() - axis.dim - 1))
+        .expand(tensor.shape)
+        for tensor, axis in ((target, place), (source, incoming))
+    )
+    written = owners[mask.expand(target.shape)]
+    same = torch.equal(written, given.flatten()[: written.numel()])
+    if not same or (own is not None and not own.same_place(place)):
+        return lost(call, "writes samples into places of other samples", mixes=None)
+    mixing = next((axis.mixing for _, axis in call.located if axis.mixing), None)
+    return keep(call, place.mixed(mixing), lambda tensor: place if tensor is target else None)
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
+
+
+def _is_array(item: Any) -> bool:
+    """Whether torch takes an index as an array of numbers: lists, ranges, numpy's arrays and numbers."""
+    return not isinstance(item, Tensor) and (isinstance(item, (list, range, bool)) or hasattr(item, "__array__"))
+
+
+def _per_axis(index: Any, ndim: int) -> list[Any]:
+    """An index as one entry per axis (None adds one, a mask stands for all it covers), lists as tensors."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.as_tensor(item) if _is_array(item) else item for item in items]
+    numbers = [isinstance(item, Tensor) and item.dim() == 0 and not _is_mask(item) for item in items]
+    items = [int(item) if number else item for item, number in zip(items, numbers, strict=True)]
+    used = sum(item.dim() if _is_mask(item) else item is not None and item is not Ellipsis for item in items)
+    fill = [_WHOLE] * (ndim - used)
+    at = next((position for position, item in enumerate(items) if item is Ellipsis), None)
+    return items + fill if at is None else items[:at] + fill + items[at + 1 :]
+
+
+class _Place:
+    """Where each axis of the indexed tensor comes out, by torch's rules for mixed basic and advanced indexing."""
+
+    def __init__(self, items: list[Any]) -> None:
+        places = [position for position, item in enumerate(items) if isinstance(item, (Tensor, int))]
+        tensors = [item for item in items if isinstance(item, Tensor)]
+        self.width = max((item.dim() for item in tensors), default=0)
+        self._items = items
+        # torch counts an integer beside an index tensor as an index tensor of no axes
+        between = range(places[0], places[-1] + 1) if tensors else range(0)
+        self._together = all(isinstance(items[place], (Tensor, int)) for place in between)
+        first = next((position for position, item in enumerate(items) if isinstance(item, Tensor)), 0)
+        self.start = sum(not isinstance(item, int) for item in items[:first]) if tensors and self._together else 0
+        self._first = first if tensors and self._together else None
+
+    def item_of(self, dim: int) -> tuple[Any, int]:
+        """The index entry that meets axis `dim`, and the axis of the result that it becomes if it is a slice."""
+        source, output = 0, 0 if self._together else self.width
+        for position, item in enumerate(self._items):
+            if position == self._first:
+                output += self.width
+            if item is None:
+                output += 1
+                continue
+            if source == dim:
+                return item, output
+            source += 1
+            output += isinstance(item, slice)
+        raise IndexError(f"axis {dim} is not indexed")
+
+
+@follower("index_put")
+def _follow_index_put(call: ObservedCall) -> Followed:
+    """``target.index_put(indices, values)`` is ``target[indices] = values`` on a copy."""
+    target, index = call.argument(0, "input", "self"), tuple(call.argument(1, "indices"))
+    value = call.argument(2, "values")
+    of_batch = any(isinstance(call.axis_of(each), BatchAxis) for each in (value, target))
+    if call.argument(3, "accumulate", default=False) or not of_batch:
+        return try_on_one_sample(call)
+    return _written(call, target, index, value)
+
+
+@follower("setitem")
+def _follow_setitem(call: ObservedCall) -> Followed:
+    """``target[index] = value``: the target keeps its shape; the value lies over the indexed part from the right."""
+    return _written(call, *call.args)
+
+
+def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Followed:
+    where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
+    items = _per_axis(index, target.dim())
+    if where is None and incoming is None and not call.outputs[0].requires_grad:
+        placed = _along_mask(call, items)
+        if placed is not None:
+            return keep(call, placed)
+    if isinstance(where, BatchAxis) and call.batch_size > 1 and not _places_are_own(call, items, where):
+        return lost(call, "writes into places that depend on other samples", mixes=None)
+    if isinstance(where, BatchAxis) and incoming is None:
+        return Followed((where,), lambda tensor: _along_target(items, tensor, where))
+    own = _row_by_row(call, target, items, value, incoming)
+    if own is not None and where is None:
+        return Followed((own,))
+    if own is not None and isinstance(where, BatchAxis) and where.same_place(own):
+        return Followed((where.mixed(where.mixing or own.mixing),))
+    if isinstance(where, Lost) or not isinstance(incoming, BatchAxis):
+        return lost(call, "writes into places that depend on the batch", mixes=None)
+    found = _filled(call, target, items, value, incoming)
+    if found is None or (isinstance(where, BatchAxis) and not where.same_place(found)):
+        return lost(call, "writes samples into places of other samples", mixes=None)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        return found if tensor is target else None
+
+    return Followed((found,), aligned)
+
+
+def _along_target(items: list[Any], tensor: Tensor, where: BatchAxis) -> BatchAxis | None:
+    """The axis of a mask that lies over the batch axis of the target, for any other tensor None."""
+    start = 0
+    for item in items:
+        width = item.dim() if _is_mask(item) else int(item is not None)
+        if item is tensor and _is_mask(item) and start <= where.dim < start + width:
+            return where.moved(where.dim - start)
+        start += width
+    return None
+
+
+def _along_mask(call: ObservedCall, items: list[Any]) -> BatchAxis | None:
+    """The axis of a constant target of which ``target[mask] = 1`` writes in the rows of each sample, by its mask."""
+    masks = [item for item in items if isinstance(item, Tensor)]
+    axis = call.axis_of(masks[0]) if len(masks) == 1 and _is_mask(masks[0]) else None
+    if not isinstance(axis, BatchAxis):
+        return None
+    return axis.moved(axis.dim + sum(each is not None for each in items[: _position_of(items, masks[0])]))
+
+
+def _row_by_row(
+    call: ObservedCall, target: Tensor, items: list[Any], value: object, incoming: BatchAxis | Lost | None
+) -> BatchAxis | None:
+    """The axis of a target without samples of which row i is written at places of sample i: ``t[arange(B), y] = v``."""
+    tensors = [(dim, item) for dim, item in enumerate(item for item in items if item is not None) if _is_index(item)]
+    rows = [(dim, item) for dim, item in tensors if call.axis_of(item) is None and item.numel() == target.size(dim)]
+    if len(rows) != 1 or len(tensors) < 2 or any(_is_mask(item) for item in items):
+        return None
+    dim, index = rows[0]
+    every = torch.arange(call.batch_size, device=index.device)
+    if index.dim() == 0 or index.size(0) != call.batch_size or not torch.equal(index.flatten(), every):
+        return None
+    place = _Place(items)
+    for _, item in tensors:
+        axis = call.axis_of(item)
+        own = isinstance(axis, BatchAxis) and axis.same_place(BatchAxis(0)) and item.dim() == index.dim()
+        if item is not index and not own:
+            return None
+    if isinstance(value, Tensor) and incoming is not None:
+        from_right = place.start - place.width - sum(item is None or isinstance(item, slice) for item in items)
+        if not isinstance(incoming, BatchAxis) or not incoming.moved(incoming.dim - value.dim()).same_place(
+            BatchAxis(from_right)
+        ):
+            return None
+    mixings = [axis.mixing for operand in call.operands if isinstance(axis := operand.axis, BatchAxis)]
+    return BatchAxis(dim, mixing=next((mixing for mixing in mixings if mixing), None))
+
+
+def _is_index(item: Any) -> bool:
+    return isinstance(item, Tensor) and not _is_mask(item)
+
+
+def _places_are_own(call: ObservedCall, items: list[Any], where: BatchAxis) -> bool:
+    """Whether index tensors that depend on the batch say where to write in the rows of their own samples alone."""
+    start = 0
+    rows: Tensor | None = None  # the index of the batch axis
+    found: list[tuple[Tensor, BatchAxis | Lost, int]] = []
+    for item in items:
+        width = item.dim() if _is_mask(item) else int(item is not None)
+        if isinstance(item, Tensor):
+            own = call.axis_of(item)
+            rows = item if start == where.dim and own is None else rows
+            found += [(item, own, start)] if own is not None else []
+        start += width
+    every = rows is not None and torch.equal(rows.flatten(), torch.arange(rows.numel(), device=rows.device))
+
+    def is_own(item: Tensor, own: BatchAxis | Lost, start: int) -> bool:
+        if _is_mask(item):
+            return isinstance(own, BatchAxis) and own.moved(own.dim + start).same_place(where)
+        return every and isinstance(own, BatchAxis) and own.same_layout(where)
+
+    return all(is_own(*each) for each in found)
+
+
+def _filled(
+    call: ObservedCall, target: Tensor, items: list[Any], value: Tensor, incoming: BatchAxis
+) -> BatchAxis | None:
+    """The axis of the target that a value of the batch was laid along, where it is laid along all of it."""
+    if len(items) and _is_mask(items[0]) and all(item == _WHOLE for item in items[1:]) and incoming.dim == 0:
+        mask = items[0]
+        own = call.axis_of(target) or call.axis_of(mask)
+        if not isinstance(own, BatchAxis) or own.dim >= mask.dim() or value.dim() != target.dim() - mask.dim() + 1:
+            return None
+        owners = row_owners(own, call.batch_size, mask.device)[mask.nonzero()[:, own.dim]]
+        return own if torch.equal(owners, row_owners(incoming, call.batch_size, mask.device)) else None
+    if any(_is_mask(item) or (isinstance(item, Tensor) and call.axis_of(item) is not None) for item in items):
+        return None
+    place = _Place(items)
+    part_dims = place.width + sum(item is None or isinstance(item, slice) for item in items)
+    for dim in range(target.dim()):
+        item, position = place.item_of(dim)
+        if isinstance(item, slice) and position == part_dims - value.dim() + incoming.dim:
+            whole = item.indices(target.size(dim)) == (0, target.size(dim), 1)
+            return incoming.moved(dim) if whole else None
+    return None

@@ -1,0 +1,197 @@
+"""How losses move the batch axis: one value per entry, or all of them added up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_persample.batch_axis.added_up import LOSSES, MEAN, absent, added_up, reduction_of
+from lightning_persample.batch_axis.axis import BatchAxis, batch_first
+from lightning_persample.batch_axis.base import Entries, Followed, broadcast, follower, keep, lost, meet
+from lightning_persample.batch_axis.observed import ObservedCall, user_line
+
+__all__ = ["every_target_counts"]
+
+_CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
+_ROW_LOSSES = frozenset({"multi_margin_loss", "cosine_embedding_loss", "multilabel_margin_loss", "triplet_margin_loss"})
+_CLASS_WEIGHTS = {**dict.fromkeys(_CLASS_LOSSES, 2), "multi_margin_loss": 4}  # their place among the arguments
+_ALONG_CLASSES = "compares entries along the batch axis"
+
+
+@follower(*sorted(LOSSES))
+def _follow_loss(call: ObservedCall) -> Followed:
+    """A loss over the whole batch, or with reduction="none" one value per entry."""
+    weights = _class_weights(call)
+    if weights is not None and call.axis_of(weights) is not None:
+        return _weighed_by_the_batch(call, weights)
+    by_entry = _by_class(call) if call.op in _CLASS_LOSSES else _by_row(call)
+    (place,) = by_entry.outputs[:1]
+    if not isinstance(place, BatchAxis) or any(output.dim() > 0 for output in call.outputs):
+        return by_entry
+    added = _added_up(call, by_entry, place)
+    weighting = _unequal_weights(call) if any(output.requires_grad for output in call.outputs) else None
+    weighting = weighting or added.weighting
+    return Followed(added.outputs, added.aligned, added.mixing, weighting, lambda: _entries(call, place))
+
+
+def _weighed_by_the_batch(call: ObservedCall, weights: Tensor) -> Followed:
+    """Class weights that come with the batch, or are made of it, (C,): samples stay apart, and weigh as these say."""
+    if weights.requires_grad:
+        return lost(call, "has class weights that depend on the batch", mixes=None)
+    followed = _follow_loss(replace(call, operands=tuple(o for o in call.operands if o.tensor is not weights)))
+    text = f"`{call.name}` has class weights that depend on the batch{user_line()}"
+    if any(output.dim() > 0 for output in call.outputs):
+        places = tuple(each.mixed(text) if isinstance(each, BatchAxis) else each for each in followed.outputs)
+        return replace(followed, outputs=places, by_values=True)
+    differs = any(output.requires_grad for output in call.outputs)
+    return replace(followed, weighting=text if differs else followed.weighting, by_values=True)
+
+
+def every_target_counts(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether no target of a loss is ignored, which is all that its values say where it has no weights."""
+    target = args[1] if len(args) > 1 else kwargs["target"]
+    if op not in _CLASS_LOSSES or target.is_floating_point() or target.is_meta:  # (which has no values)
+        return True
+    ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
+    if ignored < 0 < target.numel():  # (a class is never negative)
+        return int(target.min()) >= 0
+    return bool((target != ignored).all())
+
+
+def _added_up(call: ObservedCall, by_entry: Followed, place: BatchAxis) -> Followed:
+    """The values of a loss without reduction, added up."""
+    added = added_up(call)
+    note = place.mixing if any(output.requires_grad for output in call.outputs) else None
+    return Followed(added.outputs, by_entry.aligned, by_entry.mixing, added.weighting or note)
+
+
+def _class_weights(call: ObservedCall) -> Tensor | None:
+    place = _CLASS_WEIGHTS.get(str(call.op))
+    weights = None if place is None else call.argument(place, "weight")
+    return weights if isinstance(weights, Tensor) else None
+
+
+def _by_class(call: ObservedCall) -> Followed:
+    """Scores (N, C, ...) with targets (N, ...), or of the scores' shape where they are probabilities."""
+    scores, target = call.argument(0, "input", "self"), call.argument(1, "target")
+    with_classes = [scores, target] if target.is_floating_point() else [scores]
+
+    def has_classes(tensor: Tensor) -> bool:
+        return any(tensor is other for other in with_classes)
+
+    if any(has_classes(tensor) and axis.dim == min(1, tensor.dim() - 1) for tensor, axis in call.located):
+        return lost(call, _ALONG_CLASSES, mixes=True)
+    met = meet(call, [axis.moved(axis.dim - (has_classes(t) and axis.dim > 1)) for t, axis in call.located])
+    if isinstance(met, Followed):
+        return met
+    place, event = met
+    sizes = {tensor.size(axis.dim) for tensor, axis in call.located}
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        dim = place.dim + (has_classes(tensor) and place.dim > 0)
+        known = tensor is scores or tensor is target
+        along = known and call.batch_size > 1 and tensor.dim() > dim and tensor.size(dim) in sizes
+        return place.moved(dim) if along else None
+
+    return Followed((place,) * len(call.outputs), aligned, event)
+
+
+def _by_row(call: ObservedCall) -> Followed:
+    """One value for each row of scores, or for each entry."""
+    if call.op not in _ROW_LOSSES:
+        return broadcast(call)
+    rank = max(operand.tensor.dim() for operand in call.operands)
+    if any(tensor.dim() == rank and axis.dim == rank - 1 for tensor, axis in call.located):
+        return lost(call, _ALONG_CLASSES, mixes=True)
+    met = meet(call, [axis for _, axis in call.located])
+    if isinstance(met, Followed):
+        return met
+    place, event = met
+    sizes = {tensor.size(axis.dim) for tensor, axis in call.located}
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        along = tensor.dim() > place.dim and tensor.size(place.dim) in sizes and tensor is not _class_weights(call)
+        return place if along and call.batch_size > 1 else None
+
+    return Followed((place,) * len(call.outputs), aligned, event)
+
+
+def _entries(call: ObservedCall, place: BatchAxis) -> Entries:
+    """The loss of each entry, and what share of their sum the loss is."""
+    position = LOSSES[str(call.op)]
+    if len(call.args) > position:
+        args, kwargs = (*call.args[:position], 0, *call.args[position + 1 :]), dict(call.kwargs)
+    else:
+        args, kwargs = call.args, {**call.kwargs, "reduction": 0}
+    shape = _shape_of_entries(call)
+    share: Tensor | float = 1.0
+    if reduction_of(call) == MEAN:
+        shares = _shares(call)
+        share = 1 / max(math.prod(shape), 1) if shares is None else 1 / shares.sum()
+    return Entries(args, kwargs, shape, place.moved(place.dim % max(len(shape), 1)), share)
+
+
+def _shape_of_entries(call: ObservedCall) -> torch.Size:
+    weights = _class_weights(call)
+    shapes = [operand.tensor.shape for operand in call.operands if operand.tensor is not weights]
+    if call.op in _CLASS_LOSSES:
+        return torch.Size((*shapes[0][:1], *shapes[0][2:])) if len(shapes[0]) > 1 else torch.Size(())
+    if call.op in _ROW_LOSSES:
+        rank = max(map(len, shapes))
+        return torch.broadcast_shapes(*[shape for shape in shapes if len(shape) == rank])[:-1]
+    return torch.broadcast_shapes(*shapes)
+
+
+def _shares(call: ObservedCall) -> Tensor | None:
+    """What each target counts in a mean over targets that are classes: their weights, zero where ignored."""
+    target = call.argument(1, "target")
+    if call.op not in _CLASS_LOSSES or target.is_floating_point():
+        return None
+    counted = target != call.argument(4, "ignore_index", default=-100)
+    shares = counted.to(torch.float64)
+    weights = _class_weights(call)
+    return shares if weights is None else shares * weights.detach().double()[torch.where(counted, target, 0)]
+
+
+def _unequal_weights(call: ObservedCall) -> str | None:
+    """A mean over classes weighted unequally, or over unequal numbers of targets that count, weights the samples."""
+    target = call.argument(1, "target")
+    axis = call.axis_of(target)
+    if call.op not in _CLASS_LOSSES or reduction_of(call) != MEAN or not isinstance(axis, BatchAxis):
+        return None
+    plain = _class_weights(call) is None and axis.owner is None
+    if plain and every_target_counts(call.op, call.args, call.kwargs):
+        return None
+    shares = _shares(call)
+    if shares is None:
+        return None
+    totals = batch_first(shares, axis, call.batch_size, fill=False).flatten(1).sum(1)
+    if axis.owner is not None:  # samples without a row have no part in the loss
+        totals = totals[torch.bincount(axis.owner.sample, minlength=call.batch_size).to(totals.device) > 0]
+    if bool((totals == totals[:1]).all()):
+        return None
+    what = "averages over targets that weigh unequally from sample to sample"
+    return f"`{call.name}` {what}{absent(totals)}{user_line()}"
+
+
+@follower("ctc_loss")
+def _follow_ctc(call: ObservedCall) -> Followed:
+    """Log-probabilities (T, N, C); targets (N, S), or all of them one after another; lengths (N,)."""
+    scores, targets = call.argument(0, "log_probs"), call.argument(1, "targets")
+    axis = call.axis_of(scores)
+    if scores.dim() != 3 or not isinstance(axis, BatchAxis) or axis.dim != 1:
+        return lost(call, "needs the samples along the second axis of its log-probabilities", mixes=None)
+    joined = targets.dim() == 1
+    met = meet(
+        call, [axis.moved(0), *[a for t, a in call.located if t is not scores and not (joined and t is targets)]]
+    )
+    if isinstance(met, Followed):
+        return met
+    place, event = met
+    by_sample = replace(keep(call, place), mixing=event)
+    return by_sample if any(output.dim() > 0 for output in call.outputs) else _added_up(call, by_sample, place)

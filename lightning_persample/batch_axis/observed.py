@@ -1,0 +1,205 @@
+"""One torch call as the engine saw it: the tensors among its arguments and what is known of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_persample.batch_axis.axis import BatchAxis, Lost
+
+__all__ = [
+    "Description",
+    "ObservedCall",
+    "Operand",
+    "OwnBackward",
+    "describe",
+    "has_history",
+    "line_of",
+    "operands_of",
+    "tensors_in",
+    "user_line",
+    "user_place",
+    "version_of",
+    "without_data",
+]
+
+_OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
+
+
+@dataclass(eq=False, slots=True)  # not frozen: one is made for every tensor of every call
+class Operand:
+    """A tensor among the arguments of a call, with where the batch lies in it (None: it does not hold the batch)."""
+
+    tensor: Tensor
+    axis: BatchAxis | Lost | None
+
+
+class OwnBackward(Protocol):
+    """The backward of a call that ran fused; `sums` notes what the samples contribute, see `fused.FusedCall`."""
+
+    sums: Callable[[Tensor, bool], Mapping[str, Tensor]] | None
+
+
+@dataclass(eq=False)
+class ObservedCall:
+    """A call that has run; nothing of it changes afterwards.
+
+    Attributes:
+        op: canonical op, see `rules.canonical_op`.
+        function: what was called.
+        args: positional arguments; for an in-place op the first is a copy from before the call where it was needed.
+        kwargs: keyword arguments.
+        operands: every tensor among the arguments.
+        outputs: every tensor among the results.
+        batch_size: number of samples B.
+        inplace: whether the call wrote into its first argument.
+        random_state: state of the generator before the call, where random numbers have to be drawn again.
+        written: ids of the operands that the call wrote into, such as running statistics.
+        fused: the call as it ran, where its backward forms the samples' gradients and their sum together.
+        layout: the key under which what is decided of the call may be remembered, see `layout`; None where it may not.
+        located: the operands that hold the batch along a known axis.
+        lost: the operands that depend on the batch without an axis that holds it.
+    """
+
+    op: object
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: tuple[Operand, ...]
+    outputs: tuple[Tensor, ...]
+    batch_size: int
+    inplace: bool
+    written: frozenset[int]
+    random_state: Tensor | None = None
+    fused: OwnBackward | None = None
+    layout: Hashable | None = None
+
+    def __post_init__(self) -> None:
+        self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]
+        self.lost = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, Lost)]
+
+    def axis_of(self, tensor: Tensor) -> BatchAxis | Lost | None:
+        """Where the batch lies in one of the operands."""
+        for operand in self.operands:
+            if operand.tensor is tensor:
+                return operand.axis
+        return None
+
+    def argument(self, position: int, *names: str, default: Any = None) -> Any:
+        """An argument by position or by any of its names."""
+        if len(self.args) > position:
+            return self.args[position]
+        return next((self.kwargs[name] for name in names if name in self.kwargs), default)
+
+    @property
+    def name(self) -> str:
+        """The op's name for messages."""
+        return self.op if isinstance(self.op, str) else getattr(self.function, "__name__", str(self.function))
+
+    def describe(self, parameters: Iterable[str] = ()) -> Description:
+        """Op, sizes of its tensors and the user's line, for messages; to be asked for while the call's line runs."""
+        return describe(self.name, [operand.tensor for operand in self.operands], parameters)
+
+
+class Description(NamedTuple):  # one is made for every call with weights
+    """What a call is named in messages; the text is made only where one is given.
+
+    Attributes:
+        name: the op's name.
+        sizes: of its tensors.
+        place: file and line of the user's code, None if it is unknown.
+        parameters: names of the parameters among its operands.
+    """
+
+    name: str
+    sizes: tuple[torch.Size, ...]
+    place: tuple[str, int] | None
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The text."""
+        sizes = ", ".join(str(tuple(size)) for size in self.sizes)
+        named = f" with {', '.join(f'`{name}`' for name in sorted(self.parameters))}" if self.parameters else ""
+        return f"`{self.name}` on {sizes}{line_of(self.place)}{named}"
+
+
+def describe(name: str, tensors: Iterable[Tensor], parameters: Iterable[str] = ()) -> Description:
+    """The description of a call of these tensors; to be asked for while the call's line runs."""
+    return Description(name, tuple(tensor.shape for tensor in tensors), user_place(), tuple(parameters))
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to; tensors made in inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def has_history(tensor: Tensor) -> bool:
+    """Whether autograd has what made a tensor; it raises for a view made without gradient and written to since."""
+    try:
+        return tensor.requires_grad and tensor.grad_fn is not None
+    except RuntimeError:  # no call with gradient can use it
+        return False
+
+
+def without_data(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, dtype and device, where no value is read; it holds one entry."""
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item)
+
+
+def operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Every tensor among the arguments of a call, in order."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            for item in value:  # numbers, as a rule
+                if isinstance(item, (Tensor, tuple, list, dict)):
+                    found.extend(tensors_in(item))
+        elif isinstance(value, dict):
+            found.extend(tensors_in(value))
+    return found
+
+
+def user_line() -> str:
+    """Where in the user's code the present torch call stands: ``" at model.py:12"``, or nothing if it is unknown."""
+    return line_of(user_place())
+
+
+def line_of(place: tuple[str, int] | None) -> str:
+    """A file and line of the user's code as messages have it."""
+    return "" if place is None else f" at {os.path.basename(place[0])}:{place[1]}"
+
+
+@functools.cache
+def _is_own(filename: str) -> bool:
+    return filename.startswith(_OWN_FOLDERS)
+
+
+def user_place() -> tuple[str, int] | None:
+    """File and line of the innermost frame that is neither torch's nor this package's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)

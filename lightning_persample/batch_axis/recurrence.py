@@ -1,0 +1,88 @@
+"""How recurrent layers, their cells and packed sequences move the batch axis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
+from lightning_persample.batch_axis.base import Followed, follower, lost
+from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
+
+__all__ = []
+
+
+@follower("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _follow_layer(call: ObservedCall) -> Followed:
+    data, second = call.args[0], call.args[1]
+    packed = isinstance(second, Tensor) and not second.is_floating_point()
+    axis = call.axis_of(data)
+    if not isinstance(axis, BatchAxis) or call.lost:
+        return lost(call, "has an initial state or weights that depend on the batch", mixes=None)
+    if packed:
+        if axis.dim != 0:
+            return lost(call, "works on a packed sequence that does not hold the batch along its rows", mixes=None)
+        owners = row_owners(axis, call.batch_size, data.device)
+        state = picked(1, owners[: int(second[0])], call.batch_size, axis.mixing)
+    else:
+        if axis.dim != (0 if call.args[8] else 1):
+            return lost(call, "has the samples along another axis than batch_first says", mixes=None)
+        state = axis.moved(1)
+    hidden = list(tensors_in(call.args[2] if packed else second))
+    known = [where for where in map(call.axis_of, hidden) if isinstance(where, BatchAxis)]
+    others = [tensor for tensor, _ in call.located if tensor is not data and all(tensor is not h for h in hidden)]
+    if others or any(not where.same_layout(state) for where in known):
+        return lost(call, "has an initial state or weights that order the samples differently", mixes=None)
+    if any(where.dim != 1 for where in known):
+        what = "holds the samples along axis 1 of its initial state, which is declared to hold them along another"
+        return lost(call, f"{what}: call mark_samples(state, batch_dim=1) in the training step before")
+    mixing = next((where.mixing for where in (axis, *known) if where.mixing), None)
+    outputs = [replace(axis, mixing=mixing), *[replace(state, mixing=mixing)] * (len(call.outputs) - 1)]
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        return state if any(tensor is part for part in hidden) else None
+
+    return Followed(tuple(outputs), aligned)
+
+
+@follower("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def _follow_cell(call: ObservedCall) -> Followed:
+    states = [call.args[0], *tensors_in(call.args[1])]
+    located = call.located
+    _, axis = located[0]
+    others = [tensor for tensor, _ in located if all(tensor is not state for state in states)]
+    apart = any(not where.same_place(axis) for _, where in located) and call.batch_size > 1
+    if others or call.lost or axis.dim != 0 or apart:
+        return lost(call, "has a state or weights that order the samples differently", mixes=None)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        return axis if any(tensor is state for state in states) else None
+
+    mixing = next((where.mixing for _, where in located if where.mixing), None)
+    return Followed((replace(axis, mixing=mixing),) * len(call.outputs), aligned)
+
+
+@follower("_pack_padded_sequence")
+def _follow_pack(call: ObservedCall) -> Followed:
+    """(T, B, *) to rows: all samples' first steps, all second steps of those that have one, ..."""
+    data, lengths, batch_first = call.args[0], call.args[1], call.args[2]
+    axis = call.axis_of(data)
+    if not isinstance(axis, BatchAxis) or axis.dim != (0 if batch_first else 1):
+        return lost(call, "packs a tensor that has the samples along another axis than batch_first says", mixes=None)
+    owners = row_owners(axis, call.batch_size, data.device)
+    steps = torch.arange(data.size(1 if batch_first else 0), device=owners.device)
+    present = steps[:, None] < lengths.to(owners.device)[None]
+    rows = owners[None].expand(len(steps), -1)[present]
+    return Followed((picked(0, rows, call.batch_size, axis.mixing), None))
+
+
+@follower("_pad_packed_sequence")
+def _follow_pad(call: ObservedCall) -> Followed:
+    data, batch_sizes, batch_first = call.args[0], call.args[1], call.args[2]
+    axis = call.axis_of(data)
+    if not isinstance(axis, BatchAxis) or axis.dim != 0:
+        return lost(call, "pads a packed sequence that does not hold the batch along its rows", mixes=None)
+    owners = row_owners(axis, call.batch_size, data.device)[: int(batch_sizes[0])]
+    return Followed((picked(0 if batch_first else 1, owners, call.batch_size, axis.mixing), None))

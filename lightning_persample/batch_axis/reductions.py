@@ -1,0 +1,117 @@
+"""Ops with a ``dim`` argument: reductions, and scans that keep the size."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_persample.batch_axis.added_up import added_up
+from lightning_persample.batch_axis.base import Followed, broadcast, dims_argument, follower, keep, listed, lost
+from lightning_persample.batch_axis.observed import ObservedCall
+
+__all__ = []
+
+_SUMS = frozenset({"sum", "mean", "nansum", "nanmean"})
+
+
+@follower("dot", "vdot", "inner")
+def _follow_dot(call: ObservedCall) -> Followed:
+    located = call.located
+    if any(operand.tensor.dim() != 1 for operand in call.operands):
+        return lost(call, "multiplies along an axis that may be the batch's", mixes=None)
+    if any(not axis.same_layout(located[0][1]) for _, axis in located) or call.lost:
+        return lost(call, "multiplies different samples", mixes=True)
+    return added_up(call, weighs=len(located) == 1 and len(call.operands) > 1)
+
+
+def _reduce(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
+    tensor, axis = call.located[0]
+    if dims is None or axis.dim in dims:
+        return added_up(call) if call.op in _SUMS else lost(call, "reduces over the batch axis", mixes=True)
+    outputs = tuple(
+        axis if output.dim() == tensor.dim() else axis.moved(axis.dim - sum(dim < axis.dim for dim in dims))
+        for output in call.outputs
+    )
+    return Followed(outputs)
+
+
+@follower(
+    "sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "logsumexp", "nansum", "nanmean", "median",
+    "nanmedian", "mode", "std", "var", "std_mean", "var_mean", "count_nonzero", "aminmax", "special_logsumexp",
+    by_layout=True,
+)  # fmt: skip
+def _follow_reduction(call: ObservedCall) -> Followed:
+    tensor, _ = call.located[0]
+    return _reduce(call, dims_argument(call.argument(1, "dim", "axis"), tensor.dim()))
+
+
+@follower("max", "min", by_layout=True)
+def _follow_extremum(call: ObservedCall) -> Followed:
+    if isinstance(call.argument(1, "other"), Tensor):
+        return broadcast(call)
+    return _follow_reduction(call)
+
+
+@follower("linalg_vector_norm", "linalg_norm", "norm", by_layout=True)
+def _follow_norm(call: ObservedCall) -> Followed:
+    tensor, _ = call.located[0]
+    return _reduce(call, dims_argument(call.argument(2, "dim"), tensor.dim()))
+
+
+def _along(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
+    _, axis = call.located[0]
+    if dims is None or axis.dim in dims:
+        return lost(call, "works along the batch axis", mixes=True)
+    return keep(call, axis)
+
+
+@follower(
+    "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin",
+    "special_softmax", "special_log_softmax",
+    by_layout=True,
+)  # fmt: skip
+def _follow_scan(call: ObservedCall) -> Followed:
+    tensor, _ = call.located[0]
+    return _along(call, dims_argument(call.argument(1, "dim", "dims"), tensor.dim()))
+
+
+@follower("sort", "argsort", "glu", "msort", by_layout=True)
+def _follow_sort(call: ObservedCall) -> Followed:
+    tensor, _ = call.located[0]
+    dim = call.argument(1, "dim", default=0 if call.op == "msort" else -1)
+    return _along(call, dims_argument(dim, tensor.dim()))
+
+
+@follower("topk", by_layout=True)
+def _follow_topk(call: ObservedCall) -> Followed:
+    tensor, _ = call.located[0]
+    return _along(call, dims_argument(call.argument(2, "dim", default=-1), tensor.dim()))
+
+
+_TRANSFORMS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+
+
+@follower(*(f"fft_{name}{over}" for name in _TRANSFORMS for over in ("", "2", "n")), by_layout=True)
+def _follow_transform(call: ObservedCall) -> Followed:
+    tensor, _ = call.located[0]
+    sizes = call.argument(1, "s")
+    number = {"2": 2, "n": len(sizes) if isinstance(sizes, (tuple, list)) else 0}.get(str(call.op)[-1], 1)
+    dim = call.argument(2, "dim")
+    return _along(call, dims_argument(tuple(range(-number, 0)) if dim is None else dim, tensor.dim()))
+
+
+@follower("nonzero", "argwhere", "unique", "unique_consecutive")
+def _follow_list(call: ObservedCall) -> Followed:
+    return listed(call)
+
+
+@follower("bincount", "histc", "as_strided_scatter")
+def _follow_scattered(call: ObservedCall) -> Followed:
+    return lost(call, "gathers entries across the batch")
+
+
+@follower("take")
+def _follow_take(call: ObservedCall) -> Followed:
+    tensor, index = call.argument(0, "input", "self"), call.argument(1, "index")
+    if call.axis_of(tensor) is not None and call.axis_of(index) is not None:
+        return lost(call, "picks entries by indices that depend on the batch", mixes=None)
+    return lost(call, "gathers entries across the batch")

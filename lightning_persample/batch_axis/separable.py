@@ -1,0 +1,295 @@
+"""Whether a number that was computed over the whole batch is a sum of what each sample alone gives.
+
+What has lost its batch axis in a call of which nothing better is known keeps how it was computed. Once it is one
+number, its gradient tells: it is a weighted sum over the samples where the part of the gradient that belongs to one
+sample stays as it is whatever the others hold, as that of ``norm(x) ** 2``, ``losses.cumsum(0)[-1]`` and
+``losses.diag().trace()`` does. Where it is a constant, it holds the weights themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lightning_persample.batch_axis.added_up import scaled
+from lightning_persample.batch_axis.axis import BatchAxis, Computed, Lost, Root, entry_owners, one_entry
+from lightning_persample.batch_axis.base import Followed, is_plain
+from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place
+from lightning_persample.gradients.precision import without_autocast
+from lightning_persample.rules import other_generators_kept
+from lightning_persample.torch_internals import saved_tensors_are_hooked
+
+__all__ = ["by_what_samples_give"]
+
+_MOST = 1 << 16  # entries of what a number is computed from
+_STEP, _SAME = 1e-5, 1e-10  # a change of the values, and one of their gradient that is rounding
+_LONGEST = 32  # calls that are made again
+_ALONE = 6  # samples that are looked at alone beside the first and the last
+
+# Lines, ops and shapes of numbers: those that were looked at in vain, and those that are looked at by one split at a
+# time from then on, another one at each step.
+_NO_SUM: set[Hashable] = set()
+_SUMS: set[Hashable] = set()
+_SEEDS = count()
+
+
+def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
+    """The answer of a follower, corrected where the output is one number that is a sum over the samples after all."""
+    marks = list(followed.outputs)
+    said = frozenset((kind, text) for kind in ("mixing", "weighting") if (text := getattr(followed, kind)))
+    for place, (mark, output) in enumerate(zip(marks, call.outputs, strict=False)):
+        if not isinstance(mark, Lost) or not output.requires_grad or (mark.parts and not said) or call.batch_size == 1:
+            continue
+        multiple = _multiple(call) if followed.mixing is not None and len(marks) == 1 else None
+        if multiple is not None:
+            return Followed((multiple,), by_values=True)
+        computed = _computed(call, place)
+        if computed is None or computed.steps > _LONGEST:
+            continue
+        is_number = output.numel() == 1 and sum(each.requires_grad for each in call.outputs) == 1
+        verdict = _verdict(call, computed, mark, followed.weighting) if is_number else None
+        if verdict is not None:
+            return replace(verdict, outputs=(*marks[:place], *verdict.outputs, *marks[place + 1 :]))
+        marks[place] = replace(mark, computed=replace(computed, notes=computed.notes | said))
+    return replace(followed, outputs=tuple(marks))
+
+
+def _multiple(call: ObservedCall) -> Lost | None:
+    """The mark of a multiple of one number that is a sum over the samples; None where the call gives no such one."""
+    if len(call.lost) != 1 or call.located or call.inplace:
+        return None
+    ((number, mark),) = call.lost
+    size, found = len(mark.samples) or call.batch_size, []
+    if not (mark.reduced and mark.parts) or number.numel() != 1 or call.outputs[0].numel() != 1:
+        return None
+    devices = [number.device] if number.device.type == "cuda" else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), other_generators_kept():
+            for times in (1, 2, -1):
+                value = times * _exact(number)
+                args, kwargs = tree_map(partial(_replaced, number, value), (call.args, dict(call.kwargs)))
+                found.append(float(call.function(*args, **kwargs)) / float(number))
+    except Exception:  # whatever a function of the user's raises with other values
+        return None
+    once, twice, negated = found
+    slope = twice - once
+    if not math.isclose(once - negated, 2 * slope, rel_tol=1e-9):
+        return None
+    return replace(mark, parts=scaled(mark.parts, [slope], size, call.batch_size, mark.counts))
+
+
+def _replaced(tensor: Tensor, value: Tensor, leaf: object) -> object:
+    return value if leaf is tensor else leaf
+
+
+def _computed(call: ObservedCall, place: int) -> Computed | None:
+    """How an output of a call was computed; None where that is not known, or is too large."""
+    if call.kwargs.get("out") is not None or any(not is_plain(operand.tensor) for operand in call.operands):
+        return None
+    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
+    roots: list[Root] = []
+    notes, has_constants, steps = frozenset[tuple[str, str]](), False, 1
+    sources: dict[int, tuple[list[int], Callable[[Sequence[Tensor]], Tensor]]] = {}
+    for at, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        mark = call.axis_of(leaf)
+        if leaf.numel() > _MOST or leaf.is_complex() or (mark is not None and call.inplace and at == 0):
+            return None
+        if isinstance(mark, BatchAxis) and mark.mixing is None and leaf.is_floating_point():
+            own = [Root(_exact(leaf), mark, leaf.detach(), leaf.requires_grad)]
+            sources[at] = [_place_of(root, roots) for root in own], _itself
+        elif isinstance(mark, Lost) and mark.computed is not None and leaf.requires_grad:
+            sources[at] = [_place_of(root, roots) for root in mark.computed.roots], mark.computed.run
+            notes |= mark.computed.notes
+            has_constants |= mark.computed.has_constants
+            steps += mark.computed.steps
+        elif mark is not None or (leaf.requires_grad and not (call.inplace and at == 0)):
+            return None
+        else:
+            leaves[at] = _exact(leaf)
+            has_constants |= leaf.numel() > 1
+    if not any(root.differs for root in roots):
+        return None
+
+    def run(values: Sequence[Tensor]) -> Tensor:
+        filled = list(leaves)
+        for at, (places, source) in sources.items():
+            filled[at] = source([values[each] for each in places])
+        if call.inplace and isinstance(filled[0], Tensor):
+            filled[0] = filled[0].clone()
+        args, kwargs = tree_unflatten(filled, spec)
+        result: Any = call.function(*args, **kwargs)
+        return tuple(tensors_in(filled[0] if result is None else result))[place]
+
+    return Computed(tuple(roots), run, has_constants, steps, notes)
+
+
+def _place_of(root: Root, roots: list[Root]) -> int:
+    """The place of a root among others, added to them where it is none of them."""
+    for at, other in enumerate(roots):
+        if root.tensor is other.tensor or (root.tensor.is_set_to(other.tensor) and root.values.equal(other.values)):
+            return at
+    roots.append(root)
+    return len(roots) - 1
+
+
+def _itself(values: Sequence[Tensor]) -> Tensor:
+    return values[0]
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """A copy, numbers in float64."""
+    return tensor.detach().to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+
+def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str | None) -> Followed | None:
+    """What is known of one number that was computed so; None where it is not known to be a sum over the samples."""
+    if saved_tensors_are_hooked() or call.outputs[0].is_meta:
+        return None
+    kind, key = call.outputs[0].device.type, (user_place(), call.op, *(root.values.shape for root in computed.roots))
+    if key in _NO_SUM:
+        return None
+    try:
+        with torch.random.fork_rng(devices=_cuda_devices(computed)), other_generators_kept(), without_autocast(kind):
+            number = _Number(computed, call.batch_size)
+            found = number.as_a_sum(splits=1 if key in _SUMS else None)
+    except Exception:  # whatever a function of the user's raises with other values
+        return None
+    if number.samples and (found is None or found[0] is not None):
+        known = _NO_SUM if found is None else _SUMS
+        if len(known) >= _MOST:
+            known.clear()
+        known.add(key)
+    if found is None or (found[0] is None and weighting is not None):
+        return None
+    parts, samples = found
+    note = f"`{call.name}` gives the samples unequal weights{user_line()}" if parts is None else None
+    some = samples if len(samples) < call.batch_size else frozenset[int]()
+    place = Lost(mark.reason, reduced=len(samples) != 1, parts=parts or frozenset(), samples=some)
+    return Followed((place,), weighting=note, by_values=True, excused=computed.notes)
+
+
+class _Number:
+    """A number that was computed from tensors that hold the samples, and its gradient by them."""
+
+    def __init__(self, computed: Computed, batch_size: int) -> None:
+        self.computed, self.batch_size = computed, batch_size
+        self.values = [root.values for root in computed.roots]
+        self.owners = [
+            entry_owners(root.axis, root.values.shape, batch_size, root.values.device) for root in computed.roots
+        ]
+        self.gradients = _gradients(computed, self.values)
+        weighed = [owner[gradient != 0] for owner, gradient in zip(self.owners, self.gradients, strict=True)]
+        self.counts = torch.cat(weighed).bincount(minlength=batch_size)  # of entries with a part in it
+        self.samples = self.counts.nonzero().flatten().tolist()
+        self.size = max(float(gradient.abs().max()) for gradient in self.gradients if gradient.numel())
+        self._random = torch.Generator().manual_seed(next(_SEEDS))  # (the user's is left as it is)
+
+    def as_a_sum(self, splits: int | None = None) -> tuple[frozenset[int] | None, frozenset[int]] | None:
+        """Which parts of a sum over which samples it is: none where that is not known, None where they differ."""
+        samples = frozenset(self.samples)
+        if not samples or not math.isfinite(self.size):
+            return None
+        is_linear = self._is_linear()
+        weights = torch.cat([gradient[gradient != 0] for gradient in self.gradients])
+        counts = self.counts[self.samples]
+        if is_linear and self._is_rounding(weights - weights[0]) and bool((counts == counts[0]).all()):
+            parts = self._parts_at(float(weights[0])) if int(counts[0]) == 1 else None  # (a mean may be written out)
+            return parts or self._parts_of_alone(splits == 1) or frozenset(), samples
+        if not self._is_separable(splits):
+            return None
+        parts = self._parts_of_alone(splits == 1)
+        return None if parts is None and not is_linear else (parts, samples)
+
+    def _is_linear(self) -> bool:
+        """Whether its gradient is a constant around these values: it holds the weights of the entries."""
+        near = [each * (1 + _STEP * self._drawn(each)) + _STEP**2 * self._drawn(each) for each in self.values]
+        changes = self._changes(near)
+        return all(root.differs for root in self.computed.roots) and changes is not None and self._is_rounding(*changes)
+
+    def _is_separable(self, splits: int | None) -> bool:
+        """Whether the gradient of each sample stays as it is whatever the others hold; all `splits` show any pair."""
+        place = torch.randperm(self.batch_size, generator=self._random)
+        for bit in range((self.batch_size - 1).bit_length())[:splits]:  # each pair of samples is on two sides once
+            moves = [((place.to(owner.device) >> bit) % 2 == 1)[owner] for owner in self.owners]
+            drawn = [self._drawn(each) for each in self.values]
+            larger = [each * (0.5 + 1.5 * r) + _STEP * (each == 0) for each, r in zip(self.values, drawn, strict=True)]
+            moved = [each + 3 * each.abs().max() * (r - 0.5) for each, r in zip(self.values, drawn, strict=True)]
+            for others, must_be_defined in ((larger, True), (moved, False)):
+                changes = self._changes([*map(torch.where, moves, others, self.values)])
+                if changes is None and must_be_defined:
+                    return False
+                if changes is not None and not self._is_rounding(*map(_where_not, changes, moves)):
+                    return False
+        return True
+
+    def _parts_of_alone(self, few: bool) -> frozenset[int] | None:
+        """The parts, from some samples alone; None where they cannot be taken alone, or have unequal parts."""
+        roots = self.computed.roots
+        if self.computed.has_constants or any(root.axis.owner is not None for root in roots):
+            return None
+        order = torch.randperm(len(self.samples), generator=self._random).tolist()
+        factors: list[float] = []
+        for place in order[:2] if few else {0, len(order) - 1, *order[:_ALONE]}:
+            values, of_batch = (
+                [
+                    one_entry(each, root.axis, self.batch_size, self.samples[place])
+                    for root, each in zip(roots, entries, strict=True)
+                ]
+                for entries in (self.values, self.gradients)
+            )
+            own = torch.cat([each.flatten() for each in of_batch])
+            alone = torch.cat([each.flatten() for each in _gradients(self.computed, values)])
+            factors.append(float(own @ alone / (alone @ alone)))
+            if not self._is_rounding(own - factors[-1] * alone):
+                return None
+        if any(not math.isclose(factor, factors[0], rel_tol=1e-8) for factor in factors):
+            return None
+        return self._parts_at(factors[0])
+
+    def _parts_at(self, weight: float) -> frozenset[int]:
+        """The parts that a weight of each sample stands for."""
+        sizes = (1, len(self.samples), self.batch_size)
+        return frozenset(size for size in sizes if math.isclose(weight * size, 1, rel_tol=1e-8))
+
+    def _changes(self, values: Sequence[Tensor]) -> list[Tensor] | None:
+        """What becomes of the gradient at other values; None where it is not defined."""
+        found = _gradients(self.computed, values)
+        if not all(bool(gradient.isfinite().all()) for gradient in found):
+            return None
+        return [new - old for new, old in zip(found, self.gradients, strict=True)]
+
+    def _is_rounding(self, *changes: Tensor) -> bool:
+        return all(bool((change.abs() <= _SAME * self.size).all()) for change in changes)
+
+    def _drawn(self, like: Tensor) -> Tensor:
+        return torch.rand(like.shape, generator=self._random, dtype=like.dtype).to(like.device)
+
+
+def _where_not(changes: Tensor, moves: Tensor) -> Tensor:
+    return changes[~moves]
+
+
+def _gradients(computed: Computed, values: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of a number by the roots that have one, zeros for the others."""
+    with torch.enable_grad():
+        inputs = [each.detach().requires_grad_() for each in values]
+        number = computed.run(inputs)
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(number.sum(), inputs, allow_unused=True)
+    return [
+        torch.zeros_like(each) if gradient is None or not root.differs else gradient
+        for root, each, gradient in zip(computed.roots, values, found, strict=True)
+    ]
+
+
+def _cuda_devices(computed: Computed) -> list[torch.device]:
+    return list({root.values.device for root in computed.roots if root.values.device.type == "cuda"})

@@ -1,0 +1,332 @@
+"""How ops that only rearrange entries move the batch axis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_persample.batch_axis.axis import BatchAxis, picked, reshaped, row_owners
+from lightning_persample.batch_axis.base import (
+    Followed,
+    alone,
+    beside_lost,
+    broadcast,
+    crossed,
+    dims_argument,
+    follower,
+    keep,
+    lost,
+)
+from lightning_persample.batch_axis.observed import ObservedCall
+
+__all__ = []
+
+
+@follower("reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "_unsafe_view", by_layout=True)
+def _follow_reshape(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    moved = reshaped(axis, tensor.shape, call.outputs[0].shape, call.batch_size)
+    return lost(call, "cuts the batch axis apart") if moved is None else keep(call, moved)
+
+
+@follower("squeeze", by_layout=True)
+def _follow_squeeze(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    given = call.args[1:] if len(call.args) > 1 else call.argument(1, "dim")
+    if isinstance(given, tuple) and len(given) == 1:
+        given = given[0]
+    dims = dims_argument(given, tensor.dim())
+    gone = [d for d in range(tensor.dim()) if tensor.size(d) == 1 and (dims is None or d in dims)]
+    if axis.dim in gone:
+        return lost(call, "drops the batch axis")
+    return keep(call, axis.moved(axis.dim - sum(d < axis.dim for d in gone)))
+
+
+@follower("unsqueeze", by_layout=True)
+def _follow_unsqueeze(call: ObservedCall) -> Followed:
+    _, axis = call.located[0]
+    dim = int(call.argument(1, "dim")) % call.outputs[0].dim()
+    return keep(call, axis.moved(axis.dim + (dim <= axis.dim)))
+
+
+@follower(
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "permute",
+    "movedim",
+    "moveaxis",
+    "t",
+    "T",
+    "mT",
+    "H",
+    "mH",
+    "adjoint",
+    by_layout=True,
+)
+def _follow_permutation(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    sizes = range(2, 2 + tensor.dim())
+    stand_in = torch.empty(tuple(sizes), device="meta", dtype=tensor.dtype)
+    args = tuple(stand_in if arg is tensor else arg for arg in call.args)
+    kwargs = {name: stand_in if value is tensor else value for name, value in call.kwargs.items()}
+    moved: Tensor = call.function(*args, **kwargs)
+    return keep(call, axis.moved(moved.shape.index(axis.dim + 2)))
+
+
+@follower("expand", "expand_as", "broadcast_to", by_layout=True)
+def _follow_expand(call: ObservedCall) -> Followed:
+    return broadcast(call)
+
+
+@follower("as_strided", "as_strided_copy")
+def _follow_strided(call: ObservedCall) -> Followed:
+    """The same places are read of a tensor that holds, in the same memory, which sample each entry is of."""
+    tensor, axis = call.located[0]
+    size, stride, offset = (call.argument(*each) for each in ((1, "size"), (2, "stride"), (3, "storage_offset")))
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return lost(call, "reads a tensor that has gaps in memory", mixes=None)
+    owners = row_owners(axis, call.batch_size, tensor.device)
+    entries = torch.empty_strided(tensor.shape, tensor.stride(), dtype=owners.dtype, device=tensor.device)
+    entries.copy_(owners.reshape(-1, *[1] * (tensor.dim() - axis.dim - 1)).expand(tensor.shape))
+    start = 0 if offset is None else offset - tensor.storage_offset()
+    if start < 0 or start + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) >= tensor.numel():
+        return lost(call, "reads beyond the tensor", mixes=None)
+    entries = entries.as_strided(size, stride, start)
+    for dim in range(entries.dim()):
+        rows = entries.movedim(dim, 0).flatten(1)
+        if torch.equal(rows, rows[:, :1].expand_as(rows)):
+            return _rows(call, axis, dim, rows[:, 0])
+    return lost(call, "puts entries of several samples side by side along every axis", mixes=None)
+
+
+@follower("repeat", "tile", by_layout=True)
+def _follow_repeat(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    output = call.outputs[0]
+    dim = axis.dim + output.dim() - tensor.dim()
+    times = output.size(dim) // max(tensor.size(axis.dim), 1)
+    return keep(call, replace(axis, dim=dim, outer=axis.outer * times))
+
+
+@follower("repeat_interleave")
+def _follow_repeat_interleave(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    repeats, dim = call.argument(1, "repeats"), call.argument(2, "dim")
+    if dim is None:
+        flat = reshaped(axis, tensor.shape, (tensor.numel(),), call.batch_size)
+        if flat is None:
+            return lost(call, "cuts the batch axis apart")
+        axis, dim = flat, 0
+    dim = int(dim) % max(call.outputs[0].dim(), 1)
+    counts = call.axis_of(repeats) if isinstance(repeats, Tensor) else None
+    own = isinstance(counts, BatchAxis) and tensor is not repeats and dim == axis.dim and counts.same_layout(axis)
+    if counts is not None and not own:
+        return lost(call, "repeats entries as often as numbers of the batch say", mixes=None)
+    if dim != axis.dim:
+        return keep(call, axis)
+    if isinstance(repeats, int):
+        return keep(call, replace(axis, inner=axis.inner * repeats))
+    return _rows(call, axis, dim, row_owners(axis, call.batch_size, repeats.device).repeat_interleave(repeats))
+
+
+@follower("cat", "concat", "concatenate", "stack", "vstack", "row_stack", by_layout=True)
+def _follow_joined(call: ObservedCall) -> Followed:
+    located = call.located
+    if call.lost:
+        return beside_lost(call)
+    first, axis = located[0]
+    output = call.outputs[0]
+    dim = int(call.argument(1, "dim", "axis", default=0)) % output.dim()
+    if any(other.dim != axis.dim for _, other in located) and call.batch_size > 1:
+        return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=None)
+    if call.op in ("vstack", "row_stack") and first.dim() < 2:
+        return lost(call, "stacks tensors of one axis")
+    mixing = next((other.mixing for _, other in located if other.mixing), None)
+    if call.op != "stack" and dim == axis.dim:
+        if len(located) < len(call.operands):
+            return lost(call, "puts rows of the batch beside rows that belong to no sample")
+        owners = torch.cat([row_owners(other, call.batch_size, first.device) for _, other in located])
+        return keep(call, picked(dim, owners, call.batch_size, mixing))
+    if any(not other.same_layout(axis) for _, other in located):
+        return lost(call, "meets two tensors of the batch that order their samples differently", mixes=None)
+    size = first.size(axis.dim)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        return axis if tensor.dim() > axis.dim and tensor.size(axis.dim) == size and call.batch_size > 1 else None
+
+    moved = axis.dim + (call.op == "stack" and dim <= axis.dim)
+    return keep(call, replace(axis, dim=moved, mixing=mixing), aligned)
+
+
+def _rows(call: ObservedCall, axis: BatchAxis, dim: int, owners: Tensor) -> Followed:
+    """Rows of the batch axis were picked: `owners` is the sample of each row that is left, along axis `dim`."""
+    return keep(call, picked(dim, owners, call.batch_size, axis.mixing))
+
+
+@follower("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split", by_layout=True)
+def _follow_split(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    dim = int(call.argument(2, "dim", default=0)) % tensor.dim()
+    if dim != axis.dim:
+        return keep(call, axis)
+    pieces = row_owners(axis, call.batch_size, tensor.device).split([output.size(dim) for output in call.outputs])
+    return Followed(tuple(picked(dim, piece, call.batch_size, axis.mixing) for piece in pieces))
+
+
+@follower("unbind", by_layout=True)
+def _follow_unbind(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    dim = int(call.argument(1, "dim", default=0)) % tensor.dim()
+    if dim == axis.dim:
+        return alone(call, axis, range(len(call.outputs)))
+    return keep(call, axis.moved(axis.dim - (dim < axis.dim)))
+
+
+@follower("flip", by_layout=True)
+def _follow_flip(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    given = call.args[1:] if len(call.args) > 2 else call.argument(1, "dims")
+    dims = dims_argument(given, tensor.dim()) or ()  # none given: nothing is flipped
+    if axis.dim not in dims:
+        return keep(call, axis)
+    return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).flip(0))
+
+
+@follower("roll")
+def _follow_roll(call: ObservedCall) -> Followed:
+    tensor, axis = call.located[0]
+    shifts, dims = call.argument(1, "shifts"), dims_argument(call.argument(2, "dims"), tensor.dim())
+    if dims is None:
+        return lost(call, "moves entries from sample to sample", mixes=None)
+    pairs = zip(dims, (shifts,) if isinstance(shifts, int) else shifts, strict=True)
+    shift = sum(int(by) for dim, by in pairs if dim == axis.dim)  # an axis may be named more than once
+    if axis.dim not in dims:
+        return keep(call, axis)
+    return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).roll(shift))
+
+
+@follower("select", "narrow", "index_select", "unfold")
+def _follow_select(call: ObservedCall) -> Followed:
+    target = call.argument(0, "input", "self")
+    dim = int(call.argument(1, "dim", "dimension")) % max(target.dim(), 1)
+    axis = call.axis_of(target)
+    index = call.argument(2, "index", "start")
+    if not isinstance(axis, BatchAxis):  # a weight or a constant, picked from by an index of the batch
+        where = call.axis_of(index)
+        if call.op == "index_select" and isinstance(where, BatchAxis):
+            return keep(call, where.moved(dim))
+        return lost(call, "picks entries by a number of the batch", mixes=crossed(call))
+    if dim != axis.dim:
+        by = call.axis_of(index) if isinstance(index, Tensor) else None
+        if by is not None:
+            return lost(call, "picks entries by indices that depend on the batch", mixes=crossed(call, by))
+        return keep(call, axis.moved(axis.dim - (dim < axis.dim)) if call.op == "select" else axis)
+    owners = row_owners(axis, call.batch_size, target.device)
+    if call.op == "narrow":
+        return _rows(call, axis, dim, owners.narrow(0, int(index), call.outputs[0].size(dim)))
+    if call.op == "index_select":
+        return _rows(call, axis, dim, owners[index])
+    if call.op == "unfold":
+        return lost(call, "puts several samples into one row")
+    if isinstance(index, Tensor) and call.axis_of(index) is not None:
+        return lost(call, "picks a sample by a number of the batch", mixes=crossed(call))
+    return alone(call, axis, [int(index)])
+
+
+@follower("gather", "take_along_dim", "scatter", "scatter_add", "index_add", "index_copy", "index_fill")
+def _follow_gather(call: ObservedCall) -> Followed:
+    target = call.argument(0, "input", "self")
+    dim = call.argument(2 if call.op == "take_along_dim" else 1, "dim")
+    own = None
+    if call.op in ("index_add", "index_copy"):
+        own = _into_own_rows(call, target, int(dim) % target.dim())
+    elif call.op in ("gather", "take_along_dim") and dim is not None:
+        own = _own_rows(call, target, int(dim) % max(target.dim(), 1))
+    if own is not None:
+        return own
+    if dim is None or call.lost:
+        return lost(call, "takes places that are not known to stay within a sample", mixes=None)
+    dim = int(dim) % max(target.dim(), 1)
+    located = call.located
+    _, axis = located[0]
+    if call.op in ("index_add", "index_copy", "index_fill"):
+        index = call.argument(2, "index")
+        clear = dim != axis.dim and call.axis_of(index) is None and call.axis_of(target) is not None
+        clear = clear and all(other.same_place(axis) for _, other in located)
+        if not clear:
+            return lost(call, "writes into places that depend on the batch", mixes=None)
+        rows = target.size(axis.dim)
+
+        def beside(tensor: Tensor) -> BatchAxis | None:
+            along = tensor is not index and tensor.dim() > axis.dim and tensor.size(axis.dim) == rows
+            return axis if along and call.batch_size > 1 else None
+
+        return keep(call, axis, beside)
+    if any(not other.same_place(axis) for _, other in located) and call.batch_size > 1:
+        return lost(call, "picks entries by indices that do not belong to the same sample", mixes=None)
+    if call.op in ("gather", "take_along_dim") and call.axis_of(target) is None:
+        return _from_table(call, target, dim, axis)
+    size = located[0][0].size(axis.dim)
+    others = [o.tensor for o in call.operands if o.axis is None]
+    if dim == axis.dim or any(other.dim() > axis.dim and other.size(axis.dim) != size for other in others):
+        return lost(call, "picks along the batch axis by places that are not known to stay within a sample", mixes=None)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        return axis if tensor.dim() > axis.dim and call.batch_size > 1 else None
+
+    return keep(call, axis, aligned)
+
+
+def _into_own_rows(call: ObservedCall, target: Tensor, dim: int) -> Followed | None:
+    """Rows added or copied to rows of the same sample, as the values of the index show; None for any other call."""
+    index, source = call.argument(2, "index"), call.argument(3, "source", "tensor")
+    where, found = call.axis_of(target), call.axis_of(source) if isinstance(source, Tensor) else None
+    if not isinstance(found, BatchAxis) or found.mixing is not None or found.dim != dim:
+        return None
+    incoming, rows = row_owners(found, call.batch_size, index.device), index.flatten()
+    constant = target is call.outputs[0] if call.inplace else not target.requires_grad
+    if where is None and constant:  # each of its rows is of the sample that is written there
+        owners = incoming.new_full((target.size(dim),), -1).index_put((rows,), incoming)
+        if bool((owners < 0).any()):
+            owners = row_owners(
+                BatchAxis(dim, inner=target.size(dim) // call.batch_size), call.batch_size, index.device
+            )
+        where = picked(dim, owners, call.batch_size) if owners.numel() == target.size(dim) else None
+    if not isinstance(where, BatchAxis) or where.dim != dim:
+        return None
+    same = torch.equal(row_owners(where, call.batch_size, index.device)[rows], incoming)
+    return keep(call, where) if same else None
+
+
+def _own_rows(call: ObservedCall, target: Tensor, dim: int) -> Followed | None:
+    """Rows of the batch axis gathered so that each is of one sample, as the values of the index show; None if not."""
+    index, axis = call.argument(2 if call.op == "gather" else 1, "index", "indices"), call.axis_of(target)
+    if not isinstance(axis, BatchAxis) or axis.dim != dim or index.dim() != target.dim():
+        return None
+    if not index.numel() or crossed(call):
+        return None
+    owners = row_owners(axis, call.batch_size, index.device)[index].movedim(dim, 0).reshape(index.size(dim), -1)
+    by = call.axis_of(index)
+    if not torch.equal(owners, owners[:, :1].expand_as(owners)):
+        return None
+    if isinstance(by, BatchAxis) and (
+        by.dim != dim or by.mixing or not torch.equal(owners[:, 0], row_owners(by, call.batch_size, index.device))
+    ):
+        return None
+    return keep(call, picked(dim, owners[:, 0], call.batch_size, axis.mixing))
+
+
+def _from_table(call: ObservedCall, table: Tensor, dim: int, axis: BatchAxis) -> Followed:
+    """Each index picks along `dim` from the row of the table at its place: its output lies where the index does."""
+    rows = call.outputs[0].size(axis.dim)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        own = tensor is table and dim != axis.dim and table.size(axis.dim) == rows and call.batch_size > 1
+        return axis if own else None
+
+    if dim != axis.dim and table.size(axis.dim) not in (1, rows):
+        return lost(call, "picks entries from more rows than the batch has", mixes=None)
+    return keep(call, axis, aligned)

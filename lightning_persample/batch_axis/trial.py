@@ -1,0 +1,153 @@
+"""An op of no known family is tried out on single samples alone."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_persample.batch_axis.axis import BatchAxis, one_entry
+from lightning_persample.batch_axis.base import Followed, beside_lost, follower, keep, lost
+from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
+from lightning_persample.rules import other_generators_kept
+
+__all__ = ["try_on_one_sample"]
+
+# ops that write into their arguments without telling autograd
+_WRITES_UNSEEN = frozenset({"fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"})
+
+
+# Ops that compute each row of the first axis from this row alone, whatever the values, or leave no row of it: along it
+# one trial shows what holds for every call of that layout. Of any other op, and along another axis, values may decide
+# (`renorm` beyond its maximum alone, neighbours that are zero in `im2col`), so that each call is tried.
+_BY_ROWS = (
+    *(f"upsample_nearest{n}d" for n in (1, 2, 3)), *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
+    "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+    "prelu", "im2col", "col2im", "max_unpool2d", "max_unpool3d", "grid_sampler", "stft",
+    "quantile", "nanquantile", "kthvalue", "trapezoid", "pairwise_distance", "cosine_similarity",
+)  # fmt: skip
+_SHOWN: dict[Hashable, Followed] = {}  # by layout
+_MOST = 4096
+_ALL, _SOME = 16, 8  # samples tried: all of at most so many, else so many
+_TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float64: 1e-6}
+
+
+@follower(*_BY_ROWS, by_layout=True)
+def try_on_one_sample(call: ObservedCall) -> Followed:
+    """Run the op on a few samples alone (first, last, some between), without gradient, and compare with the call."""
+    batch_size = call.batch_size
+    _, axis = call.located[0]
+    entries = axis.entries(batch_size)
+    shown = _SHOWN.get(call.layout)  # where a weight goes in, there may be no plan
+    if shown is not None:
+        return shown
+    if call.inplace:
+        return _follow_inplace(call)
+    if call.lost:
+        return beside_lost(call)
+    if any(not other.same_layout(axis) for _, other in call.located):
+        return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=None)
+
+    if any(output.is_meta for output in call.outputs):
+        return lost(call, "has tensors without values (device meta), on which it cannot be tried out", mixes=True)
+    if entries == 0:
+        return lost(call, "works on no sample at all")
+    if (
+        call.op in _WRITES_UNSEEN
+        or call.written
+        or any(isinstance(arg, torch.Generator) for arg in (*call.args, *call.kwargs.values()))
+    ):
+        return lost(call, "writes into its arguments or draws from a generator of its own", mixes=None)
+    found: tuple[BatchAxis, ...] = ()
+    laid = False  # what holds no samples and has a row for each is cut as the samples are: it was laid over the batch
+    tried = min(entries, _ALL if entries <= _ALL else _SOME)
+    for entry in dict.fromkeys(place * (entries - 1) // max(tried - 1, 1) for place in range(tried)):
+        placed = _try_on(call, axis, entry, laid)
+        if isinstance(placed, str) and not laid and not found:
+            laid = any(_is_laid(operand.tensor, call, axis) for operand in call.operands)
+            placed = _try_on(call, axis, entry, laid) if laid else placed
+        if isinstance(placed, str):
+            return lost(call, placed, mixes=None)
+        found = placed
+    aligned = (lambda tensor: axis if _is_laid(tensor, call, axis) else None) if laid else None
+    followed = Followed(found, aligned, by_values=axis.dim != 0 or laid)
+    if call.layout is not None and not followed.by_values:
+        if len(_SHOWN) >= _MOST:
+            _SHOWN.clear()
+        _SHOWN[call.layout] = followed
+    return followed
+
+
+def _try_on(call: ObservedCall, axis: BatchAxis, entry: int, laid: bool) -> tuple[BatchAxis, ...] | str:
+    """The axis of each output, found on one entry alone, or what speaks against it."""
+
+    def alone(leaf: object) -> object:
+        where = call.axis_of(leaf) if isinstance(leaf, Tensor) else None
+        if laid and isinstance(leaf, Tensor) and _is_laid(leaf, call, axis):
+            where = axis
+        if not isinstance(leaf, Tensor) or not isinstance(where, BatchAxis):
+            return leaf
+        return one_entry(leaf, where, call.batch_size, entry).detach()
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(call)), other_generators_kept():
+            result = call.function(*tree_map(alone, call.args), **tree_map(alone, dict(call.kwargs)))
+    except Exception as error:  # whatever an op of the user's raises, which the reason names
+        return f"cannot be followed ({type(error).__name__} on one sample alone)"
+    parts = tuple(tensors_in(result))
+    if len(parts) != len(call.outputs):
+        return "gives another number of outputs for one sample alone"
+    placed = [_place(call, whole, part, axis, entry) for whole, part in zip(call.outputs, parts, strict=True)]
+    if any(place is None for place in placed):
+        return "gives a sample another value alone than in its batch"
+    return tuple(place for place in placed if place is not None)
+
+
+def _is_laid(tensor: Tensor, call: ObservedCall, axis: BatchAxis) -> bool:
+    """Whether a tensor without samples has as many rows as the batch, where the batch has its own."""
+    rows = call.located[0][0].size(axis.dim)
+    return call.axis_of(tensor) is None and tensor.dim() > axis.dim and tensor.size(axis.dim) == rows > axis.rows
+
+
+def _place(call: ObservedCall, whole: Tensor, part: Tensor, axis: BatchAxis, entry: int) -> BatchAxis | None:
+    batch_size, entries = call.batch_size, axis.entries(call.batch_size)
+    if entries == 1:
+        dim = min(axis.dim, whole.dim() - 1)
+        return axis.moved(dim) if dim >= 0 and whole.size(dim) == axis.rows else None
+    if whole.dim() != part.dim():
+        return None
+    changed = [dim for dim in range(whole.dim()) if whole.size(dim) != part.size(dim)]
+    if len(changed) != 1:
+        return None
+    (dim,) = changed
+    if part.size(dim) != axis.rows or whole.size(dim) != axis.rows * entries:
+        return None
+    moved = axis.moved(dim)
+    own = one_entry(whole.detach(), moved, batch_size, entry)
+    if not (part.is_floating_point() or part.is_complex()):
+        return moved if torch.equal(own, part) else None
+    tolerance = _TOLERANCE.get(part.dtype, 1e-4)
+    same = torch.allclose(own, part, rtol=tolerance, atol=tolerance * _scale(part), equal_nan=True)
+    return moved if same else None
+
+
+def _scale(tensor: Tensor) -> float:
+    finite = tensor.abs()[torch.isfinite(tensor)]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _cuda_devices(call: ObservedCall) -> list[torch.device]:
+    return list({o.tensor.device for o in call.operands if o.tensor.device.type == "cuda"})
+
+
+def _follow_inplace(call: ObservedCall) -> Followed:
+    """An op that writes into its first argument keeps that argument's shape; no more is known of an unlisted one."""
+    target = call.argument(0, "self", "input")
+    where = call.axis_of(target) if isinstance(target, Tensor) else None
+    alone = all(operand.tensor is target or operand.tensor.numel() <= 1 for operand in call.operands)
+    if isinstance(where, BatchAxis) and alone:
+        return keep(call, where)
+    return lost(call, "writes in place in a way that cannot be followed", mixes=None)

@@ -1,0 +1,657 @@
+"""The pass over a dataset in which gradients are collected: every sample once, each of its own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
+
+from lightning_persample.batch_axis.batch import count_samples, with_samples_at
+from lightning_persample.callbacks.checkpoints import AdamState, Checkpoints, adam_states, fingerprint_of_data
+from lightning_persample.callbacks.lightning_internals import is_lightning_module, lightning_module_for
+from lightning_persample.callbacks.rows import quantity_for, values_of
+from lightning_persample.callbacks.sample_index import TaggedLoader, checked_index, last_drawn, why_no_keys
+from lightning_persample.callbacks.second_pass import muted
+from lightning_persample.capture.mode import expanded_weights
+from lightning_persample.capture.record import PerSampleRecord, warn_user, warning_texts
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.gradients import Dense
+from lightning_persample.gradients.projection import Projection
+from lightning_persample.influence.files import MANIFEST, FolderLock
+from lightning_persample.influence.shards import (
+    ParameterColumns,
+    StoreManifest,
+    StoreWriter,
+    open_store,
+    read_store_manifest,
+    shards_of,
+    write_store_manifest,
+)
+from lightning_persample.influence.store import GradientStore
+from lightning_persample.reference.samples import Weighting, loss_of
+from lightning_persample.reference.untouched import without_dropout
+
+__all__ = [
+    "BatchGradients",
+    "Collecting",
+    "Fetched",
+    "GradientOptions",
+    "SamplesOnce",
+    "WritesInAnyCase",
+    "collecting_with",
+]
+
+_NAMED = 8
+_REMEDY = "pass sample_index=<function of the batch that returns the index of each sample>"
+
+
+class Fetched(NamedTuple):
+    """A batch on its way to the step.
+
+    Attributes:
+        place: which checkpoint it is for.
+        number: which batch of the checkpoint it is, in this process.
+        batch: the batch.
+        keys: the index of each sample; None where the batch tells it.
+        places: see `Drawn`.
+    """
+
+    place: int
+    number: int
+    batch: Any
+    keys: list[int] | None
+    places: tuple[Any, ...] | None
+
+
+class SamplesOnce:
+    """The samples of a loader, each once, split among processes.
+
+    A DataLoader of a dataset with a length is made again: what its sampler would draw plays no part, so that shuffling,
+    weights and ``drop_last`` change nothing; the sampler of a subset alone is asked for its indices. Other data are
+    taken as they come, by one process, and have to tell the samples' indices themselves.
+
+    Args:
+        loader: the DataLoader, or whatever gives batches.
+        has_index: whether the batch tells the index of its samples.
+
+    Attributes:
+        size: number of samples of the dataset, None where it has no length.
+
+    Raises:
+        UnsupportedError: the samples have no indices.
+    """
+
+    def __init__(self, loader: Iterable[Any], has_index: bool) -> None:
+        self._loader = loader
+        self._has_index = has_index
+        unknown = why_no_keys(loader)
+        why = "" if unknown is None else unknown.why
+        if not why and isinstance(loader, DataLoader) and loader.batch_sampler is None:
+            why = "the dataset gives whole batches (batch_size=None)"
+        if not why and not isinstance(_batch_size(loader), int):
+            why = f"{type(getattr(loader, 'batch_sampler', None)).__name__} has no batch_size"
+        self._is_made_anew, self._why = not why, why
+        if why and not has_index:
+            raise UnsupportedError(f"the samples cannot be separated, because {why}; {_REMEDY}")
+        self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_anew else None  # type: ignore[arg-type]
+
+    def fingerprint(self) -> str | None:
+        """The fingerprint of the data; None where it is unknown, or where the indices are not those of the dataset."""
+        return None if self._has_index else fingerprint_of_data(getattr(self._loader, "dataset", None))
+
+    def indices(self) -> np.ndarray[Any, Any] | None:
+        """The index of each sample that is visited, in order; None where only the batches tell it."""
+        return None if self._has_index else self._indices()
+
+    def check_processes(self, processes: int) -> None:
+        """Refuse what cannot be split."""
+        if processes > 1 and not self._is_made_anew:
+            raise UnsupportedError(
+                f"the samples cannot be split among {processes} processes, because {self._why}: pass a DataLoader of a "
+                "dataset with a length, or run in one process"
+            )
+
+    def batches(
+        self, places: int, visited: Callable[[int], np.ndarray[Any, Any]], rank: int, processes: int
+    ) -> Iterator[Fetched]:
+        """The batches of one process, for one checkpoint after the other."""
+        for place in range(places):
+            done = np.empty(0, np.int64) if self._has_index else visited(place)
+            for number, (batch, keys, of_rows) in enumerate(self._keyed(done, rank, processes)):
+                yield Fetched(place, number, batch, keys, of_rows)
+
+    def check_complete(self, rows: np.ndarray[Any, Any], places: int) -> None:
+        """Refuse a store that lacks a sample."""
+        expected = self.indices()
+        if expected is None:
+            return
+        for place in range(places):
+            missing = np.setdiff1d(expected, rows["sample_index"][rows["checkpoint"] == place]).tolist()
+            if missing:
+                more = ", ..." if missing[_NAMED:] else ""
+                raise PerSampleError(
+                    f"{len(missing)} samples have no row at checkpoint {place}: {str(missing[:_NAMED])[1:-1]}{more}. "
+                    "The call can be repeated, and goes on with them"
+                )
+
+    def _keyed(self, done: np.ndarray[Any, Any], rank: int, processes: int) -> Iterator[tuple[Any, Any, Any]]:
+        if not self._is_made_anew:
+            holds_fields = getattr(self._loader, "collate_fn", None) is default_collate
+            for batch in self._loader:
+                yield batch, None, () if holds_fields else None
+            return
+        loader: Any = self._loader
+        pending = np.setdiff1d(self._indices(), done)[rank::processes].tolist()
+        size = _batch_size(loader)
+        batches = [pending[k : k + size] for k in range(0, len(pending), size)]
+        again = _like(loader, batches)
+        iterator = iter(TaggedLoader(again))
+        given = 0
+        for batch in iterator:
+            given += 1
+            drawn = last_drawn(iterator, again)
+            yield batch, None if self._has_index else _checked(drawn), drawn.places
+        if given < len(batches):
+            raise PerSampleError(
+                f"the loader ended after {given} of {len(batches)} batches: one of the samples {batches[given]} gave a "
+                "StopIteration, which a dataset must not raise. What was collected before is written"
+            )
+
+    def _indices(self) -> np.ndarray[Any, Any]:
+        loader: Any = self._loader
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)  # a batch sampler of the user has its own
+        if isinstance(sampler, SubsetRandomSampler):
+            return np.unique(np.asarray(list(sampler.indices), np.int64))
+        return np.arange(self.size or 0)
+
+
+def _batch_size(loader: Any) -> Any:
+    """The batch size of a DataLoader, or of its batch sampler."""
+    if loader.batch_size is not None:
+        return loader.batch_size
+    return getattr(loader.batch_sampler, "batch_size", None)
+
+
+def _like(loader: DataLoader[Any], batches: list[list[int]]) -> DataLoader[Any]:
+    """A DataLoader with the same rows and workers that makes these batches."""
+    workers = loader.num_workers
+    options: dict[str, Any] = {"multiprocessing_context": loader.multiprocessing_context} if workers else {}
+    if workers:
+        options |= {"prefetch_factor": loader.prefetch_factor, "timeout": loader.timeout}
+    sampler: Any = batches
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=sampler,
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+        **options,
+    )
+
+
+def _checked(drawn: Any) -> list[int]:
+    if drawn.keys is None:
+        raise UnsupportedError(f"the samples of a batch are unknown, because {drawn.why}; {_REMEDY}")
+    keys: list[int] = drawn.keys
+    return keys
+
+
+@dataclass(frozen=True, eq=False)
+class GradientOptions:
+    """How gradients are computed; see `collect_gradients` for each."""
+
+    loss: Callable[[Any, Any], Any] | None
+    columns: Mapping[str, Callable[[Any, Any], Tensor]]
+    projection: Projection | None
+    direction: Literal["adam"] | None
+    loss_reduction: Weighting
+    batch_dim: int
+    batch_size: int | None
+    max_memory: int | None
+
+
+class _Found(NamedTuple):
+    """Of m samples of a batch: their places in it, (m,), their values, (m, K), and the columns of the user, (m,)."""
+
+    samples: Tensor
+    values: Tensor
+    columns: dict[str, Tensor]
+
+
+class BatchGradients:
+    """Computes the gradients of one batch after the other.
+
+    Args:
+        module: the module, in the state that it has.
+        layout: the parameters and their columns.
+        options: how.
+    """
+
+    def __init__(self, module: nn.Module, layout: Sequence[ParameterColumns], options: GradientOptions) -> None:
+        self._module = module
+        self._layout = layout
+        self._options = options
+        self._has_warned = False
+
+    def of(
+        self,
+        batch: Any,
+        view: Any,
+        number: int,
+        samples: Tensor,
+        size: int,
+        scale: float,
+        adam: Mapping[str, AdamState],
+    ) -> _Found:
+        """The gradients of a batch."""
+        options = self._options
+        quantity = "grad_sample" if options.direction else quantity_for(options.projection)
+        capture = expanded_weights(
+            self._module,
+            view,
+            loss_reduction="sum" if callable(options.loss_reduction) else options.loss_reduction,
+            batch_dim=options.batch_dim,
+            batch_size=size,
+            quantities=("sq_norm", quantity),
+            unsupported="ignore",  # said by us, as an error
+            max_memory=options.max_memory,
+            samples=None if len(samples) == size else samples,
+        )
+        try:
+            with capture.observe(), _recurrent_layers_can_go_backward(self._module):
+                outputs = self._outputs(batch, number)
+                loss = loss_of(outputs)
+                if not isinstance(loss, Tensor) or not loss.requires_grad:
+                    got = "a loss without a graph" if isinstance(loss, Tensor) else type(loss).__name__
+                    raise UnsupportedError(f"{self._said_loss} gave {got}, but gradients need the loss of every batch")
+                if loss.numel() != 1:
+                    raise OptionError(
+                        f"{self._said_loss} gave a loss of shape {tuple(loss.shape)}; allowed is one number, the loss "
+                        "of the batch: reduce it, with .mean() for loss_reduction='mean' or .sum() for 'sum'"
+                    )
+                if callable(options.loss_reduction):
+                    with torch.no_grad():
+                        capture.attach_loss(loss, options.loss_reduction(outputs, batch))
+                else:
+                    capture.attach_loss(loss)
+                with torch.autocast(loss.device.type, enabled=False):
+                    capture.backward_into_record(loss * scale)
+            record = capture.record
+            self._check(record)
+            if record.samples is not None:
+                samples = record.samples.cpu()
+            values = self._directions(record, adam) if options.direction else None
+            if values is None:
+                values = values_of(record, self._layout, options.projection)
+            return _Found(samples, values, self._columns(outputs, batch, size, samples))
+        finally:
+            capture.close()
+
+    @property
+    def _said_loss(self) -> str:
+        return f"{type(self._module).__name__}.training_step" if self._options.loss is None else "loss(module, batch)"
+
+    def _outputs(self, batch: Any, number: int) -> Any:
+        if self._options.loss is not None:
+            return self._options.loss(self._module, batch)
+        step: Any = self._module.training_step
+        needs_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        return step(batch, number) if needs_number else step(batch)
+
+    def _check(self, record: PerSampleRecord) -> None:
+        """Refuse values that are missing, or that are not those of each sample's own loss."""
+        stored = {each.name for each in self._layout}
+        if any(name in stored for name in record.unsupported):
+            raise UnsupportedError(
+                f"{warning_texts(record)[0]}\nLeave them out with parameters=[...], the names of all others, or change "
+                "the texts on them"
+            )
+        rest = [text for text in warning_texts(record) if not text.startswith("Per-sample gradients are missing")]
+        if record.mixing or record.axis_lost:
+            raise UnsupportedError(f"{rest[0]}\nThis is not collected: pass loss=..., or a module, without such calls")
+        if record.weighting:
+            raise UnsupportedError(rest[0])
+        if record.not_additive and not self._has_warned:
+            self._has_warned = True
+            warn_user(rest[0])
+
+    def _directions(self, record: PerSampleRecord, adam: Mapping[str, AdamState]) -> Tensor:
+        parameters = dict(self._module.named_parameters())
+        parts = []
+        for each in self._layout:
+            parameter = parameters[each.name]
+            grads = record.grad_samples[each.name] if each.name in record.names else None
+            if grads is None:
+                grads = parameter.new_zeros(record.num_values, *each.shape)
+            found = adam[each.name].direction(grads, parameter)
+            projection = self._options.projection
+            projected = found if projection is None else Dense(found).project(projection, each.name)
+            parts.append(projected.reshape(len(grads), each.stop - each.start))
+        return torch.cat(parts, 1)
+
+    def _columns(self, outputs: Any, batch: Any, size: int, samples: Tensor) -> dict[str, Tensor]:
+        found = {}
+        for name, column in self._options.columns.items():
+            with torch.no_grad():
+                values: Any = column(outputs, batch)
+            if not isinstance(values, Tensor) or tuple(values.shape) != (size,) or values.is_complex():
+                is_tensor = isinstance(values, Tensor)
+                got = f"a tensor of shape {tuple(values.shape)}" if is_tensor else type(values).__name__
+                raise OptionError(f"columns[{name!r}] returned {got}; allowed is one real number per sample, ({size},)")
+            found[name] = values.detach().to("cpu", torch.float64)[samples]
+        return found
+
+
+@contextmanager
+def _recurrent_layers_can_go_backward(module: nn.Module) -> Iterator[None]:
+    """A recurrent layer of cuDNN has no backward in evaluation: without dropout, training is the same."""
+    layers = [
+        each
+        for each in module.modules()
+        if isinstance(each, nn.RNNBase) and not each.training and any(p.is_cuda for p in each.parameters())
+    ]
+    with without_dropout(module):
+        for each in layers:
+            each.training = True
+        try:
+            yield
+        finally:
+            for each in layers:
+                each.training = False
+
+
+if TYPE_CHECKING:
+    _Base = LightningModule
+else:
+    _Base = object
+
+
+class _Collecting(_Base):
+    """Holds the module that gradients are of, and stores those of the batches that it is given.
+
+    Args:
+        module: the module.
+        samples: the data.
+        checkpoints: the weights.
+        options: how gradients are computed.
+        requires_grad: by parameter whether it is trainable in the module as it was given.
+        dirpath: the folder of the store.
+        manifest: of the store, as far as it is known before the processes are there.
+        rows_per_shard: see `StoreWriter`.
+        overwrite: remove the store that is in the folder.
+        sample_index: gives the indices of a batch's samples; None takes those of the dataset.
+        untold: the options that are callables which their names do not tell from others.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        samples: SamplesOnce,
+        checkpoints: Checkpoints,
+        options: GradientOptions,
+        *,
+        requires_grad: Mapping[str, bool],
+        dirpath: Path,
+        manifest: StoreManifest,
+        rows_per_shard: int | None,
+        overwrite: bool,
+        sample_index: Callable[[Any], Any] | None,
+        untold: Sequence[str],
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._samples = samples
+        self._checkpoints = checkpoints
+        self._options = options
+        self._requires_grad = requires_grad
+        self._gradients = BatchGradients(module, manifest.parameters, options)
+        self._dirpath = dirpath
+        self._manifest = manifest
+        self._rows_per_shard = rows_per_shard
+        self._overwrite = overwrite
+        self._sample_index = sample_index
+        self._untold = tuple(untold)
+        self._visited: dict[int, np.ndarray[Any, Any]] = {}
+        self._place = -1
+        self._adam: dict[str, AdamState] = {}
+        self._writer: StoreWriter | None = None
+        self._lock: FolderLock | None = None
+
+    def setup(self, stage: str) -> None:
+        """Open the store: all processes are there. A folder that holds another one gives an `OptionError`."""
+        # It is done here because an error in `predict_dataloader` would leave Lightning's changes in torch's
+        # DataLoader.
+        trainer = self.trainer
+        if is_lightning_module(self.module):  # Lightning does it for modules under its own package name alone
+            self.module.to(trainer.strategy.root_device)
+            self.module.trainer = trainer
+        self._samples.check_processes(trainer.world_size)
+        self._manifest = self._opened(trainer)
+        rows = GradientStore(self._dirpath, complete=False).rows
+        for place in np.unique(rows["checkpoint"]).tolist():
+            self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
+        if trainer.is_global_zero:
+            self._warn_of_kept()
+            self._promise(self._expected(len(rows)))
+        trainer.strategy.barrier("all have read the store")  # and nobody has written to it
+        self._writer = StoreWriter(self._dirpath, self._manifest, trainer.global_rank, self._rows_per_shard)
+
+    def predict_dataloader(self) -> _Batches:
+        """The batches that the store lacks, those of this process."""
+        rank, processes = self.trainer.global_rank, self.trainer.world_size
+        return _Batches(lambda: self._samples.batches(len(self._checkpoints), self._visited_at, rank, processes))
+
+    def _expected(self, there: int) -> int:
+        """How many rows the store is going to have; -1 where only the batches tell it."""
+        indices = self._samples.indices()
+        if indices is None:
+            return -1
+        lacking = (np.setdiff1d(indices, self._visited_at(place)) for place in range(len(self._checkpoints)))
+        return there + sum(map(len, lacking))
+
+    def _promise(self, rows: int) -> None:
+        """Say in the manifest how many rows complete the store, and no fewer than were to be there before."""
+        promised = rows if rows < 0 else max(rows, self._manifest.rows or 0)
+        self._manifest = replace(self._manifest, rows=promised)
+        self._write(write_store_manifest, self._dirpath, self._manifest)
+
+    def _warn_of_kept(self) -> None:
+        """Nobody knows whether the rows that are kept are of these data, or of these callables."""
+        untold = ["the data"] if self._manifest.settings["data"] is None else []
+        untold += [f"{name} (a lambda, or an object)" for name in self._untold]
+        if not untold:
+            return
+        indices = self._samples.indices()
+        visited = [self._visited_at(place) for place in range(len(self._checkpoints))]
+        kept = sum(len(there) if indices is None else int(np.isin(indices, there).sum()) for there in visited)
+        if kept:
+            of = "" if indices is None else f" of the {len(indices) * len(visited)}"
+            warn_user(
+                f"dirpath={str(self._dirpath)!r} holds {kept}{of} rows already, which are kept; "
+                f"{', '.join(untold)} are not compared with those that they are of: after a change of them (inputs, "
+                "labels, what a function does) pass another folder, or overwrite=True"
+            )
+
+    def _opened(self, trainer: Trainer) -> StoreManifest:
+        manifest: StoreManifest | None = None
+        refusal: PerSampleError | None = None
+        if trainer.is_global_zero:
+            try:
+                # None goes on with what is there, and no run is one that goes on with overwrite
+                continued: dict[str, int] | None = {} if self._overwrite else None
+                self._lock = FolderLock(self._dirpath)
+                new = self._described(trainer)
+                manifest = open_store(self._dirpath, new, continued, overwrite=self._overwrite)
+            except PerSampleError as error:  # said to the other processes, which would wait for this one
+                refusal = error
+            except OSError as error:
+                refusal = OptionError(f"dirpath={str(self._dirpath)!r} cannot hold gradients: {error}")
+        manifest, refusal = trainer.strategy.broadcast((manifest, refusal))
+        if refusal is not None:
+            self.release()
+            raise refusal
+        if manifest is None:
+            raise PerSampleError("the first process has sent no manifest of the store")
+        return manifest
+
+    def _described(self, trainer: Trainer) -> StoreManifest:
+        """The manifest of these data and checkpoints, which says no more of them than that of rows that are there."""
+        data = self._samples.fingerprint()
+        checkpoints = self._checkpoints.described(trainer, self.module, self._options.direction == "adam")
+        if not self._overwrite and (self._dirpath / MANIFEST).exists() and shards_of(self._dirpath):
+            there = read_store_manifest(self._dirpath)
+            data = data if there.settings.get("data") is not None else None
+            before: list[Mapping[str, Any]] = [*there.checkpoints, *checkpoints[len(there.checkpoints) :]]
+            checkpoints = tuple(_as_before(now, was) for now, was in zip(checkpoints, before, strict=False))
+        return replace(
+            self._manifest,
+            settings={**self._manifest.settings, "data": data},
+            checkpoints=checkpoints,
+            processes=trainer.world_size,
+        )
+
+    def _visited_at(self, place: int) -> np.ndarray[Any, Any]:
+        return self._visited.get(place, np.empty(0, np.int64))
+
+    def predict_step(self, fetched: Fetched, batch_idx: int) -> int:
+        """Store the gradients of the samples of a batch that the store lacks."""
+        if self._writer is None:
+            return 0
+        if fetched.place != self._place:
+            self._move_to(fetched.place)
+        batch, options = fetched.batch, self._options
+        view = batch if fetched.places is None else with_samples_at(batch, fetched.places)
+        drawn = None if fetched.keys is None or self._sample_index is not None else len(fetched.keys)
+        size = count_samples(view, options.batch_dim, options.batch_size, drawn)
+        index = self._index_of(fetched, size)
+        wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
+        if not len(wanted):
+            return 0
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
+        with torch.enable_grad(), muted(self.module):
+            found = self._gradients.of(batch, view, fetched.number, wanted, size, scale, self._adam)
+        checkpoint = self._manifest.checkpoints[fetched.place]
+        step, rate = checkpoint["step"], checkpoint["learning_rate"]
+        self._write(
+            self._writer.add,
+            found.values,
+            {
+                "sample_index": index[found.samples],
+                "checkpoint": fetched.place,
+                "step": -1 if step is None else step,
+                "learning_rate": float("nan") if rate is None else rate,
+                **found.columns,
+            },
+        )
+        return len(found.samples)
+
+    def _move_to(self, place: int) -> None:
+        """Give the module the weights of a checkpoint."""
+        checkpoint = self._checkpoints.read(self.trainer, place)
+        self._checkpoints.load(place, checkpoint, self.module)
+        if self._options.direction == "adam":
+            names = [each.name for each in self._manifest.parameters]
+            self._adam = adam_states(checkpoint, self.module, self.trainer, names, self._requires_grad)
+        self._place = place
+
+    def _index_of(self, fetched: Fetched, size: int) -> torch.Tensor:
+        if self._sample_index is not None:
+            return checked_index(self._sample_index(fetched.batch), size)
+        return torch.tensor(fetched.keys, dtype=torch.int64)
+
+    def on_predict_end(self) -> None:
+        """Write what there is, and wait until all processes have."""
+        self.write()
+        self.trainer.strategy.barrier("all gradients are written")
+        if self.trainer.is_global_zero:
+            self._promise(len(GradientStore(self._dirpath, complete=False)))
+        self.release()
+
+    def release(self) -> None:
+        """Let others write to the folder."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def write(self) -> None:
+        """Write the rows that wait."""
+        if self._writer is not None:
+            self._write(self._writer.flush)
+
+    def _write(self, write: Callable[..., None], *given: Any) -> None:
+        try:
+            write(*given)
+        except OSError as error:
+            raise PerSampleError(
+                f"the gradients in dirpath={str(self._dirpath)!r} cannot be written: {error}. What was written before "
+                "is whole: make room and repeat the call, which goes on there"
+            ) from error
+
+    def on_before_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
+        """As the module does it."""
+        if not is_lightning_module(self.module):
+            return super().on_before_batch_transfer(batch, dataloader_idx)
+        return batch._replace(batch=self.module.on_before_batch_transfer(batch.batch, dataloader_idx))
+
+    def transfer_batch_to_device(self, batch: Fetched, device: torch.device, dataloader_idx: int) -> Any:
+        """As the module does it."""
+        if not is_lightning_module(self.module):
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        return batch._replace(batch=self.module.transfer_batch_to_device(batch.batch, device, dataloader_idx))
+
+    def on_after_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
+        """As the module does it."""
+        if not is_lightning_module(self.module):
+            return super().on_after_batch_transfer(batch, dataloader_idx)
+        return batch._replace(batch=self.module.on_after_batch_transfer(batch.batch, dataloader_idx))
+
+
+def _as_before(now: dict[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint as the store describes it, if the weights are the same, for a state dict tells less than a file."""
+    if now["weights"] != was.get("weights"):
+        return now
+    known = [name for name in ("step", "learning_rate") if now[name] is None or was.get(name) is None]
+    return {**now, **{name: was.get(name) for name in ("path", *known)}}
+
+
+class Collecting(_Collecting, LightningModule):
+    """For Trainers of the package `lightning`; at the top of a file, so that it can be sent to other processes."""
+
+
+def collecting_with(trainer: Trainer) -> type[_Collecting]:
+    """The class of a module that a Trainer predicts with: Trainers of `pytorch_lightning` take no other modules."""
+    base = lightning_module_for(trainer)
+    return Collecting if base is LightningModule else type("Collecting", (_Collecting, base), {})
+
+
+class WritesInAnyCase(Callback):
+    """Writes what was collected before an error: the next call goes on behind it."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the rows that wait."""
+        if isinstance(pl_module, _Collecting):
+            try:
+                pl_module.write()
+            finally:
+                pl_module.release()
+
+
+class _Batches:
+    """Batches without a length: of several processes one may have none."""
+
+    def __init__(self, batches: Callable[[], Iterator[Fetched]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Fetched]:
+        yield from self._batches()

@@ -1,0 +1,337 @@
+"""Per-sample gradients by an extra pass over a batch, for models that the observing engine cannot follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_persample.batch_axis.axis import Lost
+from lightning_persample.batch_axis.batch import BatchLayout
+from lightning_persample.callbacks.observed_step import SampleChoice, SumCheck
+from lightning_persample.callbacks.second_pass import NoLossError, second_pass
+from lightning_persample.capture.failure import guard, in_smaller_chunks
+from lightning_persample.capture.graph import REENTRANT, node_below
+from lightning_persample.capture.record import OF_KEPT, KeptGradients, PerSampleRecord
+from lightning_persample.capture.values import samples_in_loss, samples_with_values
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.gradients import Dense
+from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
+from lightning_persample.options import QUANTITIES
+from lightning_persample.reference.loops import batch_statistics_explained, vmap_per_sample_grads
+from lightning_persample.reference.samples import (
+    Weighting,
+    has_ragged_samples,
+    loss_of,
+    own_loss,
+    take,
+    tensors_of,
+    with_tensors,
+)
+from lightning_persample.reference.untouched import without_dropout
+
+__all__ = ["NOT_COMPARED", "NOT_ONE_BY_ONE", "SecondEngine", "SumsDifferError"]
+
+_NO_FACTOR = "the samples run in a pass of their own, with random numbers of its own"
+
+NOT_ONE_BY_ONE = (
+    "The loss of the batch is not made of the losses of its samples as loss_reduction says (samples that weigh "
+    "otherwise, samples that influence each other as in batch normalization, a term that belongs to no sample), or the "
+    "batch is cut otherwise than its data lie"
+)
+NOT_COMPARED = (
+    "could not be compared with the gradient of the batch, because training_step draws random numbers: where samples "
+    "influence each other or weigh otherwise than loss_reduction says, the values are not those of the training step"
+)
+
+_CHECKPOINT = (
+    "engine='loop' takes gradients with torch.autograd.grad, and activation checkpointing with use_reentrant=True "
+    "gives none to it; use checkpoint(..., use_reentrant=False)"
+)
+
+
+class SumsDifferError(UnsupportedError):
+    """The samples, each run alone, do not add up to the gradient of their batch."""
+
+
+class SecondEngine:
+    """Runs the training step a second time, on single samples: one after the other, or many at once with vmap.
+
+    Args:
+        trainer: the Trainer, inside its training loop.
+        pl_module: its module.
+        loss_reduction: how the loss is made of the samples' own losses.
+        batch_dim: the axis of the batch's tensors that counts samples.
+        choice: chooses the samples that run.
+
+    Attributes:
+        totals: of a pass whose sums are to be compared with ``.grad``, the weighted sums over the samples by name;
+            None where they cannot be compared, as the samples drew random numbers of their own. Without dropout they
+            are compared in the pass itself then.
+        draws: whether a sample draws random numbers even without dropout, so that nothing was compared.
+        weights: what each sample weighs in the loss, (B,).
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        loss_reduction: Weighting,
+        batch_dim: int,
+        choice: SampleChoice,
+    ) -> None:
+        self._trainer = trainer
+        self._module = pl_module
+        self._weighting = loss_reduction
+        self._batch_dim = batch_dim
+        self._choice = choice
+        self.totals: dict[str, Tensor] | None = None
+        self.weights: Tensor | None = None
+        self.draws = False
+
+    def record(
+        self,
+        engine: Literal["vmap", "loop"],
+        training_step: Callable[[Any], Any],
+        batch: Any,
+        layout: BatchLayout,
+        quantities: Collection[str],
+        *,
+        sums: bool,
+    ) -> PerSampleRecord:
+        """The gradients of each sample's own loss; `sums` asks for `totals`, too."""
+        unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
+        if unknown:
+            raise OptionError(
+                f"engine={engine!r} does not give the quantities {unknown}; it gives {', '.join(map(repr, QUANTITIES))}"
+            )
+        size = layout.batch_size
+        _refuse_what_cannot_be_cut(layout, engine)
+        run = self._loop if engine == "loop" else self._vmap
+        chosen = self._choice.of_batch(size)
+        self.weights = self._weigh(training_step, batch, size)
+        in_loss = samples_in_loss(None, self.weights)  # of the others, what they lose is not known
+        samples, _ = samples_with_values(chosen, in_loss)
+        weights = self.weights if samples is None else self.weights[samples]
+
+        def collect() -> _Collected:
+            collected = _Collected(size, samples, frozenset(quantities), weights if sums else None)
+            collected.in_loss = size if in_loss is None else len(in_loss)
+            run(training_step, batch, size, collected)
+            return collected
+
+        run_pass = partial(in_smaller_chunks, collect) if engine == "vmap" else collect
+        collected = run_pass()
+        self.totals = collected.totals if sums and chosen is None and not collected.drew else None
+        if sums and chosen is None and collected.drew:
+            with without_dropout(self._module):
+                self._compare_sums(training_step, self._copied(batch, size), run_pass())
+        return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
+
+    def record_or_reason(
+        self,
+        engine: Literal["expanded", "vmap", "loop"],
+        training_step: Callable[[Any], Any] | None,
+        batch: Any,
+        layout: BatchLayout,
+        quantities: Collection[str],
+        *,
+        sums: bool,
+    ) -> PerSampleRecord | PerSampleError:
+        """The record of an extra pass over the batch, or why there is none; a wrong quantity is an `OptionError`."""
+        self.totals = None
+        if training_step is None or engine == "expanded":
+            return UnsupportedError("there is no batch to run a second time")
+
+        def reason(error: Exception) -> PerSampleError:  # single samples must not end the training
+            if isinstance(error, PerSampleError):
+                return error
+            if isinstance(error, NoLossError):
+                return UnsupportedError(f"training_step returned None in the extra pass of engine={engine!r}")
+            text = next(iter(str(error).strip().splitlines()), "")
+            return UnsupportedError(f"engine={engine!r} failed with {type(error).__name__}: {text}")
+
+        record = guard(self.record, reason)
+        found: PerSampleRecord | PerSampleError = record(engine, training_step, batch, layout, quantities, sums=sums)
+        return found
+
+    def _loop(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
+        scale = self._loss_scale(size)
+        names, parameters = zip(*self._trainable(), strict=True)
+        with second_pass(self._trainer, self._module) as state, batch_statistics_explained(self._module):
+            for place, sample in enumerate(collected.places):
+                one = take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
+                loss = self._own_loss(training_step, one)
+                if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
+                    raise UnsupportedError(_CHECKPOINT)
+                grads: tuple[Tensor | None, ...] = (None,) * len(parameters)
+                if loss.requires_grad:
+                    grads = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
+                for name, grad in zip(names, grads, strict=True):
+                    if grad is not None:
+                        collected.add(name, place, grad.to_dense()[None], scale)
+                # Random numbers go on, so that samples do not share one dropout mask.
+                state.restore(random_states=False)
+            collected.drew = state.drew_random_numbers()
+
+    def _vmap(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
+        if has_ragged_samples(batch, size, self._batch_dim):
+            raise UnsupportedError("the batch holds one item per sample, not rows of tensors, which vmap cannot stack")
+        scale = self._loss_scale(size)
+        bytes_each = sum(parameter.numel() * parameter.element_size() for _, parameter in self._trainable())
+        chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
+        with second_pass(self._trainer, self._module) as state:
+            for start in range(0, len(collected.places), chunk):
+                ones = [
+                    take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
+                    for sample in collected.places[start : start + chunk]
+                ]
+                stacked = [torch.stack(tensors) for tensors in zip(*map(tensors_of, ones), strict=True)]
+
+                def scaled_loss(module: Any, *tensors: Tensor, like: Any = ones[0]) -> Tensor:
+                    one = with_tensors(like, [tensor.squeeze(0) for tensor in tensors])
+                    return self._own_loss(training_step, one) * scale
+
+                _, grads = vmap_per_sample_grads(self._module, scaled_loss, *stacked, randomness="different")
+                for name, rows in grads.items():
+                    collected.add(name, start, rows.detach(), scale)
+                state.restore(random_states=False)
+            collected.drew = state.drew_random_numbers()
+
+    def _compare_sums(self, training_step: Callable[[Any], Any], batch: Any, collected: _Collected) -> None:
+        """Compare the sums of a pass with the gradient of the batch, of which no parameter is given any."""
+        names, parameters = zip(*self._trainable(), strict=True)
+        scale = self._loss_scale(1)
+        with second_pass(self._trainer, self._module) as state:
+            loss = loss_of(training_step(batch))
+            if not isinstance(loss, Tensor) or self.weights is None:
+                raise NoLossError
+            check = SumCheck(self._module, loss, self.weights)
+            grads = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
+            self.draws = collected.drew or state.drew_random_numbers()
+        text = check.finish(
+            collected.record(list(names)), collected.totals, NOT_ONE_BY_ONE, dict(zip(names, grads, strict=True))
+        )
+        if text is not None and not self.draws:
+            raise SumsDifferError(text)
+
+    def _copied(self, batch: Any, size: int) -> Any:
+        """The batch for a second pass, which may change its inputs in place."""
+        return take(batch, 0, size, batch_size=size, batch_dim=self._batch_dim)
+
+    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
+
+    def _own_loss(self, training_step: Callable[[Any], Any], batch: Any) -> Tensor:
+        outputs = training_step(batch)
+        if loss_of(outputs) is None:
+            raise NoLossError
+        return own_loss(outputs, batch, self._weighting)
+
+    def _weigh(self, training_step: Callable[[Any], Any], batch: Any, size: int) -> Tensor:
+        """What each sample weighs in the loss of the batch, (B,)."""
+        if not callable(self._weighting):
+            return torch.full((size,), 1.0 if self._weighting == "sum" else 1.0 / size)
+        batch = self._copied(batch, size)
+        with second_pass(self._trainer, self._module), torch.no_grad():
+            outputs = training_step(batch)
+            if loss_of(outputs) is None:
+                raise NoLossError
+            weights: Any = self._weighting(outputs, batch)
+        if not isinstance(weights, Tensor) or weights.shape != (size,):
+            found = (
+                f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+            )
+            raise OptionError(f"loss_reduction returned {found}, but it must return a tensor of shape ({size},)")
+        return weights.detach().cpu()
+
+    def _loss_scale(self, size: int) -> float:
+        """The factor that keeps gradients in half precision from vanishing, as in the training of one sample."""
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
+
+
+class _Collected:
+    """What is asked for of the samples that have run.
+
+    Args:
+        batch_size: number of samples B.
+        samples: the places of those that run; None is all.
+        quantities: what is asked for.
+        weights: what each of those weighs in sums over them; None asks for no sums.
+
+    Attributes:
+        totals: the weighted sums by parameter.
+        drew: whether the samples drew random numbers.
+        in_loss: number of samples with a part in the loss.
+    """
+
+    def __init__(
+        self, batch_size: int, samples: Tensor | None, quantities: frozenset[str], weights: Tensor | None = None
+    ) -> None:
+        self.places = range(batch_size) if samples is None else samples.tolist()
+        self._batch_size = batch_size
+        self._samples = samples
+        self._quantities = quantities
+        self._weights = weights
+        self.totals: dict[str, Tensor] = {}
+        self.drew, self.in_loss = False, batch_size
+        self._sq_norms: dict[str, Tensor] = {}
+        self._grad_samples: dict[str, Tensor] = {}
+        self._square_sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, start: int, rows: Tensor, scale: float) -> None:
+        """Take the gradients of the samples from `start` on, (samples, *shape), of losses multiplied by `scale`."""
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        own = wide if scale == 1.0 else wide / scale
+        chosen, number = slice(start, start + len(rows)), len(self.places)
+        zeros = own.new_zeros(number)
+        self._sq_norms.setdefault(name, zeros)[chosen] = own.flatten(1).square().sum(1)
+        if self._weights is not None:
+            weights = self._weights[chosen].to(own.device, own.dtype)
+            weighted = own * weights.reshape(-1, *(1,) * (own.dim() - 1))  # (a product of matrices would be autocast)
+            self.totals[name] = weighted.sum(0) + self.totals.get(name, 0.0)
+        if "square_sum" in self._quantities:
+            self._square_sums[name] = own.square().sum(0) + self._square_sums.get(name, 0.0)
+        if self._quantities & {"grad_sample", *OF_KEPT}:
+            if name not in self._grad_samples:
+                self._grad_samples[name] = rows.new_zeros(number, *rows.shape[1:])
+            self._grad_samples[name][chosen] = own.to(rows.dtype)
+
+    def record(self, names: list[str]) -> PerSampleRecord:
+        """The record of the trainable parameters with these names."""
+        used = [name for name in names if name in self._sq_norms]
+        asked: dict[str, Any] = {}
+        if "grad_sample" in self._quantities:
+            asked["grad_samples"] = {name: self._grad_samples[name] for name in used}
+        if "square_sum" in self._quantities:
+            asked["square_sums"] = {name: self._square_sums[name] for name in used}
+        if self._quantities & OF_KEPT:
+            rows = {name: self._grad_samples[name] for name in used}
+            dtypes = {name: grads.dtype for name, grads in rows.items()}
+            structures = {name: Dense(grads) for name, grads in rows.items()}
+            asked["_kept"] = KeptGradients(structures, dtypes, None, self._quantities)
+        return PerSampleRecord(
+            batch_size=self._batch_size,
+            sq_norms={name: self._sq_norms[name] for name in used},
+            coverage=1.0,
+            unused=tuple(name for name in names if name not in self._sq_norms),
+            samples=self._samples,
+            in_loss=self.in_loss,
+            why_no_factor=_NO_FACTOR,
+            **asked,
+        )
+
+
+def _refuse_what_cannot_be_cut(layout: BatchLayout, engine: str) -> None:
+    """Refuse a batch with a tensor of which it is not known what of it is one sample's."""
+    for place in layout.places:
+        if isinstance(place, Lost) and place.alone is None:
+            raise UnsupportedError(
+                f"engine={engine!r} cannot cut the batch into samples: {place.reason}; keep data that all samples "
+                "share out of the batch, as a buffer of the module or a number (mark_samples is for engine='expanded')"
+            )

@@ -1,0 +1,294 @@
+"""What is used of Lightning beyond its documentation: names, methods that are replaced, strategies."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_persample.capture.failure import once
+from lightning_persample.capture.parameters import sharded_elsewhere
+from lightning_persample.errors import OptionError
+
+__all__ = [
+    "ObservedMethod",
+    "borrowed",
+    "is_a",
+    "is_lightning_module",
+    "lightning_module_for",
+    "quiet_trainer",
+    "ranked_bases",
+    "skips_hooks",
+    "why_no_mean_gradient",
+    "why_strategy_is_unsupported",
+]
+
+_PACKAGES = ("lightning", "pytorch_lightning")
+
+
+def ranked_bases(value: Any) -> list[str]:
+    """The names of Lightning's own classes that a value is an instance of, the nearest first."""
+    return [each.__name__ for each in type(value).__mro__ if each.__module__.partition(".")[0] in _PACKAGES]
+
+
+def is_a(value: Any, *names: str) -> bool:
+    """Whether a value is an instance of one of Lightning's classes of these names, under either package name."""
+    return not set(names).isdisjoint(ranked_bases(value))
+
+
+def is_lightning_module(value: Any) -> TypeGuard[LightningModule]:
+    """Whether a value is a LightningModule under either package name."""
+    return is_a(value, "LightningModule")
+
+
+def lightning_module_for(trainer: Any) -> type[Any]:
+    """The class LightningModule of the package that a Trainer is of: it runs no module of the other one."""
+    packages = [each.__module__.partition(".")[0] for each in type(trainer).__mro__]
+    package = next((each for each in packages if each in _PACKAGES), "lightning")
+    found: type[Any] = importlib.import_module(package).LightningModule
+    return found
+
+
+def skips_hooks(trainer: Any) -> bool:
+    """Whether a Trainer passes over hooks of callbacks that are None, as every version of Lightning so far does."""
+    kind = next((each for each in type(trainer).__mro__ if each.__module__.partition(".")[0] in _PACKAGES), None)
+    call = getattr(sys.modules.get(getattr(kind, "__module__", "")), "call", None)
+    code = getattr(getattr(call, "_call_callback_hooks", None), "__code__", None)
+    return "callable" in getattr(code, "co_names", ())
+
+
+_ABSENT = object()
+
+
+class ObservedMethod:
+    """Stands in an object's instance dictionary for one of its methods.
+
+    A deep copy and a pickle of it are the method it stands for, bound to the copied object, so that copies of a module
+    or a Trainer in the middle of a fit carry nothing of ours.
+
+    Args:
+        owner: the object whose method is replaced.
+        name: the method's name.
+        run: called instead of the method, with the method first, as a `Once`, and then the method's arguments.
+        failed: is given what fails in `run` that is not the method's; the method has run then, or runs.
+        is_live: whether the fit that this belongs to is still running. What an interrupted fit left behind, because a
+            hook of another callback kept ours from running, is removed by the next fit.
+        rests: whether a call is to be the method's and nothing more; asked at each call, and must not fail.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        run: Callable[..., Any],
+        failed: Callable[[Exception], Any],
+        is_live: Callable[[], bool],
+        rests: Callable[[], bool] = bool,
+    ) -> None:
+        left = owner.__dict__.get(name)
+        if isinstance(left, ObservedMethod) and not left._is_live():
+            left.restore()
+        self._is_live: Callable[[], bool] = is_live
+        method = getattr(owner, name)
+        functools.update_wrapper(self, method)
+        # Lightning counts the arguments of one level of __wrapped__: it must find what it would find without us.
+        self.__wrapped__ = getattr(method, "__wrapped__", method)
+        self._owner = owner
+        self._name = name
+        self._own = owner.__dict__.get(name, _ABSENT)
+        self._method = method
+        self._run: Callable[..., Any] | None = once(run, method, failed)
+        self._rests: Callable[[], bool] = rests
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the method gives, observed unless it rests."""
+        if self._run is None or self._rests():
+            return self._method(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._method, memo)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if self._own is _ABSENT:
+            return getattr, (self._owner, self._name)
+        return _as_it_is, (self._own,)
+
+    def install(self) -> None:
+        """Take the method's place."""
+        self._owner.__dict__[self._name] = self
+
+    def restore(self) -> None:
+        """Put back exactly what was there; where somebody else has replaced the method since, leave theirs alone."""
+        # Then theirs may call this one, or put it back later: from now on it is the method, and holds nothing else.
+        self._run, self._is_live, self._rests = None, _never, _never
+        if self._owner.__dict__.get(self._name) is not self:
+            return
+        if self._own is _ABSENT:
+            del self._owner.__dict__[self._name]
+        else:
+            self._owner.__dict__[self._name] = self._own
+
+
+def _never() -> bool:
+    return False
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def quiet_trainer() -> Trainer:
+    """A Trainer of one device that logs, saves and shows nothing."""
+    world_size = os.environ.get("WORLD_SIZE", "")
+    processes = int(world_size) if world_size.isdigit() else 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = torch.distributed.get_world_size()
+    if processes > 1:
+        raise OptionError(
+            f"trainer=None takes one device, but there are {processes} processes, and each would write all rows to the "
+            "same folder: pass the Trainer of them all (strategy='ddp'), or in one of them alone Trainer(devices=1)"
+        )
+    with _silent():
+        return Trainer(
+            devices=1,
+            num_nodes=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+
+@contextmanager
+def borrowed(trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
+    """Predict with a Trainer that knows nothing of it afterwards."""
+    # Its own callbacks, loggers, data module, profiler and limits have no part in what runs in this context. Gradients
+    # can be computed in it: ``torch.inference_mode`` is off.
+    if trainer.state.status == TrainerStatus.RUNNING:
+        function = getattr(trainer.state.fn, "value", "run")
+        raise OptionError(f"trainer is in the middle of its {function}: pass another one, or None for one of its own")
+    changed = [trainer, trainer.state, trainer.strategy, trainer._data_connector, trainer._logger_connector]
+    changed += [trainer._checkpoint_connector, *_loops(trainer)]
+    changed += [loop._data_source for loop in _loops(trainer) if hasattr(loop, "_data_source")]
+    before = [(each, dict(vars(each))) for each in changed]
+    device = trainer.strategy.root_device
+    generators = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    random_state = None if generators is None else generators.get_rng_state(device)
+    trainer.callbacks = list(callbacks)  # type: ignore[attr-defined]
+    trainer.loggers = [DummyLogger()]  # a step that asks for the logger finds one
+    trainer.datamodule = None  # type: ignore[attr-defined]
+    trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
+    trainer.predict_loop.batch_progress = copy.deepcopy(trainer.predict_loop.batch_progress)
+    trainer.predict_loop.inference_mode = False
+    trainer.limit_predict_batches = 1.0  # fast_dev_run sets it, too
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        with _silent():
+            yield
+    finally:
+        if interrupt is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupt)  # which Lightning ignores for good once there was one
+        for each, attributes in before:
+            vars(each).clear()
+            vars(each).update(attributes)
+        if generators is not None:
+            generators.set_rng_state(random_state, device)
+
+
+def _loops(trainer: Trainer) -> list[Any]:
+    fit = trainer.fit_loop
+    inner = [fit.epoch_loop, fit.epoch_loop.val_loop]
+    return [fit, *inner, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Lightning says nothing of the devices that it finds; its warnings stay, but for one that no user can help."""
+    # By the package `pytorch_lightning`, once it is imported, speaks `lightning`, too.
+    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(max(logger.getEffectiveLevel(), logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            # how Lightning walks through batches; newer torch deprecates it
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+# By name: importing a strategy's own package is not needed to refuse it.
+_REASONS = {
+    "DeepSpeedStrategy": "DeepSpeed keeps gradients in buffers of its own and, at stage 3, weights too",
+    "FSDPStrategy": "it holds weights of several layers in one flat tensor; use ModelParallelStrategy, fully_shard",
+}
+
+
+def why_no_mean_gradient(trainer: Trainer) -> str:
+    """Why ``.grad`` does not hold the mean over all processes under the Trainer's strategy, or "" where it does."""
+    hooks = getattr(trainer.strategy.model, "_comm_hooks", ()) if trainer.world_size > 1 else ()
+    if not hooks:
+        return ""
+    hook = hooks[0][0]
+    return f"DDP's communication hook `{getattr(hook, '__name__', type(hook).__name__)}` changes the gradients"
+
+
+def why_strategy_is_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Why nothing can be captured under the Trainer's strategy, or None where it can."""
+    strategy = trainer.strategy
+    synchronized = [name for name, part in pl_module.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+    if trainer.world_size > 1 and synchronized:
+        return (
+            f"SyncBatchNorm (`{synchronized[0]}`) is not supported, because samples of all devices influence each "
+            "other in it; use GroupNorm, or BatchNorm without synchronization"
+        )
+    kinds = [kind.__name__ for kind in type(strategy).__mro__]
+    for name, reason in _REASONS.items():
+        if name in kinds:
+            stage = getattr(strategy, "zero_stage_3", False)
+            return f"{type(strategy).__name__}{' at ZeRO stage 3' if stage else ''} is not supported, because {reason}"
+    if is_a(strategy, "ModelParallelStrategy"):
+        return _why_model_parallel_is_unsupported(strategy, pl_module)
+    if trainer.world_size > 1 and not is_a(strategy, "DDPStrategy"):
+        return f"{type(strategy).__name__} on {trainer.world_size} devices is not supported"
+    if strategy.model is not pl_module and not isinstance(strategy.model, DistributedDataParallel):
+        wrapper = type(strategy.model).__name__
+        return f"{type(strategy).__name__} is not supported, because it wraps the module in {wrapper}"
+    return None
+
+
+def _why_model_parallel_is_unsupported(strategy: Any, pl_module: LightningModule) -> str | None:
+    name, size = type(strategy).__name__, strategy.device_mesh["tensor_parallel"].size()
+    if size > 1:
+        return (
+            f"{name} with tensor_parallel_size={size} is not supported, because several devices compute one sample "
+            "together; say tensor_parallel_size=1, data_parallel_size=<number of devices> and use fully_shard"
+        )
+    names = sharded_elsewhere(pl_module)
+    if names:
+        return (
+            f"tensor parallelism is not supported: `{names[0]}`{f' and {len(names) - 1} more' if names[1:] else ''} is "
+            "a DTensor in the forward, too, and not sharded by fully_shard alone"
+        )
+    return None

@@ -1,0 +1,196 @@
+"""Numbers, histograms and tables in every logger of Lightning."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+
+from lightning_persample.callbacks.lightning_internals import ranked_bases
+from lightning_persample.capture.failure import of_user
+from lightning_persample.capture.record import warn_user
+
+__all__ = ["log_histogram", "log_metrics", "log_table", "save_table", "show_means", "unless_disk_fails"]
+
+_Kind = Literal["tensorboard", "wandb", "mlflow", "dummy", "csv", "other"]
+_KINDS: dict[str, _Kind] = {
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+    "MLFlowLogger": "mlflow",
+    "DummyLogger": "dummy",
+    "CSVLogger": "csv",
+}
+_SAID: set[str] = set()
+
+
+@rank_zero_only
+def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: int) -> None:
+    """Write the distribution of the finite values of (n,) to the loggers that have histograms."""
+    finite = values.detach()[values.isfinite()].cpu().double()  # NumPy has no bfloat16
+    takers = [logger for logger in loggers if _kind_of(logger) in ("tensorboard", "wandb", "dummy")]
+    if loggers and not takers:
+        names = ", ".join(dict.fromkeys(type(logger).__name__ for logger in loggers))
+        _say_once(
+            f"`{name}` is not written: {names} takes no histogram, TensorBoardLogger and WandbLogger do. "
+            "PerSampleGradientWriter keeps the norm of every sample"
+        )
+    for logger in takers if finite.numel() else ():
+        unless_disk_fails(name, partial(_write_histogram, logger, name, finite, step))
+
+
+def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> None:
+    kind = _kind_of(logger)
+    if kind == "tensorboard":
+        of_user(_experiment(logger).add_histogram, _prefixed(logger, name), finite.numpy(), step)
+    elif kind == "wandb":
+        _log_to_wandb(logger, name, "Histogram", finite.numpy(), step=step)
+
+
+@rank_zero_only
+def log_table(
+    loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+) -> None:
+    """Write a table."""
+    for logger in loggers:
+        unless_disk_fails(name, partial(_write_table, logger, name, columns, rows, step))
+
+
+def _write_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    kind = _kind_of(logger)
+    if kind == "tensorboard":
+        of_user(_experiment(logger).add_text, _prefixed(logger, name), _markdown(columns, rows), step)
+    elif kind == "wandb":
+        data = [list(row) for row in rows]
+        _log_to_wandb(logger, name, "Table", step=step, columns=list(columns), data=data)
+    elif kind == "mlflow":
+        # Not log_table of MLflow, which needs pandas and adds rows to what is there.
+        path = _path(_prefixed(logger, name), step, "csv")
+        of_user(_experiment(logger).log_text, logger.version, _comma_separated(columns, rows), path)
+    elif _has_a_place(logger, kind):
+        _write_file(logger, kind, _path(name, step, "csv"), _comma_separated(columns, rows).encode())
+
+
+def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Write a table as a file of comma-separated values."""
+    unless_disk_fails(path, partial(_save, path, _comma_separated(columns, rows).encode()))
+
+
+def unless_disk_fails(name: str, write: Callable[[], Any]) -> Any:
+    """Write something; where that fails with an `OSError` (the disk is full), say so once, and go on."""
+    try:
+        return write()
+    except OSError as error:
+        _say_once(f"`{name}` is not written: {error.strerror or error}. Training goes on without it")
+
+
+def _kind_of(logger: Logger) -> _Kind:
+    return next((_KINDS[name] for name in ranked_bases(logger) if name in _KINDS), "other")
+
+
+def _experiment(logger: Logger) -> Any:
+    return of_user(getattr, logger, "experiment")
+
+
+def _prefixed(logger: Logger, name: str) -> str:
+    """The name as the logger's own ``log_metrics`` writes it."""
+    prefix = logger._prefix  # type: ignore[attr-defined]
+    return f"{prefix}{logger.LOGGER_JOIN_CHAR}{name}" if prefix else name  # type: ignore[attr-defined]
+
+
+def _log_to_wandb(logger: Logger, name: str, kind: str, *args: Any, step: int, **kwargs: Any) -> None:
+    make: Callable[..., Any] = getattr(importlib.import_module("wandb"), kind)
+    # Through the logger, which writes the step as "trainer/global_step": W&B drops rows whose own step= goes back.
+    of_user(logger.log_metrics, {name: make(*args, **kwargs)}, step=step)
+
+
+def _has_a_place(logger: Logger, kind: _Kind) -> bool:
+    if kind == "dummy":
+        return False
+    if kind == "mlflow" or _directory(logger) is not None:
+        return True
+    name = f"{type(logger).__module__}.{type(logger).__qualname__}"
+    _say_once(f"{name} has no log_dir and no save_dir, so that tables are not written to it")
+    return False
+
+
+def _directory(logger: Logger) -> str | None:
+    directory = of_user(getattr, logger, "log_dir") or of_user(getattr, logger, "save_dir")
+    return None if directory is None else str(directory)
+
+
+def _write_file(logger: Logger, kind: _Kind, path: str, content: bytes) -> None:
+    if kind == "csv":
+        _experiment(logger)  # it warns of a directory that is not empty when it starts: before this file is in it
+        path = f"{_path_part(logger._prefix)}-{path}" if logger._prefix else path  # type: ignore[attr-defined]
+    _save(f"{_directory(logger)}/{path}", content)
+
+
+def _save(path: str, content: bytes) -> None:
+    files = get_filesystem(path)  # it may be in a bucket
+    files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    with files.open(path, "wb") as file:
+        file.write(content)
+
+
+def _path(name: str, step: int, ending: str) -> str:
+    folder = "/".join(_path_part(part) for part in name.split("/"))
+    return f"{folder}/step_{step:06d}.{ending}"
+
+
+def _path_part(part: str) -> str:
+    """A part of a name as the name of a folder."""
+    return re.sub(r"[^\w. -]", "_", part) if part.strip(".") else "_"
+
+
+def _say_once(text: str) -> None:
+    if text not in _SAID:
+        _SAID.add(text)
+        warn_user(text)
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _markdown_cell(cell: Any) -> str:
+    text = "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+    return " ".join(text.replace("|", r"\|").split())
+
+
+def _comma_separated(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return text.getvalue()
+
+
+def log_metrics(trainer: Trainer, metrics: Mapping[str, float], new: Iterable[str], *, step: int) -> None:
+    """Write values at one step to every logger, and some of them to `callback_metrics`."""
+    # With the epoch, as Lightning adds it to the values of its own.
+    for logger in trainer.loggers:
+        values = {**metrics, "epoch": float(trainer.current_epoch)}
+        unless_disk_fails(next(iter(metrics), ""), partial(of_user, logger.log_metrics, values, step=step))
+    if not trainer.barebones:
+        # Not by self.log, which goes through everything that was ever logged for each of the names.
+        trainer.callback_metrics.update({name: torch.tensor(metrics[name]) for name in new})
+
+
+def show_means(trainer: Trainer, name: str, means: Sequence[float | None]) -> None:
+    """Show values in the progress bar."""
+    names = [name] if len(means) == 1 else [f"{name}_{place}" for place in range(len(means))]
+    # Not by log(..., prog_bar=True), whose names are also those of callback_metrics.
+    trainer.progress_bar_metrics.update(
+        {n: mean for n, mean in zip(names, means, strict=True) if mean is not None and math.isfinite(mean)}
+    )

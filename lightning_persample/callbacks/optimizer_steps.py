@@ -1,0 +1,302 @@
+"""Which backward passes make up an optimizer step, read from ``.grad`` itself."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_persample.capture.record import PerSampleRecord
+
+__all__ = ["GradientOrigins", "ManualSteps", "entries", "is_distributed", "local", "names_by_optimizer"]
+
+
+def is_distributed(grad: Tensor) -> bool:
+    """Whether a gradient is spread over devices."""
+    return hasattr(grad, "placements")
+
+
+def local(grad: Tensor) -> Tensor:
+    """This process's shard of a gradient that is spread over devices, and any other gradient as it is; no graph."""
+    own: Tensor = grad.to_local() if is_distributed(grad) else grad  # type: ignore[attr-defined]
+    return own.detach()
+
+
+def entries(grad: Tensor) -> Tensor:
+    """The entries that are stored here, those of a sparse gradient each once: a tensor of the same norms."""
+    own = local(grad)
+    return own.coalesce().values() if own.is_sparse else own
+
+
+@dataclass(eq=False)
+class _Held:
+    """What ``.grad`` of one parameter was when it was last looked at.
+
+    Attributes:
+        parameter: the parameter.
+        grad: the tensor in ``.grad``; None where there was none.
+        version: how often it had been written to.
+        sizes: its largest entry and two norms, (3,); None where they do not matter.
+        of: the numbers of the backward passes that are in it.
+        doubtful: those of them that may have been dropped.
+        replaced: another tensor than the one that backward filled was put there, or other numbers were written to it.
+    """
+
+    parameter: nn.Parameter
+    grad: weakref.ref[Tensor] | None = None
+    version: int = 0
+    sizes: Tensor | None = None
+    of: set[int] = field(default_factory=set)
+    doubtful: set[int] = field(default_factory=set)
+    replaced: bool = False
+
+    def is_same(self, grad: Tensor) -> bool:
+        """Whether this is the tensor of the last look."""
+        return self.grad is not None and self.grad() is grad
+
+    def drop(self, *, replaced: bool = False) -> None:
+        """No backward is in it any more."""
+        self.of, self.doubtful, self.replaced = set(), set(), replaced
+
+    def note(self, sizes: Tensor | None = None) -> None:
+        """Remember what is there now."""
+        grad = self.parameter.grad
+        self.grad, self.version = (None, 0) if grad is None else (weakref.ref(grad), grad._version)
+        self.sizes = _sizes(grad) if sizes is None and self.of and grad is not None else sizes
+
+
+class GradientOrigins:
+    """Follows ``.grad`` through a training step; to be looked at before and after each backward, and at each step.
+
+    A gradient that is None has been dropped, and so has one that was not zero and is: `zero_grad` has two forms, and
+    users have more. What multiplies it (clipping, unscaling) leaves it one of the same samples. Where other numbers are
+    written to it, as those of several backward passes merged by hand, it is not known of which.
+
+    Args:
+        parameters: by name.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._held = {name: _Held(parameter) for name, parameter in parameters}
+        for held in self._held.values():
+            held.note()
+
+    def look(self) -> None:
+        """Take note of what was dropped or replaced since the last look."""
+        before: list[Tensor] = []
+        after: list[tuple[_Held, Tensor]] = []
+        for held in self._held.values():
+            grad = held.parameter.grad
+            if grad is not None and held.is_same(grad) and held.of and held.sizes is not None:
+                before.append(held.sizes)
+                after.append((held, _sizes(grad)))
+                continue
+            if grad is None or not held.is_same(grad):
+                held.drop(replaced=grad is not None)
+            held.note()
+        if not after:
+            return
+        found = torch.stack([each.to(before[0].device) for each in (*before, *(now for _, now in after))]).tolist()
+        for (held, now), was, is_now in zip(after, found, found[len(before) :], strict=False):
+            if was[0] and not is_now[0]:
+                held.drop()
+            elif held.parameter.grad is not None and held.parameter.grad._version != held.version:
+                if not is_now[0]:
+                    held.doubtful |= held.of  # setting zeros to zero and scaling them look the same
+                elif not _are_multiples(was, is_now):
+                    held.drop(replaced=True)
+            held.note(now)
+
+    def add(self, backward: int, reached: Collection[str]) -> None:
+        """A backward has run."""
+        for name, held in self._held.items():
+            if name in reached and held.parameter.grad is not None:
+                held.of.add(backward)
+            held.note()
+
+    def holders(self, backward: int, names: Collection[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """The parameters among these whose ``.grad`` holds a backward, and those for which that is not known."""
+        found = {name for name in names if backward in self._held[name].of}
+        doubtful = frozenset(name for name in found if backward in self._held[name].doubtful)
+        return frozenset(found - doubtful), doubtful
+
+    def replaced(self, names: Collection[str]) -> list[str]:
+        """The parameters among these whose ``.grad`` is a tensor that no backward filled."""
+        return [name for name, held in self._held.items() if name in names and held.replaced]
+
+
+def _sizes(grad: Tensor) -> Tensor:
+    """Largest entry, Euclidean norm and sum of the absolute values of a gradient; of a sharded one, of its shard."""
+    flat = entries(grad).flatten()
+    if flat.numel() == 0:
+        return torch.zeros(3, device=flat.device)
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    return torch.stack([torch.linalg.vector_norm(flat, order, dtype=wide) for order in (float("inf"), 2, 1)])
+
+
+def _are_multiples(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether one factor leads from one gradient's sizes to the other's, as far as rounding lets see."""
+    if not all(map(math.isfinite, (*before, *after))):
+        return True  # of what overflowed nothing can be said, and nothing is averaged
+    factors = [now / was if was else math.nan for was, now in zip(before, after, strict=True)]
+    return all(math.isclose(factor, factors[0], rel_tol=1e-3) for factor in factors)
+
+
+_Content: TypeAlias = Mapping[int, frozenset[str]] | str
+
+
+def names_by_optimizer(
+    pl_module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[frozenset[str], ...]:
+    """The names of the parameters that each optimizer holds."""
+    held = [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+    named = list(pl_module.named_parameters())
+    return tuple(frozenset(name for name, parameter in named if id(parameter) in ids) for ids in held)
+
+
+class ManualSteps:
+    """What the optimizers step with in one training step in manual optimization.
+
+    An optimizer steps with the backward passes that are in ``.grad`` of its parameters. Of several steps of one
+    optimizer in a training step the last one counts. Where an optimizer takes no step (gradients are accumulated over
+    training steps), the backward passes that are in ``.grad`` of its parameters alone count as its own.
+
+    Args:
+        pl_module: the module that is trained.
+        optimizers: its optimizers.
+        warn: takes why the statistics of a step are left out.
+    """
+
+    def __init__(
+        self, pl_module: LightningModule, optimizers: Sequence[torch.optim.Optimizer], warn: Callable[[str], None]
+    ) -> None:
+        named = list(pl_module.named_parameters())
+        self._parameters = dict(named)
+        self._names = names_by_optimizer(pl_module, optimizers)
+        if len(self._names) == 1:  # of a single one, all parameters are reported
+            self._names = (frozenset(self._parameters),)
+        self._warn = warn
+        self._origins = GradientOrigins(named)
+        self._records: list[PerSampleRecord | None] = []
+        self._steps: dict[int, _Content] = {}
+        self._stepping: set[int] = set()
+        self._decided: set[int] = set()
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return bool(self._steps)
+
+    def before_backward(self) -> None:
+        """A backward is about to run."""
+        self._origins.look()
+
+    def after_backward(self, record: PerSampleRecord | None, *, is_valid: bool = True) -> None:
+        """A backward has run."""
+        reached = () if record is None else (*record.sq_norms, *record.unsupported)
+        self._origins.add(len(self._records), reached)
+        if record is not None:
+            self._records.append(record if is_valid else None)
+        for place in self._stepping:  # in a closure
+            self._steps[place] = self._content(place)
+
+    def before_step(self, optimizer: int) -> None:
+        """An optimizer is about to step, perhaps with a closure that runs backward passes."""
+        self._steps[optimizer] = self._content(optimizer)
+        self._stepping.add(optimizer)
+
+    def at_step(self, optimizer: int) -> None:
+        """An optimizer's closure has run, and it will now change weights."""
+        self._steps[optimizer] = self._content(optimizer)
+        self._decided.add(optimizer)
+
+    def after_step(self, optimizer: int) -> None:
+        """An optimizer has stepped, and may have dropped its gradients."""
+        self._stepping.discard(optimizer)
+        if optimizer not in self._decided:
+            content = self._content(optimizer)
+            if content:
+                self._steps[optimizer] = content
+        self._decided.discard(optimizer)
+
+    def end(self) -> dict[int, list[PerSampleRecord]]:
+        """The training step has ended."""
+        taken = {number for content in self._steps.values() if not isinstance(content, str) for number in content}
+        waiting: dict[int, dict[int, frozenset[str]]] = {}
+        self._origins.look()
+        for number in range(len(self._records)):
+            owners = {
+                place: names
+                for place, own in enumerate(self._names)
+                if number not in taken and (names := self._origins.holders(number, own)[0])
+            }
+            if len(owners) == 1:
+                ((place, names),) = owners.items()
+                waiting.setdefault(place, {})[number] = names
+            elif owners and not any(isinstance(self._steps.get(place), str) for place in owners):
+                self._warn(
+                    f"backward {number} of a training step reached parameters of the optimizers {list(owners)}, and "
+                    "none of them stepped after it: it is in no statistics. Toggle the optimizers "
+                    "(self.toggle_optimizer), so that a backward reaches the parameters of one of them alone"
+                )
+        steps: dict[int, list[PerSampleRecord]] = {}
+        for place, content in {**waiting, **self._steps}.items():
+            if isinstance(content, str):
+                self._warn(f"{content}; the statistics of that step are left out")
+                continue
+            records = [self._restricted(self._records[number], names) for number, names in content.items()]
+            known = [record for record in records if record is not None]
+            if known and len(known) == len(records):
+                steps[place] = known
+        return steps
+
+    def _content(self, optimizer: int) -> _Content:
+        """The backward passes in ``.grad`` of an optimizer, each with its parameters; or why they are unknown."""
+        self._origins.look()
+        names = self._names[optimizer]
+        found: dict[int, frozenset[str]] = {}
+        replaced = self._origins.replaced(names) if self._records else []
+        if replaced:
+            return (
+                f"`.grad` of {_listed(replaced)} was replaced after a backward pass, or written to otherwise than by a "
+                f"factor, so that it is not known with which samples optimizer {optimizer} stepped"
+            )
+        for number, record in enumerate(self._records):
+            sure, doubtful = self._origins.holders(number, names)
+            if doubtful and not self._makes_no_difference(record, doubtful, names, whole=bool(sure)):
+                return (
+                    f"`.grad` of {_listed(sorted(doubtful))} was zero after a backward pass and was then written to, "
+                    f"so that it is not known whether optimizer {optimizer} stepped with it: let zero_grad set "
+                    "gradients to None, as it does by default"
+                )
+            if sure:
+                found[number] = sure | doubtful
+        return found
+
+    def _makes_no_difference(
+        self, record: PerSampleRecord | None, doubtful: Collection[str], names: Collection[str], *, whole: bool
+    ) -> bool:
+        """Whether other parameters tell what became of a backward, and these add nothing to its samples' norms."""
+        if record is None or any(name not in record.sq_norms or record.sq_norms[name].any() for name in doubtful):
+            return False
+        return whole or any(n in names and n not in doubtful for n in (*record.sq_norms, *record.unsupported))
+
+    def _restricted(self, record: PerSampleRecord | None, names: Collection[str]) -> PerSampleRecord | None:
+        """The record of some of the parameters alone, with norms and coverage over these."""
+        if record is None or all(name in names for name in (*record.sq_norms, *record.unsupported)):
+            return record
+        kept = {name: sq_norm for name, sq_norm in record.sq_norms.items() if name in names}
+        missing = {name: reason for name, reason in record.unsupported.items() if name in names}
+        known, unknown = (sum(self._parameters[name].numel() for name in part) for part in (kept, missing))
+        share = known / (known + unknown) if known + unknown else 1.0
+        return replace(record, sq_norms=kept, unsupported=missing, coverage=share)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -1,0 +1,613 @@
+"""From captured batches to the rows of a ledger and of the store of projected gradients beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_persample.capture.failure import guard, of_user
+from lightning_persample.capture.record import PerSampleRecord, listed
+from lightning_persample.errors import OptionError
+from lightning_persample.gradients.projection import Projection
+from lightning_persample.influence.files import MANIFEST, remove_partial_files
+from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
+from lightning_persample.influence.optional_packages import arrow
+from lightning_persample.influence.shards import (
+    ParameterColumns,
+    StoreManifest,
+    StoreWriter,
+    columns_for,
+    difference,
+    open_store,
+    read_store_manifest,
+    remove_store,
+    shards_of,
+    write_store_manifest,
+)
+
+__all__ = [
+    "CapturedRows",
+    "GradientRows",
+    "LearningRates",
+    "checked_types",
+    "columns_of",
+    "keys_of",
+    "layout_of",
+    "quantity_for",
+    "settle_gradients",
+    "table_of",
+    "values_of",
+]
+
+_RESULTS = "per_sample"  # what training_step returns its columns under
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch does not join with other ints
+
+
+@dataclass(eq=False, slots=True)  # not frozen: one is made at every step, and a frozen one takes far longer to make
+class CapturedRows:
+    """What is kept of a backward until its rows are written: m samples, on the device that had them.
+
+    Attributes:
+        step: of the rows, as `epoch`, `batch_idx`, `backward_index` and `coverage`.
+        keys: the samples' indices, (m,), or a list of m keys; None where they are unknown.
+        samples: their places in the batch, (m,); None where they are all, 0 to m - 1.
+        batch_size: number of samples of the batch.
+        rate: the learning rate, or that of each sample, (m,).
+        factor: the weight of a sample in the step, 0-dimensional, not yet divided by `divisor`; None if unknown.
+        divisor: what the factor has to be divided by.
+        norms: (m,).
+        groups: by group (m,).
+        columns: by name the values that the run adds, (m,), known when the batch ends.
+    """
+
+    step: int
+    epoch: int
+    batch_idx: int
+    backward_index: int
+    coverage: float
+    keys: Tensor | list[Any] | None
+    samples: Tensor | None
+    batch_size: int
+    rate: float | Tensor
+    factor: Tensor | None
+    divisor: float
+    norms: Tensor
+    groups: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor]
+
+    @classmethod
+    def of_record(
+        cls,
+        record: PerSampleRecord,
+        step: int,
+        epoch: int,
+        batch_idx: int,
+        rate: float | Tensor,
+        divisor: float,
+        depth: int | None,
+    ) -> CapturedRows:
+        """What is kept of a record."""
+        return cls(
+            step,
+            epoch,
+            batch_idx,
+            record.backward_index,
+            record.coverage,
+            keys_of(record),
+            record.samples,
+            record.batch_size,
+            rate,
+            record.factor,
+            divisor,
+            record.norms(),
+            {} if depth is None else record.group_norms(depth),
+            {},
+        )
+
+    def __len__(self) -> int:
+        return self.norms.shape[0]
+
+    def own(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values that the run adds to these rows."""
+        found = {}
+        for name, values in columns.items():
+            if values.shape == (self.batch_size,):
+                places = self.samples
+                found[name] = values if places is None else values[places.to(values.device)]
+            elif values.shape == (len(self),):
+                found[name] = values
+            else:
+                raise OptionError(
+                    f"the column {name!r} has shape {tuple(values.shape)}, but a ledger needs one value for each "
+                    f"sample of the batch, ({self.batch_size},)"
+                )
+        return found
+
+
+def keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
+    """The samples' indices, (m,), or a list of m keys; None where they are unknown, or are tensors of a loader each."""
+    index = record.sample_index
+    is_single = isinstance(index, Tensor) or (isinstance(index, list) and not any(map(_is_of_a_loader, index)))
+    return index if is_single else None  # type: ignore[return-value]
+
+
+def _is_of_a_loader(each: Any) -> bool:
+    return each is None or isinstance(each, (Tensor, list, dict))
+
+
+def columns_of(outputs: Any, batch: Any, columns: Callable[[Any, Any], Any] | None) -> dict[str, Tensor]:
+    """The columns that a run adds to the rows of a batch."""
+    returned = outputs.get(_RESULTS) if isinstance(outputs, (dict, Mapping)) else None  # a dict is known faster
+    if returned is None and columns is None:
+        return {}
+    found: dict[str, Any] = {}
+    for place, given in (
+        (f"training_step returned under {_RESULTS!r}", returned),
+        ("columns(outputs, batch) returned", None if columns is None else of_user(columns, outputs, batch)),
+    ):
+        if given is None:
+            continue
+        if not isinstance(given, Mapping) or not all(isinstance(each, Tensor) for each in given.values()):
+            raise OptionError(f"{place} {type(given).__name__}, but it must be a dict of tensors (B,) by name")
+        twice = sorted(found.keys() & given.keys())
+        if twice:
+            raise OptionError(f"{place} a column {twice[0]!r} that training_step returned, too: rename one")
+        found.update(given)
+    return {str(name): values.detach() for name, values in found.items()}
+
+
+def kind_of(name: str, values: Tensor) -> str:
+    """The Arrow type of a column that the run adds."""
+    if values.is_complex() or values.dtype in _UNSIGNED:
+        raise OptionError(
+            f"the column {name!r} has dtype {values.dtype}; a ledger has real numbers, ints with a sign and bools"
+        )
+    if values.is_floating_point():
+        return "double"
+    return "bool" if values.dtype == torch.bool else "int64"
+
+
+def columns_and_types(groups: Sequence[str], first: CapturedRows, columns: Mapping[str, Tensor]) -> dict[str, str]:
+    """All columns of a run, which its first rows decide."""
+    known = {**BASE_COLUMNS, **{f"norm/{group}": "double" for group in groups}}
+    if isinstance(first.keys, list):
+        known["sample_index"] = "string"
+    taken = sorted(known.keys() & columns.keys())
+    if taken:
+        raise OptionError(f"the column {taken[0]!r} of the run has the name of a column of every ledger: rename it")
+    return {**known, **{name: kind_of(name, values) for name, values in columns.items()}}
+
+
+def checked_types(
+    types: dict[str, str], groups: Sequence[str], rows: CapturedRows, columns: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """The types of all columns, which further rows have to fit."""
+    types = types or columns_and_types(groups, rows, columns)
+    for name, values in columns.items():
+        before, now = types.get(name), kind_of(name, values)
+        if before is None:
+            raise OptionError(
+                f"the column {name!r} is new in step {rows.step}: the columns of a ledger are those of its first "
+                f"row, {', '.join(types)}; give it a value in every batch"
+            )
+        if before != now and (before, now) != ("double", "int64"):
+            raise OptionError(f"the column {name!r} was of type {before} in the first row and is {now} now")
+    return types
+
+
+def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str], rank: int) -> Any:
+    """The rows as a ``pyarrow.Table``; values leave their device here, a column at a time."""
+    counts = [len(rows) for rows in captured]
+    own = {
+        name: _array(np.repeat([getattr(rows, name) for rows in captured], counts), kind)
+        for name, kind in types.items()
+        if name in ("step", "epoch", "batch_idx", "backward_index", "coverage")
+    }
+    own["rank"] = _array(np.full(sum(counts), rank), "int64")
+    own["row"] = _array(_places(captured, counts), "int64")
+    own["sample_index"] = _keys(captured, types["sample_index"])
+    own["learning_rate"] = _array(_rates(captured, counts), "double")
+    own["weight"] = _weights(captured, counts)
+    own["norm"] = _array(_joined([rows.norms for rows in captured]), "double")
+    for name, kind in types.items():
+        if name.startswith("norm/"):
+            group = name.removeprefix("norm/")
+            own[name] = _optional([rows.groups.get(group) for rows in captured], counts, kind)
+        elif name not in own:
+            own[name] = _optional([rows.columns.get(name) for rows in captured], counts, kind)
+    return arrow().Table.from_arrays([own[name] for name in types], schema=schema_of(types))
+
+
+def _places(captured: Sequence[CapturedRows], counts: Sequence[int]) -> np.ndarray[Any, Any]:
+    if all(rows.samples is None for rows in captured):
+        return np.concatenate([np.arange(count) for count in counts])
+    pairs = zip(captured, counts, strict=True)
+    return _joined([torch.arange(count) if rows.samples is None else rows.samples for rows, count in pairs])
+
+
+def _rates(captured: Sequence[CapturedRows], counts: Sequence[int]) -> np.ndarray[Any, Any]:
+    if not any(isinstance(rows.rate, Tensor) for rows in captured):
+        return np.repeat([rows.rate for rows in captured], counts)
+    pairs = zip(captured, counts, strict=True)
+    return _joined([torch.as_tensor(rows.rate, dtype=torch.float64).expand(count) for rows, count in pairs])
+
+
+def _weights(captured: Sequence[CapturedRows], counts: Sequence[int]) -> Any:
+    missing = np.array([rows.factor is None for rows in captured])
+    factors = [rows.factor for rows in captured if rows.factor is not None]
+    weights = np.zeros(len(captured))
+    if factors:
+        weights[~missing] = _joined(factors, torch.stack)
+    weights /= [rows.divisor for rows in captured]
+    return _array(np.repeat(weights, counts), "double", np.repeat(missing, counts))
+
+
+def _keys(captured: Sequence[CapturedRows], kind: str) -> Any:
+    if kind == "string":
+        listed: list[str | None] = []
+        for rows in captured:
+            keys = rows.keys.tolist() if isinstance(rows.keys, Tensor) else rows.keys
+            listed += [None] * len(rows) if keys is None else [str(key) for key in keys]
+        return arrow().array(listed, arrow().string())
+    keys = [rows.keys if isinstance(rows.keys, Tensor) else None for rows in captured]
+    return _optional(keys, [len(rows) for rows in captured], kind)
+
+
+def _optional(parts: Sequence[Tensor | None], counts: Sequence[int], kind: str) -> Any:
+    """A column in which the rows of some backward passes have no value."""
+    missing = np.repeat([part is None for part in parts], counts)
+    dtype = next((part.dtype for part in parts if part is not None), torch.float64)
+    pairs = zip(parts, counts, strict=True)
+    filled = [torch.zeros(count, dtype=dtype) if part is None else part for part, count in pairs]
+    return _array(_joined(filled), kind, missing)
+
+
+def _joined(parts: list[Tensor], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> np.ndarray[Any, Any]:
+    on_device = {part.device for part in parts} | {torch.device("cpu")}
+    if len(on_device) > 1:  # in one go from where most of them are
+        device = max(on_device, key=lambda each: sum(part.device == each for part in parts))
+        parts = [part.to(device) for part in parts]
+    with torch.no_grad():
+        if len({part.dtype for part in parts}) > 1 and any(part.is_floating_point() for part in parts):
+            parts = [part.double() for part in parts]  # before they are joined, which rounds ints to a narrow dtype
+        joined = join(parts).cpu()
+    if joined.is_floating_point():
+        joined = joined.double()  # numpy has no bfloat16
+    values: np.ndarray[Any, Any] = joined.numpy()
+    return values
+
+
+def _array(values: np.ndarray[Any, Any], kind: str, missing: np.ndarray[Any, Any] | None = None) -> Any:
+    dtypes: dict[str, type] = {"int64": np.int64, "double": np.float64, "bool": np.bool_}
+    return arrow().array(values.astype(dtypes[kind]), mask=missing)
+
+
+def layout_of(shapes: Mapping[str, Sequence[int]], projection: Projection | None) -> tuple[ParameterColumns, ...]:
+    """Which columns are those of which parameter."""
+    sizes = {name: torch.Size(shape) for name, shape in shapes.items()}
+    kept = {name: size.numel() if projection is None else projection.size_of(size) for name, size in sizes.items()}
+    return columns_for({name: (tuple(size), kept[name]) for name, size in sizes.items()})
+
+
+def quantity_for(projection: Projection | None) -> str:
+    """What a record has to hold for rows of it."""
+    return "grad_sample" if projection is None else "projection"
+
+
+def values_of(record: PerSampleRecord, layout: Sequence[ParameterColumns], projection: Projection | None) -> Tensor:
+    """The gradients of a record's samples; -> (m, K)."""
+    parts = record.grad_samples if projection is None else record.project(projection)
+    dtypes = [part.dtype for part in parts.values()]
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    device = next((part.device for part in parts.values()), torch.device("cpu"))
+    values = torch.zeros(record.num_values, layout[-1].stop, dtype=dtype, device=device)
+    for each in layout:
+        if each.name in parts:
+            values[:, each.start : each.stop] = parts[each.name].reshape(len(values), each.stop - each.start)
+        elif each.name in record.unsupported:
+            values[:, each.start : each.stop] = float("nan")
+    return values
+
+
+def settle_gradients(dirpath: Path, continued: Mapping[str, int], *, overwrite: bool) -> None:
+    """Leave no gradient beside a ledger that is not of a row of it; of several processes one alone calls this."""
+    # The store of a run that goes on keeps the rows of its earlier steps. That of another run is removed.
+    if not dirpath.is_dir():
+        return
+    manifest = dirpath / MANIFEST
+    found = read_store_manifest(dirpath) if manifest.exists() else None
+    if found is not None and (found.run in continued or (shards_of(dirpath) and not overwrite)):
+        open_store(dirpath, found, continued)
+        return
+    remove_partial_files(dirpath)
+    remove_store(dirpath)
+    if not any(dirpath.iterdir()):
+        dirpath.rmdir()
+
+
+class _Captured(NamedTuple):
+    """What is kept of a backward until its batch ends."""
+
+    values: Tensor
+    rows: dict[str, Any]
+
+
+class GradientRows:
+    """Writes a row for each sample of each captured backward of a fit, in this process.
+
+    Args:
+        dirpath: the folder of the store.
+        projection: how gradients are projected.
+        dtype: of the stored numbers.
+        rank: this process.
+        warn: takes what went wrong.
+    """
+
+    def __init__(
+        self, dirpath: Path, projection: Projection, dtype: str, rank: int, warn: Callable[[str], None]
+    ) -> None:
+        self._dirpath, self._projection, self._dtype = dirpath, projection, dtype
+        self._rank, self._warn = rank, warn
+        self._found: StoreManifest | None = None
+        self._fields: dict[str, Any] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._left_out: frozenset[str] = frozenset()
+        self._writer: StoreWriter | None = None
+        self._layout: tuple[ParameterColumns, ...] = ()
+        self._current: list[_Captured] = []
+        self._ended: list[_Captured] = []
+
+    def prepare(self, continued: Mapping[str, int], *, overwrite: bool) -> StoreManifest | None:
+        """Make the folder ready; of several processes one alone calls this."""
+        manifest = self._dirpath / MANIFEST
+        found = read_store_manifest(self._dirpath) if manifest.exists() else None
+        if found is None or found.run not in continued:
+            settle_gradients(self._dirpath, continued, overwrite=overwrite)
+            self._dirpath.mkdir(parents=True, exist_ok=True)
+            return None
+        alike = replace(found, projection=self._projection.settings(), dtype=self._dtype)
+        return open_store(self._dirpath, alike, continued, overwrite=overwrite)
+
+    def start(self, found: StoreManifest | None, fields: Mapping[str, Any], module: nn.Module) -> None:
+        """Note what goes on and the manifest's fields; it is written as soon as the parameters are known."""
+        self._found, self._fields = found, dict(fields)
+        trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._shapes = {name: p.shape for name, p in trainable.items() if not p.is_complex()}
+        self._left_out = frozenset(trainable) - frozenset(self._shapes)
+        if self._left_out:
+            names = listed(sorted(self._left_out))
+            self._warn(f"gradients of {names} are not stored: they are complex, but rows are of real numbers")
+
+    def capture(
+        self,
+        record: PerSampleRecord,
+        *,
+        step: int,
+        rate: float | Tensor,
+        divisor: float,
+    ) -> dict[str, Any] | None:
+        """Keep the gradients of a backward until its batch ends."""
+        if self._writer is None:
+            self._open(record)
+        if self._writer is None:
+            return None
+        others = [name for name in record.names if name not in self._shapes and name not in self._left_out]
+        if others:
+            self._warn(f"gradients of {listed(others)} are not stored: they became trainable after the fit had started")
+        index = keys_of(record)
+        rows: dict[str, Any] = {"step": step, "learning_rate": torch.as_tensor(rate, dtype=torch.float64)}
+        if isinstance(index, Tensor):
+            rows["sample_index"] = index
+        elif index is not None:
+            self._warn(
+                "the sampler draws keys that are no ints: the ledger has them, but the store of gradients has "
+                "sample_index -1, so that no score can tell its samples apart; let the sampler draw ints, or pass "
+                "sample_index=<function of the batch that returns the index of each sample>"
+            )
+        if record.factor is not None:
+            rows["weight"] = record.factor.double() / divisor
+        self._current.append(_Captured(values_of(record, self._layout, self._projection), rows))
+        return rows
+
+    def _open(self, record: PerSampleRecord) -> None:
+        """The first record with values tells which parameters have none."""
+        shapes = {name: shape for name, shape in self._shapes.items() if name not in record.unsupported}
+        if not any(shape.numel() for shape in shapes.values()):
+            self._warn("no gradients are stored: no parameter has per-sample gradients that could be")
+            return
+        self._layout = layout_of(shapes, self._projection)
+        manifest = StoreManifest(
+            parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, **self._fields
+        )
+        differing = None if self._found is None else difference(self._found, manifest)
+        if differing is not None:
+            raise OptionError(
+                f"dirpath={str(self._dirpath)!r} holds gradients of this run that were written with {differing[0]}, "
+                f"but now there is {differing[1]}: go on with what there was, or pass another dirpath"
+            )
+        self._writer = StoreWriter(self._dirpath, manifest, self._rank)
+        if self._rank == 0:
+            self._try(partial(write_store_manifest, self._dirpath, manifest))
+
+    def end_batch(self) -> None:
+        """Take what was captured of the batch as rows, which wait for the end of the optimizer step."""
+        self._ended += self._current
+        self._current = []
+
+    def end_step(self) -> None:
+        """Hand on the rows of the batches that have ended."""
+        ended, self._ended = self._ended, []
+        writer = self._writer
+        if writer is not None:
+            for found in ended:
+                self._try(partial(writer.add, found.values, dict(found.rows)))
+                found.rows.clear()
+
+    def forget(self) -> None:
+        """Drop the rows of a step that was not completed."""
+        self._current, self._ended = [], []
+
+    def flush(self) -> None:
+        """Write the rows that were handed on."""
+        if self._writer is not None:
+            self._try(self._writer.flush)
+
+    def finish(self) -> None:
+        """Write the rows that were handed on, and say what is missing."""
+        self.forget()
+        self.flush()
+        writer, self._writer = self._writer, None
+        if writer is not None and writer.lost + writer.waiting:
+            self._warn(f"{writer.lost + writer.waiting} rows of gradients in {str(self._dirpath)!r} were not written")
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._warn(
+                f"the gradients in {str(self._dirpath)!r} cannot be written: {error}. Training goes on; the rows "
+                "are kept in memory and tried again with the next ones"
+            )
+
+
+_LATE = (
+    "the learning rate changed between a backward and its optimizer step, after the rows of that backward were "
+    "written: they have that of the backward"
+)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Rows whose optimizer step is still to come: their rates by group, and the groups that have not stepped yet."""
+
+    rows: object
+    correct: Callable[[float | Tensor], None]
+    sq_norms: Mapping[str, Tensor]
+    rates: list[float]
+    places: set[int]
+
+
+class LearningRates:
+    """Reads learning rates, cheaply where all parameters have the same.
+
+    Args:
+        pl_module: the module that is trained.
+        optimizers: its optimizers; each tells of its steps until `close` is called.
+        warn: takes where rows were written with another rate than that of their step.
+        failed: takes what fails at an optimizer's step by a fault of this package.
+    """
+
+    def __init__(
+        self,
+        pl_module: LightningModule,
+        optimizers: Sequence[torch.optim.Optimizer],
+        warn: Callable[[str], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._module, self._optimizers, self._warn = pl_module, optimizers, warn
+        self._last: list[float] = []
+        self._sizes: list[int] = []
+        self._groups: dict[str, int] = {}
+        self._waiting: list[_Waiting] = []
+        self._written: dict[int, float] = {}
+        self._handles: list[RemovableHandle] = []
+        for place, optimizer in enumerate(optimizers):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._handles.append(optimizer.register_step_post_hook(guard(partial(self._stepped, place), failed)))
+
+    def close(self) -> None:
+        """Leave the optimizers as they were. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.forget()
+
+    def forget(self) -> None:
+        """The optimizer step is over; rows that still wait are of one that was skipped."""
+        self._waiting, self._written = [], {}
+
+    def of_record(self, record: PerSampleRecord) -> float | Tensor:
+        """The learning rate eta of each sample, now."""
+        self._last = self._now()
+        return self._of_norms(record.sq_norms, self._last)
+
+    def wait(self, rows: object, record: PerSampleRecord, correct: Callable[[float | Tensor], None]) -> None:
+        """Note if the rate turns out to be another one when the optimizer steps; to be called after `of_record`."""
+        places = {self._groups[name] for name in record.sq_norms if name in self._groups}
+        if places and self._handles:
+            self._waiting.append(_Waiting(rows, correct, record.sq_norms, self._last, places))
+
+    def wrote(self, others: Sequence[object]) -> None:
+        """Rows have been written and cannot be corrected any more: all that wait but `others`."""
+        kept = {id(rows) for rows in others}
+        for each in self._waiting:
+            for place in each.places if id(each.rows) not in kept else ():
+                rate = each.rates[place]
+                self._written[place] = rate if self._written.get(place, rate) == rate else math.nan
+        self._waiting = [each for each in self._waiting if id(each.rows) in kept]
+
+    def _now(self) -> list[float]:
+        sizes: list[int] = []
+        rates: list[float] = []
+        for optimizer in self._optimizers:  # at every step: plain loops are the fastest
+            for group in optimizer.param_groups:
+                sizes.append(len(group["params"]))
+                rates.append(float(group["lr"]))
+        if sizes != self._sizes:  # a callback may add groups, or parameters to them, as layers thaw
+            if len(sizes) != len(self._sizes):
+                self.forget()
+            self._sizes, self._groups = sizes, self._places()
+        return rates
+
+    def _of_norms(self, sq_norms: Mapping[str, Tensor], rates: Sequence[float]) -> float | Tensor:
+        if rates and rates.count(rates[0]) == len(rates) and self._groups.keys() >= sq_norms.keys():
+            return rates[0]
+        places = {name: self._groups.get(name) for name in sq_norms}
+        by_name = {name: 0.0 if place is None else rates[place] for name, place in places.items()}
+        different = set(by_name.values())
+        if len(different) <= 1:
+            return different.pop() if different else max(rates, default=0.0)
+        return _effective(sq_norms, by_name)
+
+    def _stepped(self, optimizer: int, *args: Any) -> None:
+        if not self._waiting and not self._written:
+            return
+        rates = self._now()
+        first = sum(len(each.param_groups) for each in self._optimizers[:optimizer])
+        own = range(first, first + len(self._optimizers[optimizer].param_groups))
+        if any(place in self._written and self._written.pop(place) != rates[place] for place in own):
+            self._warn(_LATE)
+        for each in self._waiting:
+            places = each.places.intersection(own)
+            each.places -= places
+            if any(each.rates[place] != rates[place] for place in places):
+                each.rates = [rates[n] if n in places else rate for n, rate in enumerate(each.rates)]
+                with torch.no_grad():
+                    each.correct(self._of_norms(each.sq_norms, each.rates))
+        self._waiting = [each for each in self._waiting if each.places]
+
+    def _places(self) -> dict[str, int]:
+        """The group of each parameter, by its place among those of all optimizers."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        places = {id(parameter): place for place, group in enumerate(groups) for parameter in group["params"]}
+        named = self._module.named_parameters()
+        return {name: places[id(parameter)] for name, parameter in named if id(parameter) in places}
+
+
+def _effective(sq_norms: Mapping[str, Tensor], rates: Mapping[str, float]) -> Tensor:
+    device = next(iter(sq_norms.values())).device
+    squares = torch.stack([sq_norm.to(device).double() for sq_norm in sq_norms.values()])
+    total = squares.sum(0)
+    mean = (squares * squares.new_tensor([rates[name] for name in sq_norms])[:, None]).sum(0) / total
+    return torch.where(total == 0, max(rates.values()), mean)

@@ -1,0 +1,686 @@
+"""Which samples of the dataset a captured batch holds: the keys that its sampler drew, or a user's function."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, default_collate, default_convert, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from lightning_persample.batch_axis.batch import places_of_rows, with_samples_at
+from lightning_persample.callbacks.consumer import Consumer
+from lightning_persample.callbacks.lightning_internals import ObservedMethod
+from lightning_persample.capture.failure import Once, fault_of, guard, of_user
+from lightning_persample.capture.record import PerSampleRecord
+from lightning_persample.errors import OptionError
+
+__all__ = [
+    "LAST_KEYS",
+    "BatchIndices",
+    "Column",
+    "Drawn",
+    "RowOrder",
+    "TaggedLoader",
+    "as_drawn",
+    "checked_index",
+    "is_followed",
+    "last_drawn",
+    "note_failures",
+    "why_no_keys",
+]
+
+_BATCHES = 3  # that are looked at: a function that sorts does so from the first
+_ENTRIES = 16  # of each row that are compared
+_PLAIN = (int, float, bool, str)
+
+
+class Column(NamedTuple):
+    """What each row has at one place.
+
+    Attributes:
+        leading: how many entries along a tensor's first axis are compared; 0 for numbers and texts.
+        rows: the first entries of each row.
+    """
+
+    leading: int
+    rows: list[tuple[Any, ...]]
+
+
+class RowOrder:
+    """Looks for the rows' numbers, texts and first tensor entries in the first batches that are made of them.
+
+    The order is lost where all of one place are in the batch, and only in another order, or where the batch has nothing
+    but rows of that place that differ, and not each at its own. It is kept where all of a place that tells every row
+    from every other are found in order. Nothing is concluded from what is not found.
+
+    Args:
+        collate: the collate function.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._left = 0 if collate in (default_collate, default_convert) else _BATCHES
+        self._name = getattr(collate, "__qualname__", type(collate).__qualname__)
+        self._is_lost = False
+
+    def start(self, rows: Any) -> list[Column]:
+        """Note the rows, before the collate function may change them."""
+        if self._left == 0 or type(rows) is not list or len(rows) < 2:
+            return []
+        self._left -= 1
+        by_place: dict[tuple[Any, ...], list[Any]] = {}
+        for row in rows:
+            for place, value in _leaves(row):
+                by_place.setdefault(place, []).append(value)
+        columns = [each for values in by_place.values() if len(values) == len(rows) for each in _columns(values)]
+        return [column for column in columns if len(set(column.rows)) > 1]
+
+    def why_lost(self, columns: list[Column], batch: Any) -> str:
+        """Why the batch's rows are not in the order of the dataset's."""
+        if columns and not self._is_lost:
+            self._is_lost = _is_lost(columns, batch)
+        return f"the collate function {self._name} changes the order of the rows" if self._is_lost else ""
+
+
+def _is_lost(columns: list[Column], batch: Any) -> bool:
+    missing, unexplained = list(columns), []
+    for _, value in _leaves(batch):
+        for parts in _by_sample(value, len(columns[0].rows)):
+            found = [column for column in columns if _rows(parts, column.leading) == column.rows]
+            missing = [column for column in missing if column not in found]
+            if any(_tells_apart(column) for column in found):
+                return False
+            if not found:
+                unexplained.append(parts)
+    return any(
+        Counter(_rows(parts, column.leading)) == Counter(column.rows)
+        or (_tells_apart(column) and set(_rows(parts, column.leading)) <= set(column.rows))
+        for column in missing
+        for parts in unexplained
+    )
+
+
+def _tells_apart(column: Column) -> bool:
+    return len(set(column.rows)) == len(column.rows)
+
+
+def _leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The numbers, texts, lists of them, tensors and arrays in nested containers, each with its place."""
+    if isinstance(value, Mapping):
+        for name in value:
+            yield from _leaves(value[name], (*place, name))
+    elif isinstance(value, PackedSequence):
+        yield from _leaves(pad_packed_sequence(value, batch_first=True), place)
+    elif type(value) in _PLAIN or _is_plain_list(value) or _is_readable(value):
+        yield place, value
+    elif isinstance(value, (tuple, list)):
+        for number, part in enumerate(value):
+            yield from _leaves(part, (*place, number))
+
+
+def _is_plain_list(value: Any) -> bool:
+    # A short tuple is a row rather than a sequence, and its parts are places.
+    return type(value) is list and len(value) > 0 and all(type(each) in _PLAIN for each in value)
+
+
+def _is_readable(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and value.device.type == "cpu" and not value.is_complex()
+    return isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iufb"
+
+
+def _columns(values: list[Any]) -> list[Column]:
+    """What can be compared of the values of all rows at one place."""
+    lengths = [_length(value) for value in values]
+    if all(length is None for length in lengths):
+        return [Column(0, _rows(values, 0))]
+    if any(length is None for length in lengths):
+        return []
+    count = min(_ENTRIES, *(length for length in lengths if length is not None))
+    columns = [Column(0, [(length,) for length in lengths])]
+    return [Column(count, _rows(values, count)), *columns] if count else columns
+
+
+def _by_sample(value: Any, samples: int) -> list[list[Any]]:
+    """A part of the batch cut into samples, along its first and along its second axis where they have that size."""
+    length = _length(value)
+    if length is None:
+        return []
+    cut = [[value[sample] for sample in range(samples)]] if length == samples else []
+    if not isinstance(value, list) and value.ndim > 1 and value.shape[1] == samples:
+        cut.append([value[:, sample] for sample in range(samples)])
+    return cut
+
+
+def _rows(values: list[Any], count: int) -> list[tuple[Any, ...]]:
+    return [_entries(value, count) for value in values]
+
+
+def _length(value: Any) -> int | None:
+    if type(value) in _PLAIN or (not isinstance(value, list) and value.ndim == 0):
+        return None
+    return len(value)
+
+
+def _entries(value: Any, count: int) -> tuple[Any, ...]:
+    if type(value) in _PLAIN:
+        found = [value]
+    elif isinstance(value, list):
+        found = value[:count]
+    else:
+        found = (value if value.ndim == 0 else value[:count]).reshape(-1)[:_ENTRIES].tolist()
+    # A batch in single precision has the numbers of rows in double precision.
+    return tuple(ctypes.c_float(each).value if type(each) is float else each for each in found[:_ENTRIES])
+
+
+LAST_KEYS = "_last_drawn"  # an attribute of iterators, for `as_drawn`
+
+_REPLACED = ("dataset", "collate_fn", "worker_init_fn")
+
+
+class Drawn(NamedTuple):
+    """What is known of the rows of a batch.
+
+    Attributes:
+        keys: what the sampler drew for each row, or None.
+        why: why the keys are missing, or why they may not be those of single rows.
+        is_expected: whether this is in the nature of the data, so that there is nothing to warn of.
+        rows: how many rows the loader drew, or None.
+        places: the paths of what in the batch holds one item per row, none where each of its lists holds fields; None
+            where that is not known.
+    """
+
+    keys: list[Any] | None
+    why: str = ""
+    is_expected: bool = False
+    rows: int | None = None
+    places: tuple[Any, ...] | None = None
+
+
+_EXHAUSTED = Drawn(None, "the loader is exhausted", True)
+
+
+def why_no_keys(loader: object) -> Drawn | None:
+    """Why the rows of a loader have no keys, or None where they have."""
+    if not isinstance(loader, DataLoader):
+        return Drawn(None, f"the training data come from a {type(loader).__name__}, not from a DataLoader", True)
+    if isinstance(loader.dataset, (IterableDataset, MapDataPipe)):
+        return _without_keys(loader.dataset)
+    if is_followed(loader):
+        return None
+    return Drawn(None, f"{type(loader).__name__} makes its batches in an iterator of its own")
+
+
+def _without_keys(dataset: object) -> Drawn:
+    return Drawn(None, f"the rows of a {type(dataset).__name__} have no indices", True)
+
+
+def is_followed(loader: object) -> bool:
+    """Whether the batches of a loader can be followed from the rows on."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, MapDataPipe):
+        return False
+    kinds = [DataLoader]
+    stateful = sys.modules.get("torchdata.stateful_dataloader")
+    if stateful is not None:
+        kinds.append(stateful.StatefulDataLoader)
+    own = [
+        name
+        for name in ("__iter__", "_get_iterator")
+        if all(getattr(type(loader), name) is not getattr(kind, name) for kind in kinds)
+    ]
+    return not own and all(name in vars(loader) for name in _REPLACED)
+
+
+class TaggedLoader:
+    """Iterates over a DataLoader as it does itself; the iterators know the keys of their last batch.
+
+    Args:
+        loader: a DataLoader that can be followed.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not setattr: a DataLoader refuses to change its dataset, and a subclass may do more than set it.
+        attributes = vars(self._loader)
+        own = {name: attributes[name] for name in _REPLACED}
+        failures: list[Exception] = []
+        try:
+            attributes.update(guard(self._keyed, failures.append)(own) or own)
+            iterator = iter(self._loader)
+        finally:
+            attributes.update(own)
+        note_failures([iterator], failures)
+        is_tagged = isinstance(getattr(iterator, "_collate_fn", None), (_KeyedCollate, _CountingCollate))
+        if is_tagged and "_last_drawn" not in vars(type(iterator)):
+            kind: Any = type(iterator)
+            iterator.__class__ = _untagging(kind)
+        return iterator
+
+    def _keyed(self, own: dict[str, Any]) -> dict[str, Any]:
+        """What takes the place of the loader's own attributes while its iterator is made."""
+        dataset, is_automatic = own["dataset"], self._loader._auto_collation
+        if isinstance(dataset, IterableDataset):
+            return {**own, "collate_fn": _CountingCollate(own["collate_fn"], is_automatic, _without_keys(dataset))}
+        keyed: dict[str, Any] = {"dataset": _KeyedDataset(dataset)}
+        keyed["collate_fn"] = _KeyedCollate(own["collate_fn"], is_automatic)
+        if self._loader.num_workers > 0:
+            keyed["worker_init_fn"] = _ShowsOwnDataset(own["worker_init_fn"])
+        return keyed
+
+
+def last_drawn(iterator: object, loader: object) -> Drawn:
+    """What is known of the rows of the batch that an iterator of a loader gave last."""
+    return as_drawn(getattr(iterator, LAST_KEYS, None), loader)
+
+
+def as_drawn(keys: list[Any] | Drawn | None, loader: object) -> Drawn:
+    """What is known of the rows of a batch, from the `LAST_KEYS` that the iterator of its loader had."""
+    if keys is None:
+        return why_no_keys(loader) or Drawn(None, "its iterator was made before the fit")
+    return keys if isinstance(keys, Drawn) else Drawn(keys, rows=len(keys), places=())
+
+
+def note_failures(iterators: Iterable[Any], failures: list[Exception]) -> None:
+    """Let iterators say why nothing is known of their batches, where this package has failed."""
+    for iterator in iterators if failures else ():
+        setattr(iterator, LAST_KEYS, Drawn(None, _why(failures[0])))
+
+
+class _Tagged:
+    """A batch on its way from a collate function to the iterator that takes the keys off."""
+
+    __slots__ = ("batch", "drawn")
+
+    def __init__(self, batch: Any, drawn: list[Any] | Drawn) -> None:
+        self.batch = batch
+        self.drawn = drawn
+
+    def pin_memory(self) -> _Tagged:
+        """The same with the batch's tensors in pinned memory."""
+        return _Tagged(pin_memory(self.batch), self.drawn)
+
+
+class _KeyedDataset:
+    """A dataset that gives its rows with their keys, and is the dataset itself to whoever asks for anything else."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.__dict__["_own_dataset"] = dataset
+
+    def __getitem__(self, key: Any) -> tuple[Any, Any]:
+        return self._own_dataset[key], key
+
+    def __getitems__(self, keys: Any) -> tuple[Any, list[Any] | str]:
+        if type(keys) is not list and isinstance(keys, Iterator):  # it can be walked through once
+            keys = list(keys)
+        drawn: list[Any] | str
+        try:  # no `guard`: this runs at every batch
+            drawn = _plain(keys)
+        except Exception as error:
+            drawn = _why(error)
+        dataset = self._own_dataset
+        if hasattr(dataset, "__getitems__") and dataset.__getitems__:  # as torch asks
+            return dataset.__getitems__(keys), drawn
+        return [dataset[key] for key in keys], drawn
+
+    def __len__(self) -> int:
+        return len(self._own_dataset)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._own_dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own_dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._own_dataset, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _KeyedDataset, (self._own_dataset,)
+
+
+class _KeyedCollate:
+    """A collate function that puts the keys of the rows beside the batch it makes of them.
+
+    Args:
+        collate: the user's collate function.
+        is_automatic: whether it is given a list of rows, one for each key.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], is_automatic: bool) -> None:
+        self._collate = collate
+        self._is_automatic = is_automatic
+        self._order = RowOrder(collate)
+
+    def __call__(self, keyed: tuple[Any, Any]) -> _Tagged:
+        rows, keys = keyed
+        if self._is_automatic and self._collate is default_collate and type(keys) is list:  # as nearly always
+            return _Tagged(self._collate(rows), keys)
+        collate = Once(self._collate)
+        drawn = guard(self._drawn, _not_known)(collate, rows, keys)
+        return _Tagged(collate.result if collate.has_run else self._collate(rows), drawn)
+
+    def _drawn(self, collate: Once, rows: Any, keys: Any) -> Drawn:
+        """What is known of the rows that are collated."""
+        if not self._is_automatic:
+            return _of_one_item(keys)
+        if isinstance(keys, str):
+            return Drawn(None, keys)
+        columns, drawn = self._order.start(rows), list(rows)
+        batch = collate(rows)
+        why = self._order.why_lost(columns, batch)
+        return Drawn(None if why else keys, why, rows=len(keys), places=places_of_rows(batch, drawn) or None)
+
+
+class _CountingCollate:
+    """A collate function that puts beside the batch how many rows it is made of.
+
+    Args:
+        collate: the user's collate function.
+        is_automatic: whether it is given a list of rows.
+        drawn: why the rows have no keys.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], is_automatic: bool, drawn: Drawn) -> None:
+        self._collate = collate
+        self._is_automatic = is_automatic
+        self._drawn = drawn
+
+    def __call__(self, rows: Any) -> _Tagged:
+        collate = Once(self._collate)
+        drawn = guard(self._counted, _not_known)(collate, rows)
+        return _Tagged(collate.result if collate.has_run else self._collate(rows), drawn)
+
+    def _counted(self, collate: Once, rows: Any) -> Drawn:
+        if not self._is_automatic:
+            makes_lists = self._collate is default_convert  # of tuples, too
+            return self._drawn._replace(places=()) if makes_lists and not _holds_list(rows) else self._drawn
+        drawn = list(rows)
+        return self._drawn._replace(rows=len(drawn), places=places_of_rows(collate(rows), drawn) or None)
+
+
+def _holds_list(item: Any) -> bool:
+    parts = item.values() if isinstance(item, dict) else item if isinstance(item, tuple) else ()
+    return isinstance(item, list) or any(map(_holds_list, parts))
+
+
+class _ShowsOwnDataset:
+    """Starts a worker process: whoever asks there for the dataset gets the user's own.
+
+    Args:
+        init: the user's own ``worker_init_fn``.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        keyed: Any = None if info is None else info.dataset
+        if type(keyed) is _KeyedDataset:
+            object.__setattr__(info, "dataset", keyed._own_dataset)  # its fields are read-only
+        if self._init is not None:
+            self._init(worker_id)
+
+
+@functools.cache
+def _untagging(kind: Any) -> Any:
+    """The kind of iterator that takes the keys off the batches it gives."""
+
+    class Untagging(kind):
+        _last_drawn: list[Any] | Drawn | None = None
+
+        def _next_data(self) -> Any:
+            self._last_drawn = _EXHAUSTED
+            tagged = super()._next_data()
+            self._last_drawn = tagged.drawn
+            return tagged.batch
+
+    Untagging.__name__, Untagging.__qualname__, Untagging.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Untagging
+
+
+def _plain(keys: Any) -> list[Any]:
+    """The keys in a list of its own: a sampler may change the one it gave."""
+    found = keys.tolist() if hasattr(keys, "tolist") else list(keys)
+    if not set(map(type, found)) <= {int}:
+        found = [key.item() if hasattr(key, "item") and not key.shape else key for key in found]
+    return found
+
+
+def _why(error: Exception) -> str:
+    return fault_of(error, "following the data loader")
+
+
+def _not_known(error: Exception) -> Drawn:
+    return Drawn(None, _why(error))
+
+
+def _of_one_item(key: Any) -> Drawn:
+    """Of an item of the dataset that is taken as a batch."""
+    if isinstance(key, (list, range)) or (hasattr(key, "tolist") and key.ndim == 1):
+        keys = _plain(key)
+        return Drawn(keys, rows=len(keys))
+    return Drawn(_plain([key]), "the dataset gives whole batches", True)
+
+
+_REMEDY = "pass sample_index=<function of the batch that returns the index of each sample> to the callback"
+_LOG = "_drawn_batches"
+_NOTED = 16  # batches: the current one, and those that Lightning fetches ahead
+
+
+class BatchIndices:
+    """Gives records the dataset's indices of their samples.
+
+    Args:
+        trainer: the Trainer, before it sets up its training data.
+        callbacks: its per-sample callbacks.
+    """
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Consumer]) -> None:
+        self._trainer = trainer
+        self._of_batch = callbacks[0].sample_index
+        self._followed: Any = None
+        self._kind: Any = None
+        self._observed: ObservedMethod | None = None
+        self._has_warned = False
+        self._why_not_followed = "the training data were made before the callbacks' setup"
+        self.why_absent = ""
+        self._is_asked = any(callback.receives_records() for callback in callbacks)
+        if self._of_batch is None and self._is_asked:
+            self._install()
+
+    def attach(self, record: PerSampleRecord, batch: Any, warn: Callable[[str], None]) -> PerSampleRecord:
+        """The record with its `sample_index`."""
+        if self._of_batch is not None:
+            index = checked_index(of_user(self._of_batch, batch), record.batch_size)
+            return replace(record, sample_index=_of_samples(index, record))
+        if not self._is_asked:
+            return record
+        drawn = self._of_current_batch() or [Drawn(None, self._why_not_followed)]
+        found = [_of_samples(_index_of(each, record.batch_size), record) for each in drawn]
+        if any(index is not None for index in found):
+            return replace(record, sample_index=tree_unflatten(found, self._followed._spec))
+        reasons = [self._why_absent(each, record.batch_size) for each in drawn]
+        self.why_absent = "; ".join(dict.fromkeys(reasons))
+        if not self._has_warned and not all(each.is_expected for each in drawn):
+            self._has_warned = True
+            warn(f"record.sample_index is None, because {self.why_absent}; {_REMEDY}")
+        return record
+
+    def rows_drawn(self) -> int | None:
+        """How many rows the data loader drew for the current batch; None where that is not known."""
+        counts = {each.rows for each in self._of_current_batch()}
+        return next(iter(counts)) if len(counts) == 1 else None
+
+    def arranged(self, batch: Any) -> Any:
+        """The current batch with lists of one item per sample, and tuples of fields, where these are known."""
+        combined: Any = self._trainer.fit_loop._combined_loader
+        loaders = [] if combined is None else combined.flattened
+        if all(getattr(loader, "collate_fn", None) is default_collate for loader in loaders):
+            return with_samples_at(batch, ())
+        drawn = self._of_current_batch() if any(combined.iterables is each for each in loaders) else []
+        return with_samples_at(batch, drawn[0].places) if drawn and drawn[0].places is not None else batch
+
+    def uninstall(self) -> None:
+        """Leave Lightning's objects as they were. May be called twice."""
+        if self._observed is not None:  # until all is put back, so that what an interrupt keeps from it is done again
+            self._observed.restore()
+            self._let_go()
+            self._observed = None
+
+    def _install(self) -> None:
+        # Lightning calls it when the training data are complete, right before it makes their iterators.
+        loop, name = self._trainer.fit_loop, "_load_combined_loader_states"
+        if not hasattr(loop, name):
+            self._why_not_followed = "this version of lightning makes its iterators in another way"
+            return
+
+        def follow(before_iterators: Callable[[], None]) -> None:
+            before_iterators()
+            self._follow(loop._combined_loader)
+
+        self._observed = ObservedMethod(loop, name, follow, self._failed, lambda: self._observed is not None)
+        self._observed.install()
+
+    def _failed(self, error: Exception) -> None:
+        self._why_not_followed = fault_of(error, "following the data loader")
+
+    def _follow(self, combined: Any) -> None:
+        self._let_go()
+        if combined is not None and _LOG not in vars(combined):
+            self._kind = type(combined)
+            self._followed = combined
+            vars(combined)[_LOG] = deque(maxlen=_NOTED)
+            combined.__class__ = _following(self._kind)
+
+    def _let_go(self) -> None:
+        combined = self._followed
+        if combined is not None:
+            combined.__class__ = self._kind
+            vars(combined).pop(_LOG, None)
+            self._followed = None
+
+    def _of_current_batch(self) -> list[Drawn]:
+        if self._followed is None:
+            return []
+        noted = vars(self._followed)[_LOG]
+        # A loader without a length is one batch ahead, because Lightning has to know which batch is the last.
+        ahead = len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
+        return guard(_drawn, _no_keys_known)(self._followed.flattened, noted[-1 - ahead]) if len(noted) > ahead else []
+
+    def _why_absent(self, drawn: Drawn, batch_size: int) -> str:
+        if drawn.why:
+            return drawn.why
+        count = len(drawn.keys or ())
+        return (
+            f"the sampler drew {count} row{'' if count == 1 else 's'} for a batch of {batch_size} samples (a collate "
+            "function or a hook of the module adds or drops rows)"
+        )
+
+
+@functools.cache
+def _following(kind: Any) -> Any:
+    """The kind of CombinedLoader that iterates over tagged loaders, and notes what their batches hold."""
+
+    class Following(kind):
+        def __iter__(self) -> Any:
+            attributes: dict[str, Any] = self.__dict__
+            own = attributes["_flattened"]
+            failures: list[Exception] = []
+            attributes["_flattened"] = guard(_tagged, failures.append)(own) or own
+            try:
+                iterator = super().__iter__()
+            finally:
+                attributes["_flattened"] = own
+            note_failures(self._iterator.iterators, failures)
+            return iterator
+
+        def __next__(self) -> Any:
+            fetched = super().__next__()
+            try:  # no `guard`: this runs at every batch
+                keys: Any = [getattr(each, LAST_KEYS, None) for each in self._iterator.iterators]
+            except Exception as error:
+                keys = error
+            self.__dict__[_LOG].append(keys)
+            return fetched
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            plain = kind.__new__(kind)
+            vars(plain).update({name: value for name, value in vars(self).items() if name != _LOG})
+            return _itself, (plain,)
+
+    Following.__name__, Following.__qualname__, Following.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return Following
+
+
+def _tagged(loaders: list[Any]) -> list[Any]:
+    return [TaggedLoader(each) if is_followed(each) else each for each in loaders]
+
+
+def _drawn(loaders: list[Any], keys: list[Any] | Exception) -> list[Drawn]:
+    if isinstance(keys, Exception):
+        raise keys
+    one_each = len(loaders) == len(keys)  # not so in mode "sequential", which Lightning refuses later
+    return [as_drawn(each, loader) for loader, each in zip(loaders, keys, strict=True)] if one_each else []
+
+
+def _no_keys_known(error: Exception) -> list[Drawn]:
+    return [Drawn(None, fault_of(error, "following the data loader"))]
+
+
+def _itself(combined: Any) -> Any:
+    return combined
+
+
+def _index_of(drawn: Drawn, batch_size: int) -> Tensor | list[Any] | None:
+    keys = drawn.keys
+    if keys is None or len(keys) != batch_size:
+        return None
+    fit = all(type(key) is int and -(2**63) <= key < 2**63 for key in keys)
+    return torch.tensor(keys, dtype=torch.int64) if fit else list(keys)
+
+
+def _of_samples(index: Tensor | list[Any] | None, record: PerSampleRecord) -> Tensor | list[Any] | None:
+    """The index of the samples that the record has values for."""
+    if record.samples is None or index is None:
+        return index
+    return index[record.samples] if isinstance(index, Tensor) else [index[place] for place in record.samples.tolist()]
+
+
+def checked_index(answer: Any, batch_size: int) -> Tensor:
+    """What a callable gave, as a tensor (B,), int64; anything but one int for each sample gives an `OptionError`."""
+    found = answer if isinstance(answer, Tensor) else _as_tensor(answer)
+    got = type(answer).__name__
+    if isinstance(found, Tensor):
+        got += f" of shape {tuple(found.shape)} and dtype {found.dtype}"
+        is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+        if is_integer and found.shape == (batch_size,):
+            return found.detach().to("cpu", torch.int64)
+    raise OptionError(
+        f"sample_index returned {got}, but it must return the index of each sample of the batch: a tensor or a "
+        f"sequence of {batch_size} ints"
+    )
+
+
+def _as_tensor(answer: Any) -> Tensor | None:
+    try:
+        return torch.as_tensor(answer)
+    except (TypeError, ValueError, RuntimeError):
+        return None

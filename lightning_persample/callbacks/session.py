@@ -1,0 +1,555 @@
+"""One capture per training step, shared by all per-sample callbacks of a Trainer.
+
+This is the one file that knows in which order Lightning calls things. In automatic optimization one batch runs
+
+    on_train_batch_start -> training_step -> zero_grad -> on_before_backward -> LightningModule.backward
+    -> on_after_backward -> on_before_optimizer_step -> clipping -> step -> on_train_batch_end
+
+and the capture has to be open during `training_step` and during `backward`. No callback hook surrounds either of them,
+so both methods are replaced on the instance for the time of a fit; strategies look them up there by name. In manual
+optimization everything from zero_grad to step happens inside `training_step`; for it `manual_backward` is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_persample.batch_axis.batch import EmptyBatchError, count_samples, lay_out
+from lightning_persample.callbacks.consumer import (
+    Consumer,
+    Reports,
+    check_options_agree,
+    holds_compiled_code,
+    why_unsupported,
+)
+from lightning_persample.callbacks.fallback import NOT_COMPARED, NOT_ONE_BY_ONE, SecondEngine, SumsDifferError
+from lightning_persample.callbacks.lightning_internals import ObservedMethod, skips_hooks
+from lightning_persample.callbacks.manual import (
+    NO_BACKWARD,
+    NO_FALLBACK,
+    NOT_VERIFIED,
+    OUTSIDE_STEP,
+    ManualStep,
+    unseen,
+    why_not_manual,
+)
+from lightning_persample.callbacks.observed_step import ObservedStep, SampleChoice, SumCheck
+from lightning_persample.callbacks.sample_index import BatchIndices
+from lightning_persample.callbacks.second_pass import on_other_batches, verify_values
+from lightning_persample.capture.failure import Once, fault_of, guard, of_user, run_all
+from lightning_persample.capture.parameters import is_sharded
+from lightning_persample.capture.record import OwnScale, PerSampleRecord, warning_texts
+from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
+from lightning_persample.reference.samples import loss_of
+
+__all__ = ["SharedCapture", "is_logging_step", "logging_step", "shared_capture", "window_continues"]
+
+
+def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
+    """Whether the optimizer step that the current batch belongs to is logged."""
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return True
+    if every_n_steps is None and trainer.world_size == 1:
+        return bool(trainer._logger_connector.should_update_logs)
+    # Of several processes one alone may be asked to stop: what they do together goes by the count of steps.
+    every = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and (logging_step(trainer) + 1) % every == 0
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The step number under which Lightning logs what happens in the current batch."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def window_continues(trainer: Trainer) -> bool:
+    """Whether the current batch ends without an optimizer step, because gradients are being accumulated."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def shared_capture(trainer: Trainer) -> SharedCapture | None:
+    """The capture of the fit that a Trainer is in, or None."""
+    found = [getattr(callback, "_shared", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    return next((each for each in found if isinstance(each, SharedCapture)), None)
+
+
+class SharedCapture:
+    """The capture that all per-sample callbacks of one Trainer share during one fit.
+
+    Args:
+        trainer: the Trainer, after its strategy was set up.
+        pl_module: the module that is trained.
+        callbacks: the Trainer's per-sample callbacks.
+        indices: knows which samples a batch holds; None where nothing does.
+
+    Raises:
+        OptionError: two callbacks differ in an option of the capture.
+        UnsupportedError: this way of training is not supported and a callback has ``unsupported="error"``.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        callbacks: Sequence[Consumer],
+        indices: BatchIndices | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._indices = indices
+        self._module = pl_module
+        self._callbacks = tuple(callbacks)
+        choices = {callback.unsupported for callback in callbacks}
+        self._falls_back = "vmap" in choices and "error" not in choices
+        self._reports = Reports(trainer, pl_module, raises="error" in choices)
+        self._verify = any(callback.verify for callback in callbacks)
+        first = callbacks[0]
+        self._engine: Literal["expanded", "vmap", "loop"] = first.engine
+        self._choice = SampleChoice(first.max_samples, seed=trainer.global_rank if first.max_samples else 0)
+        self._second = SecondEngine(trainer, pl_module, first.loss_reduction, first.batch_dim, self._choice)
+        self._second_is_compared = self._second_is_refused = False
+        self._second_check: SumCheck | None = None
+        self._methods: tuple[ObservedMethod, ...] = ()
+        self._in_training_step = False
+        self._receivers: list[Consumer] = []
+        self._quantities: frozenset[str] = frozenset()
+        self._step: ObservedStep | None = None
+        self._is_empty = False
+        self._manual: ManualStep | None = None
+        self._optimizer_steps: Mapping[int, Sequence[PerSampleRecord]] = {}
+        self._record: PerSampleRecord | None = None
+        self._rerun: Callable[[Any], Any] | None = None
+        self._sums_differ = False
+        self._loss_scale: Tensor | None = None
+        self._averages = trainer.world_size > 1 or is_sharded(pl_module)
+        self._batch: Any = None
+        self._is_resting, self._rested_at = False, -1
+        self._awake: list[Consumer] = []
+
+        check_options_agree(trainer, self._callbacks)
+        reason = why_unsupported(trainer, pl_module)
+        manual = not pl_module.automatic_optimization
+        if reason is None and manual:
+            reason = why_not_manual(self._engine)
+        if reason is not None:
+            if indices is not None:
+                indices.uninstall()
+            self._reports.report(UnsupportedError(f"{reason}: no per-sample gradients are captured in this fit"))
+            return
+        if manual:
+            if self._falls_back:
+                self._falls_back = False
+                self._reports.report(UnsupportedError(NO_FALLBACK))
+            if self._verify:
+                self._verify = False
+                self._reports.report(UnsupportedError(NOT_VERIFIED))
+        is_resting = partial(getattr, self, "_is_resting")
+        runs: dict[str, tuple[Callable[..., Any], Callable[[], bool]]] = {
+            "training_step": (self._run_training_step, self._rests),
+            "backward": (self._run_backward, is_resting),
+            "manual_backward": (self._run_manual_backward, is_resting),  # a module may go over to it in the middle
+        }
+        self._methods = tuple(
+            ObservedMethod(pl_module, name, run, self._failed, self._is_live, rests)
+            for name, (run, rests) in runs.items()
+        )
+
+    def install(self) -> None:
+        """Take the methods' places; whatever goes wrong here, a warning that is an error, `uninstall` undoes it."""
+        for method in self._methods:
+            method.install()
+        if self._methods and skips_hooks(self._trainer):
+            for callback in self._callbacks:
+                callback._skip_hooks()
+        for callback in self._callbacks:
+            if self._methods and not callback.receives_records():
+                self._reports.warn(
+                    f"{type(callback).__name__} does not override on_per_sample_gradients, so that nothing is done "
+                    "with its records"
+                )
+        if self._methods and self._engine == "expanded" and holds_compiled_code(self._module):
+            self._reports.warn(
+                "captured steps run compiled code as it was written, because nothing of a compiled graph can be seen: "
+                "their results may differ from those of compiled steps in the last bits, and in random numbers"
+            )
+
+    def _is_live(self) -> bool:
+        return self._trainer.state.status == TrainerStatus.RUNNING
+
+    @property
+    def has_said_fault(self) -> bool:
+        """Whether values are missing by a fault of this package, as a warning says."""
+        return self._reports.has_said_fault
+
+    def warn(self, text: str) -> None:
+        """Say something once in this fit."""
+        self._reports.warn(text)
+
+    def steps_for(self, callback: Consumer) -> Mapping[int, Sequence[PerSampleRecord]]:
+        """The records of each optimizer's step in manual optimization, by place; none if the callback wants none."""
+        return self._optimizer_steps if callback in self._receivers else {}
+
+    def belongs_to(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Whether this is the capture of that Trainer and module."""
+        return self._trainer is trainer and self._module is pl_module
+
+    def end_batch(self) -> None:
+        """Forget the batch: close the capture and remove ``grad_sample`` from the parameters. May be called twice."""
+        step, self._step = self._step, None
+        self._receivers = []
+        self._optimizer_steps = {}
+        self._record = self._rerun = self._manual = self._batch = self._loss_scale = None
+        self._is_empty = False
+        check, self._second_check = self._second_check, None
+        if step is None and check is None:  # as at every batch that is not captured
+            self._reports.end_batch()
+        else:
+            run_all(self._reports.end_batch, *(each.close for each in (step, check) if each is not None))
+
+    def uninstall(self) -> None:
+        """Leave the module as it was before the fit. May be called twice."""
+        self._is_resting = False
+        hooks = [callback._restore_hooks for callback in self._callbacks]
+        run_all(*[method.restore for method in reversed(self._methods)], self.end_batch, *hooks)
+        self._methods = ()
+
+    def _rests(self) -> bool:
+        """Whether nobody wants the current batch and nothing of an earlier one is left; asked at every batch."""
+        if not self._is_resting:  # `_run_once` finds out
+            return False
+        try:  # no `guard`: it would be most of what a batch that is not captured costs
+            trainer = self._trainer
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            is_due = trainer.should_stop  # then Lightning logs
+            for callback in self._callbacks:
+                every = callback.every_n_steps
+                if every is None:
+                    every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+                is_due = is_due or bool(every and (step + 1) % every == 0)
+            if is_due:
+                self._end_rest(step)
+                return False
+            self._rested_at = step
+            if self._awake:
+                self._awake = self._not_resting()
+        except Exception as error:
+            self._is_resting = False
+            self._failed(error)
+        return self._is_resting
+
+    def _start_rest(self) -> None:
+        """From this batch on, nothing is done at batches that no callback wants, if that is known beforehand."""
+        trainer: Any = self._trainer
+        if not trainer.fast_dev_run and all(callback._goes_by_steps() for callback in self._callbacks):
+            self._is_resting, self._rested_at = True, logging_step(trainer)
+            self._awake = self._not_resting()
+
+    def _not_resting(self) -> list[Consumer]:
+        automatic = self._module.automatic_optimization
+        return [callback for callback in self._callbacks if not callback._rest(automatic=automatic)]
+
+    def _end_rest(self, step: int) -> None:
+        self._is_resting = False
+        for callback in self._callbacks:
+            if callback not in self._awake:
+                callback._end_rest(has_missed=self._rested_at == step)
+
+    def _run_training_step(self, training_step: Once, *args: Any, **kwargs: Any) -> Any:
+        # A validation_step that calls self.training_step, and a training_step that calls itself, are not the step.
+        elsewhere = not self._trainer.training or self._module._trainer is not self._trainer
+        if not self._methods or self._in_training_step or elsewhere:
+            return training_step(*args, **kwargs)
+        self._in_training_step = True
+        try:
+            return self._run_once(training_step, args, kwargs)
+        finally:
+            self._in_training_step = False
+
+    def _run_once(self, training_step: Once, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # An optimizer such as LBFGS runs the step several times for one batch, and each run starts again.
+        self.end_batch()
+        # A trial fit inside the fit (a learning rate finder) takes the callbacks out of the Trainer for its time.
+        present = [callback for callback in self._callbacks if callback in self._trainer.callbacks]  # type: ignore[attr-defined]
+        self._receivers = [callback for callback in present if of_user(callback.should_capture, self._trainer)]
+        if not self._receivers:
+            self._start_rest()
+            return training_step(*args, **kwargs)
+        self._quantities = frozenset().union(*(of_user(each.needs, self._trainer) for each in self._receivers))
+        self._batch = args[0] if args else next(iter(kwargs.values()), None)
+        self._rerun = on_other_batches(training_step.function, args, kwargs)
+        if self._verify and self._module.automatic_optimization:
+            first = self._callbacks[0]
+            verified = verify_values(
+                self._trainer,
+                self._module,
+                first,
+                self._rerun,
+                self._batch,
+                batch_size=first.batch_size or (None if self._indices is None else self._indices.rows_drawn()),
+                allow_missing=self._falls_back,
+            )
+            self._verify = not verified
+        return self._runner()(training_step, args, kwargs)
+
+    def _runner(self) -> Callable[..., Any]:
+        if not self._module.automatic_optimization:
+            return self._optimized_manually
+        return self._observed if self._engine == "expanded" else self._after_an_extra_pass
+
+    def _observed(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step = self._open()
+        if step is None:
+            return training_step(*args, **kwargs)
+        with step.capture.observe():
+            outputs = training_step(*args, **kwargs)
+        loss = loss_of(outputs)
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            self.end_batch()
+            return outputs
+        step.capture.before_backward = self._backward_starts
+        step.capture.after_backward = guard(self._backward_ended, self._failed)
+        try:
+            step.attach(loss, outputs)
+        except PerSampleError as error:
+            self._reports.report(error)
+            self.end_batch()
+        else:
+            if self._falls_back and step.weights is not None and not self._averages:
+                self._second_check = SumCheck(self._module, loss, step.weights, averaged=self._averages)
+        return outputs
+
+    def _optimized_manually(
+        self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        reason = why_not_manual(self._engine)
+        if reason is not None:
+            self._reports.report(UnsupportedError(f"{reason}: this step is not reported"))
+        step = self._open() if reason is None else None
+        if step is None:
+            return training_step(*args, **kwargs)
+        trainer, reports = self._trainer, self._reports
+        self._manual = ManualStep(
+            step, trainer.optimizers, self._deliver, reports.warn, reports.report, reports.report_failure
+        )
+        steps = trainer.global_step
+        with step.capture.observe(), self._manual.watching_optimizers():
+            outputs = training_step(*args, **kwargs)
+        stepped = self._manual.steps.stepped or self._trainer.global_step > steps
+        self._optimizer_steps = self._manual.steps.end()
+        self._manual = self._step = None
+        self._sums_differ = step.sums_differ
+        step.capture.close()
+        if not step.capture.records and stepped:
+            self._reports.report(UnsupportedError(NO_BACKWARD))
+        return outputs
+
+    def at_optimizer_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step, in manual optimization; may be said several times."""
+        if self._manual is not None:
+            self._manual.at_step(optimizer)
+
+    def _run_manual_backward(self, manual_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._methods or self._manual is None:
+            outside = self._trainer.training and not self._in_training_step
+            if self._methods and outside and not self._reports.has_said_fault:
+                self._reports.report(UnsupportedError(OUTSIDE_STEP))
+            return manual_backward(*args, **kwargs)
+        return self._manual.manual_backward(manual_backward, *args, **kwargs)
+
+    def _after_an_extra_pass(
+        self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._second_is_refused:
+            return training_step(*args, **kwargs)
+        sums, self._second_is_compared = not self._second_is_compared, True
+        record = self._run_second(self._engine, sums=sums)
+        if isinstance(record, SumsDifferError):
+            self._refuse_second(str(record))
+            return training_step(*args, **kwargs)
+        if sums and self._second.draws:
+            self._reports.warn(f"engine={self._engine!r} {NOT_COMPARED}")
+        outputs = training_step(*args, **kwargs)
+        loss = loss_of(outputs)
+        if isinstance(record, PerSampleRecord):
+            self._record = record
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                loss.register_hook(guard(self._keep_scale, self._failed))
+            weights = self._second.weights
+            if self._second.totals is not None and weights is not None and isinstance(loss, Tensor):
+                self._second_check = SumCheck(self._module, loss, weights, averaged=self._averages)
+        elif isinstance(loss, Tensor):
+            self._reports.report(record)
+        return outputs
+
+    def _run_second(
+        self, engine: Literal["expanded", "vmap", "loop"], *, sums: bool
+    ) -> PerSampleRecord | PerSampleError:
+        try:
+            view, size = self._samples_of_batch()
+            layout = lay_out(view, self._callbacks[0].batch_dim, size)
+        except BatchSizeError as error:
+            return error
+        return self._second.record_or_reason(engine, self._rerun, self._batch, layout, self._quantities, sums=sums)
+
+    def _samples_of_batch(self) -> tuple[Any, int]:
+        """The batch as its samples are looked for, and how many there are."""
+        first, drawn, view = self._callbacks[0], None, self._batch
+        if self._indices is not None:
+            drawn = self._indices.rows_drawn()
+            view = self._indices.arranged(view)
+        return view, count_samples(view, first.batch_dim, first.batch_size, drawn)
+
+    def _open(self) -> ObservedStep | None:
+        self._is_empty = False
+        try:
+            self._step = guard(self._observed_step, self._cannot_open)()
+        except BatchSizeError as error:  # which `expanded_weights` raises to its caller: here, that is no one
+            self._step = None
+            self._cannot_open(error)
+        return self._step
+
+    def _observed_step(self) -> ObservedStep:
+        view, size = self._samples_of_batch()
+        return ObservedStep(
+            self._module,
+            self._callbacks[0],
+            self._batch,
+            view,
+            size,
+            self._quantities,
+            self._choice,
+            check_sums=not self._sums_differ,
+            averages=self._averages,
+        )
+
+    def _cannot_open(self, error: Exception) -> None:
+        self._is_empty = isinstance(error, EmptyBatchError)
+        self._reports.report_failure(error)
+
+    def _failed(self, error: Exception) -> None:
+        """Something of this package's has failed around a method of the module: end the capture, and say so."""
+        guard(self.end_batch, self._reports.report_failure)()
+        self._reports.report_failure(error)
+
+    def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        step = self._step
+        if self._is_empty and self._methods and self._manual is None:  # no samples, and a part in the optimizer step
+            self._backward_starts([])
+            result = backward(*args, **kwargs)
+            self._after_backward(None)
+            return result
+        if not self._methods or self._manual is not None or (step is None and self._record is None):
+            return backward(*args, **kwargs)
+        check = self._second_check
+        if check is not None:
+            check.start_backward()
+        if step is None:
+            self._backward_starts([])
+            result = backward(*args, **kwargs)
+            record, self._record = self._record, None
+            if record is not None and not self._is_refused(record, check):
+                weighting: Literal["mean", "sum"] = "sum" if self._callbacks[0].loss_reduction == "sum" else "mean"
+                if self._loss_scale is not None:
+                    record = replace(record, _own=OwnScale(weighting, record.batch_size, self._loss_scale))
+                self._after_backward(record)
+                self._deliver(record)
+            return result
+        step.start_backward()
+        with step.capture.observe():
+            result = backward(*args, **kwargs)
+        self._step = None
+        step.capture.close()
+        if len(step.capture.records) == 1:
+            text = step.why_sums_differ(step.capture.record)
+            if text is not None:
+                self._reports.warn(text)
+            self._sums_differ = step.sums_differ
+            self._deliver(self._complete(step.capture.record))
+        else:
+            self._reports.report(UnsupportedError(_why_no_record(self._module, len(step.capture.records))))
+        return result
+
+    def _keep_scale(self, grad: Tensor) -> None:
+        self._loss_scale = grad.detach().reshape(()) if grad.numel() == 1 else None
+
+    def _is_refused(self, record: PerSampleRecord, check: SumCheck | None) -> bool:
+        text = None if check is None else check.finish(record, self._second.totals, NOT_ONE_BY_ONE)
+        if text is not None:
+            self._refuse_second(text)
+        return text is not None
+
+    def _refuse_second(self, text: str) -> None:
+        self._second_is_refused = True
+        self._reports.report(UnsupportedError(f"engine={self._engine!r} is not used in this fit: {text}"))
+
+    def _backward_starts(self, losses: list[Tensor]) -> None:
+        with unseen(self._module.device.type):
+            for callback in self._receivers:
+                callback._backward_starts(self._trainer)
+
+    def _backward_ended(self, record: PerSampleRecord | None) -> None:
+        if record is not None:
+            self._after_backward(record)
+
+    def _after_backward(self, record: PerSampleRecord | None) -> None:
+        with unseen(self._module.device.type):
+            for callback in self._receivers:
+                callback._backward_ended(self._trainer, record)
+
+    def _complete(self, record: PerSampleRecord) -> PerSampleRecord:
+        """The record, or with ``unsupported="vmap"`` that of the second engine where parameters are missing."""
+        if not record.unsupported or not self._falls_back:
+            return record
+        missing = warning_texts(record)[0]
+        failures = ""
+        for engine in ("vmap", "loop"):
+            found = self._run_second(engine, sums=True)
+            check, totals, text = self._second_check, self._second.totals, None
+            if isinstance(found, PerSampleRecord) and check is not None and totals is not None:
+                text = check.finish(found, totals, NOT_ONE_BY_ONE)
+            if text is not None:
+                failures += f"; engine={engine!r}: {text}"
+            elif isinstance(found, PerSampleRecord):
+                self._engine, self._second_is_compared = engine, True
+                if self._second.draws:
+                    failures += f"; engine={engine!r} {NOT_COMPARED}"
+                self._reports.warn(
+                    f"{missing}\nFrom this step on, captured steps use engine={engine!r}, an extra pass over the "
+                    f"batch{failures}"
+                )
+                return found
+            else:
+                failures += f"; {found}"
+        self._falls_back = False
+        self._reports.warn(f"No second engine can follow this model{failures}")
+        return record
+
+    def _without_index(self, record: PerSampleRecord, error: Exception) -> PerSampleRecord:
+        self._reports.warn(f"record.sample_index is None: {fault_of(error, 'the sample index')}")
+        return record
+
+    def _deliver(self, record: PerSampleRecord) -> None:
+        if self._indices is not None:
+            attach = guard(self._indices.attach, partial(self._without_index, record))
+            record = attach(record, self._batch, self._reports.warn)
+        self._reports.deliver(record, self._receivers, self._batch)
+
+
+def _why_no_record(pl_module: LightningModule, backward_passes: int) -> str:
+    name = f"{type(pl_module).__name__}.backward"
+    if backward_passes == 0:
+        return (
+            f"{name} reached no trainable parameter by a backward pass that can be seen and is of samples (that of a "
+            "penalty alone is of none): this step is not reported"
+        )
+    return (
+        f"{backward_passes} backward passes ran in training_step and {name}, but per-sample gradients are those of "
+        "exactly one: this step is not reported. Call backward once, on the loss that training_step returned, and "
+        "torch.autograd.grad for the gradient of an input"
+    )

@@ -1,0 +1,793 @@
+"""Statistics of an optimizer step over all its samples, batches and processes, and what is logged of them."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_persample.callbacks.optimizer_steps import entries, is_distributed, local
+from lightning_persample.capture.record import PerSampleRecord, group_name
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients.precision import wide_dtype
+from lightning_persample.metrics import PerSampleNorm
+from lightning_persample.metrics.functional import (
+    cosine_to_mean,
+    diversity_of_sums,
+    quantiles_of_sorted,
+    ratio_of_sums,
+    simple_noise_scale,
+    terms_of_sums,
+)
+
+__all__ = [
+    "DEVICES_DIFFER",
+    "NOTHING",
+    "STATISTICS",
+    "UNEQUAL",
+    "CapturedBatch",
+    "MeanGradient",
+    "NormsOfAllProcesses",
+    "Part",
+    "Statistics",
+    "StepNorms",
+    "Window",
+    "are_quantiles",
+    "are_statistics",
+    "captured",
+    "is_known",
+    "is_path",
+    "is_prefix",
+    "joined_sq_norms",
+    "norm_of_loss_gradient",
+    "percent",
+    "without_mean",
+]
+
+_OF_MEAN = 5  # whether the mean is known, the factor, the samples, their share, the parameters that count
+_HEAD = 8  # and whether ``.grad`` is the gradient of the loss, times what, and this process's share of its squared norm
+UNEQUAL = "the samples of an optimizer step weigh unequally: its batches differ in size"
+DEVICES_DIFFER = "the devices have numbers of samples, or parameters with values, that differ"
+_CHANGED = "gradients were changed between the backward passes of an optimizer step"
+_DIFFERENT = "the parameters without per-sample gradients differ between the backward passes of an optimizer step"
+_NOT_EMPTY = "there were gradients before the first backward of the optimizer step: call zero_grad, and add nothing"
+_AGAIN = "an optimizer evaluates a batch several times while gradients are accumulated"
+_SHARES = "max_samples takes different shares of its batches"
+NOTHING = "`.grad` was empty after the backward, or the last batch of the step had no loss"
+
+
+class MeanGradient:
+    """Follows ``.grad`` through the backward passes of each optimizer step.
+
+    Args:
+        pl_module: the module that is trained.
+        depth: how many leading parts of a parameter's module path name its group; None makes no groups.
+        groups: the names of the groups.
+        processes: number of processes whose gradients are averaged.
+        why_not: why ``.grad`` does not hold the mean over the processes, or "".
+
+    Attributes:
+        processes: as given.
+        reason: why the mean of the step was not known when `numbers` was asked for, or "".
+    """
+
+    def __init__(
+        self,
+        pl_module: LightningModule,
+        depth: int | None,
+        groups: Sequence[str],
+        processes: int,
+        why_not: Callable[[], str] = str,
+    ) -> None:
+        self._module, self._why_not = pl_module, why_not
+        self._depth, self._groups, self.processes = depth, tuple(groups), processes
+        self.start()
+
+    def start(self) -> None:
+        """An optimizer step begins."""
+        self._checks: list[tuple[Tensor, str]] = []  # what must hold, and what is wrong where it does not
+        self._of_samples: list[
+            tuple[Tensor, str]
+        ] = []  # the same, where the gradient of the loss is known all the same
+        self._scale: Tensor | None = None
+        self._parameters: dict[str, Tensor] = {}
+        self._last: list[tuple[Tensor, int]] = []
+        self._sizes: Tensor | None = None
+        self._factor: Tensor | None = None
+        self._unsupported: tuple[str, ...] | None = None
+        self._samples = 0
+        self._share: float | None = None
+        self.reason = NOTHING
+        self._records: list[PerSampleRecord] = []
+
+    def before_backward(self, *, first: bool, again: bool) -> None:
+        """Look at what ``.grad`` holds; to be called right before the backward itself."""
+        if first:
+            self.start()
+            # A fit may unfreeze parameters, and make new ones.
+            self._parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+            self._refuse(self._why_not())
+            self._refuse(_why_hooked(self._parameters))
+        elif again:
+            self._refuse(_AGAIN)
+        held = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if first and held:
+            self._checks.append((_sq_norms(held).sum() == 0, _NOT_EMPTY))
+        if not first:
+            unchanged = len(held) == len(self._last) and all(
+                grad is before and grad._version == version
+                for grad, (before, version) in zip(held, self._last, strict=True)
+            )
+            self._refuse("" if unchanged else _CHANGED)
+            if unchanged and self._sizes is not None:  # what is done to ``.grad.data`` changes no version
+                self._checks.append(((_sq_norms(held) == self._sizes).all(), _CHANGED))
+
+    def after_backward(self, record: PerSampleRecord | None, *, keep: bool, is_last: bool) -> None:
+        """Take note of a backward that has run; to be called before anything else can change ``.grad``."""
+        if record is not None:
+            self._count(record)
+        held = [p.grad for p in self._parameters.values() if p.grad is not None]
+        self._last = [(grad, grad._version) for grad in held]
+        self._sizes = None if is_last else _sq_norms(held)
+        if keep and record is not None:
+            self._records.append(record)
+
+    def _count(self, record: PerSampleRecord) -> None:
+        """Add the samples of a backward to those of the step."""
+        samples = record.batch_size if record.in_loss is None else record.in_loss
+        self._samples += samples
+        share = record.num_values / max(samples, 1)
+        self._refuse_mean(_SHARES if self._share not in (None, share) else "")
+        self._share = share
+        unsupported = tuple(record.unsupported)
+        self._refuse_mean(_DIFFERENT if self._unsupported not in (None, unsupported) else "")
+        self._unsupported = unsupported
+        factor, scale = record._mean_factor, record._loss_scale
+        if factor is None:
+            self._refuse_mean(record.why_no_factor)
+        elif self._factor is None:
+            self._factor = factor
+        else:
+            self._of_samples.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), UNEQUAL))
+        if scale is not None:
+            self._scale = scale if self._scale is None else self._scale + scale.to(self._scale)
+
+    def refuse_record(self, record: PerSampleRecord) -> None:
+        """Note that another record took the place of the backward's own."""
+        self.reason = record.why_no_factor
+
+    def _refuse_mean(self, reason: str) -> None:
+        if reason:
+            self._of_samples.append((torch.tensor(False), reason))
+
+    def _refuse(self, reason: str) -> None:
+        if reason:
+            self._checks.append((torch.tensor(False), reason))
+
+    def _grads(self) -> dict[str, Tensor]:
+        """The gradients that the samples' add up to."""
+        left_out = frozenset(self._unsupported or ())
+        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None and name not in left_out}
+
+    def _members(self, names: Iterable[str]) -> list[list[int]]:
+        """The places of the parameters of each group."""
+        found: dict[str, list[int]] = {group: [] for group in self._groups}
+        for place, name in enumerate(names if found else ()):
+            group = group_name(name, self._depth or 1)
+            if group in found:  # a layer that was made in the middle of the fit is in none
+                found[group].append(place)
+        return list(found.values())
+
+    def nothing(self) -> Tensor:
+        """What `numbers` gives where nothing is known."""
+        return torch.zeros(_HEAD + 1 + len(self._groups), dtype=torch.float64)
+
+    def numbers(self) -> Tensor:
+        """What this process knows, on the host in double precision, to be joined by `joined_sq_norms`."""
+        numbers = self.nothing()
+        grads = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        self.reason = next((text for holds, text in self._checks if not bool(holds)), "")
+        if self.reason or not grads:
+            self.reason = self.reason or NOTHING
+            return numbers
+        shares = _shares(grads.values(), self.processes)
+        squares = _sq_norms(grads.values()).cpu()  # first: groups are then summed without further transfers
+        if any(share != 1 for share in shares):
+            squares = squares / torch.tensor(shares, dtype=torch.float32)
+        if self._scale is not None:
+            numbers[_OF_MEAN:_HEAD] = torch.tensor([1.0, float(self._scale), float(squares.sum())], dtype=torch.float64)
+        self.reason = next((text for holds, text in self._of_samples if not bool(holds)), "")
+        counted = self._grads()
+        if self.reason or self._factor is None or not counted:
+            self.reason = self.reason or NOTHING
+            return numbers
+        squares = squares[[place for place, name in enumerate(grads) if name in counted]]
+        parts = [squares.sum(), *(squares[own].sum() for own in self._members(counted))]
+        kind = zlib.crc32("\n".join(self._unsupported or ()).encode())
+        head = [1.0, float(self._factor), self._samples, self._share or 1.0, kind]
+        numbers[:_OF_MEAN] = torch.tensor(head, dtype=torch.float64)
+        numbers[_HEAD:] = torch.stack(parts)
+        return numbers
+
+    def cosines(self) -> list[Tensor]:
+        """Cosines of the samples with the mean gradient, g_i . gbar / (||g_i|| ||gbar||)."""
+        grads = {name: grad for name, grad in self._grads().items() if not is_distributed(grad)}
+        total = _sq_norms(grads.values()).sum()
+        found = []
+        for record in self._records:
+            vectors = {name: local(grads[name]).to_dense() for name in record.names if name in grads}
+            if not vectors or self._factor is None:
+                continue
+            sign = self._factor.sign().to(total.device)
+            found.append(cosine_to_mean(record.dot(vectors).to(total.device) * sign, record.norms().square(), total))
+        return found
+
+    def signal_to_noise(self) -> Tensor:
+        """Mean over all entries of the parameters of the gradient signal to noise ratio, and that of each group."""
+        ratios: dict[str, Tensor] = {}
+        for name, grad in self._grads().items():
+            squares = [
+                record._weighted_square_sums.get(name, record.square_sums[name])
+                for record in self._records
+                if name in record.square_sums
+            ]
+            if squares and self._factor is not None:
+                sums = local(grad).to_dense().double() / self._factor.to(grad.device).double()
+                wide = torch.stack([each.double() for each in squares]).sum(0) / (self._share or 1.0)
+                count = wide.new_tensor(self._samples)
+                ratios[name] = ratio_of_sums(sums, wide, count, torch.finfo(squares[0].dtype).eps).flatten()
+        every = list(ratios.values())
+        groups = (_finite_mean(every[place] for place in own) for own in self._members(ratios))
+        return torch.stack([_finite_mean(every), *groups])
+
+
+def is_known(numbers: Tensor) -> bool:
+    """Whether the processes with these `MeanGradient.numbers` hold one mean gradient over all their samples."""
+    heads = numbers[:, :_OF_MEAN].tolist()
+    _, first, _, *alike = heads[0]
+    return all(
+        known and parts == alike and math.isclose(factor, first, rel_tol=1e-5) for known, factor, _, *parts in heads
+    )
+
+
+def joined_sq_norms(numbers: Tensor) -> Tensor:
+    """Squared norm of the mean gradient over the samples of all processes."""
+    if not is_known(numbers):
+        return numbers.new_full((numbers.shape[1] - _HEAD,), math.nan)
+    _, factor, samples, *_ = numbers[:, :_OF_MEAN].unbind(1)
+    scale = numbers.shape[0] / (factor[0] * samples.sum())
+    joined: Tensor = numbers[:, _HEAD:].sum(0) * scale.square()
+    return joined
+
+
+def without_mean(numbers: Tensor) -> Tensor:
+    """`MeanGradient.numbers` of a step of which the gradient of the loss alone is known."""
+    found = torch.zeros_like(numbers)
+    found[_OF_MEAN:_HEAD] = numbers[_OF_MEAN:_HEAD]
+    return found
+
+
+def norm_of_loss_gradient(numbers: Tensor) -> float:
+    """Norm of the gradient of the loss over all processes, of a sum over its number of samples; nan where unknown."""
+    if not numbers.shape[1] or not bool(numbers[:, _OF_MEAN].all()):
+        return math.nan
+    _, scale, squares = numbers[:, _OF_MEAN:_HEAD].unbind(1)
+    return float(squares.sum().sqrt() / scale.mean().abs())
+
+
+def _finite_mean(parts: Iterable[Tensor]) -> Tensor:
+    values = [part[part.isfinite()].cpu() for part in parts]
+    joined = torch.cat(values) if values else torch.empty(0, dtype=torch.float64)
+    return joined.mean() if joined.numel() else torch.tensor(math.nan, dtype=torch.float64)
+
+
+def _sq_norms(grads: Collection[Tensor]) -> Tensor:
+    """Squared norm of each, in double precision on one device: (len,)."""
+    flat = [entries(grad) for grad in grads]
+    if not flat:
+        return torch.zeros(0, dtype=torch.float64)
+    device, wide = flat[0].device, wide_dtype(flat[0]).to_real()
+    norms = [torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in flat]
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(device, wide) for norm in norms]
+    return torch.stack(norms).to(wide).square()
+
+
+def _shares(grads: Iterable[Tensor], processes: int) -> list[int]:
+    """In how many processes each gradient is held alike."""
+    copies = []
+    for grad in grads:
+        if is_distributed(grad):
+            mesh, placements = grad.device_mesh, grad.placements  # type: ignore[attr-defined]
+            copies.append(math.prod(mesh.size(n) for n, each in enumerate(placements) if each.is_replicate()))
+        else:
+            copies.append(processes)
+    return copies
+
+
+def _why_hooked(parameters: Mapping[str, Tensor]) -> str:
+    """Why something else than the backward may write to ``.grad`` in the middle of it, or ""."""
+    for name, parameter in parameters.items():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"a hook on `{name}` is called when its gradient was accumulated, and may change it"
+    return ""
+
+
+_HEAD_OF_NORMS = 6  # numbers that say how many norms and cosines, samples and batches, the coverage, the sum of squares
+_ROOM = 1024  # norms of a process that the first exchange has room for
+
+
+@dataclass(frozen=True)
+class CapturedBatch:
+    """What is kept of one batch: norms (B,), or None if no parameter was captured, and norms (B,) by group.
+
+    `batch_size` counts the samples that have values, `weights` are B times theirs in the loss, (B,), where they differ.
+    """
+
+    batch_size: int
+    norms: Tensor | None
+    groups: Mapping[str, Tensor]
+    coverage: float
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StepNorms:
+    """The norms of the samples of one optimizer step, on the host in double precision.
+
+    Attributes:
+        norms: of each sample, over all parameters, (samples,).
+        group_sums: for each group the sum of its finite norms, their number and the sum of their squares, (groups, 3),
+            of samples whose norm over all parameters is finite; the squares times that of the samples' weights.
+        samples: number of samples captured, those without a norm included.
+        batches: number of batches captured.
+        coverage: the least of the batches; infinite where there is none.
+        gradient: what each process knows of the mean gradient, see `MeanGradient.numbers`, (processes, numbers); no
+            numbers where it is not asked for.
+        cosines: of each sample with the mean gradient, (samples,); empty where they are not asked for.
+        sq_sum: sum of the squares of the finite norms, times the samples' weights.
+    """
+
+    norms: Tensor
+    group_sums: Tensor
+    samples: int
+    batches: int
+    coverage: float
+    gradient: Tensor = field(default_factory=lambda: torch.empty(1, 0, dtype=torch.float64))
+    cosines: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
+    sq_sum: float = 0.0
+
+    @classmethod
+    def of_window(
+        cls,
+        window: Sequence[CapturedBatch],
+        groups: Sequence[str],
+        gradient: Tensor | None = None,
+        cosines: Sequence[Tensor] = (),
+    ) -> StepNorms:
+        """Join the batches of this process, in one transfer from their device."""
+        rows = _to_host(window, groups)
+        norms, by_group, weights = rows[0], rows[1:-1], rows[-1]
+        sq_sum = float((norms * weights)[norms.isfinite()].square().sum())
+        sums = norms.new_empty(0, 3)
+        if groups:
+            counted = norms.isfinite() & ~by_group.isnan()
+            finite = by_group.where(counted, 0.0)
+            sums = torch.stack([finite.sum(1), counted.sum(1).double(), (finite * weights).square().sum(1)], dim=1)
+        coverage = min((captured.coverage for captured in window), default=math.inf)
+        samples = sum(captured.batch_size for captured in window)
+        step = cls(norms, sums, samples, len(window), coverage, sq_sum=sq_sum)
+        if gradient is None:
+            return step
+        joined = torch.cat([each.cpu().double() for each in cosines]) if cosines else step.cosines
+        return replace(step, gradient=gradient[None], cosines=joined)
+
+
+class NormsOfAllProcesses:
+    """Joins the norms of all processes with one collective for each step.
+
+    Quantiles need every norm, so each process sends its own in a tensor with room for as many as any process has had
+    so far, 1024 at first, together with everything else. Where a process has more, all of them learn it from what they
+    receive, and exchange once more with enough room: only a step that is larger than all before costs two collectives.
+    """
+
+    def __init__(self) -> None:
+        self._room = _ROOM
+
+    def join(self, own: Sequence[StepNorms], device: torch.device) -> list[StepNorms]:
+        """The norms of all processes; each has to call this, also one that has none, and gets the same."""
+        parts = self._exchange(own, device)
+        most = max(int(rows[:, :2].sum(1).max()) for rows in parts)
+        if most > self._room:
+            self._room = 2 ** math.ceil(math.log2(most))
+            parts = self._exchange(own, device)
+        return [_joined(rows, each) for rows, each in zip(parts, own, strict=True)]
+
+    def _exchange(self, own: Sequence[StepNorms], device: torch.device) -> tuple[Tensor, ...]:
+        """For each of `own` what every process sent, (processes, numbers)."""
+        sent = [self._numbers(each) for each in own]
+        together = torch.cat(sent).to(device)
+        received = [torch.empty_like(together) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(received, together)
+        return torch.stack(received).cpu().split([numbers.numel() for numbers in sent], dim=1)
+
+    def _numbers(self, own: StepNorms) -> Tensor:
+        counts = [own.norms.numel(), own.cosines.numel(), own.samples, own.batches, own.coverage, own.sq_sum]
+        head = own.norms.new_tensor(counts)
+        fixed = torch.cat([head, own.group_sums.flatten(), own.gradient.flatten()])
+        whole = torch.cat([fixed, own.norms, own.cosines])
+        numbers = torch.zeros(fixed.numel() + self._room, dtype=torch.float64)
+        numbers[: whole.numel()] = whole[: numbers.numel()]
+        return numbers
+
+
+def _joined(rows: Tensor, own: StepNorms) -> StepNorms:
+    groups, known = own.group_sums.shape, own.gradient.shape[1]
+    behind = _HEAD_OF_NORMS + groups.numel()
+    norms, cosines = [], []
+    for row in rows:
+        values, ends = row[behind + known :], int(row[0])
+        norms.append(values[:ends])
+        cosines.append(values[ends : ends + int(row[1])])
+    return StepNorms(
+        norms=torch.cat(norms),
+        group_sums=rows[:, _HEAD_OF_NORMS:behind].sum(0).view(groups),
+        samples=int(rows[:, 2].sum()),
+        batches=int(rows[:, 3].sum()),
+        coverage=float(rows[:, 4].min()),
+        gradient=rows[:, behind : behind + known],
+        cosines=torch.cat(cosines),
+        sq_sum=float(rows[:, 5].sum()),
+    )
+
+
+def percent(quantile: float) -> str:
+    """The name of a quantile."""
+    return f"p{100 * quantile:.10g}"
+
+
+def _to_host(window: Sequence[CapturedBatch], groups: Sequence[str]) -> Tensor:
+    """Norms of all samples, below them those of each group, and weights, (1 + groups + 1, samples), in one transfer."""
+    blocks = []
+    for captured in window:
+        if captured.norms is not None:
+            absent = torch.full_like(captured.norms, math.nan)
+            weights = torch.ones_like(absent) if captured.weights is None else captured.weights.to(absent)
+            rows = [captured.norms, *(captured.groups.get(g, absent).to(absent.dtype) for g in groups), weights]
+            blocks.append(torch.stack(rows))
+    if not blocks:
+        return torch.empty(1 + len(groups) + 1, 0, dtype=torch.float64)
+    return torch.cat(blocks, dim=1).cpu().double()
+
+
+STATISTICS = ("noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
+_DECAY = 0.95
+_TOGETHER = 64  # steps whose norms are taken in for the epoch in one go
+
+
+@dataclass
+class _NoiseScale:
+    """S and |G|^2 over several steps, of which the noise scale is the ratio; both are sums, the older steps less.
+
+    A step weighs by its number of samples: |G|^2 of a small batch is mostly noise.
+    """
+
+    S: float = 0.0
+    G2: float = 0.0
+    samples: float = 0.0
+
+    def update(self, S: float, G2: float, samples: float, decay: float) -> None:
+        if math.isfinite(S) and math.isfinite(G2):
+            self.S, self.G2 = decay * self.S + samples * S, decay * self.G2 + samples * G2
+            self.samples = decay * self.samples + samples
+
+
+def _ratios(scales: Sequence[_NoiseScale]) -> list[float]:
+    S, G2 = torch.tensor([[each.S for each in scales], [each.G2 for each in scales]], dtype=torch.float64)
+    return simple_noise_scale(S, G2).tolist()
+
+
+class Statistics:
+    """The statistics of the steps of one optimizer, or of all.
+
+    Args:
+        chosen: of `STATISTICS`.
+        quantiles: of the norms.
+        groups: names of the groups of parameters.
+    """
+
+    def __init__(self, chosen: Collection[str], quantiles: Sequence[float], groups: Sequence[str]) -> None:
+        self._chosen, self._quantiles, self._groups = frozenset(chosen), tuple(quantiles), tuple(groups)
+        self._running = [_NoiseScale() for _ in range(1 + len(groups))]
+        self.start_epoch()
+
+    def start_epoch(self) -> None:
+        """Forget the steps of the last epoch."""
+        self._epoch_norms: PerSampleNorm | None = None  # made when it is needed: epochs can be short
+        self._waiting: list[Tensor] = []
+        self._epoch_scales = [_NoiseScale() for _ in self._running]
+        self._epoch_sums: dict[str, list[float]] = {}
+        self._epoch_groups: dict[str, list[float]] = {}
+
+    def of_step(self, step: StepNorms, signal_to_noise: Tensor | None = None) -> dict[str, float]:
+        """What is logged of a step, by name without prefix."""
+        finite = step.norms.isfinite()
+        norms = step.norms[finite]
+        self._waiting.append(step.norms)
+        if len(self._waiting) >= _TOGETHER:
+            self._settle()
+        values = _describe(norms, self._quantiles)
+        values["coverage"] = step.coverage
+        values["nonfinite"] = float((~finite).sum())
+        for group, (total, count, _) in zip(self._groups, step.group_sums.tolist(), strict=True):
+            values[f"{group}/norm_mean"] = total / count if count else math.nan
+            sums = self._epoch_groups.setdefault(group, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + total, sums[1] + count
+        if self._chosen:
+            self._add_of_mean(values, step, norms)
+        if "signal_to_noise" in self._chosen:
+            found = [math.nan] * len(self._running) if signal_to_noise is None else signal_to_noise.tolist()
+            values |= dict(zip(self._named("signal_to_noise"), found, strict=True))
+        for name, value in values.items():
+            if name.rpartition("/")[2] in ("diversity", "cosine_to_mean", "signal_to_noise") and math.isfinite(value):
+                self._epoch_sums.setdefault(name, []).append(value)
+        return values
+
+    def _settle(self) -> None:
+        """Take in the norms that wait, for the values of the epoch."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            if self._epoch_norms is None:
+                self._epoch_norms = PerSampleNorm(quantiles=self._quantiles, sync_on_compute=False)
+            self._epoch_norms.update(torch.cat(waiting))
+
+    def of_epoch(self) -> dict[str, float]:
+        """What is logged at the end of an epoch, of all samples of its logged steps, by name without prefix."""
+        self._settle()
+        if self._epoch_norms is None:
+            return {}
+        found = {name: float(value) for name, value in self._epoch_norms.compute().items()}
+        count = found.pop("count")
+        nonfinite = found.pop("nonfinite")
+        values = {f"norm_{name}": value if count else math.nan for name, value in found.items()}
+        values["nonfinite"] = nonfinite
+        for group, (total, number) in self._epoch_groups.items():
+            values[f"{group}/norm_mean"] = total / number if number else math.nan
+        if "noise_scale" in self._chosen:
+            values |= dict(zip(self._named("noise_scale"), _ratios(self._epoch_scales), strict=True))
+        for name in ("diversity", "cosine_to_mean", "signal_to_noise"):
+            if name in self._chosen:
+                for each in self._named(name) if name != "cosine_to_mean" else [name]:
+                    terms = self._epoch_sums.get(each, [])
+                    values[each] = sum(terms) / len(terms) if terms else math.nan
+        return {f"{name}_epoch": value for name, value in values.items()}
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names that `of_step` gives."""
+        shadow = Statistics(self._chosen, self._quantiles, self._groups)
+        return list(shadow.of_step(StepNorms.of_window([], self._groups)))
+
+    def state_dict(self) -> list[list[float]]:
+        """The running sums, in plain containers."""
+        return [[each.S, each.G2, each.samples] for each in self._running]
+
+    def load_state_dict(self, state: list[list[float]]) -> None:
+        """Go on from sums that `state_dict` gave for as many groups."""
+        if len(state) == len(self._running):
+            self._running = [_NoiseScale(*each) for each in state]
+
+    def _named(self, name: str) -> list[str]:
+        return [name, *(f"{group}/{name}" for group in self._groups)]
+
+    def _add_of_mean(self, values: dict[str, float], step: StepNorms, norms: Tensor) -> None:
+        numbers = step.gradient
+        size = numbers[:, 2].sum() if numbers.shape[1] else torch.tensor(math.nan)
+        empty = torch.full((len(self._running),), math.nan, dtype=torch.float64)
+        means = joined_sq_norms(numbers) if numbers.shape[1] else empty
+        sums = torch.cat([torch.tensor([step.sq_sum], dtype=torch.float64), step.group_sums[:, 2]])
+        # A sample that is not finite is in the mean gradient, too, which is then not finite either.
+        # (A sample whose batch has no use of a group has a gradient of zero there.)
+        of_batch = sums / norms.numel() * size  # of some of the samples alone (max_samples), an unbiased estimate
+        if "cosine_to_mean" in self._chosen:
+            cosines = step.cosines[step.cosines.isfinite()] if means[0].isfinite() else step.cosines[:0]
+            values["cosine_to_mean"] = cosines.mean().item() if cosines.numel() else math.nan
+            values["cosine_to_mean_min"] = cosines.min().item() if cosines.numel() else math.nan
+        if self._chosen & {"noise_scale", "diversity"}:
+            values["norm_of_mean"] = norm_of_loss_gradient(numbers)
+        if "noise_scale" in self._chosen:
+            terms, count = torch.stack(terms_of_sums(of_batch, size, size, means), dim=1).tolist(), float(size)
+            for place, (S, G2) in enumerate(terms):
+                if norms.numel() == count:  # a variance, which only rounding makes negative
+                    S = max(S, 0.0) if math.isfinite(S) else S
+                self._running[place].update(S, G2, count, _DECAY)
+                self._epoch_scales[place].update(S, G2, count, 1.0)
+            ratios = zip(self._named("noise_scale"), terms, _ratios(self._running), strict=True)
+            values |= {name: ratio if math.isfinite(S) else math.nan for name, (S, _), ratio in ratios}
+        if "diversity" in self._chosen:
+            found = diversity_of_sums(of_batch, size, means).tolist()
+            values |= dict(zip(self._named("diversity"), found, strict=True))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Names that are logged together: all, or those of one optimizer."""
+
+    prefix: str
+    groups: tuple[str, ...]
+    statistics: Statistics
+
+
+def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:
+    names = ["norm_mean", "norm_std", "norm_min", "norm_max", *(f"norm_{percent(q)}" for q in quantiles)]
+    if norms.numel() == 0:
+        return dict.fromkeys(names, math.nan)
+    std = norms.std() if norms.numel() > 1 else torch.tensor(math.nan)
+    ordered = norms.sort().values
+    parts = [norms.mean(), std, ordered[0], ordered[-1], *quantiles_of_sorted(ordered, quantiles)]
+    return {name: part.item() for name, part in zip(names, parts, strict=True)}
+
+
+_MANUAL = "optimization is manual"
+_MAY_PASS = (UNEQUAL, DEVICES_DIFFER, NOTHING)  # reasons that the last batch of an epoch has, and that alone
+
+
+def captured(record: PerSampleRecord, depth: int | None) -> CapturedBatch:
+    """What is kept of a record."""
+    groups = {} if depth is None else record.group_norms(depth)
+    norms = record.norms() if record.names else None
+    return CapturedBatch(record.num_values, norms, groups, record.coverage, record._relative_weights)
+
+
+class Window:
+    """Gathers the batches whose gradients are accumulated for one optimizer step.
+
+    Args:
+        depth: how many leading parts of a parameter's module path name its group; None makes no groups.
+        groups: the names of the groups.
+        mean: follows the mean gradient, where a statistic needs it.
+        statistics: the statistics that are chosen.
+    """
+
+    def __init__(
+        self, depth: int | None, groups: Sequence[str], mean: MeanGradient | None, statistics: Sequence[str]
+    ) -> None:
+        self._depth, self._groups, self._mean = depth, tuple(groups), mean
+        self._keeps = bool({"cosine_to_mean", "signal_to_noise"} & set(statistics)) and mean is not None
+        self._has_said, self._unknown_steps, self._cosines_absent = False, 0, ""
+        self._cosines = "cosine_to_mean" in statistics
+        self._ratios = "signal_to_noise" in statistics and mean is not None and mean.processes == 1
+        self.start()
+
+    def start(self) -> None:
+        """An optimizer step begins."""
+        self._batches: dict[int, CapturedBatch] = {}
+        self._seen: set[int] = set()
+        self._empty: set[int] = set()
+        self._found_cosines: list[Tensor] = []
+        self._is_whole = True
+        self.signal_to_noise: Tensor | None = None
+        self._numbers: Tensor | None = None
+        if self._mean is not None:
+            self._mean.start()
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether statistics of the mean gradient are chosen."""
+        return self._mean is not None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has happened since `start`."""
+        return self._is_whole and not (self._seen or self._batches)
+
+    def miss_batch(self) -> None:
+        """A batch of the step was not captured."""
+        self._is_whole = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch of the step has a record."""
+        return not self._batches
+
+    def why_unknown(self, step: StepNorms) -> str:
+        """Why the mean gradient of a logged step is not known, once in a fit, or "" where there is nothing to say."""
+        if self._mean is None or self._has_said or step.coverage == 0:  # then no norms either: a warning says so
+            return ""
+        if not step.gradient.shape[1]:  # the module has gone over to it in the middle of the fit
+            reason = _MANUAL
+        else:
+            reason = "" if is_known(step.gradient) else self._mean.reason or DEVICES_DIFFER
+        if reason == NOTHING and len(step.gradient) > 1:
+            reason = DEVICES_DIFFER
+        if self._cosines_absent and not reason:
+            reason = self._cosines_absent
+        self._unknown_steps = self._unknown_steps + 1 if reason else 0
+        # The last batch of an epoch is often a smaller one, which alone is nothing to warn of.
+        self._has_said = bool(reason) and (reason not in _MAY_PASS or self._unknown_steps > 1)
+        return reason if self._has_said else ""
+
+    def before_backward(self, batch_idx: int) -> None:
+        """A backward of a batch that is captured begins."""
+        if self._mean is not None:
+            others = bool(self._seen - {batch_idx})
+            self._mean.before_backward(first=not others, again=batch_idx in self._seen)
+
+    def after_backward(self, batch_idx: int, record: PerSampleRecord | None, *, is_last: bool) -> None:
+        """That backward has run, and nothing else since."""
+        mean = self._mean
+        self._seen.add(batch_idx)
+        if record is None:
+            self._empty.add(batch_idx)
+        if mean is None:
+            return
+        mean.after_backward(record, keep=self._keeps, is_last=is_last)
+        if not is_last:
+            return
+        self._numbers, self.signal_to_noise, self._found_cosines = mean.numbers(), None, []
+        if mean.reason:
+            return
+        if self._cosines:
+            try:
+                self._found_cosines = mean.cosines()
+            except UnsupportedError as error:
+                self._cosines_absent = str(error)
+        if self._ratios:
+            self.signal_to_noise = mean.signal_to_noise()
+
+    def add(self, batch_idx: int, record: PerSampleRecord) -> None:
+        """Take the record of a batch; of several (a closure that runs again) the last one counts."""
+        self._batches[batch_idx] = captured(record, self._depth)
+        if self._mean is not None and record._mean_factor is None:  # that of another engine, perhaps
+            self._mean.refuse_record(record)
+            self._numbers = None if self._numbers is None else without_mean(self._numbers)
+
+    def end_batch(self, batch_idx: int | None) -> None:
+        """A batch has ended; None for one that has no part in the gradient."""
+        if not self._holds(batch_idx):
+            self.miss_batch()
+
+    def norms(self, last: int | None) -> StepNorms:
+        """The norms of the step; of none, unless every batch of it was captured, the last one included."""
+        whole = self._is_whole and self._holds(last)
+        batches = list(self._batches.values()) if whole else []
+        if self._mean is None:
+            return StepNorms.of_window(batches, self._groups)
+        numbers = self._numbers if whole and self._numbers is not None else self._mean.nothing()
+        return StepNorms.of_window(batches, self._groups, numbers, self._found_cosines if whole else ())
+
+    def _holds(self, batch_idx: int | None) -> bool:
+        return batch_idx is None or batch_idx in self._batches or batch_idx in self._empty
+
+
+def is_path(value: object) -> bool:
+    """Whether the value can be the path of a folder."""
+    return isinstance(value, (str, Path)) and str(value) != ""
+
+
+def are_quantiles(quantiles: object) -> bool:
+    """Whether the value is a sequence of quantiles of different names."""
+    if not isinstance(quantiles, Sequence) or isinstance(quantiles, str):
+        return False
+    if not all(isinstance(quantile, (int, float)) and 0 < quantile < 1 for quantile in quantiles):
+        return False
+    return len({percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
+
+
+def are_statistics(statistics: object) -> bool:
+    """Whether the value is a sequence of different names of statistics."""
+    if not isinstance(statistics, Sequence) or isinstance(statistics, str):
+        return False
+    return all(each in STATISTICS for each in statistics) and len(set(statistics)) == len(statistics)
+
+
+def is_prefix(prefix: object) -> bool:
+    """Whether the value can start the names that are logged."""
+    return isinstance(prefix, str) and prefix != "" and not prefix.endswith("/")

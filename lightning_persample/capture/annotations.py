@@ -1,0 +1,479 @@
+"""What one capture knows of a call and of a tensor: the kind of the call, and where the tensor's values come from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from lightning_persample.batch_axis.added_up import LOSSES
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entry_owners
+from lightning_persample.batch_axis.base import BY_LAYOUT, is_plain
+from lightning_persample.batch_axis.observed import (
+    ObservedCall,
+    has_history,
+    operands_of,
+    tensors_in,
+    user_line,
+    version_of,
+)
+from lightning_persample.batch_axis.pointwise import POINTWISE
+from lightning_persample.capture.observing import is_composite
+from lightning_persample.capture.weight import Weight, base_of, places_in
+from lightning_persample.rules import canonical_op
+
+__all__ = [
+    "CONSTANT",
+    "DATA_SOURCES",
+    "KNOWN",
+    "REWRITTEN",
+    "Constant",
+    "Kind",
+    "Mark",
+    "Marks",
+    "adds_a_term",
+    "data_of",
+    "in_parts",
+    "kind_of",
+]
+
+_GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
+# Ops that take a dtype, a device or a shape from their tensors, with the place and the name of the one argument that is
+# data, if there is one. Of any other op every tensor is data.
+_CONVERTS: dict[object, tuple[int, str] | None] = {
+    **dict.fromkeys(("to", "type_as", "expand_as", "view_as", "reshape_as"), (0, "self")),
+    **dict.fromkeys((
+        "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
+        "new_empty", "new_empty_strided",
+    )),
+    **dict.fromkeys(("zeros", "ones", "empty", "arange", "eye")), "full": (1, "fill_value"),  # (with sizes in tensors)
+    "full_like": (1, "fill_value"), "new_full": (2, "fill_value"), "new_tensor": (1, "data"), "new": (1, "data"),
+}  # fmt: skip
+_ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of the call, in its order
+    nn.functional.cross_entropy: "cross_entropy_loss",
+    nn.functional.layer_norm: "layer_norm",
+    nn.functional.group_norm: "group_norm",
+    nn.functional.rms_norm: "rms_norm",
+}
+_SUMS = frozenset({"add", "sub", "rsub", "stack", "cat"})
+_NO_TENSOR = frozenset({
+    "__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point", "requires_grad_",
+    "retain_grad", "share_memory_", "register_hook", "_set_grad_enabled", "set_", "resize_", "resize_as_",
+    "__setstate__", "getweakrefs",
+})  # fmt: skip
+_MOVES = frozenset({"set_", "resize_", "resize_as_", "__setstate__"})
+# Ops whose results are data even where they are given none: random numbers, and tensors made of anything.
+DATA_SOURCES = frozenset({
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "uniform", "random",
+    "bernoulli", "multinomial", "poisson", "exponential", "geometric", "log_normal", "cauchy", "dropout",
+    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "rrelu", "tensor", "as_tensor",
+    "asarray", "from_numpy", "frombuffer", "from_file", "new_tensor", "new",
+})  # fmt: skip
+
+
+def attribute_of(function: Callable[..., Any]) -> str:
+    """Which attribute a getter or setter of a tensor is for."""
+    return getattr(getattr(function, "__self__", None), "__name__", "")
+
+
+def is_setter(function: Callable[..., Any], *attributes: str) -> bool:
+    """Whether a call assigns to one of these attributes of a tensor."""
+    return getattr(function, "__name__", "") == "__set__" and attribute_of(function) in attributes
+
+
+def op_of(function: Callable[..., Any]) -> object | None:
+    """The canonical op of a call, or None where it gives no tensor to follow."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__" or is_setter(function, "real", "imag"):
+        attribute = attribute_of(function)
+        return attribute if attribute in _GETTERS else None
+    return None if name in _NO_TENSOR else canonical_op(function)
+
+
+def is_inplace(function: Callable[..., Any]) -> bool:
+    """Whether the call writes into its first argument."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        if name == "__set__":
+            return is_setter(function, "real", "imag")
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_") and not name.startswith("_")
+
+
+def data_of(op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments whose values the results are made of, in order."""
+    if op not in _CONVERTS:
+        return operands_of(args, kwargs)
+    if op == "arange":  # how far it goes is a size
+        starts = args[:1] if len(args) > 1 or "end" in kwargs else ()
+        return operands_of((*starts, *args[2:3]), {name: kwargs[name] for name in ("start", "step") if name in kwargs})
+    place, name = _CONVERTS[op] or (len(args), "")
+    return operands_of(args[place : place + 1], {name: kwargs[name]} if name in kwargs else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is known of a function before it is called.
+
+    Attributes:
+        op: canonical op, None where it gives no tensor to follow.
+        inplace: whether it writes into its first argument.
+        pointwise: whether each entry of its output is computed from the entries at its place.
+        composite: whether it is one of torch's Python functions that can be run in the open.
+        by_layout: whether what is decided of a call may be remembered under its layout.
+        converts: whether some of its tensors give but a dtype, a device or a shape.
+        moves: whether its tensors lie in other memory afterwards, or in another part of it.
+        makes: the op of the one call that it makes, for a composite function that does nothing else; the op itself for
+            any other.
+    """
+
+    op: object | None
+    inplace: bool
+    pointwise: bool
+    composite: bool
+    by_layout: bool
+    converts: bool
+    moves: bool
+    makes: object | None
+
+
+_KINDS: dict[Callable[..., Any], Kind] = {}
+
+
+def kind_of(function: Callable[..., Any]) -> Kind:
+    """The kind of a call; that of a function of torch's own is found out once."""
+    kind = _KINDS.get(function)
+    if kind is None:
+        op = op_of(function)
+        inplace, composite = is_inplace(function), is_composite(function)
+        converts = op in _CONVERTS
+        known = (op in BY_LAYOUT and not converts) or op in LOSSES
+        makes = _ONE_CALL.get(function, op)
+        by_layout = (known and not inplace and not composite) or function in _ONE_CALL
+        moves = op is None and (function.__name__ in _MOVES or is_setter(function, "data"))
+        kind = Kind(op, inplace, op in POINTWISE, composite, by_layout, converts, moves, makes)
+        if op is None or isinstance(op, str):
+            _KINDS[function] = kind
+    return kind
+
+
+def in_parts(call: ObservedCall) -> tuple[ObservedCall, ...]:
+    """A call that does the same to each of its tensors, as one call for each of them."""
+    if call.op != "broadcast_tensors":
+        return (call,)
+    shape = call.outputs[0].shape  # (tensors of this shape are returned as they are, and are no outputs here)
+    pairs = zip([o for o in call.operands if o.tensor.shape != shape], call.outputs, strict=True)
+    return tuple(
+        replace(
+            call,
+            op="expand",
+            function=Tensor.expand,
+            args=(operand.tensor, *output.shape),
+            kwargs={},
+            operands=(operand,),
+            outputs=(output,),
+            layout=None,
+        )
+        for operand, output in pairs
+    )
+
+
+def adds_a_term(call: ObservedCall) -> bool:
+    """Whether a number made of weights alone is added to one computed over the whole batch: a penalty."""
+    return call.op in _SUMS and not call.located and all(operand.tensor.numel() == 1 for operand in call.operands)
+
+
+class Constant:
+    """Mark of a tensor that holds neither weights nor the batch.
+
+    Args:
+        known: it was made of numbers, parameters and buffers alone, so that no sample's data can be in it.
+    """
+
+    def __init__(self, *, known: bool) -> None:
+        self.known = known
+
+
+REWRITTEN = Lost("it was made of weights alone, and written to in place through another tensor that shares its memory")
+CONSTANT, KNOWN = Constant(known=False), Constant(known=True)
+
+_NUMBERS = frozenset({int, float, bool, complex, str, type(None), torch.dtype})
+
+Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
+
+
+class Marks:
+    """A mapping from tensor objects to marks that holds no tensor alive and writes nothing on it.
+
+    An entry answers only for the very object it was made for: ids are reused, so the weak reference is compared too.
+
+    Args:
+        batch_size: number of samples B.
+
+    Attributes:
+        of_weights: where memory begins that weights alone have made.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._entries: dict[int, tuple[Callable[[], Tensor | None], Mark]] = {}
+        self._written: dict[int, UntypedStorage] = {}
+        self._swapped: tuple[Tensor, Mark | None] | None = None
+        self.of_weights: set[int] = set()
+
+    def __setitem__(self, tensor: Tensor, mark: Mark) -> None:
+        self._entries[id(tensor)] = (weakref.ref(tensor), mark)
+
+    def __len__(self) -> int:
+        """The number of living tensors with a mark."""
+        return sum(reference() is not None for reference, _ in self._entries.values())
+
+    def get(self, tensor: Tensor) -> Mark | None:
+        """The mark of this tensor object, or None."""
+        entry = self._entries.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def of_operand(self, tensor: Tensor) -> Mark | None:
+        """What a tensor means as an argument of a call: its own mark, or what its memory or its history tells."""
+        entry = self._entries.get(id(tensor))
+        mark = entry[1] if entry is not None and entry[0]() is tensor else None
+        kind = type(mark)
+        if kind is BatchAxis:
+            return mark
+        if type(mark) is Weight:
+            current = mark.derivation is None or mark.is_current(tensor)
+            return (mark if current else REWRITTEN) if tensor.requires_grad else None
+        unmarked = mark is None or kind is Constant
+        if unmarked and self._written and tensor.layout == torch.strided:
+            shared = tensor.untyped_storage().data_ptr() in self._written
+            mark = self._read_from_base(tensor) if shared else mark
+        if mark is None and has_history(tensor) and tensor.grad_fn is not None:
+            return Lost(
+                f"it passed through {tensor.grad_fn.name()}, which is not a torch call that can be seen (a custom "
+                "autograd function, a transform such as torch.vmap, or a tensor kept from before this step)"
+            )
+        return mark
+
+    def axis_of_all(self, args: tuple[Any, ...]) -> tuple[BatchAxis, int] | None:
+        """The axis along which every tensor among plain arguments holds the samples, in tensors of one rank."""
+        found: BatchAxis | None = None
+        first: Tensor | None = None
+        rank = 0
+        entries = self._entries
+        for value in args:
+            if type(value) is Tensor:
+                entry = entries.get(id(value))
+                if entry is None or entry[0]() is not value:
+                    return None
+                mark = entry[1]
+                if type(mark) is not BatchAxis:
+                    return None
+                if found is None or first is None:
+                    first, found, rank = value, mark, value.dim()
+                elif value.dim() != rank or not (
+                    (mark is found or mark.is_same(found)) and is_plain(value) and is_plain(first)
+                ):
+                    return None
+            elif type(value) not in _NUMBERS:
+                return None
+        return None if found is None else (found, rank)
+
+    def set_result(self, output: Tensor, mark: Mark) -> None:
+        """Mark a result; a parameter that is written to (an update, a clamp) remains what it is."""
+        known = self.get(output)
+        if not (type(known) is Weight and known.derivation is None):
+            self[output] = mark
+
+    def alias(self, tensor: Tensor) -> Tensor | None:
+        """Another tensor on the memory of this one, with its samples: it shows them when this one lies elsewhere."""
+        mark = self.get(tensor)
+        if not isinstance(mark, (BatchAxis, Lost)):
+            return None
+        alias = tensor.detach()
+        self[alias] = mark
+        return alias
+
+    def note_moved(self, target: Tensor, source: object) -> None:
+        """A tensor that was set to the memory of `source`, or to a part of some memory, holds what lies there."""
+        known = self.get(target)
+        if isinstance(known, Weight) and known.derivation is None:
+            return
+        elsewhere = CONSTANT if source is None else Lost(f"it was set to memory that no tensor shows{user_line()}")
+        mark = self.of_operand(source) if isinstance(source, Tensor) else self._in_memory(target) or elsewhere
+        if isinstance(source, Tensor) and not isinstance(mark, (BatchAxis, Lost)):
+            mark = KNOWN if self.is_known(source) else CONSTANT
+        if has_history(target) and isinstance(known, (Weight, BatchAxis)):  # its gradient goes where it went before
+            if isinstance(known, Weight) and isinstance(mark, Constant):
+                known.hidden, known.version = True, version_of(target)
+                known.outside |= not mark.known
+            if isinstance(mark, Constant) or (
+                isinstance(known, BatchAxis) and isinstance(mark, BatchAxis) and mark.is_same(known)
+            ):
+                return
+            mark = Lost(f"its data was replaced by that of other samples{user_line()}")
+        self[target] = mark or CONSTANT
+
+    def note_swapped(self, tensor: Tensor) -> None:
+        """Before torch swaps the contents of two tensors, it asks of one after the other who refers to them weakly."""
+        entry = self._entries.pop(id(tensor), None)
+        mark = entry[1] if entry is not None and entry[0]() is tensor else None
+        if self._swapped is None:
+            self._swapped = tensor, mark
+            return
+        (other, others), self._swapped = self._swapped, None
+        for each, its in ((other, mark), (tensor, others)):
+            if its is not None:
+                self._entries[id(each)] = partial(_itself, each), its
+
+    def _in_memory(self, tensor: Tensor) -> Mark | None:
+        """Where the samples lie in a tensor, as the others on its memory tell; None where there are none."""
+        if not is_plain(tensor):
+            return Lost(f"it was set to other memory{user_line()}")
+        others = list(self._on_memory_of(tensor))
+        if not others:
+            return None
+        for other, known in others:
+            if other.dtype == tensor.dtype and other.is_set_to(tensor):
+                return known
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        owners, mixing = torch.full((size,), -1, device=tensor.device), None
+        for other, known in others:
+            if isinstance(known, Lost) or other.dtype != tensor.dtype:
+                return Lost(f"it was set to memory that holds samples along no axis{user_line()}")
+            owners[_places(other, size)] = entry_owners(known, other.shape, self._batch_size, tensor.device)
+            mixing = mixing or known.mixing
+        here = owners[_places(tensor, size)]
+        if not bool((here >= 0).any()):
+            return CONSTANT
+        axis = by_entries(here, self._batch_size, mixing)
+        return axis or Lost(f"no axis of it holds the samples since it was set to other memory{user_line()}")
+
+    def _on_memory_of(self, tensor: Tensor) -> Iterator[tuple[Tensor, BatchAxis | Lost]]:
+        """The tensors that hold samples and share the memory of this one."""
+        for other, known in self._sharing(tensor, (BatchAxis, Lost)):
+            if other is not tensor:
+                yield other, known
+
+    def weights_on_memory_of(self, tensor: Tensor) -> Iterator[tuple[Tensor, Weight]]:
+        """The weights that are in the memory of a tensor."""
+        return self._sharing(tensor, (Weight,))
+
+    def _sharing(self, tensor: Tensor, kinds: tuple[type, ...]) -> Iterator[tuple[Tensor, Any]]:
+        storage = tensor.untyped_storage().data_ptr()
+        for reference, known in list(self._entries.values()):
+            other = reference() if isinstance(known, kinds) else None
+            if other is None or not is_plain(other):
+                continue
+            if storage and other.untyped_storage().data_ptr() == storage:
+                yield other, known
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether no sample's data can be in a tensor that is not marked as holding it."""
+        mark = self.get(tensor)
+        if mark is None:
+            return isinstance(tensor, nn.Parameter) or tensor.numel() <= 1
+        if isinstance(mark, Weight):
+            return not mark.outside
+        return isinstance(mark, Constant) and mark.known
+
+    def note_constant(self, op: object, operands: list[Tensor], result: Any) -> None:
+        """Mark the results of a call without weights and without the batch, where there is something to know."""
+        known = op not in DATA_SOURCES and all(self.is_known(tensor) for tensor in operands)
+        for output in tensors_in(result):
+            foreign = has_history(output)
+            if known or foreign or self.get(output) is KNOWN:
+                self.set_result(output, KNOWN if known else CONSTANT)
+
+    def note_written(self, tensor: Tensor) -> None:
+        """The batch was written into a tensor: other views of its memory now hold the batch, too."""
+        storage = tensor.untyped_storage()
+        self._written[storage.data_ptr()] = storage
+
+    def note_written_through(self, view: Tensor, before: Mark | None) -> None:
+        """After a write through a view, which had the mark `before`, the tensor behind it holds what the view holds."""
+        base, mark = base_of(view), self.get(view)
+        if base is None or mark is None or (base.is_leaf and base.requires_grad):
+            return
+        alike = isinstance(before, BatchAxis) and isinstance(mark, BatchAxis) and before.same_place(mark)
+        if alike and before.mixing == mark.mixing:  # type: ignore[union-attr]
+            return
+        self[base] = self._with_view(base, view, mark) or Lost(
+            f"it was written to in place through a view{user_line()}, and no axis of it holds the samples since"
+        )
+
+    def note_rewritten(self, target: Tensor, before: Mark | None) -> None:
+        """After a write that gave a tensor other samples than `before`, so have the tensors that share its memory."""
+        mark = self.get(target)
+        followed = isinstance(before, (BatchAxis, Lost)) and isinstance(mark, (BatchAxis, Lost)) and mark is not before
+        alike = isinstance(before, BatchAxis) and isinstance(mark, BatchAxis) and before.same_place(mark)
+        if not followed or not is_plain(target) or (alike and before.mixing == mark.mixing):  # type: ignore[union-attr]
+            return
+        for other, known in self._on_memory_of(target):
+            if isinstance(known, BatchAxis):
+                self[other] = self._rewritten(other, known, target, mark) or Lost(
+                    f"its memory was written to in place through another tensor{user_line()}"
+                )
+
+    def _rewritten(self, other: Tensor, known: BatchAxis, target: Tensor, mark: Mark | None) -> BatchAxis | None:
+        """Where the samples lie in a tensor after another one on its memory was overwritten; None if along no axis."""
+        if not isinstance(mark, BatchAxis) or other.dtype != target.dtype:
+            return None
+        size = target.untyped_storage().nbytes() // target.element_size()
+        here, there = _places(other, size), _places(target, size)
+        owners = torch.full((size,), -1, device=target.device)
+        owners[there] = entry_owners(mark, target.shape, self._batch_size, target.device)
+        earlier = entry_owners(known, other.shape, self._batch_size, target.device)
+        now = torch.where(owners[here] < 0, earlier, owners[here])
+        return by_entries(now, self._batch_size, mark.mixing or known.mixing)
+
+    def _with_view(self, base: Tensor, view: Tensor, mark: Mark) -> BatchAxis | None:
+        """Where the samples lie in a tensor of which a view was overwritten; None where no axis holds them."""
+        known, places = self.get(base), places_in(base, view)
+        if not isinstance(mark, BatchAxis) or places is None:
+            return None
+        if isinstance(known, (Weight, Lost)) and view.numel() < base.numel():
+            return None
+        mixing = mark.mixing
+        if isinstance(known, BatchAxis):
+            mixing = mixing or known.mixing
+            owners = entry_owners(known, base.shape, self._batch_size, base.device).flatten().clone()
+        else:
+            owners = torch.full((base.numel(),), -1, device=base.device)
+        owners[places] = entry_owners(mark, view.shape, self._batch_size, base.device)
+        return by_entries(owners.view(base.shape), self._batch_size, mixing)
+
+    def _read_from_base(self, view: Tensor) -> BatchAxis | Lost:
+        """Where the samples lie in a view of a tensor that the batch was written into."""
+        base = base_of(view)
+        known = None if base is None else self.get(base)
+        if base is not None and isinstance(known, BatchAxis):
+            places = places_in(base, view)
+            if places is not None:
+                owners = entry_owners(known, base.shape, self._batch_size, base.device).flatten()[places]
+                axis = by_entries(owners, self._batch_size, known.mixing)
+                if axis is not None:
+                    return axis
+        return Lost("it shares its memory with a tensor that the batch was written into")
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self._written.clear()
+        self._swapped = None
+        self.of_weights.clear()
+
+
+def _places(tensor: Tensor, size: int) -> Tensor:
+    """The place of each entry in the memory of a tensor, which has room for `size` entries."""
+    places = torch.arange(size, device=tensor.device)
+    return places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    """In the place of a weak reference, where none may be."""
+    return tensor

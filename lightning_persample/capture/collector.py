@@ -1,0 +1,385 @@
+"""What a backward brings: contributions to weights, and the reasons where there are none."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_persample.batch_axis.observed import Description, line_of, version_of
+from lightning_persample.capture.annotations import KNOWN, Marks
+from lightning_persample.capture.failure import FAULT, OverwrittenError, fault_of, guard, in_smaller_chunks, reason_of
+from lightning_persample.capture.graph import Edges, Node, boundary, edges_between, ends_below, leaf_of, on_gradient
+from lightning_persample.capture.pull_back import settle_one
+from lightning_persample.capture.weight import Computation, Weight
+from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
+
+__all__ = ["USED_AGAIN", "Collector", "Kind", "Notes", "Observes", "Part", "WatchedNodes"]
+
+_PRODUCTS = frozenset({"AddmmBackward0", "MmBackward0"})
+
+
+class WatchedNodes:
+    """The nodes of one capture.
+
+    Args:
+        marks: tells the leaves that are weights.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._weights: dict[Node, list[Weight]] = {}
+        self._seen: set[Node] = set()
+        self._calls: dict[Node, tuple[list[Node], list[Weight]]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, node: Node, weight: Weight) -> None:
+        """Remember the node of a weight that is no leaf, or whose leaf has no mark."""
+        self._weights.setdefault(node, []).append(weight)
+
+    def weights_of(self, node: Node) -> list[Weight]:
+        """The weights whose gradient goes through a node."""
+        known = self._weights.get(node)
+        if known is not None:
+            return known
+        leaf = leaf_of(node)
+        mark = None if leaf is None else self._marks.get(leaf)
+        return [mark] if isinstance(mark, Weight) else []
+
+    def watch_inside(self, outputs: Sequence[Tensor], stop: set[Node]) -> Edges:
+        """Gradients may enter a call through its outputs only, not through the nodes between them and the weights."""
+        inside = edges_between(outputs, stop)
+        self._seen.update(inside)
+        entrances = boundary(outputs)
+        for node in inside:
+            if node not in entrances:
+                for end in ends_below(node, inside):
+                    for weight in self.weights_of(end):
+                        self.watch(node, weight)
+        return inside
+
+    def watch_call(self, output: Tensor, hooked: Node | None, tensors: Sequence[Tensor]) -> None:
+        """`watch_inside` of a call with one output."""
+        inside = self.watch_inside((output,), boundary(tensors))
+        if hooked is not None and hooked in inside:
+            further: list[Node] = []
+            weights: list[Weight] = []
+            for end in ends_below(hooked, inside):
+                if leaf_of(end) is None:
+                    further.append(end)
+                else:
+                    weights += self.weights_of(end)
+            self._calls[hooked] = further, weights
+
+    def watch_linear(self, output: Tensor, tensors: Sequence[Tensor], weights: list[Weight]) -> None:
+        """`watch_inside` of a linear map of rows, which as a rule is a product with the transpose of its weight."""
+        node = output.grad_fn
+        edges = () if node is None else node.next_functions
+        inner = edges[-1][0] if len(edges) == len(tensors) else None
+        if node is None or inner is None or node.name() not in _PRODUCTS or inner.name() != "TBackward0":
+            self.watch_inside((output,), boundary(tensors))
+            return
+        self._seen.add(node)
+        self._seen.add(inner)
+        self.watch(inner, weights[0])
+        if all(weight.derivation is None for weight in weights):
+            self._calls[node] = [] if edges[-2][0] is None else [edges[-2][0]], weights
+
+    def below(self, tops: list[Tensor]) -> tuple[list[tuple[Node, list[Weight]]], list[Weight]]:
+        """What a backward will meet."""
+        unseen: list[tuple[Node, list[Weight]]] = []
+        met: list[Weight] = []
+        stack = [top.grad_fn for top in tops if top.grad_fn is not None]
+        visited = set(stack)
+        while stack:
+            node = stack.pop()
+            call = self._calls.get(node)
+            if call is not None:  # what is below it is known as far as the nodes of its inputs
+                met += call[1]
+                for further in call[0]:
+                    if further not in visited:
+                        visited.add(further)
+                        stack.append(further)
+                continue
+            is_unseen = node not in self._seen
+            for following, _ in node.next_functions:
+                if following is None:
+                    continue
+                if is_unseen:
+                    weights = self.weights_of(following)
+                    if weights:
+                        unseen.append((node, weights))
+                if following not in visited:
+                    visited.add(following)
+                    stack.append(following)
+        return unseen, met
+
+    def release_later(self, handle: RemovableHandle) -> None:
+        """Take a hook away when no backward will come: it holds nodes that hold it, a circle that no collector sees."""
+        self._handles.append(handle)
+
+    def release(self) -> None:
+        """Take away the hooks that were to be."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def clear(self) -> None:
+        """Forget every node."""
+        self._calls.clear()
+        self._weights.clear()
+        self._seen.clear()
+
+
+Kind: TypeAlias = Literal["mixing", "weighting", "not_additive"]
+
+
+class Observes(Protocol):
+    """Tells whether the present backward counts, and takes note of a fault of this package."""
+
+    accepting: bool
+
+    def fail(self, error: Exception) -> None:
+        """Take note of it."""
+
+
+class Notes:
+    """Texts on calls and on the loss; a record has those of its own backward.
+
+    Args:
+        collector: tells whether the present backward counts; it holds the notes, so that they do not hold it.
+
+    Attributes:
+        axis_lost: texts after which it is not known whose the values are, and no more.
+        excused: the kinds and texts that are not so of the present backward.
+    """
+
+    def __init__(self, collector: Observes) -> None:
+        self._collector = weakref.ref(collector)
+        self._texts: dict[Kind, dict[str, None]] = {"mixing": {}, "weighting": {}, "not_additive": {}}
+        self._always: set[tuple[Kind, str]] = set()
+        self._reached: set[tuple[Kind, str]] = set()
+        self._of_loss: dict[str, None] = {}
+        self.axis_lost: set[str] = set()
+        self.excused: frozenset[tuple[str, str]] = frozenset()
+
+    def add(self, kind: Kind, text: str, outputs: Iterable[Tensor]) -> None:
+        """Say something of a call in every backward that goes through one of its outputs."""
+        self._texts[kind].setdefault(text)
+        hooked = [output for output in outputs if output.requires_grad]
+        if not hooked:
+            self._always.add((kind, text))
+        for output in hooked:
+            on_gradient(output, partial(self._reach, kind, text), self._fail)
+
+    def add_of_loss(self, text: str) -> None:
+        """Say that the samples weigh in the loss of the next backward otherwise than `loss_reduction` says."""
+        self._of_loss.setdefault(text)
+
+    def known(self, kind: Kind) -> tuple[str, ...]:
+        """All texts on calls, whatever a backward goes through."""
+        return tuple(self._texts[kind])
+
+    def reached(self, kind: Kind) -> tuple[str, ...]:
+        """The texts on calls that the present backward has gone through, and on its loss, in the order of the calls."""
+        seen = (self._always | self._reached) - self.excused
+        found = tuple(text for text in self._texts[kind] if (kind, text) in seen)
+        return (*found, *self._of_loss) if kind == "weighting" else found
+
+    def split(self, texts: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Texts on calls by which samples influence each other, and those after which it is not known whether."""
+        lost = tuple(text for text in texts if text in self.axis_lost)
+        return tuple(text for text in texts if text not in lost), lost
+
+    def forget(self) -> None:
+        """The backward is over."""
+        self._of_loss.clear()
+        self._reached.clear()
+        self.excused = frozenset()
+
+    def _fail(self, error: Exception) -> None:
+        collector = self._collector()
+        if collector is not None:
+            collector.fail(error)
+
+    def _reach(self, kind: Kind, text: str, grad: Tensor) -> None:
+        collector = self._collector()
+        if collector is not None and collector.accepting:
+            self._reached.add((kind, text))
+
+
+USED_AGAIN = "it was used again by a call that ran during the backward (activation checkpointing)"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The loss of a backward is made of some of the samples alone.
+
+    Attributes:
+        samples: which.
+        mean_of: it is their sum over this number, up to a number of the user's; 0 where it is not.
+        is_sum: it is their sum.
+    """
+
+    samples: tuple[int, ...]
+    mean_of: int
+    is_sum: bool
+
+
+class Collector:
+    """Takes contributions to weights.
+
+    Args:
+        weights: the parameters, by name, each with its tensor.
+        batch_size: number of samples B.
+        keep_structures: keep every contribution until the backward ends, for quantities other than the squared norm.
+        buffers: tensors of the module that hold no sample's data.
+        fuse: form the sum over the samples, the weight's gradient, from the samples' gradients where that is cheaper.
+
+    Attributes:
+        marks: what is known of each tensor.
+        nodes: where gradients of weights pass.
+        notes: what there is to say.
+        keep: what weights are computed from, until the backward.
+        refused: by parameter the reason why it has no values.
+        accepting: does the present backward count?
+        frees: does it free the graph it has gone through?
+        kept: parameters of which all contributions are kept, as their sum is compared with the batch's gradient.
+        dtypes: those of the gradients from which contributions to them were computed.
+        kernel_options: under which contributions are computed.
+        samples: the places in the batch of the samples that are followed, (m,); None follows all.
+        penalized: parameters whose gradient in this backward has a term that belongs to no sample.
+        fault: why nothing of this capture can be relied on: this package itself has failed; "" as nearly always.
+        writes: of memory that was written to in place, by where it begins: how often by then, in which call and where.
+        noted: the nodes of what notes hold of, by their kind and text.
+        excuses: the nodes below which they do not hold.
+        got_gradient: parameters that got a gradient in this backward, with this where a hook may have changed it.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        batch_size: int,
+        keep_structures: bool = False,
+        buffers: Iterable[Tensor] = (),
+        fuse: bool = False,
+    ) -> None:
+        self.batch_size = batch_size
+        self.fuse = fuse
+        self.marks = Marks(batch_size)
+        self.weights: list[Weight] = []
+        self.nodes = WatchedNodes(self.marks)
+        self.notes = Notes(self)
+        self.keep: Callable[[Tensor], Tensor] = Tensor.detach
+        for name, parameter in weights.items():
+            weight = Weight(frozenset({name}), parameter)
+            self.weights.append(weight)
+            self.marks[parameter] = weight
+        for buffer in buffers:
+            self.marks[buffer] = KNOWN
+        self.refused: dict[str, str] = {}
+        self.accepting = True
+        self.frees = False
+        self.keep_structures = keep_structures
+        self.kept: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
+        self.kernel_options = KernelOptions()
+        self.samples: Tensor | None = None
+        self.penalized: set[str] = set()
+        self.got_gradient: dict[str, Tensor | None] = {}
+        self.fault = ""
+        self.writes: dict[int, tuple[int, str, tuple[str, int] | None]] = {}
+        self.noted: dict[tuple[str, str], set[Node]] = {}
+        self.excuses: dict[tuple[str, str], set[Node]] = {}
+
+    def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
+        """Note that this package itself has failed: no value of this capture is given."""
+        self.fault = self.fault or guard(fault_of, lambda _: FAULT)(error, what)
+
+    def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
+        """Take what one use contributes."""
+        if weight.has_norms:
+            self.refuse([weight], USED_AGAIN)
+            return
+        weight.add(gradient)
+        weight.received += 1
+        if weight.is_over:
+            settle_one(weight, self.fail_to_settle)
+
+    def fail_to_settle(self, weight: Weight, error: Exception, text: Description) -> None:
+        """Note that what a derived weight got cannot be moved to what it was computed from."""
+        self.refuse([weight], self.why(error, text))
+
+    def note_call(self, weights: Iterable[Weight], compute: Computation, grads: Sequence[Tensor | None]) -> None:
+        """Keep what computes the contributions of a call, as far as their sum is going to be compared."""
+        if not self.kept:
+            return
+        self.dtypes |= {grad.dtype for grad in grads if grad is not None}
+        for weight in weights:
+            if weight.names <= self.kept and (weight.derivation is None or weight.hooked):
+                weight.calls.append((compute, grads))
+
+    def collect(
+        self, contributions: list[tuple[Weight, SampleGradient]], wants_sums: bool = False
+    ) -> list[tuple[Weight, Tensor]]:
+        """Take what one call contributes to its weights; where it is all there is, keep only the squared norms."""
+        if self.samples is not None:
+            contributions = [(weight, gradient.pick(self.samples)) for weight, gradient in contributions]
+        sums: list[tuple[Weight, Tensor]] = []
+        alone: list[tuple[Weight, SampleGradient]] = []
+        for weight, gradient in contributions:
+            if self._is_all_there_is(weight):
+                alone.append((weight, gradient))
+                continue
+            if wants_sums and self.keep_structures:  # the gradients are asked for
+                gradient = Dense(in_smaller_chunks(gradient.dense))
+                sums.append((weight, gradient.grad.sum(0)))
+            self.contribute(weight, gradient)
+        if wants_sums:
+            for weight, gradient in alone:
+                weight.sq_norm, total = in_smaller_chunks(partial(sq_norms_and_sum, gradient))
+                sums.append((weight, total))
+        elif alone:
+            squares = in_smaller_chunks(partial(sq_norms, [gradient for _, gradient in alone]))
+            for (weight, _), sq_norm in zip(alone, squares, strict=True):
+                weight.sq_norm = sq_norm
+        return sums
+
+    def wants_no_more(self, weights: Sequence[Weight]) -> bool:
+        """Whether nothing but the squared norm of all samples is asked of a call that is the one use of its weights."""
+        return self.samples is None and not self.refused and all(map(self._is_all_there_is, weights))
+
+    def _is_all_there_is(self, weight: Weight) -> bool:
+        """Whether the one use of a weight contributes now, and nobody asked for more than the squared norm."""
+        once = weight.derivation is None and weight.uses == 1 and weight.children == 0 and not weight.has_norms
+        return once and not self.keep_structures and not (self.kept and weight.names & self.kept)
+
+    def why(self, error: Exception, what: object) -> str:
+        """Why there are no values of a call or weight, with the op in place that overwrote what it needs."""
+        if isinstance(error, OverwrittenError):
+            times, call, place = self.writes.get(error.tensor.untyped_storage().data_ptr(), (-1, "", None))
+            if times == version_of(error.tensor):
+                return f"{error.before} by `{call}`{line_of(place)}{error.after}"
+        return reason_of(error, what)
+
+    def refuse(self, weights: Iterable[Weight], reason: str) -> None:
+        """Note that a gradient of these weights could not be split by sample."""
+        for weight in weights:
+            for name in weight.names:
+                self.refused.setdefault(name, reason)
+
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Report nothing of the gradients computed inside: they are not the training gradient."""
+        before, self.accepting = self.accepting, False
+        try:
+            yield
+        finally:
+            self.accepting = before

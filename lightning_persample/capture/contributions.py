@@ -1,0 +1,480 @@
+"""From the gradients of a call's outputs to contributions: by the rule of its op, or by the generic one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, batch_first
+from lightning_persample.batch_axis.base import Followed
+from lightning_persample.batch_axis.observed import Description, ObservedCall, version_of, without_data
+from lightning_persample.batch_axis.pointwise import POINTWISE
+from lightning_persample.capture.failure import OverwrittenError, reason_of
+from lightning_persample.capture.graph import boundary, edges_between
+from lightning_persample.capture.weight import Computation, Contributions, Weight
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import Block, Dense, SampleGradient
+from lightning_persample.rules import Call, Rule, generic_rule, op_name
+from lightning_persample.rules.elementwise import widen
+from lightning_persample.torch_internals import saved_results
+
+__all__ = [
+    "ByRule",
+    "Drawn",
+    "Placement",
+    "Use",
+    "check_unchanged",
+    "computation",
+    "not_tensors",
+    "placed",
+    "placement_of",
+    "versions_of",
+    "wrong_answer",
+]
+
+_ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
+
+
+class Use:
+    """A call that mixes weights with the batch.
+
+    Args:
+        call: the call, after it has run.
+        followed: where the batch lies in its outputs.
+        weights: the weights among its operands, by the id of their tensor.
+        rule: the op's own rule, if it has one.
+
+    Attributes:
+        whole: there is one sample, and no axis that holds it: every tensor of the batch is the sample's as a whole.
+        not_additive: why what the samples alone give does not add up to the gradient of the batch, or None.
+        entries: what the call has added up, where its one output is a number.
+    """
+
+    def __init__(
+        self, call: ObservedCall, followed: Followed, weights: Mapping[int, Weight], rule: Rule | None
+    ) -> None:
+        self.call = call
+        self.followed = followed
+        self.weights = weights
+        self.rule: Rule | None = None
+        self.arguments: dict[str, Any] = {}
+        self.mixing: str | None = None
+        self._description: Description | None = None
+        self.not_additive: str | None = None
+        uncertain = bool(call.lost) or any(isinstance(axis, Lost) for axis in followed.outputs)
+        self.whole = call.batch_size == 1 and uncertain
+        self.entries = followed.entries() if followed.entries is not None and weights and not self.whole else None
+        arguments = rule.bind(call.args, call.kwargs) if rule is not None else None
+        if rule is None or arguments is None or self.whole or self.entries is not None:
+            return
+        if rule.mixes_samples is not None and rule.mixes_samples(arguments):
+            self.mixing = f"{self.description} normalises with the statistics of the whole batch"
+        if self._answered_by(rule, arguments):
+            self.rule, self.arguments = rule, arguments
+            if call.op == "embedding" and arguments.get("scale_grad_by_freq"):
+                self.not_additive = (
+                    f"{self.description} divides by how often an index occurs in the whole batch (scale_grad_by_freq), "
+                    "a sample alone by how often it occurs in that sample"
+                )
+
+    def _answered_by(self, rule: Rule, arguments: Mapping[str, Any]) -> bool:
+        """Whether weights and batch stand only where the rule expects them."""
+        weights, batched, states = set(), set(), set()
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                if rule.is_weight(name):
+                    weights.add(id(value))
+                if rule.is_batched(name):
+                    batched.add(id(value))
+                if rule.is_per_sample(name):
+                    states.add(id(value))
+        if any(key not in weights for key in self.weights):
+            return False
+        if any(id(tensor) not in batched for tensor, _ in self.call.located):
+            return False
+        if any(id(tensor) in self.weights and id(tensor) not in states for tensor, _ in self.call.located):
+            return False  # (a derived weight that has rows of its own for each sample)
+        aligned = self.followed.aligned
+        return aligned is None or not any(
+            operand.axis is None and id(operand.tensor) not in states and aligned(operand.tensor) is not None
+            for operand in self.call.operands
+        )
+
+    @property
+    def tainted(self) -> list[str]:
+        """Where values computed over the whole batch entered the operands."""
+        rule = self.rule
+        unread = {
+            id(value) for name, value in self.arguments.items() if rule is not None and not rule.is_read(name)
+        }  # numbers that only say where things lie
+        return [
+            axis.mixing
+            for tensor, axis in self.call.located
+            if axis.mixing is not None and (id(tensor) not in unread or tensor.is_floating_point())
+        ]
+
+    @property
+    def description(self) -> Description:
+        """Op, sizes, line and parameters, for messages; first asked for while the call's line runs."""
+        if self._description is None:
+            self._description = self.call.describe({n for weight in self.weights.values() for n in weight.names})
+        return self._description
+
+    @property
+    def outputs(self) -> list[tuple[Tensor, BatchAxis]]:
+        """The outputs that can get a gradient and hold the batch along an axis."""
+        if self.whole:
+            return [(output, _ANYWHERE) for output in self.call.outputs if output.requires_grad]
+        if self.entries is not None:
+            return [(output, self.entries.axis) for output in self.call.outputs if output.requires_grad]
+        pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
+        return [(output, axis) for output, axis in pairs if output.requires_grad and isinstance(axis, BatchAxis)]
+
+    def reason_against(self) -> str | None:
+        """Why the contributions of this call cannot be separated by sample, or None."""
+        pairs = zip(self.call.outputs, self.followed.outputs, strict=False)
+        lost = next((axis for output, axis in pairs if output.requires_grad and isinstance(axis, Lost)), None)
+        if lost is not None and not self.whole and self.entries is None:
+            plain = lost.alone is not None or lost.reason.startswith("batch")  # it came without one
+            remedy = "" if plain else "; keep the samples along one axis up to here"
+            return f"{self.description}: the batch axis cannot be followed here: {lost.reason}{remedy}"
+        several = self.rule is not None and self.rule.several_outputs
+        if len(self.outputs) != 1 and not several:
+            number = len(self.outputs)
+            return f"{self.description} has {number} outputs; give it a rule with register_rule, or use its parts"
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which arguments of a call its rule is given, and where the batch lies in them.
+
+    Attributes:
+        rule: the op's own rule.
+        batch_size: number of samples B.
+        owners: names of the arguments that are weights.
+        kept: names of the tensors that the rule is given.
+        axes: where the batch lies in those of them that hold it.
+        output_axes: where it lies in each output that can get a gradient.
+        weights: `owners` as a set.
+        has_rows: whether results with an entry for every row of the first output hold those of a sample together.
+        rank: number of axes that the op lays its operands out to, 0 where it does not.
+        nested: see `rules.Call`.
+    """
+
+    rule: Rule
+    batch_size: int
+    owners: tuple[str, ...]
+    kept: tuple[str, ...]
+    axes: Mapping[str, BatchAxis]
+    output_axes: tuple[BatchAxis, ...]
+    weights: frozenset[str] = field(init=False)
+    has_rows: bool = field(init=False)
+    rank: int = 0
+    nested: bool = False
+
+    def __post_init__(self) -> None:
+        first = self.output_axes[0] if self.output_axes else None
+        object.__setattr__(self, "weights", frozenset(self.owners))
+        object.__setattr__(self, "has_rows", first is not None and first.dim == 0 and first.owner is None)
+
+
+def placement_of(use: Use, rule: Rule) -> Placement:
+    """Where a call that its rule answers has weights and batch."""
+    call, aligned = use.call, use.followed.aligned
+    owners = tuple(name for name, value in use.arguments.items() if id(value) in use.weights)
+    kept: list[str] = []
+    axes: dict[str, BatchAxis] = {}
+    for name, value in use.arguments.items():
+        if isinstance(value, Tensor) and (rule.is_read(name) or name in owners or not rule.is_batched(name)):
+            kept.append(name)
+            where = call.axis_of(value)
+            if aligned is not None and rule.is_per_sample(name) and not isinstance(where, BatchAxis):
+                where = aligned(value)
+            if isinstance(where, BatchAxis):
+                axes[name] = where
+    return Placement(
+        rule,
+        call.batch_size,
+        owners,
+        tuple(kept),
+        axes,
+        tuple(axis for _, axis in use.outputs),
+        call.outputs[0].dim() if call.op in POINTWISE else 0,
+        rule.several_outputs and _later_lies_below_earlier(call),
+    )
+
+
+def not_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that are no tensors, by name; lists are copied: who gave them may change them."""
+    others = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
+    return others | {name: _copied(value) for name, value in others.items() if isinstance(value, list)}
+
+
+def _copied(value: Any) -> Any:
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """What a rule may ask for beside the arguments: the first output, and from where its random numbers were drawn.
+
+    Attributes:
+        output: the first output.
+        axis: where the batch lies in it.
+        random_state: state of the generator before the call.
+        version: how often the output had been written to when the call was done.
+    """
+
+    output: Tensor
+    axis: BatchAxis | Lost | None
+    random_state: Tensor | None
+    version: int
+
+
+class ByRule:
+    """What to do in backward with the gradients of the outputs of a call that a rule answers; a `Computation`.
+
+    Args:
+        placement: where the call has weights and batch.
+        values: the tensors that the rule is given, by name.
+        others: the arguments of the call that are no tensors.
+        owners: the weights among the tensors, by the same names.
+        text: the call in messages.
+        first: the first output of the call.
+        written: where memory begins that the call wrote into.
+
+    Attributes:
+        drawn: what the rule may ask for beside the arguments.
+    """
+
+    __slots__ = ("_others", "_owners", "_placement", "_saved", "_tensors", "_text", "_versions", "drawn")
+
+    def __init__(
+        self,
+        placement: Placement,
+        values: Mapping[str, Tensor],
+        others: Mapping[str, Any],
+        owners: Mapping[str, Weight],
+        text: Description,
+        first: Tensor,
+        written: Collection[int] = (),
+    ) -> None:
+        self._placement, self._others, self._owners, self._text = placement, others, owners, text
+        axes, is_read = placement.axes, placement.rule.is_read
+        self._tensors = {  # (of a weight that is laid over the batch, as a rule by a view, no copy is kept alive)
+            name: without_data(value) if name in axes and not is_read(name) else value.detach()
+            for name, value in values.items()
+        }
+        read = (tensor for name, tensor in self._tensors.items() if placement.rule.is_read(name))
+        self._versions = versions_of(read, written)
+        self._saved = saved_results(first, placement.rule.saved) if placement.has_rows and placement.rule.saved else {}
+        self.drawn: Drawn | None = None
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> Contributions:
+        """What the weights get, by sample."""
+        placement, owners, text = self._placement, self._owners, self._text
+        check_unchanged(self._versions, text)
+        rule, axes = placement.rule, placement.axes
+        seen, by_sample = self._call(grads)
+        try:
+            found = rule.function(seen, by_sample)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a rule of the user's raises, which the reason names
+            raise UnsupportedError(reason_of(error, text, rule.function)) from error
+        given, batch = seen.arguments, (placement.batch_size,)
+        sizes = {name: (*(() if name in axes else batch), *given[name].shape) for name in owners}
+        reason = wrong_answer(found, sizes)
+        if reason:
+            raise UnsupportedError(f"{text}: the rule of {op_name(rule.op)} {reason}")
+        return [(weight, placed(found[name], axes.get(name), text)) for name, weight in owners.items()]
+
+    def _call(self, grads: Sequence[Tensor | None]) -> tuple[Call, Any]:
+        """The call as the rule sees it, with the gradient of its output, or of all where the rule knows several."""
+        placement, tensors, batch_size = self._placement, self._tensors, self._placement.batch_size
+        rule = placement.rule
+        arguments: dict[str, Any] = {**self._others, **tensors}
+        counts: dict[str, Tensor] = {}
+        for name, where in placement.axes.items():
+            tensor = tensors[name]
+            if placement.rank > tensor.dim() and name not in placement.weights:
+                extra = placement.rank - tensor.dim()
+                tensor, where = tensor.reshape(*(1,) * extra, *tensor.shape), where.moved(where.dim + extra)
+            arguments[name] = batch_first(tensor, where, batch_size)
+            if where.owner is not None:
+                counts[name] = torch.bincount(where.owner.sample, minlength=batch_size) * where.rows
+        rows = placement.weights & placement.axes.keys()
+        if rows and placement.rank:  # beside them an operand may be shared by all samples
+            shared = tensors.keys() - placement.axes.keys() - placement.weights
+            arguments |= {name: tensors[name].unsqueeze(0) for name in shared}
+        output: Tensor | None = None
+        draws: tuple[Tensor, ...] = ()
+        if self.drawn is not None:
+            again, axis = _draw_again(rule, {**self._others, **tensors}, self.drawn), self.drawn.axis
+            if again or rule.reads_output:
+                check_unchanged(((self.drawn.output, self.drawn.version),), self._text)
+            if isinstance(axis, BatchAxis) and version_of(self.drawn.output) == self.drawn.version:
+                output = batch_first(self.drawn.output, axis, batch_size)
+                draws = tuple(batch_first(tensor, axis, batch_size) for tensor in again)
+        by_sample = tuple(
+            None if grad is None else batch_first(grad, axis, batch_size, fill=False)
+            for grad, axis in zip(grads, placement.output_axes, strict=True)
+        )
+        saved = {name: batch_first(r, placement.output_axes[0], batch_size) for name, r in self._saved.items()}
+        seen = Call(batch_size, arguments, placement.weights, counts, draws, output, placement.nested, saved, rows)
+        return seen, by_sample if placement.rule.several_outputs else by_sample[0]
+
+
+def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
+    """What is wrong with what a rule gave, apart from its values; what it gives for other arguments does not matter."""
+    if _answers(given, asked):
+        return ""
+    expected = "a rule returns a dict with a structure (Dense, Outer, Indexed or Patches) for each argument asked for"
+    if not isinstance(given, Mapping):
+        return f"gave a {type(given).__name__}; {expected}"
+    missing = [name for name in asked if name not in given]
+    if missing:
+        others = f", only for {', '.join(map(str, given))}" if given else ""
+        return f"gave nothing for {', '.join(missing)}{others}; {expected}"
+    for name, sizes in asked.items():
+        if not isinstance(given[name], SampleGradient):
+            kind = type(given[name]).__name__
+            remedy = ": Dense(...) around a tensor (samples, *shape of the weight) is one" if kind == "Tensor" else ""
+            return f"gave a {kind} for {name}; {expected}{remedy}"
+        found = (given[name].batch_size, *given[name].shape)
+        if found != sizes:
+            remedy = ": sum over the rows and positions of each sample" if len(found) > len(sizes) else ""
+            return f"gave shape {found} for {name}, but (samples, *shape of the weight) is {sizes}{remedy}"
+    return ""
+
+
+def _answers(given: object, asked: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether nothing is wrong, as nearly always."""
+    if type(given) is not dict:
+        return False
+    for name, sizes in asked.items():
+        gradient = given.get(name)
+        if not isinstance(gradient, SampleGradient) or (gradient.batch_size, *gradient.shape) != sizes:
+            return False
+    return True
+
+
+def _later_lies_below_earlier(call: ObservedCall) -> bool:
+    stop = boundary(operand.tensor for operand in call.operands)
+    first, *later = call.outputs
+    below = edges_between([first], stop)
+    return any(output.grad_fn in below for output in later)
+
+
+def _draw_again(rule: Rule, arguments: dict[str, Any], drawn: Drawn) -> list[Tensor]:
+    if rule.draws is None or drawn.random_state is None:
+        return []
+    devices = [drawn.output.device] if drawn.output.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(drawn.random_state)
+        return rule.draws(arguments, drawn.output)
+
+
+def placed(gradient: SampleGradient, where: BatchAxis | None, description: Description) -> SampleGradient:
+    """A weight with the batch along an axis of its own (a state of each sample) has zeros outside a sample's rows."""
+    if where is None:
+        return gradient
+    if where.owner is not None:
+        raise UnsupportedError(f"{description} lays a weight along rows that were picked from the batch")
+    return Block(gradient.dense(), where.dim, where.outer, where.inner)
+
+
+def versions_of(tensors: Iterable[Any], written: Collection[int]) -> list[tuple[Tensor, int]]:
+    """How often each tensor was written to before the backward, but for those whose memory the call wrote into."""
+    return [
+        (tensor, tensor._version)
+        for tensor in tensors
+        if isinstance(tensor, Tensor)
+        and not tensor.is_inference()  # which does not count how often it is written to
+        and not (written and tensor.data_ptr() in written)
+    ]
+
+
+def check_unchanged(versions: Iterable[tuple[Tensor, int]], text: Description) -> None:
+    """Guard the values that are read in backward against changes in place since the forward."""
+    for tensor, version in versions:
+        if tensor._version != version:
+            raise OverwrittenError(
+                f"{text}: a tensor of shape {tuple(tensor.shape)} that the per-sample gradient needs was changed in "
+                "place",
+                tensor,
+                " between forward and backward; write the result to a new tensor instead",
+            )
+
+
+def computation(use: Use) -> Computation:
+    """What to do in backward with the gradients of the outputs that can have one."""
+    return _by_rule(use, use.rule) if use.rule is not None else _by_generic_rule(use)
+
+
+def _by_rule(use: Use, rule: Rule) -> Computation:
+    call = use.call
+    owners = {name: use.weights[id(value)] for name, value in use.arguments.items() if id(value) in use.weights}
+    placement, output = placement_of(use, rule), call.outputs[0]
+    values, others = {name: use.arguments[name] for name in placement.kept}, not_tensors(use.arguments)
+    memory = {t.data_ptr() for t in use.arguments.values() if isinstance(t, Tensor) and id(t) in call.written}
+    compute = ByRule(placement, values, others, owners, use.description, output, memory)
+    if rule.reads_output or rule.draws is not None:
+        compute.drawn = Drawn(output.detach(), use.followed.outputs[0], call.random_state, version_of(output))
+    return compute
+
+
+def _by_generic_rule(use: Use) -> Computation:
+    call, batch_size = use.call, use.call.batch_size
+    axis = _UNSPLIT if use.whole else use.outputs[0][1]
+    aligned, entries = use.followed.aligned, use.entries
+    given = (call.args, dict(call.kwargs)) if entries is None else (entries.args, entries.kwargs)
+    leaves, spec = tree_flatten(given)
+    owners = {position: use.weights[id(leaf)] for position, leaf in enumerate(leaves) if id(leaf) in use.weights}
+    axes: dict[int, BatchAxis | None] = {}
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        where = call.axis_of(leaf)
+        if where is None and aligned is not None:
+            where = aligned(leaf)
+        if where is not None and use.whole:
+            axes[position] = _UNSPLIT
+        elif isinstance(where, BatchAxis):
+            axes[position] = where
+    of_use = without_data if call.op in _SUMS and not call.inplace else Tensor.detach
+    kept = [of_use(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    memory = {leaf.data_ptr() for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in call.written}
+    versions = versions_of(kept, memory)
+    function, description = call.function, use.description
+
+    def compute(grads: Sequence[Tensor | None]) -> Contributions:
+        check_unchanged(versions, description)
+        (grad,) = grads
+        if grad is None:
+            return []
+        if entries is not None:
+            grad = (widen(grad) * entries.share).expand(entries.shape)
+        args, kwargs = tree_unflatten(kept, spec)
+        batched = {position: _first(kept[position], where, batch_size) for position, where in axes.items()}
+        grad = _first(grad, axis, batch_size, fill=False)
+        found = generic_rule(function, args, kwargs, batched, frozenset(owners), grad)
+        return [
+            (owners[place], placed(Dense(gradient), axes.get(place), description)) for place, gradient in found.items()
+        ]
+
+    return compute
+
+
+_SUMS = frozenset({"add", "sub", "rsub"})  # the gradient of a sum reads no values: only shapes are kept
+_UNSPLIT = None  # one sample alone, which has no axis
+
+
+def _first(tensor: Tensor, axis: BatchAxis | None, batch_size: int, *, fill: bool = True) -> Tensor:
+    return tensor[None] if axis is None else batch_first(tensor, axis, batch_size, fill=fill)

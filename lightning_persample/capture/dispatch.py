@@ -1,0 +1,629 @@
+"""What happens at each torch call: follow the batch, derive weights, attach the hooks that collect contributions."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_flatten
+
+from lightning_persample.batch_axis.added_up import UNKNOWN, scaled
+from lightning_persample.batch_axis.axis import BatchAxis, Lost
+from lightning_persample.batch_axis.base import is_plain
+from lightning_persample.batch_axis.follow import follow
+from lightning_persample.batch_axis.observed import (
+    ObservedCall,
+    Operand,
+    has_history,
+    operands_of,
+    tensors_in,
+    user_line,
+    user_place,
+    version_of,
+    without_data,
+)
+from lightning_persample.batch_axis.pointwise import common_axis
+from lightning_persample.capture.annotations import (
+    CONSTANT,
+    DATA_SOURCES,
+    KNOWN,
+    REWRITTEN,
+    Constant,
+    Mark,
+    adds_a_term,
+    data_of,
+    in_parts,
+    kind_of,
+)
+from lightning_persample.capture.collector import Collector, Part
+from lightning_persample.capture.contributions import Use
+from lightning_persample.capture.failure import guard
+from lightning_persample.capture.fused import fused_call
+from lightning_persample.capture.graph import Node, boundary, on_gradient, reaches, unseen_text
+from lightning_persample.capture.observing import decomposed
+from lightning_persample.capture.plan import Plan, layout_of, note_as_planned, recall, remember, remember_as
+from lightning_persample.capture.record import OUTSIDE
+from lightning_persample.capture.reporting import (
+    LINEAR,
+    attach,
+    note_rows,
+    note_term,
+    refuse_where_used,
+    rows_of_linear,
+)
+from lightning_persample.capture.weight import Derivation, Weight, base_of, in_one_row, part_of, places_in, with_part
+from lightning_persample.rules import rule_of
+
+__all__ = ["Dispatcher"]
+
+_OF_NO_SAMPLE = {type(None), Constant}
+_PLAIN = {type(None), Constant, BatchAxis}
+_TENSORS = {Tensor, nn.Parameter}
+# ops that read a number as `int` gives it: which of the batch's numbers it is, and how large a result is to be
+_COUNTED = frozenset({"getitem", "select", "index_select", "embedding", "eq", "ne"})
+_SIZED = frozenset({"expand", "broadcast_to", "view", "reshape", "unflatten", "repeat", "tile"})
+_NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
+
+
+class Dispatcher(Collector):
+    """The state of one capture and the one place where a torch call changes it; it takes what a `Collector` takes.
+
+    Attributes:
+        of_no_sample: the present backward starts from numbers made of weights alone: a penalty.
+        differentiated: where in the user's code a gradient was computed with ``create_graph=True``; "" where none was.
+        part: which samples the loss of the present backward is made of; None where it is all of them, or unknown.
+    """
+
+    part: Part | None = None
+    of_no_sample = False
+    differentiated = ""
+    _inner: tuple[Plan, int] | None = None  # the last call of which all was decided before, and its result
+
+    def mark_batch(self, tensor: Tensor, mark: BatchAxis | Lost) -> None:
+        """Declare where the batch lies in a tensor of the batch."""
+        self.marks[tensor] = mark
+
+    def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run ``torch.autograd.grad`` in the middle of a step, and note where the samples lie in what it gives."""
+        with self.not_counting():
+            gradients = function(*args, **kwargs)
+        guard(self._note_gradients, self.fail)(gradients, args, kwargs)
+        return gradients
+
+    def _note_gradients(self, gradients: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        asked = dict(zip(("outputs", "inputs", "grad_outputs"), args, strict=False)) | dict(kwargs)
+        outputs, inputs = ([*tensors_in((asked.get(name),))] for name in ("outputs", "inputs"))
+        for output, start in zip(outputs, tensors_in((asked.get("grad_outputs"),)), strict=False):
+            mark, unknown = self.marks.of_operand(output), type(self.marks.of_operand(start)) in _OF_NO_SAMPLE
+            if start.requires_grad and isinstance(mark, BatchAxis) and unknown:
+                self.marks[start] = mark  # (a vector to be differentiated by, one row for each of the output)
+        self.mark_gradients(gradients, outputs, inputs)
+
+    def mark_gradients(self, found: Iterable[Tensor | None], outputs: list[Tensor], inputs: Sequence[Tensor]) -> None:
+        """A gradient computed in the step lies where its input lies; of what is no sample's, of the whole batch."""
+        of_batch = any(isinstance(self.marks.of_operand(output), (BatchAxis, Lost)) for output in outputs)
+        for tensor, gradient in zip(inputs, found, strict=False):
+            if gradient is not None and gradient.requires_grad:
+                self.differentiated = self.differentiated or user_line()
+            mark = self.marks.of_operand(tensor)
+            if gradient is None or (not of_batch and (mark is None or isinstance(mark, Constant))):
+                continue
+            # A sum over the samples, so that a function of it that is not linear mixes them.
+            whole = Lost("it is a gradient of the whole batch, computed in the step", reduced=of_batch)
+            of_weights = isinstance(mark, Weight) and not of_batch  # by whom `find_unseen` finds what it hides
+            self.marks.set_result(gradient, mark if isinstance(mark, BatchAxis) else CONSTANT if of_weights else whole)
+
+    def start_backward(self, losses: list[Tensor]) -> None:
+        """Take note of what backward starts from."""
+        marks = [self.marks.get(loss) for loss in losses]
+        self.notes.excused = frozenset(
+            note for note, stop in self.excuses.items() if not reaches(losses, self.noted[note], stop)
+        )
+        self.of_no_sample = bool(marks) and all(isinstance(mark, Weight) and not mark.outside for mark in marks)
+        for loss, mark in zip(losses, marks, strict=True):
+            self._read_part(loss)
+            if isinstance(mark, Weight):
+                self.penalized |= mark.names
+                if mark.outside:
+                    self.refuse([mark], OUTSIDE)
+
+    def is_by_sample(self, loss: Tensor) -> bool:
+        """Whether a loss (B,) has one entry for each sample, in order."""
+        mark = self.marks.get(loss)
+        return isinstance(mark, BatchAxis) and mark.owner is None and mark.mixing is None
+
+    def check_reduction(self, losses: list[Tensor], weights: list[Tensor | None], declared: object) -> None:
+        """Note a loss that is a sum over the samples, times a number, where a mean was declared, or the reverse."""
+        if declared not in ("mean", "sum") or self.batch_size == 1:
+            return
+        for loss, weight in zip(losses, weights, strict=True):
+            self._read_part(loss)
+            size, mark = self.batch_size, self.marks.get(loss)
+            if isinstance(mark, BatchAxis) and mark.mixing is None and mark.owner is None:  # (of no one number)
+                parts, counts = frozenset({1}), frozenset({loss.numel() // size})
+                if weight is None or not bool((weight == weight.flatten()[0]).all()):
+                    continue
+            elif isinstance(mark, Lost) and mark.parts and mark.alone is None:
+                size, parts, counts = len(mark.samples) or size, mark.parts, mark.counts
+            else:
+                continue
+            if weight is not None and weight.numel():
+                factor = float(weight.flatten()[0])
+                parts = scaled(parts, [factor], size, self.batch_size, counts, divides=True)
+            kind = "sum" if max(parts) == 1 else "mean"
+            if declared != kind and not (declared == "sum" and {1, UNKNOWN} <= parts):
+                self.notes.add_of_loss(
+                    f"the loss is a {kind} over the samples, but loss_reduction is {declared!r}: pass "
+                    f"loss_reduction={kind!r}"
+                )
+
+    def _read_part(self, loss: Tensor) -> None:
+        """Note that a loss is made of some of the samples alone, where that is known."""
+        mark = self.marks.get(loss)
+        if isinstance(mark, Lost) and 0 < len(mark.samples) < self.batch_size:
+            size = len(mark.samples)
+            mean_of = next((n for n in (size, self.batch_size) if n in mark.parts), 1 if size == 1 else 0)
+            self.part = Part(tuple(sorted(mark.samples)), mean_of, is_sum=1 in mark.parts)
+
+    def forget_backward(self) -> None:
+        """Drop what a backward left, also one that was broken off."""
+        for weight in self.weights:
+            weight.forget()
+        self.refused.clear()
+        self.penalized.clear()
+        self.dtypes.clear()
+        self.got_gradient = {}
+        self.notes.forget()
+        self.part = None
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        visible: AbstractContextManager[Any],
+    ) -> Any:
+        """Run one torch call and take note of it."""
+        result: Any = _NOT_RUN
+        try:
+            kind = kind_of(function)
+            op = kind.op
+            if kind.inplace and not args and kwargs:  # the functions of torch.nn.init name their tensor
+                first, *others = kwargs
+                args, kwargs = (kwargs[first],), {name: kwargs[name] for name in others}
+            if op is None:
+                result = _RUNNING
+                if function is weakref.getweakrefs:
+                    guard(self.marks.note_swapped, self.fail)(args[0])
+                before = guard(self.marks.alias, self.fail)(args[0]) if kind.moves else None  # noqa: F841
+                result = function(*args, **kwargs)
+                if kind.moves:
+                    self._note_write(kind.op, function, args, kwargs)
+                    has_source = not function.__name__.startswith("resize")
+                    source = (args[1] if len(args) > 1 else kwargs.get("source")) if has_source else None
+                    self.marks.note_moved(args[0], source)
+                if function is Tensor.register_hook:
+                    self._note_hook(args[0])
+                return result
+            if kind.pointwise and "out" not in kwargs:
+                common = self.marks.axis_of_all((*args, *kwargs.values()) if kwargs else args)
+                if common is not None and not (kind.inplace and len(operands_of(args, kwargs)) > 1):
+                    result = _RUNNING
+                    result = function(*args, **kwargs)  # by far the most calls
+                    if kind.inplace:
+                        self._note_write(kind.op, function, args, kwargs)
+                    if type(result) is not Tensor or result.dim() != common[1]:
+                        return self._beside(*common, result)
+                    self.marks[result] = common[0]
+                    return result
+            if function is LINEAR and not kwargs and not (self.fuse and self.keep_structures):
+                rows = rows_of_linear(self, args)
+                if rows is not None:
+                    result = _RUNNING
+                    result = function(*args)
+                    note_rows(self, result, rows)
+                    return result
+            tensors = data_of(op, args, kwargs) if kind.converts else operands_of(args, kwargs)
+            marks = [self.marks.of_operand(tensor) for tensor in tensors]
+            kinds = set(map(type, marks))
+            if Lost in kinds:
+                marks = [self._mark_of(tensor) for tensor in tensors]
+                kinds = set(map(type, marks))
+            if kinds <= _OF_NO_SAMPLE:
+                result = _RUNNING
+                result = function(*args, **kwargs)
+                if kind.inplace or "out" in kwargs:
+                    self._note_write(kind.op, function, args, kwargs)
+                self.marks.note_constant(op, tensors, result)
+                return result
+            if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
+                axis, rank = common_axis(tensors, marks)
+                if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
+                    result = _RUNNING
+                    result = function(*args, **kwargs)
+                    if kind.inplace:
+                        self._note_write(kind.op, function, args, kwargs)
+                    return self._beside(axis, rank, result)
+            fused = None
+            if self.fuse and Weight in kinds and torch.is_grad_enabled():
+                axis_of = self.marks.of_operand
+                fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
+            layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if kind.by_layout else None
+            plan = recall(layout, kind.makes, args, kwargs) if layout is not None else None
+            if plan is not None:
+                if fused is None:
+                    result = _RUNNING
+                result = function(*args, **kwargs) if fused is None else fused.run()
+                self._inner = plan, id(result)
+                note_as_planned(self, plan, result, tensors, marks, fused)
+                return result
+            if any(is_lazy(tensor) for tensor in tensors):
+                result = _RUNNING
+                return function(*args, **kwargs)
+            if kind.composite:
+                self._inner = None  # (another's result may be gone, and its id be given again)
+                in_the_open = decomposed(function)
+                result = _RUNNING
+                with visible:
+                    result = in_the_open(*args, **kwargs)
+                inner, self._inner = self._inner, None
+                if layout is not None and inner is not None and inner[1] == id(result):
+                    remember_as(layout, inner[0], args, kwargs, tensors)
+                return result
+            marked = list(zip(tensors, marks, strict=True))
+            weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
+            inplace = kind.inplace
+            stop = boundary(tensor for tensor, _ in marked) if weights else set()
+            saved = args
+            if weights and inplace:  # (what weights alone are made of is computed again where it is needed)
+                replayed = args[0] is tensors[0] and _can_be_made_again(marks[0]) and not kinds & {BatchAxis, Lost}
+                saved = (args[0].detach() if replayed else args[0].detach().clone(), *args[1:])
+            versions = [(tensor, version_of(tensor)) for tensor, _ in marked]
+            rule = rule_of(op) if weights else None
+            draws = bool(weights) and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
+            random_state = torch.get_rng_state() if draws else None
+            if fused is None:
+                result = _RUNNING
+            result = function(*args, **kwargs) if fused is None else fused.run()
+            if inplace or "out" in kwargs:
+                self._note_write(kind.op, function, args, kwargs)
+            outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
+            if not inplace and "out" not in kwargs:  # `contiguous`, `to` and the like may return what they were given
+                outputs = tuple(output for output in outputs if all(output is not tensor for tensor, _ in marked))
+            if not outputs:
+                return result
+            written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
+            beside, replaced = BatchAxis in kinds, {id(tensor) for tensor in tensors_in(kwargs.get("out"))}
+            counted = op in _COUNTED and bool(kinds & {BatchAxis, Weight})
+            operands = tuple(
+                Operand(
+                    saved[0] if inplace and weights and tensor is args[0] else tensor,
+                    None
+                    if (counted and _is_entry(tensor, mark)) or (op in _SIZED and tensor is not tensors[0])
+                    else _place_of(tensor, mark, replaced, beside),
+                )
+                for tensor, mark in marked
+            )
+            call = ObservedCall(
+                op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
+                layout,
+            )  # fmt: skip
+            involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
+            live = involved if weights and any(output.requires_grad for output in outputs) else {}
+            for part in in_parts(call):
+                own = live if part is call else {key: live[key] for key in map(id, part.args) if key in live}
+                self._note(part, own, stop)
+            return result
+        except Exception as error:  # not by `guard`, which costs more than some calls
+            if result is _RUNNING:  # what the user's call raises is the user's
+                raise
+            failure = error
+        guard(self.fail_at, self.fail)(failure, function)
+        del failure  # its traceback holds this frame
+        return function(*args, **kwargs) if result is _NOT_RUN else result
+
+    def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
+        """Note that this package itself has failed, and observe no more."""
+        self.call = _as_it_is  # type: ignore[method-assign]
+        super().fail(error, what)
+
+    def fail_at(self, error: Exception, function: Callable[..., Any]) -> None:
+        """Note that this package itself has failed at a call of the user's."""
+        name = getattr(function, "__name__", str(function))
+        self.fail(error, f"following `{name}`{guard(user_line, lambda error: '')()}")
+
+    def _note_write(
+        self, op: object, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Keep where in the user's code a tensor was changed in place, should a later reader need what it held."""
+        for target in tensors_in(kwargs["out"]) if "out" in kwargs else args[:1]:
+            if isinstance(target, Tensor) and type(target) in _TENSORS and is_plain(target):
+                memory = target.untyped_storage().data_ptr()
+                self.writes[memory] = version_of(target), function.__name__, user_place()
+                if memory in self.marks.of_weights and not _is_recorded(target):
+                    sources = [tensor for tensor in operands_of(args, kwargs) if tensor is not target]
+                    self._note_hidden(op, target, sources)
+
+    def _note_hidden(self, op: object, target: Tensor, sources: Sequence[Tensor]) -> None:
+        """Without gradient, memory was written to that weights alone have made: it still holds what is made of them."""
+        marks = [self.marks.of_operand(source) for source in sources]
+        known = op not in DATA_SOURCES and all(self.marks.is_known(source) for source in sources)
+        for tensor, weight in self.marks.weights_on_memory_of(target):
+            if weight.derivation is None:
+                continue
+            if version_of(tensor) != weight.version:  # autograd knows that what it may have kept has changed
+                weight.derivation = replace(weight.derivation, made=-1)  # its value is not what it computes
+            weight.version, weight.hidden = version_of(tensor), True
+            weight.outside |= not known
+            if tensor._base is not None and has_history(tensor):  # (which autograd now takes for a part of its base)
+                self.nodes.watch_inside((tensor,), boundary((tensor._base,)))
+            if self.batch_size > 1 and any(isinstance(mark, (BatchAxis, Lost)) for mark in marks):
+                text = f"a tensor made of weights alone is overwritten by values of the batch{user_line()}"
+                self.notes.add("mixing", text, (tensor,))
+
+    def _beside(self, axis: BatchAxis, rank: int, result: Any) -> Any:
+        """The output of a pointwise call holds the batch where its inputs do, counted from the right."""
+        for output in tensors_in(result):
+            moved = axis.moved(axis.dim + output.dim() - rank)
+            self.marks.set_result(output, moved.laid_over(output.size(moved.dim), self.batch_size))
+        return result
+
+    def _note(self, call: ObservedCall, involved: Mapping[int, Weight], stop: set[Node]) -> None:
+        """Mark the outputs of a call and collect what its weights contribute; `involved` is empty without gradient."""
+        if involved:
+            self.nodes.watch_inside(call.outputs, stop)
+        written = call.outputs if call.inplace or call.kwargs.get("out") is not None else ()
+        known = [self.marks.get(output) for output in written]
+        if call.located or call.lost:
+            self._with_batch(call, involved)
+        elif involved:
+            self._derive(call, involved)
+        elif not (written and isinstance(known[0], Weight)):
+            self.marks.note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
+        for output, mark in zip(written, known, strict=True):
+            if output.untyped_storage().data_ptr() in self.marks.of_weights and not _is_recorded(output):
+                continue
+            if output._is_view() and not self._derive_base(output):
+                self._refuse_rest(call, output)
+                self.marks.note_written_through(output, mark)
+            self.marks.note_rewritten(output, mark)
+            if type(mark) in _OF_NO_SAMPLE and not involved and (call.located or call.lost):
+                self.marks.note_written(output)
+
+    def _note_hook(self, tensor: Tensor) -> None:
+        """Keep the gradient that comes behind a hook of the user's on a derived weight, to be compared."""
+        weight = self.marks.get(tensor)
+        if not isinstance(weight, Weight) or weight.derivation is None:
+            return
+        weight.hooked = True
+        self.kept |= weight.names
+
+        def arrive(grad: Tensor) -> None:
+            if self.accepting and grad.layout == torch.strided:
+                weight.arrived = grad.detach().clone()
+
+        tensor.register_hook(guard(arrive, self.fail))
+
+    def _derive(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
+        leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
+        parents = {p: involved[id(leaf)] for p, leaf in enumerate(leaves) if id(leaf) in involved}
+        names = frozenset().union(*(parent.names for parent in parents.values()))
+        outside = (
+            any(parent.outside for parent in parents.values())
+            or call.op in DATA_SOURCES
+            or not all(self.marks.is_known(o.tensor) for o in call.operands if id(o.tensor) not in involved)
+        )
+        data = {id(operand.tensor) for operand in call.operands}
+        detached = tuple(
+            leaf if not isinstance(leaf, Tensor) else self.keep(leaf) if id(leaf) in data else without_data(leaf)
+            for leaf in leaves
+        )
+        text, operands = call.describe(), [operand.tensor for operand in call.operands]
+        versions: list[int | None] = [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in detached]
+        if call.inplace and 0 in parents and _can_be_made_again(parents[0]):
+            versions[0] = None
+        for position, output in enumerate(call.outputs):
+            if not output.requires_grad:
+                continue
+            value = self.keep(in_one_row(output, None if call.inplace else call.op, operands))
+            derivation = Derivation(
+                call.op, call.function, detached, spec, parents, position, value, call.inplace, text,
+                call.random_state, tuple(versions), version_of(value),
+            )  # fmt: skip
+            weight = Weight(names, value, derivation, outside=outside, version=version_of(output))
+            for parent in parents.values():
+                parent.children += 1
+            self.weights.append(weight)
+            self.marks[output] = weight
+            if is_plain(output):
+                self.marks.of_weights.add(output.untyped_storage().data_ptr())
+            if output.grad_fn is not None:
+                self.nodes.watch(output.grad_fn, weight)
+
+    def _mark_of(self, tensor: Tensor) -> Mark | None:
+        """What a tensor means as an argument; a view of weights that was overwritten is read from its base again."""
+        mark = self.marks.of_operand(tensor)
+        base = base_of(tensor) if mark is REWRITTEN else None
+        known = None if base is None else self.marks.of_operand(base)
+        if base is None or not isinstance(known, Weight):
+            return mark
+        places = places_in(base, tensor)
+        if places is None:
+            return mark
+        self.nodes.watch_inside((tensor,), boundary((base,)))
+        self._derive_from("as_strided", part_of, (base, places), tensor, {id(base): known})
+        return self.marks.of_operand(tensor)
+
+    def _derive_base(self, view: Tensor) -> bool:
+        """After weights alone were written into a view, its base is made of them, too; False where it is not."""
+        base, part = base_of(view), self.marks.of_operand(view)
+        known = None if base is None else self.marks.get(base)
+        if (
+            base is None
+            or not isinstance(part, Weight)
+            or isinstance(known, (BatchAxis, Lost))
+            or not base.requires_grad
+        ):
+            return False
+        places = places_in(base, view)
+        if places is None:
+            return False
+        before = base.detach() if _can_be_made_again(known) else base.detach().clone()
+        involved = {id(view): part} | ({id(before): known} if isinstance(known, Weight) else {})
+        if not isinstance(known, Weight):
+            self.marks[before] = KNOWN if self.marks.is_known(base) else CONSTANT
+        self._derive_from("as_strided_scatter", with_part, (before, view, places), base, involved)
+        return True
+
+    def _refuse_rest(self, call: ObservedCall, view: Tensor) -> None:
+        """After samples were written into a part of what weights alone have made, nobody follows the rest of it."""
+        base = base_of(view)
+        weight = None if base is None else self.marks.get(base)
+        if base is None or not isinstance(weight, Weight) or not base.requires_grad:
+            return
+        places = places_in(base, view)
+        reason = (
+            f"{call.describe()} writes samples into a part of what weights alone have made; put the parts together by "
+            "torch.cat, torch.stack or torch.where in place of it"
+        )
+
+        def hook(grad: Tensor) -> None:
+            rest = grad.flatten().clone()
+            if places is not None:
+                rest[places.flatten()] = 0
+            if self.accepting and bool(rest.any()):
+                self.refuse([weight], reason)
+
+        on_gradient(base, hook, self.fail)
+
+    def _derive_from(
+        self,
+        op: str,
+        function: Callable[..., Tensor],
+        args: tuple[Tensor, ...],
+        output: Tensor,
+        involved: Mapping[int, Weight],
+    ) -> None:
+        """Note that a tensor is a function of weights; the last argument says where entries lie."""
+        self.marks[args[-1]] = KNOWN
+        operands = tuple(Operand(tensor, None) for tensor in args)
+        overwrites = op == "as_strided_scatter"
+        call = ObservedCall(op, function, args, {}, operands, (output,), self.batch_size, overwrites, frozenset())
+        self._derive(call, involved)
+
+    def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
+        followed = follow(call)
+        alone = self.batch_size == 1  # one sample mixes with none
+        marks = (*followed.outputs, *(mark for _, mark in call.lost))
+        self.notes.axis_lost |= {mark.reason for mark in marks if isinstance(mark, Lost) and not mark.of_others}
+        if followed.mixing is not None and not alone:
+            self.notes.add("mixing", followed.mixing, call.outputs)
+        if followed.weighting is not None and not alone:
+            self.notes.add("weighting", followed.weighting, call.outputs)
+        rule = rule_of(call.op)
+        for note in followed.excused:
+            self.excuses.setdefault(note, set()).update(boundary(call.outputs))
+        for output, mark in zip(call.outputs, followed.outputs, strict=False):
+            if isinstance(mark, Lost) and mark.computed is not None:
+                for note in mark.computed.notes:
+                    self.noted.setdefault(note, set()).update(boundary((output,)))
+            if mark is not None:
+                self.marks.set_result(output, mark)
+        if not involved and (rule is None or rule.mixes_samples is None):
+            remember(call, followed, None)
+            return
+        use = Use(call, followed, involved, rule)
+        if use.mixing is not None and not alone:
+            self.notes.add("mixing", use.mixing, call.outputs)
+            for output, mark in zip(call.outputs, followed.outputs, strict=False):
+                if isinstance(mark, BatchAxis):
+                    self.marks[output] = mark.mixed(use.mixing)
+        if involved and adds_a_term(call):
+            outside = [weight for weight in involved.values() if weight.outside]
+            refuse_where_used(call.outputs, outside, f"{use.description}: {OUTSIDE}", self)
+            note_term(call.outputs, frozenset().union(*(weight.names for weight in involved.values())), self)
+        elif involved:
+            self._register(use, involved)
+            remember(call, followed, use)
+
+    def _register(self, use: Use, involved: Mapping[int, Weight]) -> None:
+        for operand in use.call.operands:  # one parameter may be given twice to one call
+            weight = involved.get(id(operand.tensor))
+            if weight is not None:
+                weight.uses += 1
+        for text in use.tainted if self.batch_size > 1 else ():
+            self.notes.add("mixing", text, use.call.outputs)
+        if use.not_additive is not None and self.batch_size > 1:
+            self.notes.add("not_additive", use.not_additive, use.call.outputs)
+        attach(use, self)
+
+    def find_unseen(self, tops: list[Tensor]) -> list[Weight]:
+        """Refuse the weights that a gradient reaches, from these tensors down, through a call that was not seen."""
+        unseen, met = self.nodes.below(tops)
+        for node, weights in unseen:
+            self.refuse(weights, unseen_text(node, self.differentiated))
+        return met
+
+    def find_unseen_inside(self, tops: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """The same for a backward in the midst of another, whose gradients come from what runs after a checkpoint."""
+        if not self.accepting:
+            return
+        self.find_unseen(tops)
+        for top, gradient in zip(tops, gradients, strict=False):
+            mark = self.marks.get(top)
+            if isinstance(mark, Weight) and gradient is not None and bool(gradient.any()):
+                self.refuse([mark], _handed_on(mark, top))
+
+    def close(self) -> None:
+        """Forget every mark, weight and node."""
+        self.marks.clear()
+        self.weights.clear()
+        self.nodes.clear()
+        self.writes.clear()
+        self.noted.clear()
+        self.excuses.clear()
+        self._inner = None
+
+
+def _handed_on(weight: Weight, tensor: Tensor) -> str:
+    """Why nothing is known of the gradient that a checkpoint gets for a tensor that it made of weights alone."""
+    made = f"{weight.derivation.text} makes" if weight.derivation is not None else "its forward returns"
+    return (
+        f"{made} a tensor of shape {tuple(tensor.shape)} from weights alone inside an activation checkpoint that "
+        "computes its forward again in the backward (use_reentrant=True), and what runs after the checkpoint uses it; "
+        "use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def _as_it_is(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], visible: AbstractContextManager[Any]
+) -> Any:
+    return function(*args, **kwargs)
+
+
+def _place_of(tensor: Tensor, mark: Mark | None, replaced: set[int], beside: bool) -> BatchAxis | Lost | None:
+    """Where the samples lie in an operand; `beside` samples, data is read by all of them, and `replaced` by none."""
+    if not isinstance(mark, (BatchAxis, Lost)) or id(tensor) in replaced:
+        return None
+    is_data = beside and isinstance(mark, Lost) and mark.unplaced and not tensor.requires_grad
+    return None if is_data else mark
+
+
+def _is_entry(tensor: Tensor, mark: Mark | None) -> bool:
+    """Whether it is one number of those that occur in the batch, which a program goes through one by one."""
+    return isinstance(mark, Lost) and mark.listed and tensor.dim() == 0
+
+
+def _can_be_made_again(mark: Mark | None) -> bool:
+    return isinstance(mark, Weight) and mark.derivation is not None and not mark.hidden
+
+
+def _is_recorded(target: Tensor) -> bool:
+    """Whether autograd records what is written to a tensor; that of a view made without gradient is not asked."""
+    return torch.is_grad_enabled() and target.requires_grad

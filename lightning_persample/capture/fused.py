@@ -1,0 +1,244 @@
+"""A call whose backward forms each sample's weight gradient once, for the record and for ``.grad``.
+
+With ``fuse_weight_grad=True`` a linear map or a convolution runs in an autograd function of its own. Where the samples'
+gradients are formed for their norms anyway, their sum is what the function returns as the weight's gradient, so that
+autograd's hooks (and those of DistributedDataParallel) see it as any other. All else is computed as autograd does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+from lightning_persample.batch_axis.axis import BatchAxis
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import PatchGeometry, convolution_is_fused, linear_is_fused
+from lightning_persample.gradients.precision import autocast_is_on, without_autocast
+from lightning_persample.rules import Rule
+from lightning_persample.rules.convolution import per_axis, resolve_padding
+from lightning_persample.torch_internals import saved_tensors_are_hooked
+
+__all__ = ["FusedCall", "fused_call"]
+
+Sums: TypeAlias = "Mapping[str, Tensor]"
+Gradients: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
+Wanted: TypeAlias = "tuple[bool, bool, bool]"
+
+_CONVOLUTIONS = {"conv1d": torch.conv1d, "conv2d": torch.conv2d, "conv3d": torch.conv3d}
+
+
+class FusedCall(ABC):
+    """One call that runs fused.
+
+    Args:
+        tensors: input, weight and bias, as autocast would have them.
+
+    Attributes:
+        sums: given the output's gradient, notes what the samples contribute and returns those sums over the samples
+            that it has formed, by argument. None where nothing is to be separated; then autograd's own way is taken.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        self._tensors: tuple[Tensor, Tensor, Tensor | None] | None = tensors
+        self.sums: Callable[[Tensor, bool], Sums] | None = None
+
+    def run(self) -> Tensor:
+        """Make the call, once; the tensors are kept by autograd alone."""
+        tensors, self._tensors = self._tensors, None
+        assert tensors is not None
+        return self.call(*tensors)
+
+    @abstractmethod
+    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output as the op gives it; `_Fused` must not return a view, which an op in place could not follow."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output of `_Fused`."""
+
+    @abstractmethod
+    def kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What autograd would keep of input and weight; were it more, changes in place would be forbidden, too."""
+
+    @abstractmethod
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: Wanted) -> Gradients:
+        """The gradients of input, weight and bias, as autograd computes them and differentiable again."""
+
+
+class _Linear(FusedCall):
+    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows: Tensor = _Fused.apply(self, x.flatten(0, -2), weight, bias)
+        return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[1])
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, weight if x.requires_grad else None
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: Wanted) -> Gradients:
+        return (
+            grad @ weight if wanted[0] and weight is not None else None,
+            grad.t() @ x if wanted[1] else None,
+            grad.sum(0) if wanted[2] else None,
+        )
+
+
+class _Convolution(FusedCall):
+    def __init__(self, geometry: PatchGeometry, tensors: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        super().__init__(tensors)
+        self._stride, self._dilation, self._groups = geometry.stride, geometry.dilation, geometry.groups
+        self._padding = tuple(before for before, _ in geometry.padding)
+
+    def call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _Fused.apply(self, x, weight, bias)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        convolution = _CONVOLUTIONS[f"conv{x.dim() - 2}d"]
+        return convolution(x, weight, bias, self._stride, self._padding, self._dilation, self._groups)
+
+    def kept(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x, weight
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor | None, wanted: Wanted) -> Gradients:
+        if weight is None or not any(wanted):
+            return None, None, None
+        found: Gradients = torch.ops.aten.convolution_backward(
+            grad, x, weight, [weight.shape[0]], self._stride, self._padding, self._dilation, False,
+            [0] * len(self._stride), self._groups, wanted,
+        )  # fmt: skip
+        return found
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: FusedCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.call, ctx.dtypes = call, [None if tensor is None else tensor.dtype for tensor in (x, weight, bias)]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*call.kept(x, weight))
+        with without_autocast(x.device.type):  # (what it would cast has been cast)
+            return call.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:  # as autograd does: what is not used gets no gradient, rather than zeros
+            return None, None, None, None
+        call, (x, weight) = ctx.call, ctx.saved_tensors
+        again = torch.is_grad_enabled()  # the gradients will be differentiated themselves
+        sums = {} if call.sums is None else call.sums(grad, not again)
+        wanted = ctx.needs_input_grad[1:]
+        missing = (wanted[0], wanted[1] and "weight" not in sums, wanted[2] and "bias" not in sums)
+        with torch._C.DisableTorchFunction():
+            plain = call.backward(grad, x, weight, missing)
+        found = (plain[0], sums.get("weight", plain[1]), sums.get("bias", plain[2]))
+        return None, *(
+            None if g is None or dtype is None else g.to(dtype) for g, dtype in zip(found, ctx.dtypes, strict=True)
+        )
+
+
+def fused_call(
+    op: object,
+    rule: Rule | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    place: Callable[[Tensor], object],
+    batch_size: int,
+    always: bool,
+) -> FusedCall | None:
+    """The call in its fused form, or None where there is none or where it would cost more."""
+    if (op != "linear" and op not in _CONVOLUTIONS) or rule is None:
+        return None
+    arguments = rule.bind(args, kwargs)
+    if arguments is None or not _nothing_in_between():
+        return None
+    x, weight, bias = (arguments.get(name) for name in ("input", "weight", "bias"))
+    if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and _are_plain(x, weight, bias)):
+        return None
+    axis = place(x)
+    if not isinstance(axis, BatchAxis) or axis.owner is not None:
+        return None
+    if weight.grad_fn is not None or not weight.requires_grad or (bias is not None and bias.grad_fn is not None):
+        return None
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast_is_on(x.device.type) else None
+    if dtype is not None and torch.float64 in (x.dtype, weight.dtype):
+        return None
+    if dtype is None and not x.dtype == weight.dtype == (x if bias is None else bias).dtype:
+        return None
+    likely = x.dtype if dtype is None else dtype
+    if op == "linear":
+        if not _linear_fits(x, weight, bias, axis, batch_size) or not (
+            always or linear_is_fused(x.numel() // (batch_size * x.shape[-1]), *weight.shape)
+        ):
+            return None
+        return _Linear(_cast(dtype, x, weight, bias))
+    geometry = _geometry_of(arguments, x, weight, bias, axis)
+    if geometry is None:
+        return None
+    if not always and not convolution_is_fused(tuple(x.shape[1:]), weight.shape[0], geometry, likely, x.device):
+        return None
+    return _Convolution(geometry, _cast(dtype, x, weight, bias))
+
+
+def _nothing_in_between() -> bool:
+    """Whether the call and its backward will run as they stand."""
+    # Other function modes may change what the call gives, transforms and forward differentiation have rules of their
+    # own, and what hooks on saved tensors do (activation checkpointing, offloading) depends on which tensors are saved.
+    modes = torch.overrides._get_current_function_mode_stack()
+    return (
+        all(type(mode) is DeviceContext for mode in modes)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not saved_tensors_are_hooked()
+    )
+
+
+def _are_plain(*tensors: Any) -> bool:
+    return all(
+        tensor is None
+        or (type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.is_floating_point())
+        for tensor in tensors
+    )
+
+
+def _cast(
+    dtype: torch.dtype | None, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors as autocast would have them, with a history of their own."""
+    if dtype is None:
+        return x, weight, bias
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _linear_fits(x: Tensor, weight: Tensor, bias: Tensor | None, axis: BatchAxis, batch_size: int) -> bool:
+    """Whether this is ``x W^T + b`` with the batch among the rows of x; what else there is, torch itself takes."""
+    if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or axis.dim == x.dim() - 1:
+        return False
+    return x.numel() >= batch_size * x.shape[-1] > 0 and (bias is None or bias.shape == weight.shape[:1])
+
+
+def _geometry_of(
+    arguments: Mapping[str, Any], x: Tensor, weight: Tensor, bias: Tensor | None, axis: BatchAxis
+) -> PatchGeometry | None:
+    """Where the patches lie, if the arguments are such as torch accepts; it says itself what is wrong with others."""
+    axes, padding, groups = weight.dim() - 2, arguments.get("padding", 0), arguments.get("groups", 1)
+    if x.dim() != axes + 2 or axis.dim != 0 or (bias is not None and bias.shape != weight.shape[:1]):
+        return None
+    fit = isinstance(groups, int) and groups >= 1 and x.shape[1] == weight.shape[1] * groups
+    if not fit or weight.shape[0] % groups or 0 in weight.shape:
+        return None
+    kernel_size = tuple(weight.shape[2:])
+    try:
+        stride, dilation = (per_axis(arguments.get(name, 1), axes) for name in ("stride", "dilation"))
+        geometry = PatchGeometry(kernel_size, stride, resolve_padding(padding, kernel_size, dilation), dilation, groups)
+    except (TypeError, ValueError, UnsupportedError):
+        return None
+    if any(before != after for before, after in geometry.padding) or (padding == "same" and set(stride) != {1}):
+        return None
+    return geometry if min(geometry.output_size(tuple(x.shape[2:])), default=1) > 0 else None

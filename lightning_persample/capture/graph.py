@@ -1,0 +1,208 @@
+"""The autograd graph: which nodes a call made, which gradients reach a weight unseen, and hooks on gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
+
+from lightning_persample.capture.failure import guard
+
+__all__ = [
+    "REENTRANT",
+    "Edges",
+    "Node",
+    "accumulator",
+    "boundary",
+    "detached",
+    "edges_between",
+    "ends_below",
+    "gradient_reader",
+    "hooked_tensor",
+    "leaf_of",
+    "node_below",
+    "on_gradient",
+    "reaches",
+    "unseen_text",
+]
+
+Nodes: TypeAlias = set[Node]
+Edges: TypeAlias = dict[Node, list[Node]]
+
+REENTRANT = "CheckpointFunctionBackward"
+"""Name of the node of an activation checkpoint that runs its forward again as a backward inside the backward."""
+
+_ACCUMULATES: type = vars(torch._C._functions)["AccumulateGrad"]
+
+
+def accumulator(parameter: Tensor) -> Node:
+    """The node that adds to the gradient of a leaf."""
+    return get_gradient_edge(parameter).node
+
+
+def boundary(tensors: Iterable[Tensor]) -> Nodes:
+    """The nodes that made these tensors and, for views, their bases."""
+    found: Nodes = set()
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            found.add(tensor.grad_fn)
+            if tensor._base is not None and tensor._base.grad_fn is not None:
+                found.add(tensor._base.grad_fn)
+    return found
+
+
+def edges_between(outputs: Iterable[Tensor], stop: Nodes) -> Edges:
+    """The nodes that one call added to the graph, from its outputs down to the nodes of its inputs, and their edges."""
+    found: Edges = {}
+    stack = []
+    for output in outputs:
+        node = output.grad_fn
+        if node is not None and node not in stop:
+            stack.append((node, node.next_functions))
+    while stack:
+        node, edges = stack.pop()
+        if node in found:
+            continue
+        found[node] = following = [below for below, _ in edges if below is not None]
+        for below in following:
+            if below not in stop and below not in found:
+                edges = below.next_functions
+                if edges:
+                    stack.append((below, edges))
+    return found
+
+
+def ends_below(node: Node, inside: Edges) -> Nodes:
+    """The nodes outside of `inside` that a walk down from a node within it ends at."""
+    found: Nodes = set()
+    stack, visited = [node], {node}
+    while stack:
+        for following in inside[stack.pop()]:
+            if following in visited:
+                continue
+            visited.add(following)
+            if following in inside:
+                stack.append(following)
+            else:
+                found.add(following)
+    return found
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """The leaf whose gradient a node adds to, or None for any other node."""
+    return node.variable if type(node) is _ACCUMULATES else None  # type: ignore[attr-defined]
+
+
+def unseen_text(node: Node, differentiated: str) -> str:
+    """Why nothing is known of the weights below a node, and what helps; second where a gradient was given a graph."""
+    if differentiated and not isinstance(node, BackwardCFunction):
+        return (
+            f"its gradient also arrives through {node.name()}, of the gradient that was computed with create_graph=True"
+            f"{differentiated} (a gradient of a gradient), whose calls torch does not show; engine='loop' in the "
+            "callback computes it in automatic optimization, loop_per_sample_grads everywhere"
+        )
+    if not isinstance(node, BackwardCFunction):
+        return (
+            f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen: it is of a "
+            "tensor from before the step or of a forward outside it (run that in the step), or of a transform of "
+            "torch.func (which engine='loop' in the callback computes, or loop_per_sample_grads)"
+        )
+    if node.name() == REENTRANT:
+        return (
+            "a tensor made of it is an input of an activation checkpoint with use_reentrant=True, which torch does not "
+            "show; use checkpoint(..., use_reentrant=False)"
+        )
+    name = node.name().removesuffix("Backward")
+    return (
+        f"its gradient also arrives through {name}.apply, a custom autograd function, which torch does not show; "
+        "call it in a function decorated with @torch.overrides.wrap_torch_function(lambda *args: args) (register_rule "
+        "then makes it fast), or use engine='loop' in the callback"
+    )
+
+
+def node_below(tops: Iterable[Tensor], name: str) -> bool:
+    """Whether there is a node of this name anywhere below these tensors."""
+    stack = [top.grad_fn for top in tops if top.grad_fn is not None]
+    visited: Nodes = set(stack)
+    while stack:
+        node = stack.pop()
+        if node.name() == name:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in visited:
+                visited.add(following)
+                stack.append(following)
+    return False
+
+
+def reaches(tops: Iterable[Tensor], nodes: Nodes, stop: Nodes) -> bool:
+    """Whether a walk down from these tensors that goes through none of the nodes `stop` meets one of `nodes`."""
+    stack = [top.grad_fn for top in tops if top.grad_fn is not None and top.grad_fn not in stop]
+    visited: Nodes = set(stack)
+    while stack:
+        node = stack.pop()
+        if node in nodes:
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in visited and following not in stop:
+                visited.add(following)
+                stack.append(following)
+    return False
+
+
+def on_gradient(output: Tensor, hook: Callable[[Tensor], None], failed: Callable[[Exception], None]) -> None:
+    """Call the hook with the output's gradient, after all hooks of the user's that may change it."""
+    hooked = hooked_tensor(output)
+    node, place = hooked.grad_fn, hooked.output_nr
+    if node is None:
+        hooked.register_hook(guard(hook, failed))
+        return
+
+    def before_node(grads: Sequence[Tensor | None]) -> None:
+        grad = grads[place]
+        if grad is not None:
+            hook(grad)
+
+    node.register_prehook(guard(before_node, failed))
+
+
+def hooked_tensor(output: Tensor) -> Tensor:
+    """The tensor whose hook reports the output's gradient."""
+    # An op whose output is a view (linear on three axes, einsum) may be followed by an in-place op, which gives the
+    # view a new history and leaves a hook on it silent; the tensor behind the view keeps its gradient.
+    base = output._base if output._is_view() else None
+    return output if base is None or not base.requires_grad else base
+
+
+def gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
+    """How to read the output's gradient from the gradient that the hook receives."""
+    base = hooked_tensor(output)
+    if base is output:
+        return detached
+    if base.is_contiguous() and output.is_contiguous() and base.numel() == output.numel():
+        return partial(_reshaped, output.shape)
+    base_size, base_stride = tuple(base.shape), base.stride()
+    size, stride, offset = tuple(output.shape), output.stride(), output.storage_offset() - base.storage_offset()
+
+    def read(grad: Tensor) -> Tensor:
+        grad = detached(grad)
+        if grad.stride() != base_stride:
+            grad = torch.empty_strided(base_size, base_stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return grad.as_strided(size, stride, grad.storage_offset() + offset)
+
+    return read
+
+
+def _reshaped(size: torch.Size, grad: Tensor) -> Tensor:
+    """The gradient of an output that is the whole of a tensor in other sizes."""
+    return detached(grad).reshape(size)
+
+
+def detached(grad: Tensor) -> Tensor:
+    """The gradient of an output that is no view, as it is, but for its history."""
+    return grad.detach() if grad.requires_grad else grad

@@ -1,0 +1,519 @@
+"""The context form: observe the torch calls of a training step and its backward, and give a record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_persample.batch_axis.batch import BatchLayout, declared_place, lay_out, mark_samples
+from lightning_persample.batch_axis.observed import tensors_in
+from lightning_persample.capture.dispatch import Dispatcher
+from lightning_persample.capture.failure import fault_of, guard, run_all, stop
+from lightning_persample.capture.observing import (
+    ObservingMode,
+    decomposed_backward,
+    modules_do_not_see,
+    without_compilation,
+)
+from lightning_persample.capture.parameters import (
+    ShardedParameters,
+    WatchedParameters,
+    parameters_and_buffers,
+    unwrapped,
+)
+from lightning_persample.capture.pull_back import settle
+from lightning_persample.capture.record import OwnScale, PerSampleRecord, classify, say, warn_user
+from lightning_persample.capture.values import (
+    has_value,
+    read_values,
+    samples_in_loss,
+    samples_with_values,
+    why_no_factor,
+)
+from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
+from lightning_persample.gradients import KernelOptions, kernel_options
+from lightning_persample.options import check_option, check_options
+from lightning_persample.torch_internals import is_recomputing
+
+__all__ = ["Capture", "expanded_weights"]
+
+_UNSUPPORTED = ("warn", "error", "ignore")
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+_CLOSED = "this capture is closed; make a new one with expanded_weights for every training step"
+
+
+def expanded_weights(
+    module: nn.Module,
+    batch: Any,
+    *,
+    loss_reduction: Literal["mean", "sum"] | Tensor = "mean",
+    batch_dim: int = 0,
+    batch_size: int | None = None,
+    quantities: Collection[str] = ("sq_norm",),
+    unsupported: Literal["warn", "error", "ignore"] = "warn",
+    fuse_weight_grad: bool = False,
+    max_memory: int | None = None,
+    samples: Tensor | None = None,
+) -> Capture:
+    """Let every trainable parameter behave as if it had one copy per sample, in forward and backward in this context.
+
+    The calls run natively on the real parameters: outputs, ``.grad`` and random numbers are those of a run without it.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.randn(4, 2)
+    >>> with expanded_weights(model, (x, y)) as capture:
+    ...     nn.functional.mse_loss(model(x), y).backward()
+    >>> capture.record.norms().shape
+    torch.Size([4])
+
+    Args:
+        module: the module whose parameters are followed.
+        batch: whatever holds the batch's tensors: nested tuples, lists, mappings, dataclasses or plain objects. The
+            module has to be called on these very tensors: ``data[i]`` a second time is another one.
+        loss_reduction: how the loss combines the samples' own losses: "mean" (w_i = 1/B), "sum" (w_i = 1) or the
+            weights w_i as a tensor (B,). Values are divided by w_i.
+        batch_dim: the axis that holds the samples in the batch's tensors.
+        batch_size: number of samples B; by default the size on which all tensors of the batch agree.
+        quantities: what the record holds: "sq_norm", "grad_sample" for the gradients themselves, "square_sum" for the
+            sums over the samples of their squared entries, "dot" to ask it for dots with vectors, and "projection" for
+            random projections.
+        unsupported: what to do about parameters whose per-sample gradient is not known: "warn", raise an "error" at
+            the end of the backward, or "ignore" (the record names them in any case).
+        fuse_weight_grad: where the samples' gradients are formed for their norms anyway, take their sum as ``.grad``
+            and skip autograd's own product. Saves time with convolutions and long sequences; ``.grad`` then differs
+            from that of a run without it in the last digits, as the order of the sums is another.
+        max_memory: bytes that the temporaries of one kernel may take; the batch is cut into parts that fit. None takes
+            as much as the layer at hand holds in any case, within bounds.
+        samples: the samples that values are computed for, by place in the batch, (m,) int64; None is all. The rest of
+            the batch then costs nothing; not together with `fuse_weight_grad`, which needs all.
+
+    Returns:
+        A context manager; after a backward under it, ``record`` holds the values.
+    An option with a value that is not allowed gives an `OptionError`, a batch whose size cannot be read a
+    `BatchSizeError`.
+    """
+    return Capture(
+        module,
+        batch,
+        loss_reduction=loss_reduction,
+        batch_dim=batch_dim,
+        batch_size=batch_size,
+        quantities=quantities,
+        unsupported=unsupported,
+        fuse_weight_grad=fuse_weight_grad,
+        max_memory=max_memory,
+        samples=samples,
+    )
+
+
+class Capture:
+    """One observed training step; see `expanded_weights` for the arguments.
+
+    Attributes:
+        batch_size: number of samples B.
+        records: one record per backward, in order.
+        counted: number of samples that the loss of the last backward is a mean of, if it is one.
+        before_backward: is given what each backward starts from, before it runs.
+        after_backward: is given each record as soon as its backward has run, before the next line of the step; None
+            for a backward that has none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: Any,
+        *,
+        loss_reduction: Literal["mean", "sum"] | Tensor = "mean",
+        batch_dim: int = 0,
+        batch_size: int | None = None,
+        quantities: Collection[str] = ("sq_norm",),
+        unsupported: Literal["warn", "error", "ignore"] = "warn",
+        fuse_weight_grad: bool = False,
+        max_memory: int | None = None,
+        samples: Tensor | None = None,
+    ) -> None:
+        check_option("module", module, isinstance(module, nn.Module), "an instance of torch.nn.Module")
+        is_reduction = isinstance(loss_reduction, Tensor) or loss_reduction in ("mean", "sum")
+        check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a tensor of weights (B,)")
+        check_option("unsupported", unsupported, unsupported in _UNSUPPORTED, "'warn', 'error' or 'ignore'")
+        check_options(
+            batch_dim=batch_dim,
+            batch_size=batch_size,
+            quantities=quantities,
+            fuse_weight_grad=fuse_weight_grad,
+            max_memory=max_memory,
+            samples=samples,
+        )
+        self._fault = ""
+        module = guard(unwrapped, self._cannot_be_set_up)(module) or module
+        layout = guard(lay_out, self._cannot_lay_out)(batch, batch_dim, batch_size)
+        self.batch_size = layout.batch_size
+        if samples is not None and not self._fault:
+            are_places = int(samples.min()) >= 0 and int(samples.max()) < self.batch_size
+            check_option("samples", samples.tolist(), are_places, f"places from 0 to {self.batch_size - 1}")
+        if samples is not None and fuse_weight_grad:
+            raise OptionError("samples and fuse_weight_grad=True do not go together: the weight's gradient needs all")
+        self.records: list[PerSampleRecord] = []
+        self._unsupported = unsupported
+        self._quantities = frozenset(quantities)
+        self._weighting = loss_reduction
+        self._check_weighting(loss_reduction)
+        self._module = module
+        self._scale: Tensor | None = None
+        self._read_weights: Tensor | None = None
+        self._handles: list[RemovableHandle] = []
+        self.before_backward: Callable[[list[Tensor]], None] | None = None
+        self.after_backward: Callable[[PerSampleRecord | None], None] | None = None
+        self.counted = self.batch_size
+        self._closed = self._loss_is_known = self._has_said_fault = False
+        self._mode = ObservingMode(self.call)
+        self._depth = 0
+        guard(self._set_up, self._cannot_be_set_up)(layout, fuse_weight_grad, max_memory, samples)
+
+    def _set_up(
+        self, layout: BatchLayout, fuse_weight_grad: bool, max_memory: int | None, samples: Tensor | None
+    ) -> None:
+        self._parameters, buffers = parameters_and_buffers(self._module)
+        keep = bool(self._quantities - {"sq_norm"})
+        self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, buffers, fuse_weight_grad)
+        self._dispatcher.kernel_options = KernelOptions(max_memory)
+        self._dispatcher.samples = samples
+        self._dispatcher.accepting = False  # a backward that is not seen (of another thread) belongs to no record
+        for (_, tensor), place in zip(layout.tensors, layout.places, strict=True):
+            if place is not None:
+                self._dispatcher.mark_batch(tensor, place)
+        self._watched = WatchedParameters(self._parameters, self._dispatcher)
+        self._sharded = ShardedParameters(self._module, self._dispatcher, self._watched.adopt)
+
+    @property
+    def record(self) -> PerSampleRecord:
+        """The record of the last backward.
+
+        Raises:
+            PerSampleError: no backward has run under observation.
+        """
+        if not self.records and self._why_at_fault():
+            return self._without_values()
+        if not self.records:
+            raise PerSampleError(
+                "there is no record: no backward has reached a parameter of the module under expanded_weights; call "
+                "loss.backward() inside the context, on a loss of samples"
+            )
+        return self.records[-1]
+
+    def __enter__(self) -> Capture:
+        if self._closed:
+            raise PerSampleError(_CLOSED)
+        self._observing = self.observe()
+        guard(self._observing.__enter__, self._fail)()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        ends = (partial(self._observing.__exit__, *exception), self.close)
+        guard(run_all, self._fail)(*ends)
+        if exception[0] is None and self._why_at_fault() and not self._has_said_fault:
+            guard(self._say_fault, self._fail)()
+
+    @contextmanager
+    def observe(self) -> Iterator[Capture]:
+        """Observe the calls inside this context and keep what is known for a later one, such as the backward.
+
+        Yields:
+            The capture.
+
+        Raises:
+            PerSampleError: the capture was closed.
+        """
+        if self._closed:
+            raise PerSampleError(_CLOSED)
+        with without_compilation(), modules_do_not_see(), self._mode.active():
+            yield self
+
+    def attach_loss(self, loss: Tensor, weights: Tensor | None = None) -> None:
+        """Read the factor between this loss and what backward is called on: accumulation, loss scaling and the like.
+
+        Args:
+            loss: the loss of the training step, sum_i w_i l_i.
+            weights: w_i, shape (B,), in place of the `loss_reduction` given at the start; another shape gives an
+                `OptionError`.
+        It holds for the next backward.
+        """
+        self._forget_loss()
+        if weights is not None:
+            self._check_weighting(weights)
+            self._weighting = weights
+        self._loss_is_known = True
+        if not self._fault:
+            guard(self._dispatcher.check_reduction, self._fail)([loss], [None], self._weighting)
+        if loss.requires_grad:
+            self._handles.append(loss.register_hook(guard(self._keep_scale, self._fail)))
+
+    def backward_into_record(self, loss: Tensor) -> None:
+        """A backward that gives a record, but writes no ``.grad`` and runs none of the hooks that wait for one.
+
+        Args:
+            loss: the loss of the training step.
+        """
+        inputs = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        self._backward(torch.autograd.grad, (loss,), {"inputs": inputs, "allow_unused": True})
+
+    def close(self) -> None:
+        """Forget every mark and remove every hook; the records stay."""
+        self._closed = True
+        self.before_backward = self.after_backward = None
+        ends: list[Callable[[], None]] = [self._mode.release, self._forget_loss]
+        if not self._fault:
+            nodes, dispatcher = self._dispatcher.nodes, self._dispatcher
+            ends += [self._sharded.close, self._watched.close, nodes.release, dispatcher.close]
+        run_all(*ends)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer one torch call under the mode."""
+        if self._depth and guard(is_recomputing, self._fail)():
+            return function(*args, **kwargs)
+        if function in _BACKWARD:
+            return self._backward(function, args, kwargs)
+        if self._fault:
+            return function(*args, **kwargs)
+        if function is mark_samples:
+            guard(self._declare, self._fail)(*args, **kwargs)
+            return function(*args, **kwargs)  # (which a capture around this one sees)
+        if self._sharded.hooks:
+            guard(self._sharded.find, self._fail)(function, args, kwargs)
+        if function is not torch.autograd.grad:
+            return self._dispatcher.call(function, args, kwargs, self._mode)
+        return self._dispatcher.differentiate(function, args, kwargs)
+
+    def _cannot_lay_out(self, error: Exception) -> BatchLayout:
+        if isinstance(error, BatchSizeError):
+            stop(error)
+        self._cannot_be_set_up(error)
+        return BatchLayout(1, [], [])
+
+    def _cannot_be_set_up(self, error: Exception) -> None:
+        self._fault = fault_of(error, "the capture of the training step")
+
+    def _fail(self, error: Exception) -> None:
+        if not self._fault:
+            self._dispatcher.fail(error)
+
+    def _why_at_fault(self) -> str:
+        return self._fault or self._dispatcher.fault
+
+    def _declare(self, tensor: Tensor, batch_dim: int = 0) -> None:
+        place = declared_place("the tensor given to mark_samples", tensor, batch_dim, self.batch_size)
+        if place is not None and not tensor.requires_grad:
+            self._dispatcher.mark_batch(tensor, place)
+
+    def _keep_scale(self, grad: Tensor) -> None:
+        if grad.numel() == 1:
+            self._scale = grad.detach().reshape(())
+        elif tuple(grad.shape) == (self.batch_size,):  # one loss per sample: this is what each weighs
+            self._read_weights = grad.detach()
+        else:
+            self._cannot_read(grad)
+
+    def _read_gradients(self, losses: list[Tensor], gradients: list[Tensor | None]) -> None:
+        """Read what each sample weighs from what `backward` is given: of one loss per sample, its weight."""
+        gradients += [None] * (len(losses) - len(gradients))
+        for loss, gradient in zip(losses, gradients, strict=True):
+            if gradient is None or loss.numel() == 1 or self.batch_size == 1:
+                continue
+            if len(losses) == 1 and tuple(loss.shape) == (self.batch_size,) and self._dispatcher.is_by_sample(loss):
+                self._read_weights = gradient.detach()
+                return
+            if not bool((gradient == gradient.flatten()[0]).all()):
+                self._cannot_read(loss)
+                return
+        self._dispatcher.check_reduction(losses, gradients, self._weighting)
+
+    def _cannot_read(self, loss: Tensor) -> None:
+        self._dispatcher.notes.add_of_loss(
+            f"the loss has shape {tuple(loss.shape)}, so that what a sample weighs in it cannot be read: go backward "
+            "from one number, or from one per sample"
+        )
+
+    def _forget_loss(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._loss_is_known = False
+
+    def _check_weighting(self, weighting: str | Tensor) -> None:
+        if isinstance(weighting, Tensor) and tuple(weighting.shape) != (self.batch_size,) and not self._fault:
+            raise OptionError(
+                f"the weights of the samples in the loss have shape {tuple(weighting.shape)}; allowed is one weight "
+                f"per sample, ({self.batch_size},)"
+            )
+
+    def _backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = guard(decomposed_backward, self._fail)(function, self._mode) or function
+        if self._depth:
+            if torch._C._current_graph_task_id() >= 0 and not self._fault:  # inside another
+                guard(self._look_inside, self._fail)(args, kwargs)
+            return run(*args, **kwargs)
+        guard(self._before, self._fail)(args, kwargs)
+        self._depth += 1
+        try:
+            result = run(*args, **kwargs)
+        except BaseException:
+            guard(self._forget, self._fail)()
+            raise
+        finally:
+            self._depth -= 1
+            if not self._fault:
+                self._dispatcher.frees = self._dispatcher.accepting = False
+        guard(self._after, self._fail_at_end)(args, kwargs)
+        return result
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        losses, gradients = _tops_and_gradients(args, kwargs)
+        if self.before_backward is not None:
+            self.before_backward(losses)
+        if not self._fault:
+            self._start_backward(losses, gradients, args, kwargs)
+
+    def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        record = None if self._fault else guard(self._finish, self._fail)()
+        if self._why_at_fault():
+            record, self._has_said_fault = self._without_values(), True
+        self._forget()
+        self._forget_loss()
+        if record is not None:
+            self.records.append(record)
+            say(record, self._unsupported)
+        if self.after_backward is not None:
+            self.after_backward(record)
+        if kwargs.get("create_graph") or args[3:4] == (True,):  # the step may make a term of its loss of them
+            self._mark_grads(_tops_and_gradients(args, kwargs)[0], kwargs.get("inputs"))
+
+    def _fail_at_end(self, error: Exception) -> None:
+        self._fail(error)
+        if not self._has_said_fault:
+            self._say_fault()
+
+    def _say_fault(self) -> None:
+        self._has_said_fault = True
+        if self._unsupported == "error":
+            stop(UnsupportedError(self._why_at_fault()))
+        if self._unsupported == "warn":
+            warn_user(self._why_at_fault())
+
+    def _look_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._dispatcher.find_unseen_inside(*_tops_and_gradients(args, kwargs))
+        self._watched.watch()
+
+    def _start_backward(
+        self, losses: list[Tensor], gradients: list[Tensor | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        dispatcher = self._dispatcher
+        dispatcher.accepting = True
+        met = dispatcher.find_unseen(losses)
+        apart = len(args) > 4 or kwargs.get("inputs") is not None
+        self._watched.watch(() if apart else met)  # (to these inputs alone a gradient comes)
+        self._sharded.start_backward()
+        dispatcher.start_backward(losses)
+        if not self._loss_is_known:
+            self._read_gradients(losses, gradients)
+        options = dict(zip(("gradient", "retain_graph", "create_graph"), args[1:], strict=False)) | kwargs
+        retain = options.get("retain_graph")
+        dispatcher.frees = not (options.get("create_graph") if retain is None else retain)
+
+    def _mark_grads(self, losses: list[Tensor], inputs: Any) -> None:
+        own = [*self._parameters.values(), *tensors_in((inputs,))]
+        self._dispatcher.mark_gradients([parameter.grad for parameter in own], losses, own)
+
+    def _finish(self) -> PerSampleRecord | None:
+        dispatcher = self._dispatcher
+        with kernel_options(dispatcher.kernel_options):
+            settle(dispatcher.weights, dispatcher.fail_to_settle, self._watched.changed_by_hook)
+            self._sharded.refuse_unseen(dispatcher.got_gradient)
+            counts = dispatcher.got_gradient and not dispatcher.of_no_sample
+            return self._build() if counts else None
+
+    def _without_values(self) -> PerSampleRecord:
+        """The record of a backward of which nothing can be relied on, with the reason."""
+        trainable = [name for name, p in self._module.named_parameters() if p.requires_grad]
+        got = () if self._fault else self._dispatcher.got_gradient
+        missing = [name for name in trainable if name in got] or trainable
+        return PerSampleRecord(
+            self.batch_size,
+            {},
+            coverage=0.0,
+            unsupported=dict.fromkeys(missing, self._why_at_fault()),
+            unused=tuple(name for name in trainable if name not in missing),
+            backward_index=len(self.records),
+        )
+
+    def _forget(self) -> None:
+        """Drop what a backward left, also one that was broken off."""
+        if not self._fault:
+            guard(self._dispatcher.forget_backward, self._fail)()
+        self._scale = self._read_weights = None
+
+    def _build(self) -> PerSampleRecord:
+        dispatcher, watched, scale = self._dispatcher, self._watched, self._scale
+        weights = self._weighting if self._read_weights is None else self._read_weights
+        part = dispatcher.part
+        self.counted = part.mean_of if part is not None and part.mean_of else self.batch_size
+        trainable = watched.trainable()
+        reported = [name for name in trainable if name in dispatcher.got_gradient and has_value(watched.weights[name])]
+        in_loss = samples_in_loss(None if part is None else part.samples, weights)
+        samples, places = samples_with_values(dispatcher.samples, in_loss)
+        counted = len(in_loss) if in_loss is not None and isinstance(weights, Tensor) else self.counted
+        own = OwnScale(weights, counted, scale).of_samples(samples)
+        values = read_values(watched, dispatcher, reported, self._quantities, own, places)
+        coverage = classify(trainable, dispatcher.got_gradient, reported, dispatcher.refused)
+        reached = coverage.reached
+        notes = dispatcher.notes
+        is_said = notes.reached("weighting") or notes.reached("mixing")
+        if part is not None and not (part.mean_of or part.is_sum or is_said) and weights == "mean":
+            notes.add_of_loss(
+                f"the loss takes {len(part.samples)} of the {self.batch_size} samples alone, and not by one mean: give "
+                "the weight of each sample in the loss as loss_reduction"
+            )
+        (mixing, axis_lost), not_additive = notes.split(notes.reached("mixing")), notes.reached("not_additive")
+        weighting = [text for text in notes.reached("weighting") if text not in (*mixing, *axis_lost)]
+        asked = {
+            field: {name: found[name] for name in reached}
+            for quantity, field, found in (
+                ("grad_sample", "grad_samples", values.grad_samples),
+                ("square_sum", "square_sums", values.square_sums),
+            )
+            if quantity in self._quantities
+        }
+        found = values.sq_norms
+        reason = why_no_factor(dispatcher.penalized, not_additive, weighting, own)
+        return PerSampleRecord(
+            batch_size=self.batch_size,
+            sq_norms=found if len(found) == len(reached) else {name: found[name] for name in reached},
+            coverage=coverage.share,
+            **asked,
+            unsupported=coverage.unsupported,
+            unused=coverage.unused,
+            mixing=mixing,
+            axis_lost=axis_lost,
+            weighting=() if isinstance(weights, Tensor) else tuple(weighting),
+            not_additive=not_additive,
+            backward_index=len(self.records),
+            samples=samples,
+            in_loss=self.batch_size if in_loss is None else len(in_loss),
+            why_no_factor=reason,
+            _own=own,
+            _weighted_square_sums=values.weighted_square_sums,
+            _kept=values.kept(reached, own, self._quantities),
+        )
+
+
+def _tops_and_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Any]]:
+    """What a backward starts from, and the gradients that it is started with, if any."""
+    tops = list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors")))
+    found = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
+    return tops, list(found) if isinstance(found, (tuple, list)) else [found]

@@ -1,0 +1,291 @@
+"""Offer torch calls to whoever observes them: those of the user, and those inside torch's own Python functions."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+__all__ = [
+    "ObservingMode",
+    "decomposed",
+    "decomposed_backward",
+    "is_composite",
+    "modules_do_not_see",
+    "without_compilation",
+]
+
+
+class ObservingMode(TorchFunctionMode):
+    """Offers every torch call to a capture.
+
+    Args:
+        answer: given the function, its arguments and its keyword arguments, gives what the call returns.
+    """
+
+    def __init__(self, answer: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Offer the calls in this context; an interrupt, too, leaves the mode on no stack."""
+        try:
+            with self:
+                yield
+        finally:
+            while self in (stack := _get_current_function_mode_stack()):
+                above = [_pop_mode() for _ in stack[stack.index(self) :]][:-1]
+                for mode in reversed(above):
+                    _push_mode(mode)
+
+    def offer(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Offer a call that torch does not offer to modes."""
+        return self._answer(function, args, {})
+
+    def release(self) -> None:
+        """Let calls run as they are from now on, and let go of the capture: a cycle would keep it for some time."""
+        self._answer = _as_it_is
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Hand the call on; torch calls this with the mode itself switched off."""
+        return self._answer(func, args, kwargs or {})
+
+
+def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+_QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_ENGINE = "_engine_run_backward"  # what torch.autograd.backward calls after it has checked its arguments
+_ASKING = {*_QUESTIONS, "handle_torch_function", "Tensor"}
+_NO = "".format  # takes whatever it is asked about and answers with what is false, without a call into Python
+_MODULES = ("torch.nn.functional", "torch.functional")
+_visible: ContextVar[AbstractContextManager[Any]] = ContextVar("where a backward is seen", default=nullcontext())  # noqa: B039
+_inner: ContextVar[tuple[AbstractContextManager[Any], ...]] = ContextVar("where captures inside see it", default=())
+
+
+def is_composite(function: Callable[..., Any]) -> bool:
+    """Whether this is one of torch's Python functions that can be run in the open."""
+    return (
+        isinstance(function, types.FunctionType)
+        and function.__module__ in _MODULES
+        and any(question in function.__code__.co_names for question in _QUESTIONS)
+    )
+
+
+@functools.cache
+def decomposed(function: types.FunctionType) -> types.FunctionType:
+    """A copy of the function that runs its body instead of offering itself to the mode again."""
+    return _answering_no(function)
+
+
+def decomposed_backward(function: Callable[..., Any], visible: AbstractContextManager[Any]) -> Callable[..., Any]:
+    """A copy of a function of torch that runs a backward, such as ``Tensor.backward``, that runs its body."""
+    # Where another capture is around this one, a function that fills ``.grad`` is called itself, so that this is
+    # offered to the other: each has its record.
+    assert isinstance(function, types.FunctionType)
+    copy, runs_engine = _backward_in_the_open(function)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        captures = (visible, *_inner.get())
+        around = (mode for mode in _get_current_function_mode_stack() if mode is not visible)
+        if function is not torch.autograd.grad and any(isinstance(mode, ObservingMode) for mode in around):
+            inside = _inner.set(captures)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _inner.reset(inside)
+        seen = visible if len(captures) == 1 else _within(captures)
+        inside, before = _inner.set(()), _visible.set(seen)
+        try:
+            if runs_engine:  # which alone is to be seen
+                return copy(*args, **kwargs)
+            with seen:
+                return copy(*args, **kwargs)
+        finally:
+            _visible.reset(before)
+            _inner.reset(inside)
+
+    return run
+
+
+@contextmanager
+def _within(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    """All of them, the first one outermost."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@functools.cache
+def _backward_in_the_open(function: types.FunctionType) -> tuple[types.FunctionType, bool]:
+    """The copy, in which the engine runs within the context in `_visible`, and whether it calls the engine itself."""
+    names = set(function.__code__.co_names)
+    if names - _ASKING == {"torch", "autograd", "backward"}:  # ``Tensor.backward`` hands on to the other
+        return _answering_no(function, torch=_TORCH), True
+    if _ENGINE not in names or _ENGINE not in function.__globals__:
+        return decomposed(function), False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _visible.get():
+            return function.__globals__[_ENGINE](*args, **kwargs)
+
+    return _answering_no(function, **{_ENGINE: run}), True
+
+
+def _backward_of_torch(*args: Any, **kwargs: Any) -> Any:
+    """``torch.autograd.backward``, in the open unless somebody has replaced it."""
+    function = getattr(torch.autograd.backward, "__wrapped__", torch.autograd.backward)
+    if isinstance(function, types.FunctionType) and _ENGINE in function.__code__.co_names:
+        return _backward_in_the_open(function)[0](*args, **kwargs)
+    with _visible.get():
+        return function(*args, **kwargs)
+
+
+# What stands for the module torch in a copy of ``Tensor.backward``.
+_TORCH = types.SimpleNamespace(autograd=types.SimpleNamespace(backward=_backward_of_torch))
+
+
+def _answering_no(function: types.FunctionType, **replaced: Any) -> types.FunctionType:
+    namespace = {**function.__globals__, **dict.fromkeys(_QUESTIONS, _NO), **replaced}
+    copy = types.FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class _WhileAnyIsInside:
+    """A change of what belongs to the whole process, for as long as any thread is inside.
+
+    Args:
+        change: makes the context of the change.
+    """
+
+    def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
+        self._change, self._lock = change, threading.Lock()
+        self._inside: set[object] = set()
+        self._changed: AbstractContextManager[object] = nullcontext()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        who = object()
+        try:
+            try:
+                self._enter(who)
+                yield
+            finally:
+                self._leave(who)
+        finally:
+            self._leave(who)  # an interrupt may have kept the first one from it
+
+    def _enter(self, who: object) -> None:
+        with self._lock:
+            is_first = not self._inside
+            self._inside.add(who)
+            if is_first:
+                changed = self._change()
+                changed.__enter__()
+                self._changed = changed
+
+    def _leave(self, who: object) -> None:
+        with self._lock:
+            self._inside.discard(who)
+            if not self._inside:
+                self._changed.__exit__(None, None, None)
+                self._changed = nullcontext()
+
+
+def _eager() -> AbstractContextManager[object]:
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def _not_counted() -> Iterator[None]:
+    asked = torch.overrides.has_torch_function
+
+    def has_torch_function(args: Iterable[Any]) -> bool:
+        offers_itself = "handle_torch_function" in sys._getframe(1).f_code.co_names
+        if offers_itself or any(not isinstance(mode, ObservingMode) for mode in _get_current_function_mode_stack()):
+            return bool(asked(args))
+        return any(_overrides(type(arg)) for arg in args)
+
+    backward, names = torch.autograd.backward, vars(torch.utils)
+    references = names["weakref"]
+    names["weakref"] = SimpleNamespace(**{**vars(references), "getweakrefs": _getweakrefs})
+    torch.overrides.has_torch_function = has_torch_function
+    Tensor.set_ = _offered(Tensor.set_)  # type: ignore[method-assign]
+    for part in _PARTS:
+        setattr(Tensor, part.__name__, part)
+    if "handle_torch_function" not in backward.__code__.co_names:
+        torch.autograd.backward = _offered(backward)
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function, torch.autograd.backward = asked, backward
+        names["weakref"] = references
+        del Tensor.set_, Tensor.real, Tensor.imag  # those of TensorBase are seen again
+
+
+def _getweakrefs(tensor: Tensor) -> list[Any]:
+    """What `torch.utils.swap_tensors` asks before it swaps: captures know of tensors by weak references."""
+    for mode in _get_current_function_mode_stack():
+        if isinstance(mode, ObservingMode):
+            mode.offer(weakref.getweakrefs, tensor)
+    return weakref.getweakrefs(tensor)
+
+
+def _offered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch does not offer to modes; checkpoints call ``autograd.backward`` of old releases."""
+
+    @wraps(function)
+    def offer(*args: Any, **kwargs: Any) -> Any:
+        if not (torch._C._is_torch_function_enabled() and _get_current_function_mode_stack()):
+            return function(*args, **kwargs)
+        return torch.overrides.handle_torch_function(function, (), *args, **kwargs)
+
+    return offer
+
+
+class _Part(property):
+    """An attribute of tensors, assignments to which are offered."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__(part.__get__, _offered(part.__set__))
+        self.__name__ = part.__name__
+
+
+_PARTS = tuple(_Part(getattr(torch._C.TensorBase, name)) for name in ("real", "imag"))
+
+
+def _overrides(kind: type) -> bool:
+    own = getattr(kind, "__torch_function__", None)
+    return kind is not Tensor and own is not None and own is not torch._C._disabled_torch_function_impl
+
+
+without_compilation = _WhileAnyIsInside(_eager)
+"""Run compiled code as it was written, because nothing of it can be seen; the next step is compiled again."""
+modules_do_not_see = _WhileAnyIsInside(_not_counted)
+"""Modules that ask whether an override is active do not count an `ObservingMode`."""

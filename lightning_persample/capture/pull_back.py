@@ -1,0 +1,428 @@
+"""From derived weights to the parameters they are made of, at once or row by row."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_unflatten
+
+from lightning_persample.batch_axis.axis import BatchAxis, row_owners
+from lightning_persample.batch_axis.base import Followed
+from lightning_persample.batch_axis.follow import follow
+from lightning_persample.batch_axis.observed import Description, ObservedCall, Operand, tensors_in, version_of
+from lightning_persample.batch_axis.pointwise import POINTWISE
+from lightning_persample.capture.annotations import data_of
+from lightning_persample.capture.contributions import Use, computation
+from lightning_persample.capture.failure import OverwrittenError, attempt, guard
+from lightning_persample.capture.weight import Derivation, Weight
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import Block, Dense, Indexed, Outer, SampleGradient, add_up
+from lightning_persample.gradients.cost import current_options, halved
+from lightning_persample.rules import Call, Pull, find_rule, other_generators_kept, vector_jacobian
+
+__all__ = ["copied", "looked_up", "pull_back", "row_by_row", "settle", "settle_one"]
+
+_JOINS = frozenset({
+    "cat", "concat", "concatenate", "stack", "hstack", "vstack", "row_stack", "column_stack", "dstack",
+})  # fmt: skip
+_COPIES = _JOINS | {
+    "contiguous", "clone", "reshape", "reshape_as", "view", "view_as", "ravel", "flatten", "unflatten", "squeeze",
+    "unsqueeze", "expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave", "permute", "transpose",
+    "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "flip", "roll", "diagonal", "getitem", "select",
+    "unbind", "split", "split_with_sizes", "tensor_split", "chunk", "narrow", "index_select", "gather", "take",
+    "take_along_dim", "masked_select",
+}  # fmt: skip
+
+
+def looked_up(derivation: Derivation, gradient: SampleGradient) -> SampleGradient | None:
+    """What the gradient of rows that were looked up in a table contributes to the table, by the rule for look-ups."""
+    if derivation.op != "embedding" or not isinstance(gradient, (Block, Dense)):
+        return None
+    rule, (args, kwargs) = find_rule(derivation.function), tree_unflatten(derivation.leaves, derivation.spec)
+    named = rule.bind(args, kwargs) if rule is not None else None
+    if rule is None or named is None or named.get("scale_grad_by_freq"):
+        return None
+    table, index = named["weight"], named["indices"]
+    if gradient.grad.is_complex() or any(derivation.leaves[place] is not table for place in derivation.parents):
+        return None
+    if isinstance(gradient, Dense):
+        own = index.expand(gradient.batch_size, *index.shape)
+    elif gradient.dim < index.dim():
+        sizes = gradient.outer_size, gradient.total, gradient.inner_size
+        own = torch.unflatten(index, gradient.dim, sizes).movedim(gradient.dim + 1, 0)[gradient.position]
+    else:
+        return None
+    rows = own.unsqueeze(-1).flatten(1)  # (the index of one row alone has no axis)
+    call = Call(gradient.batch_size, {**named, "indices": rows}, frozenset({"weight"}))
+    found = rule.function(call, gradient.grad.unsqueeze(1).flatten(1, -2))["weight"]
+    smaller = isinstance(gradient, Dense) and len(table) <= index.numel()
+    return Dense(found.dense()) if smaller else found
+
+
+def copied(derivation: Derivation, gradient: Block) -> list[tuple[Weight, SampleGradient]] | None:
+    """What a block contributes to the parents of a derived weight, each entry of which is an entry of one of them."""
+    if derivation.op not in _COPIES or derivation.inplace or derivation.random_state is not None:
+        return None
+    places: dict[Weight, set[int]] = {}
+    for place, parent in derivation.parents.items():
+        places.setdefault(parent, set()).add(place)
+    found: list[tuple[Weight, SampleGradient]] = []
+    for parent, own in places.items():
+        numbers = torch.arange(1, parent.tensor.numel() + 1, device=gradient.device).reshape(parent.shape)
+        leaves = [
+            numbers if place in own
+            # What is joined with it comes from elsewhere; a tensor that is no data (an index, a mask) stays as it is.
+            else torch.zeros_like(leaf, dtype=torch.int64)
+            if isinstance(leaf, Tensor) and (place in derivation.parents or derivation.op in _JOINS)
+            else leaf
+            for place, leaf in enumerate(derivation.leaves)
+        ]  # fmt: skip
+        origin = attempt(_replayed, lambda error: None, derivation, leaves)
+        if origin is None or origin.shape != gradient.shape:
+            return None
+        sizes = gradient.outer_size, gradient.total, gradient.inner_size
+        rows = torch.unflatten(origin, gradient.dim, sizes).movedim(gradient.dim + 1, 0)
+        found.append((parent, _brought_back(rows, parent.shape, gradient)))
+    return found
+
+
+def _replayed(derivation: Derivation, leaves: list[Any]) -> Tensor:
+    args, kwargs = tree_unflatten(leaves, derivation.spec)
+    return list(tensors_in(derivation.function(*args, **kwargs)))[derivation.output]
+
+
+def _brought_back(rows: Tensor, shape: torch.Size, gradient: Block) -> SampleGradient:
+    """A block at the entries of a weight that its rows (total, ...) came from, counted from 1 (0: from nowhere)."""
+    grads, size = gradient.grad.flatten(1), shape.numel()
+    if torch.equal(rows, rows[:1].expand_as(rows)):  # one row, laid over all samples
+        return Dense(_sums(grads, rows[:1].flatten(1), size).reshape(len(grads), *shape))
+    origin = rows[gradient.position].flatten(1)
+    axis = _axis_of(origin, shape, gradient)
+    if axis is None:
+        index = _rows_of(origin, shape)
+        if index is not None:
+            return Indexed(index, grads.reshape((*index.shape, shape[1])), shape[0])
+        return Dense(_sums(grads, origin, size).reshape(len(grads), *shape))
+    sizes = list(shape)
+    before, after = sizes[: axis.dim], sizes[axis.dim + 1 :]
+    own, count = [*before, axis.outer, axis.inner, *after], size // gradient.total
+    number = torch.arange(1, count + 1, device=origin.device).reshape(own).unsqueeze(axis.dim + 1)
+    laid = number.expand(*before, axis.outer, gradient.total, axis.inner, *after)
+    within = torch.cat([origin.new_zeros(1), laid.flatten()])
+    found = _sums(grads, within[origin], count).reshape(len(grads), *own).flatten(axis.dim + 1, axis.dim + 2)
+    return Block(found, axis.dim, axis.outer, axis.inner, gradient.position, gradient.total)
+
+
+def _sums(grads: Tensor, place: Tensor, size: int) -> Tensor:
+    """The sums of grads (B, n) over those with the same place (B or 1, n), counted from 1: (B, size)."""
+    if place.shape[1] == size and torch.equal(place, torch.arange(1, size + 1, device=place.device).expand_as(place)):
+        return grads
+    sums = grads.new_zeros(len(grads), size + 1)
+    return (sums.index_add_(1, place[0], grads) if len(place) == 1 else sums.scatter_add_(1, place, grads))[:, 1:]
+
+
+def _rows_of(origin: Tensor, shape: torch.Size) -> Tensor | None:
+    """The rows (B, t) of a table that a sample's entries are, if they are few and whole."""
+    if len(shape) != 2 or origin.shape[1] >= shape.numel() or not shape[1] or origin.shape[1] % shape[1]:
+        return None
+    entries = origin.unflatten(1, (-1, shape[1])) - 1
+    first = entries[..., :1]
+    if not torch.equal(entries, first + torch.arange(shape[1], device=origin.device)):
+        return None
+    return None if bool(((first < 0) | (first % shape[1] != 0)).any()) else first.squeeze(-1) // shape[1]
+
+
+def _axis_of(origin: Tensor, shape: torch.Size, gradient: Block) -> BatchAxis | None:
+    """The axis of a weight along which no sample has an entry of another's; None: they share some, or it is no axis."""
+    total = gradient.total
+    if total == 1 or shape.numel() % total:
+        return None
+    owner = origin.new_full((shape.numel() + 1,), -1)
+    position = gradient.position.unsqueeze(1).expand_as(origin)
+    owner.scatter_(0, origin.flatten(), position.flatten())
+    if not torch.equal(owner[origin].where(origin > 0, position), position):
+        return None
+    owner = owner[1:].reshape(shape)
+    for dim, rows in enumerate(shape):
+        for inner in range(1, rows // total + 1) if rows % total == 0 else ():
+            axis = BatchAxis(dim, rows // total // inner, inner)
+            if axis.outer * inner * total == rows:
+                own = row_owners(axis, total, origin.device).reshape(-1, *(1,) * (len(shape) - dim - 1))
+                if bool(((owner == own) | (owner < 0)).all()):
+                    return axis
+    return None
+
+
+def row_by_row(derivation: Derivation, gradient: Block) -> list[tuple[Weight, SampleGradient]] | None:
+    """What a block contributes to the parents of a derived weight, if its computation keeps the rows apart."""
+    if derivation.inplace or derivation.random_state is not None:
+        return None
+    axis = BatchAxis(gradient.dim, gradient.outer_size, gradient.inner_size)
+    given, leaves = _in_place(gradient), derivation.copied_leaves()
+    parents = {id(leaves[position]): parent for position, parent in derivation.parents.items()}
+    for call, followed in _readings(derivation, leaves, axis, gradient):
+        aligned = followed.aligned
+        rows = {id(tensor) for tensor, _ in call.located}
+        if aligned is not None:
+            rows |= {id(o.tensor) for o in call.operands if o.axis is None and aligned(o.tensor) is not None}
+        contributions: list[tuple[Weight, SampleGradient]] = []
+        for chosen in (True, False):  # those with rows of their own get blocks, the others what the op's rule says
+            weights = {key: parent for key, parent in parents.items() if (key in rows) is chosen}
+            use = Use(call, followed, weights, find_rule(call.function))
+            if weights and use.reason_against() is not None:
+                return None
+            if weights:
+                found = guard(computation(use), lambda error: None)([given])
+                if found is None:
+                    return None
+                contributions += found
+        return contributions
+    return None
+
+
+def _readings(
+    derivation: Derivation, leaves: list[Any], axis: BatchAxis, gradient: Block
+) -> Iterator[tuple[ObservedCall, Followed]]:
+    """The derivation as a call on a batch: one operand lies along the batch, and the result where the block says."""
+    args, kwargs = tree_unflatten(leaves, derivation.spec)
+    tensors = data_of(derivation.op, args, kwargs)
+    result = derivation.value.detach().requires_grad_()
+    size = gradient.shape[gradient.dim]
+    for tensor in tensors:
+        for dim in range(tensor.dim()):
+            if tensor.size(dim) != size:
+                continue
+            operands = tuple(Operand(other, axis.moved(dim) if other is tensor else None) for other in tensors)
+            call = ObservedCall(
+                derivation.op, derivation.function, args, kwargs, operands, (result,), gradient.batch_size, False,
+                frozenset(),
+            )  # fmt: skip
+            followed = follow(call)
+            (place,) = followed.outputs or (None,)
+            if isinstance(place, BatchAxis) and place.same_place(axis) and followed.mixing is None:
+                yield call, followed
+
+
+def _in_place(gradient: Block) -> Tensor:
+    """The rows of all samples put back along the batch axis."""
+    grad, dim = gradient.grad, gradient.dim
+    before, after = grad.shape[1 : 1 + dim], grad.shape[2 + dim :]
+    split = grad.reshape(gradient.batch_size, *before, gradient.outer_size, gradient.inner_size, *after)
+    total = torch.Size((*before, gradient.outer_size * gradient.batch_size * gradient.inner_size, *after))
+    return split.movedim(0, 1 + dim).reshape(total)
+
+
+_SAME_ENTRIES = frozenset(
+    {"clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "alias", "cuda", "cpu"}
+)
+_TRANSPOSES = frozenset(
+    {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "H", "mH"}
+)
+_REPEATS = {torch.float32: 1e-5, torch.float64: 1e-10}
+_BUDGET = 64 * 2**20
+
+
+def settle(
+    weights: Sequence[Weight],
+    failed: Callable[[Weight, Exception, Description], None],
+    changed: Callable[[Weight, Tensor | None, SampleGradient | None], str | None] | None = None,
+) -> None:
+    """Move the contributions of all derived weights to the parameters."""
+
+    def checked(weight: Weight) -> None:
+        if weight.arrived is not None and changed is not None:
+            total = add_up(weight.contributions) if weight.contributions else None
+            reason = changed(weight, weight.arrived, total)
+            if reason is not None:
+                raise UnsupportedError(reason)
+        pull_back(weight)
+
+    for weight in reversed(weights):
+        if weight.derivation is not None:
+            settle_one(weight, failed, checked)
+
+
+def settle_one(
+    weight: Weight,
+    failed: Callable[[Weight, Exception, Description], None],
+    settled: Callable[[Weight], None] | None = None,
+) -> None:
+    """Move the contributions of one derived weight to what it was computed from."""
+    derivation = weight.derivation
+    assert derivation is not None
+
+    def fail(error: Exception) -> None:
+        failed(weight, error, derivation.text)
+
+    with torch.no_grad(), torch.autocast(derivation.value.device.type, enabled=False):
+        attempt(settled or pull_back, fail, weight)
+
+
+def pull_back(weight: Weight) -> None:
+    """Move the contributions of a derived weight to the weights it was computed from."""
+    # A computation that gives another value when it is repeated (it is random, or its inputs were changed in place
+    # since) gives an `UnsupportedError`.
+    derivation = weight.derivation
+    if derivation is None or not weight.contributions:
+        return
+    blocks = [term for term in weight.contributions if isinstance(term, Block)]
+    others = [term for term in weight.contributions if not isinstance(term, Block)]
+    weight.contributions.clear()
+    for terms in (blocks, others):
+        if terms:
+            _pull_back_one(derivation, add_up(terms))
+
+
+def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
+    parents = list(derivation.parents.values())
+    of_table = looked_up(derivation, gradient)
+    if of_table is not None:
+        _as_read(derivation, parents_too=False)
+        parents[0].add(of_table)
+        return
+    entries = copied(derivation, gradient) if isinstance(gradient, Block) else None
+    if entries is not None:
+        _as_read(derivation, parents_too=False)
+        for parent, part in entries:
+            parent.add(part)
+        return
+    if len(parents) == 1:
+        kept = _keep_structure(derivation, parents[0], gradient)
+        if kept is not None:
+            parents[0].add(kept)
+            return
+    devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), other_generators_kept() as others_drawn:
+        derivation = _as_read(derivation)
+        one = _of_one_row(derivation, gradient) if isinstance(gradient, Block) else None
+        rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) and one is None else None
+        block, derivation = gradient, one or derivation
+        inputs = [derivation.leaves[position] for position in derivation.parents]
+        if rows is not None:
+            _check_repeats(derivation, derivation.compute(*inputs), inputs)
+            for parent, part in rows:
+                parent.add(part)
+            return
+        (value,), pull = vector_jacobian(lambda *inputs: [derivation.compute(*inputs)], inputs)
+        _check_repeats(derivation, value, inputs)
+        before = _random_states(devices)
+        others_drawn()
+        pulled = _pulled(value, pull, gradient if one is None else Dense(block.tensors()[0]))
+        if others_drawn() or not all(map(torch.equal, before, _random_states(devices))):
+            raise UnsupportedError(
+                f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op away "
+                "from the weights"
+            )
+    for parent, grads in zip(parents, pulled, strict=True):
+        parent.add(replace(block, grad=grads) if isinstance(block, Block) and one else Dense(grads))
+
+
+def _random_states(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+def _pulled(value: Tensor, pull: Pull, gradient: SampleGradient) -> list[Tensor]:
+    """The gradients of the parents, (B, *shape) each, in parts of the batch that fit into the memory budget."""
+    limit = halved(current_options().max_memory or _BUDGET)
+    step = max(1, limit // (value.element_size() * max(1, math.prod(gradient.shape))))
+    pieces: list[tuple[Tensor, ...]] = []
+    for start in range(0, gradient.batch_size, step):
+        cotangents = gradient.samples(start, min(start + step, gradient.batch_size)).dense().to(value.dtype)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "There is a performance drop because we have not yet implemented the batching"
+                )
+                pieces.append(vmap(pull)([cotangents]))
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            RuntimeError,
+            NotImplementedError,
+        ):  # no batching rule for the backward of this op: one sample at a time
+            pieces.append(tuple(torch.stack(column) for column in zip(*(pull([c]) for c in cotangents), strict=True)))
+    return [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*pieces, strict=True)]
+
+
+def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGradient) -> SampleGradient | None:
+    if derivation.value.is_complex() or parent.tensor.is_complex():
+        return None
+    if derivation.op in _SAME_ENTRIES and parent.shape == gradient.shape:
+        return gradient
+    matrix = len(parent.shape) == 2 and len(gradient.shape) == 2
+    if derivation.op in _TRANSPOSES and matrix and isinstance(gradient, Outer):
+        moved = derivation.compute(torch.empty(2, 3, device="meta"))
+        return gradient if moved.shape == (2, 3) else Outer(gradient.right, gradient.left)
+    return None
+
+
+def _as_read(derivation: Derivation, *, parents_too: bool = True, for_value: bool = False) -> Derivation:
+    """The derivation with the values that the call read: derived weights that were overwritten are computed again."""
+    leaves = list(derivation.leaves)
+    for place, (leaf, version) in enumerate(zip(leaves, derivation.versions, strict=True)):
+        parent = derivation.parents.get(place)
+        if not isinstance(leaf, Tensor) or version_of(leaf) == version or not (parents_too or parent is None):
+            continue
+        is_hidden = parent is not None and parent.hidden and not for_value
+        if is_hidden and not derivation.inplace and _is_on_memory_of(leaf, derivation.value):
+            continue  # a view, whose derivative reads no value
+        if parent is None or parent.derivation is None or parent.hidden:
+            raise OverwrittenError(
+                f"{derivation.text} computes a weight from a tensor of shape {tuple(leaf.shape)} that was changed in "
+                "place",
+                leaf,
+                " before the backward ended; change it afterwards, or change a copy of it",
+            )
+        made = _as_read(parent.derivation, for_value=True)
+        leaves[place] = made.compute(*(made.leaves[position] for position in made.parents))
+    return replace(derivation, leaves=tuple(leaves))
+
+
+def _is_on_memory_of(tensor: Tensor, other: Tensor) -> bool:
+    plain = tensor.layout is other.layout is torch.strided
+    return plain and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _of_one_row(derivation: Derivation, gradient: Block) -> Derivation | None:
+    """A pointwise computation of rows that are all equal, one for each sample, for one of the rows."""
+    value, leaves, dim = derivation.value, list(derivation.leaves), gradient.dim
+    has_rows = gradient.total == value.size(dim) and not derivation.inplace
+    if derivation.op not in POINTWISE or not has_rows or version_of(value) != derivation.made:
+        return None
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or (leaf.numel() == 1 and place not in derivation.parents):
+            continue
+        if leaf.shape != value.shape or not _has_equal_rows(leaf, dim):
+            return None
+        leaves[place] = leaf.narrow(dim, 0, 1)
+    if not _has_equal_rows(value, dim):
+        return None
+    return replace(derivation, leaves=tuple(leaves), value=value.narrow(dim, 0, 1))
+
+
+def _has_equal_rows(tensor: Tensor, dim: int) -> bool:
+    return tensor.stride(dim) == 0 or torch.equal(tensor, tensor.narrow(dim, 0, 1).expand_as(tensor))
+
+
+def _check_repeats(derivation: Derivation, value: Tensor, inputs: Sequence[Tensor]) -> None:
+    recorded = derivation.value
+    if version_of(recorded) != derivation.made:  # overwritten: what is random differs from one repetition to the next
+        recorded = derivation.compute(*inputs)
+    if value.shape == recorded.shape:
+        if not recorded.numel() or not recorded.is_floating_point() or torch.equal(value, recorded):
+            return
+        exact = _REPEATS.get(recorded.dtype, 1e-2)  # (autocast, under which a call may have run, is off by now)
+        tolerance = exact * float(recorded.abs().max())
+        if torch.allclose(value, recorded.to(value.dtype), rtol=exact, atol=tolerance, equal_nan=True):
+            return
+    raise UnsupportedError(
+        f"{derivation.text} computes a weight, but gives another value when it is repeated: it is random, or its "
+        "inputs were changed in place before the backward; keep such an op away from the weights"
+    )

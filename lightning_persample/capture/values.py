@@ -1,0 +1,169 @@
+"""The values of a record, from what a backward has left of each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_persample.capture.collector import USED_AGAIN
+from lightning_persample.capture.dispatch import Dispatcher
+from lightning_persample.capture.failure import attempt, in_smaller_chunks, reason_of
+from lightning_persample.capture.parameters import WatchedParameters
+from lightning_persample.capture.record import OF_KEPT, UNEQUAL_WEIGHTS, KeptGradients, OwnScale, in_dtype_of
+from lightning_persample.capture.weight import Weight
+from lightning_persample.errors import PerSampleError
+from lightning_persample.gradients import SampleGradient, add_up
+
+__all__ = ["Values", "has_value", "read_values", "why_no_factor"]
+
+
+@dataclass
+class Values:
+    """By parameter what was asked for, of each sample's own loss."""
+
+    sq_norms: dict[str, Tensor] = field(default_factory=dict)
+    grad_samples: dict[str, Tensor] = field(default_factory=dict)
+    square_sums: dict[str, Tensor] = field(default_factory=dict)
+    weighted_square_sums: dict[str, Tensor] = field(default_factory=dict)  # of B w_i g_i, where w_i differ
+    structures: dict[str, SampleGradient] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+    def kept(self, names: Sequence[str], own: OwnScale, quantities: Collection[str]) -> KeptGradients | None:
+        """The gradients of these parameters for what is computed of them later; None where nothing was asked for."""
+        if not OF_KEPT.intersection(quantities):
+            return None
+        return KeptGradients({name: self.structures[name] for name in names}, self.dtypes, own, quantities)
+
+
+def has_value(weight: Weight) -> bool:
+    """Whether a backward has left anything of a weight's per-sample gradient."""
+    return weight.norm is not None or weight.sq_norm is not None or bool(weight.contributions)
+
+
+def read_values(
+    watched: WatchedParameters,
+    dispatcher: Dispatcher,
+    names: Sequence[str],
+    quantities: Collection[str],
+    own: OwnScale,
+    places: Tensor | None,
+) -> Values:
+    """The values of these parameters; the dispatcher takes those that have none, and why."""
+    values = Values()
+    norms: dict[str, Tensor] = {}
+    sq_norms: dict[str, Tensor] = {}
+
+    def read(name: str, weight: Weight) -> None:
+        if weight.has_norms and weight.contributions:  # those came through a weight derived from it
+            dispatcher.refuse([weight], USED_AGAIN)
+            return
+        total = add_up(weight.contributions) if weight.contributions else None
+        reason = watched.changed_by_hook(weight, dispatcher.got_gradient.get(name), total)
+        if reason is not None:
+            dispatcher.refuse([weight], reason)
+            return
+        if total is not None and places is not None:
+            total = total.pick(places)
+        sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, places))
+        if total is None:
+            return
+        if "grad_sample" in quantities:
+            dense = in_smaller_chunks(total.dense)
+            (grads,) = own.own([dense])
+            values.grad_samples[name] = in_dtype_of(weight.tensor, grads)
+        if "square_sum" in quantities:
+            squares = in_smaller_chunks(partial(_square_sum_of, total, own))
+            values.square_sums[name] = in_dtype_of(weight.tensor, squares)
+            if isinstance(own.weighting, Tensor):
+                (squares,) = replace(own, weighting="sum").own([total.square_sum()], power=2)
+                values.weighted_square_sums[name] = in_dtype_of(weight.tensor, squares * own.batch_size**2)
+        if OF_KEPT.intersection(quantities):
+            values.structures[name], values.dtypes[name] = total, weight.tensor.dtype
+
+    def failed(name: str, error: Exception) -> None:
+        dispatcher.refuse([watched.weights[name]], reason_of(error, f"the sum of the uses of `{name}`"))
+
+    with torch.no_grad():
+        for name in names:
+            weight = watched.weights[name]
+            if weight.contributions or places is not None:
+                attempt(read, partial(failed, name), name, weight)
+            elif weight.norm is not None:  # all that was asked for, of a parameter without hooks
+                norms[name] = weight.norm
+            elif weight.sq_norm is not None:  # the same
+                sq_norms[name] = weight.sq_norm
+        if norms and not sq_norms and len({(norm.dtype, norm.device) for norm in norms.values()}) == 1:
+            squares = own.own_norms(list(norms.values())).square_()
+            values.sq_norms = dict(zip(norms, squares.unbind(), strict=True))
+            return values
+        sq_norms |= dict(zip(norms, _squares(list(norms.values())), strict=True))
+        own_sq_norms = own.own_sq_norms(list(sq_norms.values()))
+    found = {
+        name: in_dtype_of(watched.weights[name].tensor, own) for name, own in zip(sq_norms, own_sq_norms, strict=True)
+    }
+    values.sq_norms = {name: found[name] for name in names if name in found}
+    return values
+
+
+def _squares(norms: list[Tensor]) -> Sequence[Tensor]:
+    """The squares of norms (B,) of any dtypes and devices."""
+    return torch._foreach_mul(norms, norms) if norms else []
+
+
+def samples_in_loss(of_part: Sequence[int] | None, weights: object) -> Sequence[int] | None:
+    """The places of the samples with a part in the loss: a sample of weight 0 has none; None is all."""
+    if not isinstance(weights, Tensor) or bool((weights != 0).all()):
+        return of_part
+    some: list[int] = (weights != 0).nonzero().flatten().tolist()
+    return some if of_part is None else sorted(set(some) & set(of_part))
+
+
+def samples_with_values(followed: Tensor | None, in_loss: Sequence[int] | None) -> tuple[Tensor | None, Tensor | None]:
+    """Which samples have values, where some are followed alone and some alone have a part in the loss."""
+    if in_loss is None:
+        return followed, None
+    own = torch.tensor(in_loss, dtype=torch.int64)
+    if followed is None:
+        return own, own
+    places = torch.isin(followed.cpu(), own).nonzero().flatten()
+    return followed.cpu()[places], places
+
+
+def why_no_factor(
+    penalized: Collection[str], not_additive: Sequence[str], weighting: Sequence[str], own: OwnScale
+) -> str:
+    """Why ``.grad`` did not get one number times the sum of the samples' own gradients, or "" where it did."""
+    if penalized:
+        names = ", ".join(f"`{name}`" for name in sorted(penalized)[:3])
+        more = f" and {len(penalized) - 3} more" if len(penalized) > 3 else ""
+        return f"the loss has a term that belongs to no sample, made of {names}{more}"
+    if not_additive:
+        return not_additive[0]
+    if isinstance(own.weighting, Tensor):
+        return "" if own.is_equal() else UNEQUAL_WEIGHTS
+    return weighting[0] if weighting else ""
+
+
+def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | None) -> Tensor:
+    known = weight.sq_norm if weight.norm is None else weight.norm.square()
+    if known is not None:
+        return known if places is None else known[places]
+    if total is None:
+        raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
+    return total.sq_norm()
+
+
+def _square_sum_of(total: SampleGradient, own: OwnScale) -> Tensor:
+    if not isinstance(own.weighting, Tensor):
+        (found,) = own.own([total.square_sum()], power=2)
+        return found
+    sums = torch.zeros(total.shape, dtype=total.dtype.to_real(), device=total.device)
+    for sample in range(total.batch_size):  # each has a weight of its own
+        place = torch.tensor([sample])
+        (grad,) = own.of_samples(place).own([total.samples(sample, sample + 1).dense()])
+        sums += grad[0].abs().square()
+    return sums

@@ -1,0 +1,208 @@
+"""Parameters and what is made of them: the weights whose per-sample gradients are collected.
+
+A call with a weight and nothing of the batch makes a *derived weight* u = f(w): a transpose, weight_norm, B @ A of
+LoRA, a broadcast position embedding. What it gets is moved to w by `pull_back`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from lightning_persample.batch_axis.observed import Description, tensors_in, version_of
+from lightning_persample.batch_axis.pointwise import POINTWISE
+from lightning_persample.gradients import Block, Dense, SampleGradient, Sum, add_up
+
+__all__ = [
+    "Computation",
+    "Contributions",
+    "Derivation",
+    "Weight",
+    "base_of",
+    "in_one_row",
+    "part_of",
+    "places_in",
+    "with_part",
+]
+
+Contributions: TypeAlias = "list[tuple[Weight, SampleGradient]]"
+Computation: TypeAlias = Callable[[Sequence["Tensor | None"]], Contributions]
+
+
+@dataclass(frozen=True, eq=False)
+class Derivation:
+    """How a derived weight was computed.
+
+    Attributes:
+        op: canonical op.
+        function: what was called.
+        leaves: flattened arguments, detached.
+        spec: how the leaves make up (args, kwargs).
+        parents: weights among the leaves, by position.
+        output: which of the call's output tensors this is.
+        value: the derived weight itself, detached.
+        inplace: whether the call wrote into its first argument.
+        text: op, sizes and the user's line, for messages.
+        random_state: state of the generator before the call, where it drew random numbers.
+        versions: how often each leaf had been written to when the call read it; None of what was overwritten by it.
+        made: how often the derived weight had been written to when the call was done.
+    """
+
+    op: object
+    function: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    parents: Mapping[int, Weight]
+    output: int
+    value: Tensor
+    inplace: bool
+    text: Description
+    random_state: Tensor | None = None
+    versions: tuple[int | None, ...] = ()
+    made: int = 0
+
+    def copied_leaves(self) -> list[Any]:
+        """The leaves with copies of those that are no weights: the call may write into them (observers, statistics)."""
+        return [
+            leaf.clone() if isinstance(leaf, Tensor) and position not in self.parents else leaf
+            for position, leaf in enumerate(self.leaves)
+        ]
+
+    def compute(self, *parents: Tensor) -> Tensor:
+        """The derived weight as a function of its parents, in the order of `self.parents`."""
+        leaves = self.copied_leaves()
+        for position, tensor in zip(self.parents, parents, strict=True):
+            leaves[position] = tensor
+        if self.inplace:
+            leaves[0] = leaves[0].clone()
+        if self.random_state is not None:
+            torch.set_rng_state(self.random_state)
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        result = self.function(*args, **kwargs)
+        return list(tensors_in(leaves[0] if result is None else result))[self.output]
+
+
+@dataclass(eq=False, slots=True)
+class Weight:
+    """A parameter, or a tensor computed from parameters alone.
+
+    Attributes:
+        names: the parameters it is made of; a parameter has its own name only.
+        tensor: the parameter, or a detached alias of the derived weight.
+        outside: data that is in neither the batch nor the module took part.
+        derivation: how it was computed; None for a parameter.
+        uses: arguments of calls seen that use it together with the batch.
+        children: weights derived from it.
+        contributions: what those calls contributed in the present backward.
+        calls: what computes it and from which gradients of the outputs, where the sum is going to be compared.
+        sq_norm: the squared norm (B,), where it could be taken at once and the structure let go.
+        norm: the norm (B,) in its place.
+        reports: whether the call that uses it reports that it gets a gradient, so that no hook on it has to.
+        version: how often a derived weight had been written to when it was computed.
+        hidden: it was written to where autograd did not see it.
+        adds: the last of the contributions is a sum, in memory of its own.
+        received: how many of those uses have contributed in the present backward.
+        hooked: the user registered a hook on it, a derived weight.
+        arrived: the gradient behind that hook.
+    """
+
+    names: frozenset[str]
+    tensor: Tensor
+    derivation: Derivation | None = None
+    outside: bool = False
+    uses: int = 0
+    children: int = 0
+    contributions: list[SampleGradient] = field(default_factory=list)
+    calls: list[tuple[Computation, Sequence[Tensor | None]]] = field(default_factory=list)
+    sq_norm: Tensor | None = None
+    norm: Tensor | None = None
+    reports: bool = False
+    version: int = 0
+    hidden: bool = False
+    adds: bool = False
+    received: int = 0
+    hooked: bool = False
+    arrived: Tensor | None = None
+
+    def is_current(self, tensor: Tensor) -> bool:
+        """Whether the tensor still holds this weight: a derived one may have been overwritten through another view."""
+        return self.derivation is None or version_of(tensor) == self.version
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether all that was asked for has been taken of what it got."""
+        return self.norm is not None or self.sq_norm is not None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight."""
+        return self.tensor.shape
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that a derived weight gets is there, and takes no less memory than what its parents get of it."""
+        made = self.derivation
+        if made is None or self.children or self.hooked or self.received != self.uses or made.op not in POINTWISE:
+            return False
+        sizes = {parent.shape for parent in made.parents.values()}
+        return sizes == {self.shape} and all(isinstance(term, (Dense, Block)) for term in self.contributions)
+
+    def add(self, gradient: SampleGradient) -> None:
+        """Take what one use contributes; numbers of the weight's own size are added up as they come."""
+        last = self.contributions[-1] if self.contributions else None
+        if isinstance(gradient, (Dense, Block)) and type(last) is type(gradient):
+            total = add_up([last, gradient], into_first=self.adds)
+            if not isinstance(total, Sum):
+                self.contributions[-1], self.adds = total, True
+                return
+        self.contributions.append(gradient)
+        self.adds = False
+
+    def forget(self) -> None:
+        """Drop what the last backward left."""
+        self.contributions.clear()
+        self.calls.clear()
+        self.received = 0
+        self.sq_norm = self.norm = self.arrived = None
+
+
+def base_of(view: Tensor) -> Tensor | None:
+    """The tensor that this is a view of; None where it is of none, or has got memory of its own since."""
+    base = view._base
+    if base is None or base.layout != torch.strided or view.layout != torch.strided:
+        return base
+    return base if base.untyped_storage().data_ptr() == view.untyped_storage().data_ptr() else None
+
+
+def places_in(base: Tensor, view: Tensor) -> Tensor | None:
+    """The place of each entry of a view among the entries of its base, of the view's shape; None where it has none."""
+    if view.dtype != base.dtype or base.is_complex() or not torch.ops.aten.is_non_overlapping_and_dense(base):
+        return None
+    places = torch.empty_strided(base.shape, base.stride(), dtype=torch.int64, device=base.device)
+    places.copy_(torch.arange(base.numel(), device=base.device).view(base.shape))
+    return places.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())
+
+
+def part_of(base: Tensor, places: Tensor) -> Tensor:
+    """A view as a function of its base."""
+    return base.reshape(-1)[places]
+
+
+def with_part(base: Tensor, part: Tensor, places: Tensor) -> Tensor:
+    """A base of which one view was overwritten, as a function of what it was and of the view."""
+    return base.reshape(-1).scatter(0, places.reshape(-1), part.reshape(-1)).reshape(base.shape)
+
+
+def in_one_row(value: Tensor, op: object, operands: Sequence[Tensor]) -> Tensor:
+    """The output of a pointwise op, in memory of one row where one row of each operand is laid over an axis."""
+    for dim in range(value.dim()) if op in POINTWISE else ():
+        if value.size(dim) > 1 and all(
+            operand.dim() == 0 or (operand.shape == value.shape and operand.stride(dim) == 0) for operand in operands
+        ):
+            return value.narrow(dim, 0, 1).clone().expand_as(value)
+    return value

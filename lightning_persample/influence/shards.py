@@ -1,0 +1,655 @@
+"""The files of a store of gradients, its manifest, and the writer of one process's rows."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_persample.errors import OptionError, PerSampleError
+from lightning_persample.influence.files import (
+    MANIFEST,
+    broken_files_named,
+    force_names,
+    read_json,
+    refuse_ledger,
+    remove_partial_files,
+    write_atomically,
+    write_json,
+)
+
+__all__ = [
+    "BASE_FIELDS",
+    "DTYPES",
+    "RESERVED",
+    "ParameterColumns",
+    "Shard",
+    "StoreManifest",
+    "StoreWriter",
+    "columns_for",
+    "difference",
+    "drop_rows",
+    "next_counter",
+    "open_store",
+    "read_records",
+    "read_store_manifest",
+    "read_values",
+    "record_dtype",
+    "remove_store",
+    "remove_uncounted",
+    "shards_of",
+    "to_storage",
+    "write_shard",
+    "write_store_manifest",
+]
+
+_NAME = re.compile(r"shard-(\d+)-(\d+)(\.rows)?\.npy")
+DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+BASE_FIELDS = {
+    "sample_index": "<i8",
+    "checkpoint": "<i8",
+    "step": "<i8",
+    "learning_rate": "<f8",
+    "weight": "<f8",
+    "scale": "<f8",
+}
+_POSITION = "position"  # where the values of a row are in its shard
+_CHECKSUM = "crc32"  # of the values of a row, one for each 16 KiB
+_CHECKED_BYTES = 1 << 14
+RESERVED = (*BASE_FIELDS, _POSITION, _CHECKSUM)
+_TOP_EXPONENT = 15  # of the largest entry of a float16 row: in [2**14, 2**15)
+_LEAST_EXPONENT = -1059  # the scale is a float64 then, and no entry that is not 0 is less than 1 of it
+
+
+class Shard(NamedTuple):
+    """The two files of a shard, by the process that wrote them and their order."""
+
+    rank: int
+    counter: int
+    values: Path
+    rows: Path
+
+    @classmethod
+    def at(cls, dirpath: Path, rank: int, counter: int) -> Shard:
+        """The shard of a process with this number."""
+        name = f"shard-{rank:05d}-{counter:06d}"
+        return cls(rank, counter, dirpath / f"{name}.npy", dirpath / f"{name}.rows.npy")
+
+
+def _found(dirpath: Path) -> dict[tuple[int, int], set[bool]]:
+    found: dict[tuple[int, int], set[bool]] = {}
+    for path in dirpath.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match is not None:
+            found.setdefault((int(match[1]), int(match[2])), set()).add(match[3] is not None)
+    return found
+
+
+def shards_of(dirpath: Path) -> list[Shard]:
+    """The shards of a folder of which both files are there, by process and in the order of writing."""
+    return [Shard.at(dirpath, *key) for key, files in sorted(_found(dirpath).items()) if len(files) == 2]
+
+
+def next_counter(dirpath: Path, rank: int) -> int:
+    """The number of the next shard of a process: none that any file has."""
+    return 1 + max((counter for found, counter in _found(dirpath) if found == rank), default=-1)
+
+
+def remove_uncounted(dirpath: Path) -> None:
+    """Remove the files of shards of which one file only is there."""
+    for key, files in _found(dirpath).items():
+        if len(files) == 1:
+            shard = Shard.at(dirpath, *key)
+            (shard.rows if True in files else shard.values).unlink()
+
+
+def record_dtype(columns: Sequence[str]) -> np.dtype[Any]:
+    """The type of the record of a row: what every store has, then the columns of the user."""
+    return np.dtype([*BASE_FIELDS.items(), *((name, "<f8") for name in columns)])
+
+
+def write_shard(shard: Shard, values: Sequence[NDArray[Any]], records: NDArray[Any]) -> None:
+    """Write a shard, in place of the one that is there; records (sum of m,)."""
+    checksums = np.concatenate([_checksums(part) for part in values])
+    kept = [(_POSITION, "<i8"), (_CHECKSUM, "<u4", checksums.shape[1:])]
+    rows = np.empty(len(records), np.dtype([*kept, *records.dtype.descr]))
+    rows[_POSITION], rows[_CHECKSUM] = np.arange(len(records)), checksums
+    for name in records.dtype.names or ():
+        rows[name] = records[name]
+    shape = (len(records), values[0].shape[1])
+    write_atomically(shard.values, _header(values[0].dtype, shape), *map(np.ascontiguousarray, values))
+    try:
+        _write_rows(shard, rows)
+    except OSError:
+        if not shard.rows.exists():  # values alone do not count
+            with suppress(OSError):
+                shard.values.unlink()
+        raise
+
+
+def _write_rows(shard: Shard, rows: NDArray[Any]) -> None:
+    content = _header(rows.dtype, rows.shape) + rows.tobytes()
+    write_atomically(shard.rows, content, zlib.crc32(content).to_bytes(4, "little"))
+
+
+def _read_rows(shard: Shard) -> NDArray[Any]:
+    with broken_files_named(shard.rows):
+        content = shard.rows.read_bytes()
+        if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
+            raise ValueError("the checksum is another one")
+        rows: NDArray[Any] = np.load(io.BytesIO(content))
+    return rows
+
+
+def _checksums(values: NDArray[Any]) -> NDArray[np.uint32]:
+    """Of each row, one for each part of 16 KiB; values (m, K)."""
+    width = _CHECKED_BYTES // values.itemsize
+    starts = range(0, values.shape[1], width)
+    values = np.ascontiguousarray(values)
+    found = [[zlib.crc32(row[start : start + width]) for start in starts] for row in values]
+    return np.array(found, np.uint32).reshape(len(values), len(starts))
+
+
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """How a .npy file starts, in the format that has no limit of its size."""
+    written = io.BytesIO()
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_2_0(written, description)
+    return written.getvalue()
+
+
+def read_records(shard: Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint32]]:
+    """What the rows of a shard are, where their values are, and the checksums of those."""
+    found = _read_rows(shard)
+    records = np.empty(len(found), dtype)
+    for name in dtype.names or ():
+        records[name] = found[name] if name in (found.dtype.names or ()) else np.nan
+    return records, found[_POSITION], found[_CHECKSUM]
+
+
+def drop_rows(dirpath: Path, step: int) -> None:
+    """Remove the rows of an optimizer step and of all later ones."""
+    # Killed at any moment, it leaves shards that are whole, in which every earlier row is once; the latest are removed
+    # first, so that none is missing in between. The values of a shard that keeps some of its rows stay on the disk.
+    for shard in reversed(shards_of(dirpath)):
+        rows = _read_rows(shard)
+        kept = rows[rows["step"] < step]
+        if len(kept) == len(rows):
+            continue
+        if len(kept):
+            _write_rows(shard, kept)
+        else:
+            shard.rows.unlink()  # first: from here on the shard does not count
+            force_names(dirpath)
+            shard.values.unlink()
+    force_names(dirpath)
+
+
+def to_storage(values: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Rows as they are stored, and their scales: a row is ``scale * stored``; values (m, K)."""
+    # In float16 the scale of a row is the power of two that brings its largest entry into [2**14, 2**15). A row with an
+    # entry that is not finite, or not in the stored type, is nan as a whole, and so is its scale.
+    values = values.detach()
+    if values.dtype not in (torch.float32, torch.float64):
+        values = values.float()
+    if dtype == "float16":
+        largest = _largest(values)
+        stored, scale = _to_float16(values, largest)
+    else:
+        stored = values.to(DTYPES[dtype], copy=True)
+        largest, scale = _largest(stored), np.ones(len(values))
+    bad = ~np.isfinite(largest)
+    if bad.any():
+        stored[torch.from_numpy(bad).to(stored.device)] = torch.nan
+        scale[bad] = np.nan
+    return stored.cpu().numpy(), scale
+
+
+def _largest(values: Tensor) -> NDArray[np.float64]:
+    """The largest entry of each row; inf or nan where one of them is."""
+    return values.abs().amax(dim=1).double().cpu().numpy()
+
+
+def _to_float16(values: Tensor, largest: NDArray[np.float64]) -> tuple[Tensor, NDArray[np.float64]]:
+    is_scaled = np.isfinite(largest) & (largest > 0)
+    exponent = np.where(is_scaled, np.maximum(np.frexp(largest)[1], _LEAST_EXPONENT), _TOP_EXPONENT) - _TOP_EXPONENT
+    # In two steps, as one factor alone may be out of range; of powers of two, they round nothing that float16 keeps.
+    for part in (-exponent // 2, -exponent - (-exponent // 2)):
+        values = values * torch.from_numpy(np.ldexp(1.0, part)).to(values)[:, None]
+    if values.dtype == torch.float64:  # torch rounds float64 twice on the way
+        stored = torch.from_numpy(values.cpu().numpy().astype(np.float16))
+    else:
+        stored = values.half()
+    return stored, np.ldexp(1.0, exponent)
+
+
+def read_values(
+    paths: Sequence[str],
+    shard: NDArray[np.int64],
+    position: NDArray[np.int64],
+    checksums: NDArray[np.uint32],
+    scale: NDArray[np.float64],
+    ranges: Sequence[tuple[int, int]],
+    dtype: str,
+) -> NDArray[Any]:
+    """The values of rows, read through memory maps: of each shard no more than the pages that hold them."""
+    # shard (m,), position (m,), checksums (m, parts of 16 KiB), scale (m,)
+    # A file with fewer values than its rows say, or with others, is refused.
+    if len(shard):  # before there is room for as many columns as the manifest says
+        _mapped(paths[int(shard[0])], int(position[0]), max(stop for _, stop in ranges))
+    out = np.empty((len(shard), sum(stop - start for start, stop in ranges)), dtype)
+    order = np.argsort(shard, kind="stable")
+    is_scaled = False
+    for rows in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1) if len(shard) else ():
+        path = paths[int(shard[rows[0]])]
+        values = _mapped(path, int(position[rows].max()), max(stop for _, stop in ranges))
+        _check(path, values, position[rows], checksums[rows], ranges)
+        taken, given = _as_slice(position[rows]), _as_slice(rows)
+        at = 0
+        for start, stop in ranges:
+            out[given, at : at + stop - start] = values[taken, start:stop]
+            at += stop - start
+        is_scaled |= values.dtype == np.float16
+    if is_scaled:  # in float64, which holds every scale, and rounded once
+        np.multiply(out, scale[:, None], out=out, casting="same_kind")
+    return out
+
+
+def _mapped(path: str, last: int, columns: int) -> NDArray[Any]:
+    with broken_files_named(Path(path)):
+        values = np.load(path, mmap_mode="r")
+    if values.ndim != 2 or values.shape[0] <= last or values.shape[1] < columns:
+        raise PerSampleError(
+            f"{path!r} holds values of shape {values.shape}, but rows up to {last} and {columns} columns are expected"
+        )
+    return values
+
+
+def _check(
+    path: str,
+    values: NDArray[Any],
+    position: NDArray[np.int64],
+    checksums: NDArray[np.uint32],
+    ranges: Sequence[tuple[int, int]],
+) -> None:
+    """Compare the checksums of what is read of some rows of a shard."""
+    width = _CHECKED_BYTES // values.itemsize
+    parts = sorted({part for start, stop in ranges for part in range(start // width, -(-stop // width))})
+    for place, expected in zip(position.tolist(), checksums, strict=True):
+        row = values[place]
+        found = [zlib.crc32(row[part * width : (part + 1) * width]) for part in parts]
+        if parts[-1] >= len(expected) or found != expected[parts].tolist():
+            raise PerSampleError(
+                f"{path!r} is broken: the values of row {place} are not those that were written (their checksums "
+                "differ). Put the file back from a copy, or write the folder again"
+            )
+
+
+def _as_slice(places: NDArray[np.int64]) -> Any:
+    """Places that follow one another as a slice, which copies nothing."""
+    follow = bool((np.diff(places) == 1).all())
+    return slice(int(places[0]), int(places[-1]) + 1) if follow else places
+
+
+FORMAT_VERSION = 2
+_KIND = "gradients"
+_MEANING = ("projection", "parameters", "dtype", "columns", "samples")  # what a run cannot change on its way
+
+
+@dataclass(frozen=True)
+class ParameterColumns:
+    """Which columns of a store are those of a parameter.
+
+    Attributes:
+        name: of the parameter in the module.
+        shape: of the parameter.
+        start: the first column.
+        stop: the first column behind them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def columns_for(sizes: Mapping[str, tuple[tuple[int, ...], int]]) -> tuple[ParameterColumns, ...]:
+    """Columns for parameters, one after the other."""
+    found: list[ParameterColumns] = []
+    for name, (shape, size) in sizes.items():
+        start = found[-1].stop if found else 0
+        found.append(ParameterColumns(name, tuple(shape), start, start + size))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class StoreManifest:
+    """What the rows of a store of gradients are.
+
+    Attributes:
+        run: names the run; a checkpoint of it has the same.
+        parameters: the parameters and their columns, which follow one another from 0 on.
+        projection: the settings of the projection; None where gradients are stored in full, entry by entry.
+        dtype: "float16", "float32" or "float64".
+        columns: the names of what the user adds to a row.
+        settings: further options that tell what the values are.
+        libraries: the versions of what wrote them.
+        samples: size of the dataset, or None if that is not known.
+        checkpoints: of each checkpoint "step", "learning_rate" and "path", as far as they are known; what the rows call
+            checkpoint counts these.
+        processes: number of processes of the run, or of its latest part after it was resumed.
+        rows: how many rows complete the store; -1 while that is not known yet, None where nothing is promised.
+
+    Raises:
+        OptionError: a value is not allowed.
+    """
+
+    run: str
+    parameters: tuple[ParameterColumns, ...]
+    projection: Mapping[str, Any] | None = None
+    dtype: str = "float32"
+    columns: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    samples: int | None = None
+    checkpoints: tuple[Mapping[str, Any], ...] = ()
+    processes: int = 1
+    rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise OptionError(f"dtype={self.dtype!r}; allowed is one of {', '.join(map(repr, DTYPES))}")
+        taken = sorted(set(self.columns) & set(RESERVED))
+        if taken or len(set(self.columns)) < len(self.columns):
+            raise OptionError(
+                f"columns={self.columns!r}: each needs a name of its own, other than {', '.join(RESERVED)}"
+            )
+        at = 0
+        for each in self.parameters:
+            full = prod(each.shape)
+            is_too_short = each.stop < at or (each.stop == at and full > 0)
+            if each.start != at or is_too_short or (self.projection is None and each.stop - at != full):
+                number = f"{full}, all entries as there is no projection" if self.projection is None else "one at least"
+                raise OptionError(
+                    f"parameters: {each.name!r} of shape {each.shape} has columns {each.start} to {each.stop}; they "
+                    f"must start at {at} and be {number}"
+                )
+            at = each.stop
+        if at == 0:
+            raise OptionError("parameters=(); a store needs one at least")
+
+    @property
+    def num_columns(self) -> int:
+        """K, how many numbers a row has."""
+        return self.parameters[-1].stop
+
+
+def read_store_manifest(dirpath: str | os.PathLike[str]) -> StoreManifest:
+    """The manifest of a store; a folder without one, or with one of another format, is refused."""
+    refuse_ledger(Path(dirpath))
+    found = read_json(Path(dirpath), _KIND, FORMAT_VERSION)
+    with broken_files_named(Path(dirpath) / MANIFEST):
+        values = {field.name: found[field.name] for field in fields(StoreManifest) if field.name != "rows"}
+        values["rows"] = found.get("rows")
+        parameters = tuple(
+            ParameterColumns(each["name"], tuple(each["shape"]), each["start"], each["stop"])
+            for each in values["parameters"]
+        )
+        tuples = {name: tuple(values[name]) for name in ("columns", "checkpoints")}
+        return StoreManifest(**{**values, "parameters": parameters, **tuples})
+
+
+def write_store_manifest(dirpath: Path, manifest: StoreManifest) -> None:
+    """Write the manifest of a store, in place of the one that is there."""
+    write_json(dirpath, _KIND, FORMAT_VERSION, asdict(manifest))
+
+
+def open_store(
+    dirpath: Path, manifest: StoreManifest, continued: Mapping[str, int] | None = None, *, overwrite: bool = False
+) -> StoreManifest:
+    """Make a folder ready for rows; of several processes one alone calls this, before the others write."""
+    # A store that goes on keeps its name of the run. Its checkpoints may be more, or fewer, than those of `manifest`,
+    # but those that both have must be the same: the longer list counts. One of `continued` keeps its columns where
+    # `manifest` names none, as a run may not know them before its first row.
+    dirpath.mkdir(parents=True, exist_ok=True)
+    remove_partial_files(dirpath)
+    found = read_store_manifest(dirpath) if (dirpath / MANIFEST).exists() else None
+    shards = shards_of(dirpath)
+    goes_on = found is not None and (continued is None or found.run in continued)
+    if found is not None and goes_on and continued is not None and not manifest.columns:
+        manifest = replace(manifest, columns=found.columns)
+    differing = difference(found, manifest) if found is not None and goes_on else None
+    if found is not None and goes_on and differing is None:
+        remove_uncounted(dirpath)
+        if continued is not None:
+            drop_rows(dirpath, continued[found.run])
+        checkpoints = max(found.checkpoints, manifest.checkpoints, key=len)
+        promised = found.rows if continued is None else None
+        manifest = replace(manifest, run=found.run, checkpoints=checkpoints, rows=promised)
+    elif shards and not overwrite:
+        if differing is not None:
+            raise OptionError(
+                f"dirpath={os.fspath(dirpath)!r} holds gradients that were written with {differing[0]}, but now there "
+                f"is {differing[1]}: go on with what there was, pass another dirpath, or remove them with "
+                "overwrite=True"
+            )
+        known = "a run without manifest" if found is None else f"run {found.run}"
+        new = f"continues run {' or '.join(continued)}" if continued else "starts a new run"
+        raise OptionError(
+            f"dirpath={os.fspath(dirpath)!r} holds the gradients of {known} ({len(shards)} shards), but this one "
+            f"{new}: pass another dirpath, go on from a checkpoint of that run, or remove its rows with overwrite=True"
+        )
+    else:
+        remove_store(dirpath)
+        if continued is not None and len(continued) == 1:
+            manifest = replace(manifest, run=next(iter(continued)))
+    write_store_manifest(dirpath, manifest)
+    return manifest
+
+
+def remove_store(dirpath: Path) -> None:
+    """Remove the manifest and all shards of a folder; other files stay."""
+    (dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a part of a store is not taken for the whole
+    for shard in shards_of(dirpath):
+        shard.rows.unlink()
+    remove_uncounted(dirpath)
+
+
+def difference(
+    one: StoreManifest, other: StoreManifest, names: tuple[str, ...] | None = None
+) -> tuple[str, str] | None:
+    """Where the values of two stores are not alike."""
+    for name in _MEANING if names is None else names:
+        if name == "parameters":
+            found = _different_parameter(one, other)
+            if found is not None:
+                return found
+        elif _plain(getattr(one, name)) != _plain(getattr(other, name)):
+            return f"{name}={getattr(one, name)!r}", f"{name}={getattr(other, name)!r}"
+    if names is not None:
+        return None
+    for name in dict.fromkeys((*one.settings, *other.settings)):
+        before, now = one.settings.get(name), other.settings.get(name)
+        if _plain(before) != _plain(now):
+            return f"{name}={before!r}", f"{name}={now!r}"
+    for i, (a, b) in enumerate(zip(one.checkpoints, other.checkpoints, strict=False)):
+        if _plain(a) != _plain(b):
+            return f"checkpoint {i} {dict(a)!r}", f"checkpoint {i} {dict(b)!r}"
+    return None
+
+
+def _different_parameter(one: StoreManifest, other: StoreManifest) -> tuple[str, str] | None:
+    if one.parameters == other.parameters:
+        return None
+    for a, b in zip((*one.parameters, None), (*other.parameters, None), strict=False):
+        if a != b:
+            break
+    return _said(one, a), _said(other, b)
+
+
+def _said(manifest: StoreManifest, parameter: ParameterColumns | None) -> str:
+    count = f"{len(manifest.parameters)} parameters"
+    if parameter is None:
+        return f"{count} and no further one"
+    size = parameter.stop - parameter.start
+    return f"{count}, where they differ first {parameter.name!r} of shape {parameter.shape} in {size} numbers"
+
+
+def _plain(value: Any) -> str:
+    """A value as a manifest has it, in which a tuple is a list and nan is nan."""
+    return json.dumps(value, sort_keys=True)
+
+
+_SHARD_BYTES = 1 << 26
+_DEFAULTS = {"sample_index": -1, "checkpoint": 0, "step": -1}
+
+
+class _Waiting:
+    """Rows that are to be a shard."""
+
+    def __init__(self) -> None:
+        self.values: list[NDArray[Any]] = []
+        self.records: list[NDArray[Any]] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self.records))
+
+
+class StoreWriter:
+    """Writes the shards of one process, and keeps rows that could not be written for the next try.
+
+    A shard is written when it has all of its rows, and by `flush`. Where that fails, ``OSError`` says so, and all rows
+    that were added wait, those of the failed call among them: they are tried again when the next shard is complete, and
+    by `flush`. What was written before is not touched.
+
+    In float16 each row is divided by a power of two of its own, so that its largest entry M lies in [2**14, 2**15):
+    however small a gradient is, no entry x of it is off by more than the larger of ``2**-11 |x|`` and ``2**-39 |M|``
+    (so entries up to ``2**-39 |M|`` may become 0). Stored in float32, an entry is off by half of its last place, and up
+    to ``2**-150`` it becomes 0.
+
+    A row with an entry that is not finite, or that the stored type cannot hold, is stored as nan as a whole, and
+    marked.
+
+    Args:
+        dirpath: the folder, made ready by `open_store`.
+        manifest: what the rows are.
+        rank: the process.
+        rows_per_shard: how many rows a shard has; None takes as many as 64 MiB hold.
+        most_waiting: how many shards wait for the next try at most; the oldest of more are given up and counted by
+            `lost`.
+
+    Raises:
+        OptionError: `rows_per_shard` or `most_waiting` is less than 1.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str],
+        manifest: StoreManifest,
+        rank: int = 0,
+        rows_per_shard: int | None = None,
+        most_waiting: int = 8,
+    ) -> None:
+        for name, value in (("rows_per_shard", rows_per_shard), ("most_waiting", most_waiting)):
+            if value is not None and value < 1:
+                raise OptionError(f"{name}={value!r}; allowed is an int >= 1")
+        self._dirpath, self._manifest, self._rank = Path(dirpath), manifest, rank
+        row_bytes = manifest.num_columns * np.dtype(manifest.dtype).itemsize
+        self._rows_per_shard = max(1, _SHARD_BYTES // row_bytes) if rows_per_shard is None else rows_per_shard
+        self._most_waiting = most_waiting
+        self._dtype = record_dtype(manifest.columns)
+        self._counter = next_counter(self._dirpath, rank)
+        self._waiting: list[_Waiting] = []
+        self.lost = 0
+
+    @property
+    def waiting(self) -> int:
+        """How many rows are not written yet."""
+        return sum(map(len, self._waiting))
+
+    def add(self, values: Tensor, rows: Mapping[str, Any]) -> None:
+        """Take rows, and write the shards that they complete; where that fails, ``OSError`` says so, and all rows wait.
+
+        Args:
+            values: (m, K), of a floating type, on any device.
+            rows: what the rows are: tensors or arrays (m,), or one number for all of them, under "sample_index" (-1 if
+                None or not given: unknown), "checkpoint" (0), "step" (-1), "learning_rate" and "weight" (nan) and the
+                manifest's columns (nan).
+
+        Raises:
+            OptionError: a shape, a name or a type does not go with the manifest; no row was taken.
+        """
+        expected = (len(values) if values.ndim else 0, self._manifest.num_columns)
+        if tuple(values.shape) != expected or not values.is_floating_point():
+            raise OptionError(
+                f"values are {values.dtype} of shape {tuple(values.shape)}; a store of these parameters takes floats "
+                f"of shape (m, {expected[1]})"
+            )
+        records = self._records(rows, len(values))
+        stored, records["scale"] = to_storage(values, self._manifest.dtype)
+        failure: OSError | None = None
+        while len(records):
+            if not self._waiting or len(self._waiting[-1]) >= self._rows_per_shard:
+                self._waiting.append(_Waiting())
+                if len(self._waiting) > self._most_waiting:
+                    self.lost += len(self._waiting.pop(0))
+            last = self._waiting[-1]
+            room = self._rows_per_shard - len(last)
+            last.values.append(stored[:room])
+            last.records.append(records[:room])
+            stored, records = stored[room:], records[room:]
+            if len(last) == self._rows_per_shard and failure is None:
+                try:
+                    self._write(only_complete=True)
+                except OSError as error:  # said when all rows are taken
+                    failure = error
+        if failure is not None:
+            raise failure
+
+    def _records(self, rows: Mapping[str, Any], count: int) -> NDArray[Any]:
+        known = [name for name in (*BASE_FIELDS, *self._manifest.columns) if name != "scale"]
+        unknown = sorted(set(rows) - set(known))
+        if unknown:
+            raise OptionError(f"rows have a column {unknown[0]!r}; this store has {', '.join(known)}")
+        records = np.empty(count, self._dtype)
+        for name in known:
+            given = rows.get(name)
+            if given is None:
+                given = _DEFAULTS.get(name, np.nan)
+            column = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
+            if column.shape not in ((), (count,)):
+                raise OptionError(f"rows: {name!r} is of shape {column.shape}, but there are {count} rows")
+            if column.size and self._dtype[name].kind == "i" and column.dtype.kind not in "iu":
+                raise OptionError(f"rows: {name!r} is of type {column.dtype}, but must be of integers")
+            records[name] = column
+        samples = self._manifest.samples
+        if samples is not None and count and int(records["sample_index"].max()) >= samples:
+            raise OptionError(
+                f"rows: sample_index {int(records['sample_index'].max())}, but the dataset has {samples} samples"
+            )
+        return records
+
+    def flush(self) -> None:
+        """Write all rows that wait; where that fails, ``OSError`` says so, and they wait for the next try."""
+        self._write(only_complete=False)
+
+    def _write(self, *, only_complete: bool) -> None:
+        while self._waiting and (not only_complete or len(self._waiting[0]) >= self._rows_per_shard):
+            first = self._waiting[0]
+            shard = Shard.at(self._dirpath, self._rank, self._counter)
+            write_shard(shard, first.values, np.concatenate(first.records))
+            self._counter += 1
+            del self._waiting[0]

@@ -1,0 +1,210 @@
+"""Per-sample gradients as plain functions: by vmap, and by the loop that is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from lightning_persample.batch_axis.batch import batch_tensors, read_batch_size
+from lightning_persample.capture.parameters import by_place, check_module, recurrent_layers_kept, trainable, unwrapped
+from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
+from lightning_persample.options import check_option, is_none_or_int
+
+__all__ = ["batch_statistics_explained", "loop_per_sample_grads", "vmap_per_sample_grads"]
+
+_KEPT, _ONE_VALUE = "running_mean or running_var", "more than 1 value per channel"
+_INSTEAD = "; what a sample contributes to the gradient of the batch is given by expanded_weights and engine='expanded'"
+
+
+@contextmanager
+def batch_statistics_explained(module: nn.Module) -> Iterator[None]:
+    """Say what helps where a module that runs on single samples normalises with the statistics of the batch."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _KEPT not in str(error):
+            raise
+        keeping = [
+            name
+            for name, part in module.named_modules()
+            if isinstance(part, _NormBase) and part.training and part.running_mean is not None
+        ]
+        raise UnsupportedError(
+            f"{_listed(keeping) or 'a batch normalisation'} normalises with the statistics of the batch and keeps them "
+            "in buffers, which vmap over single samples cannot do; call eval() on it, or build it with "
+            "track_running_stats=False, or use loop_per_sample_grads (in a callback engine='loop'): a sample is then "
+            f"normalised without the others{_INSTEAD}"
+        ) from error
+    except ValueError as error:
+        of_the_batch = [
+            name
+            for name, part in module.named_modules()
+            if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+        ]
+        if _ONE_VALUE not in str(error) or not of_the_batch:  # group normalisation may say the same
+            raise
+        raise UnsupportedError(
+            f"{_listed(of_the_batch)} normalises with the statistics of the batch, but a sample alone has one value "
+            "per channel, and track_running_stats=False does not help; let it normalise with running statistics "
+            f"(track_running_stats=True and eval()), or replace it, for example by nn.LayerNorm{_INSTEAD}"
+        ) from error
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" if name else "the module itself" for name in names)
+
+
+def vmap_per_sample_grads(
+    module: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    *batch: Any,
+    chunk_size: int | None = None,
+    randomness: Literal["different", "same", "error"] = "different",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Each sample's loss and gradient by `torch.func`: `torch.func.vmap` over the gradient of one sample's loss.
+
+    ``g_i = d loss_fn(module, *batch[i:i+1]) / d theta``, as `loop_per_sample_grads` gives it, in one pass over all
+    samples. Module, ``.grad`` and buffers are unchanged afterwards. Random numbers (dropout) are drawn from torch's
+    generator; the masks are others than those of a training forward.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.randn(4, 2)
+    >>> losses, grads = vmap_per_sample_grads(model, lambda m, x, y: nn.functional.mse_loss(m(x), y), x, y)
+    >>> losses.shape, grads["weight"].shape
+    (torch.Size([4]), torch.Size([4, 2, 3]))
+
+    Args:
+        module: the module whose trainable parameters count.
+        loss_fn: ``loss_fn(module, *batch)`` gives the loss of a batch, a tensor without axes. It is called with batches
+            of one sample, and with this module, whose parameters are replaced during the call.
+        *batch: tensors (or nested tuples, lists and dicts of tensors) with the samples along the first axis.
+        chunk_size: how many samples to compute at once, all by default; memory grows with it.
+        randomness: whether samples draw "different" random numbers, all the "same", or drawing is an "error".
+
+    Returns:
+        The losses (B,), and by name the gradients (B, *parameter.shape); zeros for a parameter that a sample's loss
+        does not depend on.
+
+    An option with a value that is not allowed gives an `OptionError`. What torch.func cannot follow gives an
+    `UnsupportedError` where the reason is known (batch normalisation that keeps statistics of the batch), tensors that
+    do not agree on a batch size a `BatchSizeError`.
+    """
+    check_module(module)
+    check_option("chunk_size", chunk_size, is_none_or_int(chunk_size, 1), "None or an int >= 1")
+    check_option(
+        "randomness", randomness, randomness in ("different", "same", "error"), "'different', 'same' or 'error'"
+    )
+    read_batch_size(batch, 0)
+    leaves, spec = tree_flatten(_splittable(batch))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    module = unwrapped(module)
+    parameters = {name: parameter.detach() for name, parameter in trainable(module).items()}
+    buffers = dict(module.named_buffers())
+    holder = _LossOf(module, loss_fn)
+
+    def loss_of(parameters: dict[str, Tensor], *rows: Tensor) -> Tensor:
+        one = list(leaves)
+        for place, row in zip(places, rows, strict=True):
+            one[place] = row.unsqueeze(0)
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        replaced = {f"module.{name}": tensor for name, tensor in by_place(module, parameters | copies).items()}
+        loss = functional_call(holder, replaced, tree_unflatten(one, spec), tie_weights=False)
+        _check_loss(loss)
+        return loss
+
+    with_grads = grad_and_value(loss_of) if parameters else lambda *args: ({}, loss_of(*args))
+    over_samples = vmap(with_grads, in_dims=(None, *(0 for _ in places)), chunk_size=chunk_size, randomness=randomness)
+    with torch.no_grad(), recurrent_layers_kept(module), batch_statistics_explained(module):
+        grads, losses = over_samples(parameters, *(leaves[place].detach() for place in places))
+    return losses, grads
+
+
+def loop_per_sample_grads(
+    module: nn.Module, loss_fn: Callable[..., Tensor], *batch: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Each sample's loss and gradient by running forward and backward on one sample at a time.
+
+    Slow and simple on purpose: ``g_i = d loss_fn(module, *batch[i:i+1]) / d theta``. Neither ``.grad`` nor buffers are
+    changed; every sample sees the buffers and the random numbers that the first one saw.
+
+    Args:
+        module: the module whose trainable parameters count.
+        loss_fn: ``loss_fn(module, *batch)`` gives the loss of a batch; called with batches of one sample.
+        *batch: tensors (or nested tuples, lists and dicts of tensors) with the samples along the first axis.
+
+    Returns:
+        The losses (B,), and by name the gradients (B, *parameter.shape); zeros for a parameter that a sample's loss
+        does not depend on.
+    Tensors that do not agree on a batch size give a `BatchSizeError`, and batch normalisation in training of which a
+    sample alone has one value per channel an `UnsupportedError`.
+    """
+    batch_size = read_batch_size(_splittable(batch), 0)
+    parameters = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    losses: list[Tensor] = []
+    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
+
+    def restore_buffers() -> None:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+
+    for sample in range(batch_size):
+        one = tree_map(lambda leaf: _sample(leaf, sample), batch)  # noqa: B023  (called at once)
+        devices = _devices(parameters)
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), batch_statistics_explained(module):
+            loss = loss_fn(module, *one)
+            grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        losses.append(loss.detach())
+        for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
+            rows[name].append(torch.zeros_like(parameter) if grad is None else grad.to_dense().detach())
+        restore_buffers()
+    return torch.stack(losses), {name: torch.stack(grads) for name, grads in rows.items()}
+
+
+class _LossOf(nn.Module):
+    """A loss function as a module that holds the module it is about."""
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self._loss_fn = loss_fn
+
+    def forward(self, *batch: Any) -> Tensor:
+        return self._loss_fn(self.module, *batch)
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise PerSampleError(
+            f"loss_fn must give a scalar, a tensor without axes, but gave {found}; reduce it, for example with .sum()"
+        )
+
+
+def _splittable(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The batch, if all its tensors stand in containers that can be rebuilt with other tensors."""
+    for leaf in tree_flatten(batch)[0]:
+        hidden = None if isinstance(leaf, Tensor) else next(batch_tensors(leaf), None)
+        if hidden is not None:
+            raise BatchSizeError(
+                f"a {type(leaf).__name__} in the batch holds tensors, but cannot be split into samples; pass tensors, "
+                "tuples, lists and dicts"
+            )
+    return batch
+
+
+def _sample(leaf: Any, sample: int) -> Any:
+    return leaf[sample : sample + 1] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+
+
+def _devices(parameters: dict[str, nn.Parameter]) -> list[torch.device]:
+    return list({parameter.device for parameter in parameters.values() if parameter.device.type == "cuda"})

@@ -1,0 +1,180 @@
+"""Cut a batch into batches of fewer samples, and read what a loss function or a training step returned."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from lightning_persample.batch_axis.batch import batch_tensors, is_alike
+from lightning_persample.errors import OptionError, PerSampleError
+
+__all__ = ["Weighting", "has_ragged_samples", "loss_of", "own_loss", "take", "tensors_of", "with_tensors"]
+
+Weighting: TypeAlias = Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
+
+_PLAIN = (str, bytes, int, float, complex, type, type(None))
+
+
+def take(batch: Any, start: int, stop: int, *, batch_size: int, batch_dim: int = 0) -> Any:
+    """The samples `start` to `stop` of a batch, as a batch of that many samples."""
+    # Tensors are copied, so that nothing done to the result reaches the batch. A tensor with k * B rows has k rows per
+    # sample, as everywhere in the engine; one without rows of samples (class weights) is kept whole. A list or tuple of
+    # B items is cut itself where its tensors do not all have B rows (images of unequal sizes, texts), and the batch
+    # itself is, where none of its tensors has; so is a packed sequence.
+
+    def rows(tensor: Tensor) -> Tensor:
+        found = _rows_per_sample(tensor, batch_size, batch_dim)
+        whole = tensor.detach()
+        if not found:
+            return whole.clone()
+        if batch_dim == 0:  # sample-major
+            return whole[start * found : stop * found].clone()
+        parts = whole.unflatten(batch_dim, (found, batch_size)).narrow(batch_dim + 1, start, stop - start)
+        return parts.flatten(batch_dim, batch_dim + 1).clone()
+
+    def items(item: Sequence[Any]) -> Sequence[Any] | None:
+        if isinstance(item, PackedSequence):
+            return _take_packed(item, start, stop) if _packed_size(item) == batch_size else None
+        if not _is_one_item_per_sample(item, batch_size, batch_dim, item is batch):
+            return None
+        return _rebuilt(item[start:stop], lambda tensor: copied(tensor.detach().clone(), tensor))
+
+    def copied(part: Tensor, tensor: Tensor) -> Tensor:
+        return part.requires_grad_(tensor.requires_grad)
+
+    return _rebuilt(batch, lambda tensor: copied(rows(tensor), tensor), items)
+
+
+def has_ragged_samples(batch: Any, batch_size: int, batch_dim: int = 0) -> bool:
+    """Whether a batch holds one item for each sample instead of rows, so that its samples cannot be stacked."""
+    found = []
+
+    def items(item: Sequence[Any]) -> None:
+        if isinstance(item, PackedSequence) or _is_one_item_per_sample(item, batch_size, batch_dim, item is batch):
+            found.append(item)
+
+    _rebuilt(batch, lambda tensor: tensor, items)
+    return bool(found)
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in the order in which `with_tensors` puts others in their place."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _rebuilt(batch, note)
+    return found
+
+
+def with_tensors(batch: Any, tensors: Sequence[Tensor]) -> Any:
+    """A batch of the same structure with other tensors."""
+    following: Iterator[Tensor] = iter(tensors)
+    return _rebuilt(batch, lambda _: next(following))
+
+
+def loss_of(outputs: Any) -> Any:
+    """The loss in what a training step returned: the tensor itself, or the entry "loss" of a mapping."""
+    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+
+
+def own_loss(outputs: Any, batch: Any, weighting: Weighting) -> Tensor:
+    """A sample's own loss l from the loss w l of a batch that holds this sample alone."""
+    loss = loss_of(outputs)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise PerSampleError(
+            f"the loss of a batch is {found}, but must be a tensor with one entry, or the entry 'loss' of a mapping"
+        )
+    if callable(weighting):
+        weight: Any = weighting(outputs, batch)
+        if not isinstance(weight, Tensor) or weight.shape != (1,):
+            found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+            raise OptionError(f"loss_reduction returned {found} for a batch of one sample; allowed is a tensor (1,)")
+        loss = loss / weight.detach()
+    return loss.reshape(())
+
+
+def _rows_per_sample(tensor: Tensor, batch_size: int, batch_dim: int) -> int:
+    """How many rows each sample has in a tensor; 0 where the tensor does not hold the samples."""
+    if tensor.dim() <= batch_dim:
+        return 0
+    rows, rest = divmod(tensor.size(batch_dim), batch_size)
+    return 0 if rest else rows
+
+
+def _is_one_item_per_sample(item: Sequence[Any], batch_size: int, batch_dim: int, is_batch: bool) -> bool:
+    if len(item) != batch_size or isinstance(item, torch.Size):
+        return False
+    fields = list if isinstance(item, list) else (list, tuple)  # (tuples in a list are samples, whatever their length)
+    if any(isinstance(inner, fields) and len(inner) == batch_size for inner in item):
+        return False
+    tensors = [tensor for _, tensor in batch_tensors(item) if tensor.dim() > 0]
+    if not tensors:
+        return isinstance(item, list) or all(isinstance(inner, str) for inner in item)
+    have_rows = [tensor.dim() > batch_dim and tensor.size(batch_dim) == batch_size for tensor in tensors]
+    # A list of items of one kind is read as `lay_out` reads it: an item may have B rows by chance.
+    return not any(have_rows) if is_batch and not (isinstance(item, list) and is_alike(item)) else not all(have_rows)
+
+
+def _packed_size(packed: PackedSequence) -> int:
+    return int(packed.batch_sizes[0])
+
+
+def _take_packed(packed: PackedSequence, start: int, stop: int) -> PackedSequence:
+    padded, lengths = pad_packed_sequence(packed, batch_first=True)
+    return pack_padded_sequence(padded[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
+
+
+def _rebuilt(
+    batch: Any,
+    on_tensor: Callable[[Tensor], Tensor],
+    on_sequence: Callable[[Sequence[Any]], Sequence[Any] | None] = lambda _: None,
+) -> Any:
+    """A copy of a batch's containers with other tensors; `on_sequence` may replace a whole list or tuple."""
+    memo: dict[int, Any] = {}
+
+    def rebuild(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return on_tensor(item)
+        if isinstance(item, _PLAIN):
+            return item
+        if id(item) not in memo:
+            memo[id(item)] = item  # what holds itself is not followed round in a circle
+            memo[id(item)] = rebuild_container(item)
+        return memo[id(item)]
+
+    def rebuild_container(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            replaced = on_sequence(item)
+            return rebuild_sequence(item) if replaced is None else replaced
+        if isinstance(item, Mapping):
+            rebuilt: Any = copy.copy(item) if hasattr(item, "__setitem__") else dict(item)
+            for key, value in item.items():
+                rebuilt[key] = rebuild(value)
+            return rebuilt
+        if next(iter(batch_tensors(item)), None) is None:
+            return item
+        rebuilt = copy.copy(item)
+        fields = dataclasses.fields(item) if dataclasses.is_dataclass(item) else ()
+        for name in [entry.name for entry in fields] or list(vars(item)):
+            object.__setattr__(rebuilt, name, rebuild(getattr(item, name, None)))
+        return rebuilt
+
+    def rebuild_sequence(item: Any) -> Any:
+        parts = [rebuild(inner) for inner in item]
+        if isinstance(item, tuple):
+            return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+        rebuilt = copy.copy(item)
+        rebuilt[:] = parts
+        return rebuilt
+
+    return rebuild(batch)

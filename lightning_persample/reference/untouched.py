@@ -1,0 +1,209 @@
+"""Run a module in a second pass: afterwards it, and the random number generators, are as if nothing had run."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_persample.capture.observing import ObservingMode
+from lightning_persample.errors import PerSampleError
+
+__all__ = ["ModuleState", "untouched", "without_dropout"]
+
+_LONGEST_SEARCHED = 10_000  # items: what is longer is data, not state
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[ModuleState]:
+    """Undo at the end of this context what was done to the module and to the random number generators."""
+    state = ModuleState(module)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+class ModuleState:
+    """The state of a module, to be put back as often as wanted.
+
+    It consists of parameters, their ``.grad``, buffers, training mode, every other attribute of the module and its
+    submodules (those of metrics included) with the lists, dicts, sets and tensors in them, and the state of the random
+    number generators of torch, Python and numpy. Other objects are not looked into. It takes the memory of one copy of
+    the module's tensors.
+
+    Args:
+        module: the module.
+
+    Raises:
+        PerSampleError: a parameter is not initialized yet, so running the module would create it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
+        if lazy:
+            raise PerSampleError(
+                f"parameter `{lazy[0]}` is not initialized yet, and running the module again would create it; run one "
+                "batch through the module first"
+            )
+        self._seen: dict[int, Any] = {}
+        self._put_back: list[Callable[[], None]] = []
+        self._put_back_random: list[Callable[[], None]] = []
+        self._random_states: list[tuple[Callable[[], Any], Any]] = []
+        self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+        self._take_random_states({tensor.device for tensor in (*module.parameters(), *module.buffers())})
+        self._take(module)
+
+    def restore(self, *, random_states: bool = True) -> None:
+        """Put everything back."""
+        if random_states:
+            for put_back in self._put_back_random:
+                put_back()
+        with torch.no_grad():
+            for put_back in reversed(self._put_back):
+                put_back()
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+
+    def drew_random_numbers(self) -> bool:
+        """Whether a random number generator is in another state than at the start."""
+        return any(not _is_same(state(), before) for state, before in self._random_states)
+
+    def _take(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        if isinstance(value, Tensor):
+            self._take_tensor(value)
+        elif isinstance(value, torch.Generator):
+            self._keep_random_state(value.get_state, value.set_state)
+        elif isinstance(value, nn.Module):
+            self._take_container(value, value.__dict__, dict(value.__dict__), _refill_dict)
+        elif isinstance(value, dict):
+            self._take_container(value, value, dict(value), _refill_dict)
+        elif isinstance(value, list):
+            self._take_container(value, value, list(value), _refill_list)
+        elif isinstance(value, set):
+            self._take_container(value, value, set(value), _refill_set)
+        elif isinstance(value, deque):
+            self._take_container(value, value, list(value), _refill_deque)
+
+    def _take_container(self, value: Any, filled: Any, items: Any, refill: Callable[[Any, Any], None]) -> None:
+        self._seen[id(value)] = value  # kept, so that the id stays its own
+        self._put_back.append(lambda: refill(filled, items))
+        if len(items) <= _LONGEST_SEARCHED:
+            for item in items.values() if isinstance(items, dict) else items:
+                self._take(item)
+
+    def _take_tensor(self, tensor: Tensor) -> None:
+        # A tensor with a graph belongs to a computation, and one with an axis of stride 0 cannot be written to.
+        expanded = tensor.layout is torch.strided and any(
+            stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        )
+        if tensor.grad_fn is not None or tensor.is_inference() or expanded:
+            return
+        self._seen[id(tensor)] = tensor
+        here, value = tensor.detach(), tensor.detach().clone()
+
+        def put_back() -> None:
+            if tensor.layout is torch.strided and not tensor.detach().is_set_to(here):
+                tensor.data = here
+            here.copy_(value)
+
+        self._put_back.append(put_back)
+
+    def _keep_random_state(self, get: Callable[..., Any], put_back: Callable[..., Any], *device: Any) -> None:
+        before = get(*device)
+        self._random_states.append((_later(get, *device), before))
+        self._put_back_random.append(_later(put_back, before, *device))
+
+    def _take_random_states(self, devices: set[torch.device]) -> None:
+        self._keep_random_state(torch.get_rng_state, torch.set_rng_state)
+        for device in devices:
+            if device.type not in ("cpu", "meta"):
+                generators = torch.get_device_module(device)
+                self._keep_random_state(generators.get_rng_state, generators.set_rng_state, device)
+        self._keep_random_state(random.getstate, random.setstate)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            self._keep_random_state(numpy.random.get_state, numpy.random.set_state)
+
+
+def _is_same(state: Any, other: Any) -> bool:
+    """Whether two states of one generator are equal: tensors, arrays, numbers, or tuples of these."""
+    if isinstance(state, tuple):
+        return all(map(_is_same, state, other))
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    return bool(state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other)
+
+
+def _later(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    return lambda: function(*args)
+
+
+def _refill_dict(container: dict[Any, Any], items: dict[Any, Any]) -> None:
+    dict.clear(container)
+    dict.update(container, items)
+
+
+def _refill_list(container: list[Any], items: list[Any]) -> None:
+    list.__setitem__(container, slice(None), items)
+
+
+def _refill_set(container: set[Any], items: set[Any]) -> None:
+    set.clear(container)
+    set.update(container, items)
+
+
+def _refill_deque(container: deque[Any], items: list[Any]) -> None:
+    container.clear()
+    container.extend(items)
+
+
+# Functions of torch that draw a dropout mask, and where their probability stands.
+_DROPOUT: dict[Callable[..., Any], tuple[int, str]] = {
+    **dict.fromkeys(
+        (
+            F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+            torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
+        ),
+        (1, "p"),
+    ),
+    F.scaled_dot_product_attention: (4, "dropout_p"),
+}  # fmt: skip
+
+
+def _without_its_dropout(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place, name = _DROPOUT.get(function, (len(args), ""))
+    if place < len(args):
+        args = (*args[:place], 0.0, *args[place + 1 :])
+    elif name and (name in kwargs or name == "p"):
+        kwargs = {**kwargs, name: 0.0}
+    return function(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Set the dropout probability of torch's own layers and functions to 0 in this context."""
+    found: list[tuple[Any, str, float]] = []
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            found.append((layer, "p", layer.p))
+        elif isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
+            found.append((layer, "dropout", layer.dropout))
+    for layer, name, _ in found:
+        setattr(layer, name, 0.0)
+    try:
+        with ObservingMode(_without_its_dropout).active():
+            yield
+    finally:
+        for layer, name, probability in found:
+            setattr(layer, name, probability)

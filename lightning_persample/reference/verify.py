@@ -1,0 +1,509 @@
+"""Check per-sample gradients on a module of one's own against a loop over single samples, and say why they differ."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_persample.batch_axis.batch import batch_tensors, read_batch_size
+from lightning_persample.capture.graph import REENTRANT, node_below
+from lightning_persample.capture.mode import expanded_weights
+from lightning_persample.capture.parameters import default_tolerance, unwrapped
+from lightning_persample.capture.record import PerSampleRecord
+from lightning_persample.errors import BatchSizeError, PerSampleError
+from lightning_persample.options import check_option, check_options, is_int, is_none_or_positive
+from lightning_persample.reference.samples import Weighting, loss_of, own_loss, take
+from lightning_persample.reference.untouched import ModuleState, untouched, without_dropout
+
+__all__ = [
+    "PENALTY",
+    "RANDOM",
+    "Comparison",
+    "ParameterCheck",
+    "VerificationReport",
+    "check_per_sample_gradients",
+    "keep_apart",
+    "table",
+    "why_different",
+]
+
+PENALTY = (
+    "apart from one term, the same in every one-sample loss: a penalty on the parameters, or another term of the loss "
+    "that belongs to no sample, is in no sample's own gradient"
+)
+RANDOM = (
+    "the loss changes with the random seed (dropout, noise): from one seed, a batch and a single sample cannot draw "
+    "the same numbers, so the two cannot be compared; check in evaluation mode, module.eval(), with probability 0, or "
+    "with noise that comes with the batch, one row per sample"
+)
+_UNKNOWN = "no cause was found: a fault of lightning_persample or of a registered rule, please report it"
+_SMALLEST_PART = 1e-2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same gradients twice, by parameter name, each (B, *shape) and finite.
+
+    Attributes:
+        engine: those of the engine.
+        loop: those of the one-sample loop.
+        tolerance: largest relative error that counts as agreement.
+    """
+
+    engine: Mapping[str, Tensor]
+    loop: Mapping[str, Tensor]
+    tolerance: float
+
+    def error(self, name: str, factor: Tensor | float = 1.0) -> float:
+        """Largest relative error of one parameter's gradients against the loop's, multiplied by `factor` (B,)."""
+        engine, loop = self.engine[name].flatten(1), self.loop[name].flatten(1)
+        factors = torch.as_tensor(factor, dtype=loop.dtype, device=loop.device).reshape(-1, 1)
+        difference = (engine - factors * loop).norm(dim=1)
+        scale = factors.abs().flatten() * loop.norm(dim=1).clamp_min(self._smallest())
+        return float(torch.where(difference == 0, 0.0, difference / scale).max())
+
+    def agrees(self, name: str, factor: Tensor | float = 1.0) -> bool:
+        """Whether a parameter's gradients equal the loop's times `factor`."""
+        return self.error(name, factor) <= self.tolerance
+
+    def factors(self) -> Tensor:
+        """For each sample the multiple of the loop's gradient closest to the engine's, (B,); of zeros, their mean."""
+        products = [(self.engine[n] * self.loop[n]).flatten(1).sum(1).double().cpu() for n in self.loop]
+        squares = [self.loop[n].square().flatten(1).sum(1).double().cpu() for n in self.loop]
+        product, square = torch.stack(products).sum(0), torch.stack(squares).sum(0)
+        zeros = (product == 0) & (square == 0)
+        return torch.where(zeros, (product / square)[~zeros].mean(), product / square)
+
+    def error_beside_a_constant(self, name: str) -> float:
+        """Largest relative error of one parameter, apart from a difference that is the same for all samples."""
+        loop, difference = self.loop[name].flatten(1), (self.loop[name] - self.engine[name]).flatten(1)
+        scale = float(loop.norm(dim=1).max().clamp_min(self._smallest()))
+        if _spread(loop) <= self.tolerance * scale:
+            return math.inf
+        return _spread(difference) / scale
+
+    def _smallest(self) -> float:
+        squares = [grads.flatten(1).square().sum(1) for grads in self.loop.values()]
+        return _SMALLEST_PART * float(torch.stack([each.cpu() for each in squares]).sum(0).max().sqrt())
+
+
+def _spread(rows: Tensor) -> float:
+    return float((rows - rows[:1]).norm(dim=1).max())
+
+
+def why_different(
+    compared: Comparison,
+    record: PerSampleRecord,
+    loss_reduction: Weighting,
+    is_random: Callable[[], bool],
+    other_axes: str,
+) -> str:
+    """The reason that fits the parameters that differ."""
+    factors = compared.factors()
+    mean = float(factors.mean())
+    if mean and all(compared.agrees(name, mean) for name in compared.loop):
+        return _wrong_reduction(mean, record.batch_size, loss_reduction)
+    if record.mixing or record.axis_lost:
+        cause = (
+            "samples influence each other, so a sample in its batch and the same sample alone have different gradients"
+            if record.mixing
+            else "the batch axis is lost, and values computed from there on cannot be assigned to samples"
+        )
+        texts = "; ".join((*record.mixing, *record.axis_lost))
+        remedy = f"; {keep_apart(record.mixing)}" if record.mixing else ""
+        return f"{cause}; the engine gives each sample's contribution to the batch's gradient: {texts}{remedy}"
+    if is_random():
+        return RANDOM
+    if bool(factors.isfinite().all() & (factors != 0).all()) and all(
+        compared.agrees(name, factors.to(grads)) for name, grads in compared.loop.items()
+    ):
+        return "; ".join((_unequal_weights(factors, loss_reduction), *record.weighting))
+    if record.weighting:
+        return "; ".join(record.weighting)
+    return other_axes or _UNKNOWN
+
+
+def keep_apart(mixing: Sequence[str]) -> str:
+    """What helps where these calls let samples influence each other."""
+    norm = " (GroupNorm in place of BatchNorm, or BatchNorm in evaluation mode)"
+    is_norm = any("batch_norm` on" in text for text in mixing)
+    return f"use layers and losses that keep samples apart{norm if is_norm else ''}"
+
+
+def _wrong_reduction(factor: float, batch_size: int, loss_reduction: Weighting) -> str:
+    found = f"every value of the engine is {factor:.4g} times the loop's"
+    if callable(loss_reduction):
+        return f"{found}: the weights that loss_reduction returns are not those of the samples in the loss"
+    given = f"loss_reduction={loss_reduction!r} does not fit the loss"
+    weight = factor / batch_size if loss_reduction == "mean" else factor
+    for fitting, expected in (("sum", 1.0), ("mean", 1 / batch_size)):
+        if abs(weight - expected) <= 0.01 * expected:
+            return f"{found}: {given}, loss_reduction={fitting!r} does"
+    return (
+        f"{found}: {given}, nor does another name; give a function (outputs, batch) that returns each sample's weight "
+        f"in the loss, here {weight:.4g}"
+    )
+
+
+def _unequal_weights(factors: Tensor, loss_reduction: Weighting) -> str:
+    listed = ", ".join(f"{factor:.4g}" for factor in factors.tolist())
+    given = "" if callable(loss_reduction) else f", and not equally as loss_reduction={loss_reduction!r} says"
+    return (
+        f"each sample's gradient is off by a factor of its own ({listed}): the samples weigh unequally in the "
+        f"loss{given}; give a function (outputs, batch) as loss_reduction that returns each sample's weight in the loss"
+    )
+
+
+Row: TypeAlias = tuple[tuple[str, ...], float, str, str]
+
+_HEADER = ("parameter", "largest relative error", "status", "reason")
+
+
+@dataclass(frozen=True)
+class ParameterCheck:
+    """One row of a `VerificationReport`.
+
+    Attributes:
+        name: the parameter.
+        error: largest error of a sample's gradient, ``max_i ||g_i - r_i|| / ||r_i||`` with the one-sample loop's r_i (a
+            norm below 1% of the whole gradient's counts as 1% of it); nan where there is nothing to compare.
+        status: "agrees"; "differs"; "missing": the engine gives no value; "unused": neither has a gradient;
+            "not compared": one of the two could not be run, or gave no finite values.
+        reason: why, where the status is not plain "agrees" or "unused".
+    """
+
+    name: str
+    error: float
+    status: Literal["agrees", "differs", "missing", "unused", "not compared"]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """Per-sample gradients of the engine beside those of the one-sample loop; true where all parameters agree.
+
+    Attributes:
+        parameters: one row for each trainable parameter.
+        samples: how many samples were compared.
+        tolerance: largest relative error that counts as agreement.
+        reason: why nothing could be compared, or "".
+        failure: the exception that kept the check from running, or None.
+    """
+
+    parameters: tuple[ParameterCheck, ...]
+    samples: int
+    tolerance: float
+    reason: str = ""
+    failure: Exception | None = field(default=None, compare=False, repr=False)
+
+    def __bool__(self) -> bool:
+        return not self.reason and all(row.status in ("agrees", "unused") for row in self.parameters)
+
+    def named(self, status: str) -> tuple[ParameterCheck, ...]:
+        """The rows with one status."""
+        return tuple(row for row in self.parameters if row.status == status)
+
+    def __str__(self) -> str:
+        """The table, with each reason written once below it."""
+        return (
+            f"{self._summary()}\n{table(_HEADER, [((r.name,), r.error, r.status, r.reason) for r in self.parameters])}"
+        )
+
+    def _summary(self) -> str:
+        if self.reason:
+            return f"Per-sample gradients could not be compared with the one-sample loop: {self.reason}"
+        agree, unknown = len(self.named("agrees")) + len(self.named("unused")), len(self.named("not compared"))
+        rest = f", {unknown} could not be compared" if unknown else ""
+        return (
+            f"Per-sample gradients of {self.samples} samples, compared with the one-sample loop (tolerance "
+            f"{self.tolerance:.0e}): {agree} of {len(self.parameters) - unknown} parameters agree{rest}"
+        )
+
+
+def table(header: Sequence[str], rows: Sequence[Row]) -> str:
+    """Rows as text, with each reason written once below the table."""
+    reasons = list(dict.fromkeys(reason for *_, reason in rows if reason))
+    cells = [tuple(header)] + [
+        (
+            *names,
+            "-" if math.isnan(error) else f"{error:.1e}",
+            status,
+            f"[{reasons.index(reason) + 1}]" if reason else "",
+        )
+        for names, error, status, reason in rows
+    ]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(
+        [line.rstrip() for line in lines] + [f"[{n}] {reason}" for n, reason in enumerate(reasons, start=1)]
+    )
+
+
+_CHECKPOINT = (
+    "the check takes gradients with torch.autograd.grad, so that no hook of the training runs, and activation "
+    "checkpointing with use_reentrant=True gives none to it; use checkpoint(..., use_reentrant=False), or check with "
+    "checkpointing off"
+)
+
+Step: TypeAlias = Callable[[Any], Any]
+Rows: TypeAlias = dict[str, Tensor]
+
+
+def check_per_sample_gradients(
+    module: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Any],
+    *,
+    samples: int = 4,
+    loss_reduction: Weighting = "mean",
+    batch_dim: int = 0,
+    batch_size: int | None = None,
+    tolerance: float | None = None,
+) -> VerificationReport:
+    """Compare the per-sample gradients of `expanded_weights` with those of a loop over single samples.
+
+    Forward and backward run once on the first `samples` samples of the batch, and once on each of these samples alone:
+    ``r_i = d l_i / d theta`` with the loss l_i of a batch that holds only sample i. Where the two differ, the report
+    says why. Dropout has probability 0 meanwhile. Afterwards module and random number generators are as before:
+    parameters, ``.grad``, buffers, modes.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model, batch = nn.Linear(3, 2), (torch.randn(8, 3), torch.randn(8, 2))
+    >>> report = check_per_sample_gradients(model, batch, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]))
+    >>> bool(report)
+    True
+
+    Args:
+        module: the module whose trainable parameters are checked, in the mode (training, evaluation) it is in.
+        batch: a batch as the loss function takes it.
+        loss_fn: ``loss_fn(module, batch)`` gives the batch's loss; or the module's own ``module.training_step``, called
+            with the batch and a batch index of 0. Either may return a mapping with the loss as "loss".
+        samples: how many samples to check, at least 2; fewer if the batch has fewer.
+        loss_reduction: "mean", "sum", or a callable ``(outputs, batch)`` that gives the weight of each sample in the
+            loss, (B,); see `expanded_weights`.
+        batch_dim: the axis that holds the samples in the batch's tensors.
+        batch_size: number of samples B in the batch; by default the size on which all its tensors agree.
+        tolerance: largest relative error that counts as agreement; by default what the precision of the parameters
+            (under autocast: its precision) allows, from 1e-7 in double to 0.1 in half precision.
+
+    Returns:
+        The report: true where all parameters agree, and a table with the reasons when printed.
+
+    Raises:
+        PerSampleError: the loss is not one number, or an option has a value that is not allowed (`OptionError`).
+    """
+    check_option("samples", samples, is_int(samples, 2), "an int >= 2")
+    check_options(loss_reduction=loss_reduction, batch_dim=batch_dim, batch_size=batch_size)
+    check_option("tolerance", tolerance, is_none_or_positive(tolerance), "None or a number > 0")
+    trainable = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
+    allowed = _tolerance(list(trainable.values())) if tolerance is None else tolerance
+    tensors = list(batch_tensors(batch))
+    try:
+        size = read_batch_size(batch, batch_dim) if batch_size is None else batch_size
+    except BatchSizeError as error:
+        hint = _other_axes([tensor for _, tensor in tensors], batch_dim)
+        return _nothing(trainable, 0, allowed, "; ".join(text for text in (str(error), hint) if text), error)
+    count = min(samples, size)
+    check = _Check(_as_step(module, loss_fn), trainable, loss_reduction, batch_dim)
+    other_axes = _other_axes([tensor for _, tensor in tensors], batch_dim)
+    record: PerSampleRecord | None = None
+    doing = f"on the first {count} samples"
+    with warnings.catch_warnings(), without_dropout(module), untouched(module) as state, torch.enable_grad():
+        # A LightningModule without a Trainer says so each time its training step logs.
+        warnings.filterwarnings("ignore", r"You are trying to `self\.log\(\)`")
+        try:
+            few = take(batch, 0, count, batch_size=size, batch_dim=batch_dim)
+            record = check.engine(module, few, count, state)
+            rows = []
+            for sample in range(count):
+                doing = f"on sample {sample} alone"
+                one = take(batch, sample, sample + 1, batch_size=size, batch_dim=batch_dim)
+                rows.append(check.one_sample(one, state))
+        except PerSampleError:
+            raise
+        except Exception as error:  # whatever the user's own code raises, which the report names
+            reason = f"running the loss {doing} failed with {type(error).__name__}: {str(error).strip()}"
+            texts = (*record.mixing, *record.axis_lost) if record is not None else ()
+            noted = "samples influence each other" if record is not None and record.mixing else "the batch axis is lost"
+            noted = f"{noted}: {'; '.join(texts)}" if texts else ""
+            noted += f"; {keep_apart(record.mixing)}" if record is not None and record.mixing else ""
+            hint = other_axes if str(error) != _CHECKPOINT else ""
+            reason = "; ".join(text for text in (reason, noted, hint) if text)
+            return _nothing(trainable, count, allowed, reason, error)
+        loop = {name: torch.stack([row[name] for row in rows]) for name in trainable}
+
+        def is_random() -> bool:
+            return check.changes_with_the_seed(
+                batch=take(few, 0, count, batch_size=count, batch_dim=batch_dim), state=state
+            )
+
+        return VerificationReport(
+            _compare(record, loop, loss_reduction, allowed, is_random, other_axes), count, allowed
+        )
+
+
+class _Check:
+    """Runs the loss of some samples, each time from the same state of module and random number generators."""
+
+    def __init__(self, step: Step, trainable: dict[str, nn.Parameter], weighting: Weighting, batch_dim: int) -> None:
+        self._step = step
+        self._trainable = trainable
+        self._weighting = weighting
+        self._batch_dim = batch_dim
+
+    def engine(self, module: nn.Module, batch: Any, count: int, state: ModuleState) -> PerSampleRecord:
+        """The record of one observed forward and backward."""
+        with expanded_weights(
+            module,
+            batch,
+            loss_reduction="sum" if callable(self._weighting) else self._weighting,
+            batch_dim=self._batch_dim,
+            batch_size=count,
+            quantities=("grad_sample",),
+            unsupported="ignore",
+        ) as capture:
+            outputs = self._step(batch)
+            loss = _checked_loss(outputs)
+            if node_below([loss], REENTRANT):
+                raise RuntimeError(_CHECKPOINT)
+            if callable(self._weighting):
+                with torch.no_grad():
+                    capture.attach_loss(loss, self._weighting(outputs, batch))
+            capture.backward_into_record(loss)  # hooks on `.grad` average it over devices, or take an optimizer's step
+        state.restore()
+        return capture.record
+
+    def one_sample(self, batch: Any, state: ModuleState) -> Rows:
+        """The gradients of one sample's own loss, zero where the loss does not depend on a parameter."""
+        loss = own_loss(self._step(batch), batch, self._weighting)
+        parameters = list(self._trainable.values())
+        grads: tuple[Tensor | None, ...] = (None,) * len(parameters)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+        rows = {
+            name: torch.zeros_like(p) if grad is None else grad.to_dense()
+            for (name, p), grad in zip(self._trainable.items(), grads, strict=True)
+        }
+        state.restore()
+        return rows
+
+    def changes_with_the_seed(self, batch: Any, state: ModuleState) -> bool:
+        """Whether two runs on the same samples with different seeds give different losses."""
+        losses = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed)
+            losses.append(loss_of(self._step(batch)).detach())
+            state.restore()
+        return not torch.equal(*losses)
+
+
+def _compare(
+    record: PerSampleRecord,
+    loop: Rows,
+    loss_reduction: Weighting,
+    tolerance: float,
+    is_random: Callable[[], bool],
+    other_axes: str,
+) -> tuple[ParameterCheck, ...]:
+    both = {
+        name: (_wide(record.grad_samples[name]), _wide(rows))
+        for name, rows in loop.items()
+        if name in record.grad_samples
+    }
+    whole = both if record.samples is None else {}
+    finite = {n: (e, r) for n, (e, r) in whole.items() if bool(e.isfinite().all() & r.isfinite().all())}
+    compared = Comparison({n: e for n, (e, _) in finite.items()}, {n: r for n, (_, r) in finite.items()}, tolerance)
+    noted = record.mixing or record.axis_lost
+    beside = {} if noted else {n: compared.error_beside_a_constant(n) for n in finite if not compared.agrees(n)}
+    penalized = {name: error for name, error in beside.items() if error <= tolerance}
+    differing = [n for n in finite if n not in penalized and not compared.agrees(n)]
+    reason = why_different(compared, record, loss_reduction, is_random, other_axes) if differing else ""
+
+    def row(name: str, rows: Tensor) -> ParameterCheck:
+        if name in record.unsupported:
+            return ParameterCheck(name, math.nan, "missing", record.unsupported[name])
+        if name not in both:
+            if not rows.any():
+                return ParameterCheck(name, math.nan, "unused")
+            return ParameterCheck(name, math.nan, "missing", "only the loss of a single sample depends on it")
+        if name not in finite:
+            why = "some of its gradients are infinite or not a number"
+            if record.samples is not None:
+                why = f"of the {record.batch_size} samples compared, the loss takes {len(record.samples)} alone"
+            return ParameterCheck(name, math.nan, "not compared", why)
+        if name in differing and reason == RANDOM:
+            return ParameterCheck(name, math.nan, "not compared", reason)
+        if name in differing:
+            return ParameterCheck(name, compared.error(name), "differs", reason)
+        if name in penalized:
+            return ParameterCheck(name, penalized[name], "agrees", PENALTY)
+        return ParameterCheck(name, compared.error(name), "agrees")
+
+    return tuple(row(name, rows) for name, rows in loop.items())
+
+
+def _nothing(
+    trainable: dict[str, nn.Parameter], count: int, tolerance: float, reason: str, failure: Exception
+) -> VerificationReport:
+    rows = tuple(ParameterCheck(name, math.nan, "not compared") for name in trainable)
+    return VerificationReport(rows, count, tolerance, reason, failure)
+
+
+def _as_step(module: nn.Module, loss_fn: Callable[..., Any]) -> Step:
+    """`loss_fn` as a function of the batch alone; a method of the module is taken for a training step."""
+    if getattr(loss_fn, "__self__", None) is not module:
+        return lambda batch: loss_fn(module, batch)
+    required = [p for p in inspect.signature(loss_fn).parameters.values() if p.default is p.empty]
+    return (lambda batch: loss_fn(batch)) if len(required) == 1 else lambda batch: loss_fn(batch, 0)
+
+
+def _checked_loss(outputs: Any) -> Tensor:
+    loss = loss_of(outputs)
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    found = type(loss).__name__
+    if isinstance(loss, Tensor):
+        found = f"a tensor of shape {tuple(loss.shape)}" if loss.numel() != 1 else "a tensor that needs no gradient"
+    raise PerSampleError(
+        f"loss_fn returned {found}, but it must return the loss of the batch: a tensor with one entry that needs "
+        "gradient, or a mapping that holds it as 'loss'"
+    )
+
+
+def _tolerance(parameters: list[nn.Parameter]) -> float:
+    device = parameters[0].device if parameters else torch.device("cpu")
+    dtypes = {parameter.dtype for parameter in parameters}
+    if torch.is_autocast_enabled(device.type):
+        dtypes.add(torch.get_autocast_dtype(device.type))
+    return default_tolerance(dtypes, device)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))
+
+
+def _other_axes(tensors: list[Tensor], batch_dim: int) -> str:
+    """A text on the axes other than `batch_dim` along which all tensors have one size, or ""."""
+    counted = [tensor for tensor in tensors if tensor.dim() > 0]
+    for axis in range(min((tensor.dim() for tensor in counted), default=0)):
+        sizes = {tensor.size(axis) for tensor in counted}
+        if axis != batch_dim and len(sizes) == 1:
+            return (
+                f"all tensors of the batch have size {sizes.pop()} along axis {axis}: are the samples there "
+                f"(batch_dim={axis}, not {batch_dim})?"
+            )
+    return ""

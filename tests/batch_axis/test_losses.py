@@ -1,0 +1,126 @@
+"""A parameter inside a loss that adds up the samples: each sample's term is differentiated by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.capture.model_cases import Model, parameter
+from tests.capture.reference import assert_exact, record_of
+from tests.in_turn import in_turn
+
+pytestmark = [
+    pytest.mark.usefixtures("double_precision"),
+    pytest.mark.filterwarnings("ignore:Using a target size"),  # (which is what is meant here)
+]
+
+D = 4
+
+
+def labels(x: Tensor) -> Tensor:
+    return (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+def scores(m: Any, x: Tensor) -> Tensor:
+    return m.w.expand(len(x), -1)
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "mse": lambda m, x, r: F.mse_loss(x, m.w, reduction=r),
+    "mse-of-a-layer": lambda m, x, r: F.mse_loss(m.a(x), m.w, reduction=r),
+    "mse-of-a-number": lambda m, x, r: F.mse_loss(m.a(x), m.w[:1], reduction=r),
+    "mse-reversed": lambda m, x, r: F.mse_loss(scores(m, x), x, reduction=r),
+    "mse-expanded": lambda m, x, r: F.mse_loss(m.a(x), scores(m, x), reduction=r),
+    "mse-weighted": lambda m, x, r: F.mse_loss(x, m.w, weight=torch.ones_like(x), reduction=r),
+    "mse-of-sequences": lambda m, x, r: F.mse_loss(m.a(x[:, None].repeat(1, 3, 1)), m.w, reduction=r),
+    "l1": lambda m, x, r: F.l1_loss(m.a(x), m.w, reduction=r),
+    "smooth-l1": lambda m, x, r: F.smooth_l1_loss(m.a(x), m.w, reduction=r, beta=1),
+    "huber": lambda m, x, r: F.huber_loss(m.a(x), m.w, reduction=r, delta=1),
+    "poisson": lambda m, x, r: F.poisson_nll_loss(m.w, x.abs(), reduction=r),
+    "soft-margin": lambda m, x, r: F.soft_margin_loss(scores(m, x), x.sign(), reduction=r),
+    "margin-ranking": lambda m, x, r: F.margin_ranking_loss(m.a(x), scores(m, x), x.sign(), reduction=r),
+    "hinge": lambda m, x, r: F.hinge_embedding_loss(scores(m, x), x.sign(), reduction=r),
+    "binary": lambda m, x, r: F.binary_cross_entropy(scores(m, x).sigmoid(), (x > 0).to(x.dtype), reduction=r),
+    "binary-logits": lambda m, x, r: F.binary_cross_entropy_with_logits(
+        scores(m, x), (x > 0).to(x.dtype), pos_weight=torch.tensor([0.3, 1.0, 0.7, 2.0]), reduction=r
+    ),
+    "divergence": lambda m, x, r: F.kl_div(
+        scores(m, x).log_softmax(-1), x.softmax(-1), reduction="batchmean" if r == "mean" else r
+    ),
+    "classes": lambda m, x, r: F.cross_entropy(scores(m, x), labels(x), reduction=r, label_smoothing=0.1),
+    "classes-of-positions": lambda m, x, r: F.cross_entropy(
+        m.w[None, :, None].expand(len(x), -1, 3), labels(x)[:, None].expand(-1, 3), reduction=r
+    ),
+    "class-probabilities": lambda m, x, r: F.cross_entropy(m.a(x), scores(m, x).softmax(-1), reduction=r),
+    "nll": lambda m, x, r: F.nll_loss(m.w.log_softmax(0).expand(len(x), -1), labels(x), reduction=r),
+    "triplet": lambda m, x, r: F.triplet_margin_loss(m.a(x), m.w[None], -m.w[None], reduction=r),
+    "cosine": lambda m, x, r: F.cosine_embedding_loss(m.a(x), scores(m, x), x[:, 0].sign(), reduction=r),
+    "multi-margin": lambda m, x, r: F.multi_margin_loss(
+        scores(m, x), labels(x), weight=torch.tensor([0.3, 1.0, 0.7, 2.0]), reduction=r
+    ),
+    "multilabel-margin": lambda m, x, r: F.multilabel_margin_loss(
+        scores(m, x), labels(x)[:, None].expand(-1, D).contiguous(), reduction=r
+    ),
+    "multilabel-soft-margin": lambda m, x, r: F.multilabel_soft_margin_loss(
+        scores(m, x), (x > 0).to(x.dtype), reduction=r
+    ),
+    "gaussian": lambda m, x, r: F.gaussian_nll_loss(m.a(x), x, m.w.exp().expand(len(x), -1), reduction=r),
+    "gaussian-of-one-variance": lambda m, x, r: F.gaussian_nll_loss(
+        m.a(x), x, m.w[:1].exp().expand(len(x)), reduction=r
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "reduction", "batch_size"), in_turn(product(LOSSES, ["mean", "sum"]), [1, 3, D, 6]))
+def test_a_parameter_in_a_loss_is_exact(name: str, reduction: str, batch_size: int) -> None:
+    torch.manual_seed(0)
+    module = Model(lambda m, x: LOSSES[name](m, x, reduction), w=parameter(D), a=nn.Linear(D, D))
+    record = assert_exact(module, lambda m, x: m(x), (torch.randn(batch_size, D),), loss_reduction=reduction)
+    assert "w" in record.names
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_classes_that_weigh_unequally_or_are_ignored(reduction: str) -> None:
+    """The term of a sample in the batch's mean; a mean over the batch weighs the samples, which is said."""
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return F.cross_entropy(scores(m, x), labels(x), weight=weights, ignore_index=2, reduction=reduction)
+
+    torch.manual_seed(0)
+    module, batch = Model(loss, w=parameter(D)), torch.randn(6, D)
+    record = record_of(module, lambda m, x: m(x), batch, loss_reduction="sum")
+    torch.testing.assert_close(record.grad_samples["w"].sum(0), module.w.grad, rtol=1e-10, atol=1e-12)
+    target = labels(batch)
+    total = float((weights[target] * (target != 2)).sum()) if reduction == "mean" else 1.0
+    for sample, label in enumerate(target.tolist()):
+        term = -weights[label] * (label != 2) * module.w.log_softmax(0)[label] / total
+        (expected,) = torch.autograd.grad(term, module.w)
+        torch.testing.assert_close(record.grad_samples["w"][sample], expected, rtol=1e-10, atol=1e-12)
+    assert any("weigh unequally" in text for text in record.weighting) is (reduction == "mean")
+
+
+def test_rows_that_were_picked_from_the_batch_are_refused_by_name() -> None:
+    module = Model(lambda m, x: F.mse_loss(x[x > 0], m.w), w=parameter(1))
+    record = record_of(module, lambda m, x: m(x), torch.randn(6, D))
+    text = r"`mse_loss` on \(\d+,\), \(\d+,\) at .* with `w` lays a weight along rows that were picked from the batch"
+    assert re.search(text, record.unsupported["w"])
+
+
+def test_a_weight_that_is_written_to_without_gradient_is_still_followed() -> None:
+    def clamped(m: Any, x: Tensor) -> Tensor:
+        scale = m.w * 1
+        with torch.no_grad():
+            scale.clamp_(min=-10.0)
+        return (x * scale).square().sum(1).mean()
+
+    record = assert_exact(Model(clamped, w=parameter(D)), lambda m, x: m(x), (torch.randn(6, D),))
+    assert record.names == ("w",)

@@ -1,0 +1,644 @@
+"""Samples that influence each other, and weights of the samples in the loss: said where they are, silent elsewhere."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_persample.capture.mode import expanded_weights
+from lightning_persample.errors import PerSampleWarning
+from lightning_persample.tensor_form.call_for import call_for_per_sample_grads
+from tests.capture.model_cases import Model, mean_of_squares
+from tests.capture.reference import assert_values, loop, record_of
+from tests.in_turn import in_turn
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+B = 5
+
+
+def vectors() -> Tensor:
+    return torch.randn(B, 6)
+
+
+def sequences() -> Tensor:
+    return torch.randn(B, B, 6)
+
+
+MIXING = {
+    "batch-norm": (
+        nn.BatchNorm1d(4),
+        mean_of_squares,
+        r"`batch_norm` on .* at (model_cases|test_mixing)\.py:\d+ with `b.bias`, `b.weight` normalises with",
+    ),
+    "centred": (
+        lambda h: h - h.mean(0),
+        mean_of_squares,
+        "`sub` combines samples with a value computed over the whole batch",
+    ),
+    "contrastive": (
+        nn.Identity(),
+        lambda m, x: F.cross_entropy(m(x) @ m(x).T, torch.arange(len(x))),
+        "`matmul` meets two tensors of the batch with their batch axes at different places",
+    ),
+    "root-of-mean": (
+        nn.Identity(),
+        lambda m, x: mean_of_squares(m, x).sqrt(),
+        "`sqrt` of a value computed over the whole",
+    ),
+    "product-of-means": (
+        nn.Identity(),
+        lambda m, x: mean_of_squares(m, x) * m(x).abs().mean(),
+        "`mul` of a value computed over the whole batch is not a sum over samples",
+    ),
+    "norm-over-batch": (nn.Identity(), lambda m, x: m(x).norm(), "`norm` reduces over the batch axis"),
+    "shuffled": (
+        lambda h: 0.3 * h + 0.7 * h[torch.arange(B).flip(0)],
+        mean_of_squares,
+        "`add` combines different samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_samples_that_influence_each_other(name: str) -> None:
+    """The values are then each sample's contribution: their weighted sum is the gradient of the batch."""
+    after, loss, text = MIXING[name]
+    module = Model(lambda m, x: m.b(m.a(x)) if isinstance(after, nn.Module) else after(m.a(x)), a=nn.Linear(6, 4))
+    if isinstance(after, nn.Module):
+        module.b = after.to(torch.float64)
+    record = record_of(module, loss, vectors())
+    assert any(re.search(text, entry) for entry in record.mixing), record.mixing
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(record.grad_samples[name].mean(0), p.grad, rtol=1e-10, atol=1e-12)
+
+
+def half_masked(x: Tensor) -> Tensor:
+    return torch.where(x[..., 0] > 0, -100, 1)
+
+
+WEIGHTED = {
+    "class-weights": lambda m, x: F.cross_entropy(
+        m(x[:, 0]), (x[:, 0, 0] > 0).long(), weight=torch.tensor([1.0, 2.0, 3.0, 4.0])
+    ),
+    "ignored-tokens": lambda m, x: F.cross_entropy(m(x).flatten(0, 1), half_masked(x).flatten()),
+    "masked-mean": lambda m, x: (m(x).sum(-1) * (x[..., 0] > 0)).sum() / (x[..., 0] > 0).sum(),
+    "picked-tokens": lambda m, x: m(x)[x[..., 0] > 0].square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_unequal_weights_in_the_loss_are_named(name: str) -> None:
+    torch.manual_seed(1)
+    record = record_of(nn.Linear(6, 4), WEIGHTED[name], sequences())
+    assert len(record.weighting) == 1
+    assert re.search(r"averages over|scales the loss", record.weighting[0])
+    assert "test_mixing.py" in record.weighting[0]
+    weights = torch.full((B,), 0.5)
+    told = record_of(nn.Linear(6, 4), WEIGHTED[name], sequences(), loss_reduction=weights)
+    assert told.weighting == ()
+
+
+def without_the_true_class(scores: Tensor, label: Tensor) -> Tensor:
+    scores = scores * 1
+    scores[torch.arange(len(scores)), label] = 0.0
+    scores[label > 0] *= 2.0
+    return scores
+
+
+PLAIN_LOSSES = {
+    "true-class-struck-out": lambda m, x: (
+        without_the_true_class(m(x[:, 0]), (x[:, 0, 0] > 0).long()).square().sum(1).mean()
+    ),
+    "two-terms": lambda m, x: 0.5 * F.mse_loss(m(x), x[..., :4]) + m(x).abs().mean() / 2,
+    "equal-ignored-tokens": lambda m, x: F.cross_entropy(
+        m(x).flatten(0, 1), torch.tensor([1, -100, 2, 0, -100]).repeat(len(x))
+    ),
+    "no-reduction": lambda m, x: (
+        F.cross_entropy(m(x).flatten(0, 1), torch.ones(x[..., 0].numel(), dtype=torch.long), reduction="none")
+        .view(len(x), -1)
+        .mean(1)
+        .mean()
+    ),
+    "divergence": lambda m, x: F.kl_div(m(x).log_softmax(-1), x[..., :4].softmax(-1), reduction="batchmean"),
+    "triplet": lambda m, x: F.triplet_margin_loss(m(x), m(x + 1), m(x - 1)),
+    "smooth": lambda m, x: F.smooth_l1_loss(m(x), x[..., :4]) + F.huber_loss(m(x), x[..., 1:5]),
+    "binary": lambda m, x: F.binary_cross_entropy_with_logits(m(x), (x[..., :4] > 0).double()),
+    "label-smoothing": lambda m, x: F.cross_entropy(m(x).mT, (x[..., 0] > 0).long(), label_smoothing=0.1),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_LOSSES)
+def test_common_losses_raise_no_alarm(name: str) -> None:
+    module, batch = nn.Linear(6, 4), sequences()
+    record = record_of(module, PLAIN_LOSSES[name], batch)
+    assert (record.mixing, record.axis_lost) == ((), ())
+    assert record.weighting == ()
+    assert_values(record, loop(module, PLAIN_LOSSES[name], (batch,)))
+
+
+REDUCTIONS = {
+    "sum": lambda m, x: F.cross_entropy(m(x).mT, torch.zeros(len(x), B, dtype=torch.long), reduction="sum"),
+    "mean": lambda m, x: F.mse_loss(m(x), x[..., :4]),
+    "sum-of-means": lambda m, x: m(x).square().mean((1, 2)).sum(),
+    "mean-of-sums": lambda m, x: m(x).square().sum((1, 2)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+def test_a_loss_reduced_otherwise_than_declared_is_named(name: str, declared: str) -> None:
+    true = "sum" if name.startswith("sum") else "mean"
+    module, batch = nn.Linear(6, 4), sequences()
+    record = record_of(module, REDUCTIONS[name], batch, loss_reduction=declared)
+    if declared == true:
+        assert record.weighting == ()
+        assert_values(record, loop(module, REDUCTIONS[name], (batch,)))
+    else:
+        (text,) = record.weighting
+        assert text == f"the loss is a {true} over the samples, but loss_reduction is '{declared}': pass " + (
+            f"loss_reduction='{true}'"
+        )
+
+
+def squares(m: nn.Module, x: Tensor) -> Tensor:
+    return m(x).square().sum((1, 2))
+
+
+def halves(m: nn.Module, x: Tensor, weight: float = 1.0) -> list[Tensor]:
+    return [weight * squares(m, part).sum() for part in (x[: len(x) // 2], x[len(x) // 2 :]) if len(part)]
+
+
+SUMS = {  # what one sample gives is what it adds to the loss of the batch
+    "scaled": lambda m, x: 0.5 * squares(m, x).sum(),
+    "divided": lambda m, x: squares(m, x).sum() / 1000,
+    "by-a-tensor": lambda m, x: squares(m, x).sum() * torch.tensor(0.5),
+    "by-one-entry": lambda m, x: squares(m, x).sum() * torch.tensor([0.3]),
+    "in-place": lambda m, x: squares(m, x).sum().div_(7),
+    "negated": lambda m, x: -(-3.0 * squares(m, x).sum()),
+    "added": lambda m, x: squares(m, x).sum() + 0.1 * m(x).abs().sum(),
+    "subtracted": lambda m, x: squares(m, x).sum() - 0.5 * m(x).abs().sum(),
+    "alpha": lambda m, x: torch.add(squares(m, x).sum(), m(x).abs().sum(), alpha=0.1),
+    "reflected": lambda m, x: 1.0 - squares(m, x).sum(),
+    "between": lambda m, x: torch.lerp(squares(m, x).sum(), m(x).abs().sum(), 0.1),
+    "added-as-a-product": lambda m, x: torch.addcmul(
+        squares(m, x).sum(), m(x).abs().sum(), torch.tensor(0.1), value=2.0
+    ),
+    "stacked": lambda m, x: torch.stack([squares(m, x).sum(), 0.1 * m(x).abs().sum()]).sum(),
+    "stacked-and-weighted": lambda m, x: (
+        torch.stack([squares(m, x).sum(), m(x).abs().sum()]) @ torch.tensor([1.0, 0.1])
+    ),
+    "autoencoder": lambda m, x: (
+        F.binary_cross_entropy_with_logits(m(x), (x[..., :4] > 0).double(), reduction="sum")
+        - 0.5 * torch.sum(1 + m(x) - m(x).square() - m(x).exp())
+    ),
+    "one-by-one": lambda m, x: sum(0.5 * squares(m, each[None]).sum() for each in x),
+    "unbound": lambda m, x: sum(squares(m, x).unbind()),
+    "in-halves": lambda m, x: sum(halves(m, x, 0.5)),
+    "mean-times-B": lambda m, x: squares(m, x).mean() * len(x),
+    "entries-times-their-number": lambda m, x: F.mse_loss(m(x), x[..., :4]) * m(x).numel(),
+    "product-with-ones": lambda m, x: squares(m, x).dot(torch.ones(len(x))),
+    "inner-with-ones": lambda m, x: torch.inner(squares(m, x), torch.ones(len(x))),
+    "matmul-with-ones": lambda m, x: torch.full((len(x),), 0.3) @ squares(m, x),
+    "tensordot-with-ones": lambda m, x: torch.tensordot(squares(m, x), torch.ones(len(x)), 1),
+    "entries-halved": lambda m, x: (0.5 * squares(m, x)).sum(),
+    "entries-of-all-axes-over-a-number": lambda m, x: (m(x).square() / 100).sum(),
+    "einsum-over-entries": lambda m, x: torch.einsum("btd,d->", m(x), torch.arange(4.0)),
+    "summed-and-averaged": lambda m, x: m(x).square().sum((0, 2)).mean(),
+    "accumulated": lambda m, x: accumulated(squares(m, x).sum(), 0.1 * m(x).abs().sum()),
+    "ctc": lambda m, x: F.ctc_loss(
+        m(x).permute(1, 0, 2).log_softmax(-1), torch.ones(len(x), 1).long(), [B] * len(x), [1] * len(x), reduction="sum"
+    ),
+    "rows-picked": lambda m, x: 0.5 * m(x)[x[..., 0] > 0].square().sum(),
+}  # fmt: skip
+MEANS = {
+    "divided": lambda m, x: squares(m, x).sum() / len(x),
+    "divided-by-twice": lambda m, x: squares(m, x).sum() / (2 * len(x)),
+    "scaled-and-divided": lambda m, x: 0.5 * squares(m, x).sum() / len(x),
+    "by-a-share": lambda m, x: squares(m, x).sum() * (1 / len(x)),
+    "by-a-tensor": lambda m, x: squares(m, x).sum() / torch.tensor(float(len(x))),
+    "by-the-entries": lambda m, x: m(x).square().sum() / m(x).numel(),
+    "by-the-images": lambda m, x: m(x).square().sum() / (len(x) * 784),
+    "by-positions": lambda m, x: m(x).square().sum() / (len(x) * x.size(1)),
+    "mean-scaled": lambda m, x: squares(m, x).mean() / 1000,
+    "terms": lambda m, x: (squares(m, x).sum() - 0.5 * m(x).abs().sum()) / len(x),
+    "a-mean-and-a-divided-sum": lambda m, x: squares(m, x).mean() + 0.1 * m(x).abs().sum() / len(x),
+    "one-by-one": lambda m, x: sum(squares(m, each[None]).mean() for each in x) / len(x),
+    "one-by-one-divided": lambda m, x: sum(squares(m, each[None]).mean() / len(x) for each in x),
+    "in-halves": lambda m, x: sum(halves(m, x)) / len(x),
+    "in-halves-divided": lambda m, x: sum(halves(m, x, 1 / len(x))),
+    "product-with-shares": lambda m, x: squares(m, x).dot(torch.full((len(x),), 1 / len(x))),
+    "matmul-with-shares": lambda m, x: squares(m, x) @ (torch.ones(len(x)) / len(x)),
+    "matmul-with-ones-divided": lambda m, x: squares(m, x) @ torch.ones(len(x)) / len(x),
+    "tensordot-with-shares": lambda m, x: torch.tensordot(squares(m, x), torch.full((len(x),), 1 / len(x)), 1),
+    "vecdot-with-shares": lambda m, x: torch.linalg.vecdot(squares(m, x), torch.full((len(x),), 1 / len(x))),
+    "sum-over-numel": lambda m, x: squares(m, x).sum() / squares(m, x).numel(),
+    "shares-added-up": lambda m, x: (torch.full((len(x),), 1 / len(x)) * squares(m, x)).sum(),
+    "parts-added-up": lambda m, x: (squares(m, x) / len(x)).sum(),
+    "parts-of-all-axes-added-up": lambda m, x: (m(x).square() / len(x)).sum(),
+    "stacked": lambda m, x: torch.stack([squares(m, x).mean(), m(x).abs().mean()]).mean(),
+    "equal-masks": lambda m, x: (m(x).square() * same_mask(x)).sum() / (same_mask(x).expand_as(m(x))).sum(),
+    "equal-masks-of-means": lambda m, x: (m(x).square() * same_mask(x)).mean() / same_mask(x).mean(),
+    "equal-masks-and-a-guard": lambda m, x: (
+        (m(x).square().sum(-1, keepdim=True) * same_mask(x)).sum() / (same_mask(x).sum().clamp(min=1) + 1e-12)
+    ),
+    "scaled-for-half-precision": lambda m, x: F.mse_loss(m(x), x[..., :4]) * torch.tensor(64.0),
+    "scaled-by-as-many": lambda m, x: squares(m, x).mean() * 16.0,
+    "times-the-data": lambda m, x: squares(m, x).sum() * (50021 / len(x)),
+    "accumulated": lambda m, x: accumulated(squares(m, x).mean(), 0.1 * m(x).abs().mean()),
+    "rows-picked": lambda m, x: (m(x)[x[..., 0] > 0]).square().sum() / len(x),
+    "entries-by-a-share": lambda m, x: (squares(m, x) * (1 / len(x))).sum(),
+    "entries-by-a-share-in-place": lambda m, x: squares(m, x).mul_(1 / len(x)).sum(),
+    "entries-divided-in-place": lambda m, x: squares(m, x).div_(len(x)).sum(),
+    "entries-divided-and-moved": lambda m, x: -(-squares(m, x) / len(x))[:, None].sum(1).sum(),
+    "entries-by-a-row-of-shares": lambda m, x: (m(x).square() * torch.full((len(x), 1, 1), 1 / len(x))).sum(),
+    "by-a-reciprocal": lambda m, x: squares(m, x).sum() * torch.tensor(float(len(x))).reciprocal(),
+    "in-place": lambda m, x: squares(m, x).sum().mul_(1 / len(x)),
+    "added-as-a-product": lambda m, x: torch.addcmul(torch.zeros(()), squares(m, x).sum(), torch.tensor(1 / len(x))),
+    "entries-added-as-products": lambda m, x: torch.addcmul(
+        torch.zeros(len(x)), squares(m, x), torch.full((len(x),), 1 / len(x))
+    ).sum(),
+    "entries-added-as-products-of-shares": lambda m, x: torch.addcmul(
+        torch.zeros(len(x)), torch.full((len(x),), 0.5 / len(x)), squares(m, x), value=2.0
+    ).sum(),
+    "entries-added-as-shares": lambda m, x: torch.addcdiv(
+        torch.zeros(len(x)), squares(m, x), torch.full((len(x),), float(len(x)))
+    ).sum(),
+    "entries-between": lambda m, x: torch.lerp(torch.zeros(len(x)), squares(m, x), 1 / len(x)).sum(),
+    "entries-added-by-a-share": lambda m, x: torch.add(torch.zeros(len(x)), squares(m, x), alpha=1 / len(x)).sum(),
+    "entries-divided-and-shifted": lambda m, x: (1.0 - squares(m, x) / len(x)).sum(),
+    "added-as-a-share": lambda m, x: torch.addcdiv(torch.zeros(()), squares(m, x).sum(), torch.tensor(float(len(x)))),
+    "between-zero-and-a-sum": lambda m, x: torch.lerp(torch.zeros(()), squares(m, x).sum(), 1 / len(x)),
+}  # fmt: skip
+MAY_BE_SUMS = {
+    "by-the-images",
+    "times-the-data",
+    "scaled-by-as-many",
+}  # by these numbers a sum may be multiplied as well
+MULTIPLIED = {
+    "by-a-share", "entries-by-a-share", "entries-by-a-share-in-place", "by-a-reciprocal", "in-place",
+    "in-halves-divided", "added-as-a-product", "between-zero-and-a-sum", "entries-between", "entries-added-by-a-share",
+}  # fmt: skip  # by 1/B, which people write for some B: 0.2, 0.1
+
+
+def accumulated(*terms: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for term in terms:
+        total += term
+    return total
+
+
+def same_mask(x: Tensor) -> Tensor:
+    """As many positions of each sample, at other places."""
+    return torch.zeros_like(x[..., :1]).scatter(1, x[..., :1].topk(2, dim=1).indices, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("true", "name", "declared", "size"),
+    in_turn(
+        [(*of, declared) for of in product(["sum"], SUMS) for declared in ("mean", "sum")]
+        + [(*of, declared) for of in product(["mean"], MEANS) for declared in ("mean", "sum")],
+        [3, B, 10, 16],
+    ),
+)
+def test_a_multiple_of_a_sum_or_of_a_mean_is_known_as_one(true: str, name: str, declared: str, size: int) -> None:
+    """Declared as it is, values are those of the loop in silence; a sum that is declared as a mean is named."""
+    torch.manual_seed(2)
+    module, batch, loss = nn.Linear(6, 4), torch.randn(size, B, 6), (SUMS if true == "sum" else MEANS)[name]
+    record = record_of(module, loss, batch, loss_reduction=declared)
+    assert (record.mixing, record.axis_lost) == ((), ())
+    if declared == true:
+        assert record.weighting == ()
+        assert_values(record, loop(module, loss, (batch,)))
+    elif true == "sum" or not (name in MAY_BE_SUMS or (name in MULTIPLIED and size in (5, 10))):
+        text = (
+            f"the loss is a {true} over the samples, but loss_reduction is '{declared}': pass loss_reduction='{true}'"
+        )
+        assert record.weighting == (text,)
+
+
+@pytest.mark.parametrize(("size", "factor"), [(2, 0.5), (4, 0.25), (5, 0.2), (10, 0.1), (20, 0.05), (100, 0.01)])
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+def test_a_number_that_happens_to_be_a_share_is_taken_as_declared(size: int, factor: float, declared: str) -> None:
+    module, batch = nn.Linear(6, 4), torch.randn(size, B, 6)
+    for loss in (lambda m, x: factor * squares(m, x).sum(), lambda m, x: (squares(m, x) * factor).sum()):
+        record = record_of(module, loss, batch, loss_reduction=declared)
+        assert record.weighting == ()
+        share = 1.0 if declared == "mean" else factor
+        assert_values(record, loop(module, lambda m, x, share=share: share * squares(m, x).sum(), (batch,)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in MEANS
+        if name.startswith(("product-", "matmul-", "tensordot-", "vecdot-", "sum-over", "shares-"))
+    ],
+)
+def test_shares_of_the_samples_are_a_mean_and_no_sum(name: str) -> None:
+    record = record_of(nn.Linear(6, 4), MEANS[name], torch.randn(7, B, 6), loss_reduction="sum")
+    text = "the loss is a mean over the samples, but loss_reduction is 'sum': pass loss_reduction='mean'"
+    assert record.weighting == (text,)
+
+
+GRADIENTS = {
+    "ones": lambda losses: torch.ones_like(losses),
+    "shares": lambda losses: torch.full_like(losses, 1 / len(losses)),
+    "weights": lambda losses: torch.arange(1.0, 1 + len(losses)),
+}
+
+
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_what_backward_is_given_for_each_sample_is_what_it_weighs(name: str, declared: str) -> None:
+    module, batch = nn.Linear(6, 4), sequences()
+    options = {"loss_reduction": declared, "quantities": ("sq_norm", "grad_sample")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with expanded_weights(module, batch, **options) as capture:
+            losses = squares(module, batch)
+            losses.backward(GRADIENTS[name](losses))
+    assert_values(capture.record, loop(module, lambda m, x: squares(m, x).sum(), (batch,)))
+
+
+@pytest.mark.parametrize(("weight", "declared"), [(1.0, "sum"), (1 / B, "mean"), (1 / B**2, "mean"), (0.3, "mean")])
+def test_a_backward_from_entries_that_all_weigh_alike_is_one_from_their_sum(weight: float, declared: str) -> None:
+    module, batch = nn.Linear(6, 4), sequences()
+    with expanded_weights(
+        module, batch, loss_reduction=declared, unsupported="ignore", quantities=("grad_sample",)
+    ) as seen:
+        losses = module(batch).square().sum(-1)
+        torch.autograd.backward([losses], [torch.full_like(losses, weight)])
+    assert (seen.record.weighting == ()) is (weight != 0.3)
+    if weight != 0.3:
+        share = weight * (B if declared == "mean" else 1)
+        expected = loop(module, lambda m, x: share * m(x).square().sum(), (batch,))
+        torch.testing.assert_close(seen.record.grad_samples["weight"], expected["weight"])
+
+
+def test_a_backward_from_entries_that_weigh_unequally_is_named() -> None:
+    module, batch = nn.Linear(6, 4), sequences()
+    with expanded_weights(module, batch, unsupported="ignore") as seen:
+        losses = module(batch).square().sum(-1)
+        losses.backward(torch.rand_like(losses))
+    (text,) = seen.record.weighting
+    assert text.startswith("the loss has shape (5, 5), so that what a sample weighs in it cannot be read")
+
+
+def test_a_mean_that_leaves_unequal_numbers_of_entries_out_is_named() -> None:
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return torch.where(x[..., :4] > 0, m(x), torch.nan).nanmean()
+
+    (text,) = record_of(nn.Linear(6, 4), loss, sequences()).weighting
+    assert "`nanmean` averages over unequal numbers of rows from sample to sample at test_mixing.py" in text
+
+
+TOGETHER = {
+    "added": lambda a, b: a + b,
+    "subtracted": lambda a, b: a - b,
+    "stacked": lambda a, b: torch.stack([a, b]).sum(),
+    "joined": lambda a, b: torch.cat([a[None], b.reshape(1)]).mean(),
+    "moved": lambda a, b: a.clone() + b.squeeze(),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("kinds", [("mean", "sum"), ("sum", "mean"), ("mean", "mean")])
+def test_a_mean_and_a_sum_over_the_samples_in_one_loss_are_named(name: str, kinds: tuple[str, str]) -> None:
+    def loss_of(module: nn.Module, x: Tensor) -> Tensor:
+        scores = module(x)
+        parts = [getattr(scores.square().mean((1, 2)), kinds[0])(), getattr(scores.abs().mean((1, 2)), kinds[1])()]
+        return TOGETHER[name](*parts)
+
+    module, batch = nn.Linear(6, 4), sequences()
+    record = record_of(module, loss_of, batch)
+    if kinds[0] == kinds[1]:
+        assert record.weighting == ()
+        assert_values(record, loop(module, loss_of, (batch,)))
+        return
+    (text,) = record.weighting
+    assert "puts a mean and a sum over the samples together at test_mixing.py:" in text
+    assert text.endswith(": take one of the two for both")
+
+
+def test_a_penalty_that_no_sample_is_in_is_no_second_reduction() -> None:
+    module, batch = nn.Linear(6, 4), sequences()
+    record = record_of(module, lambda m, x: m(x).square().mean() + m.weight.square().sum(), batch)
+    assert record.weighting == ()
+
+
+CLASSES_ALONG_THE_BATCH = {
+    "cross-entropy": lambda scores: F.cross_entropy(scores, torch.tensor(1)),
+    "multilabel-margin": lambda scores: F.multilabel_margin_loss(scores, torch.tensor([1, 3, -1, 0, 0])),
+    "multi-margin": lambda scores: F.multi_margin_loss(scores, torch.tensor(2)),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES_ALONG_THE_BATCH)
+def test_a_loss_that_takes_the_samples_for_classes_mixes_them(name: str) -> None:
+    record = record_of(nn.Linear(6, 1), lambda m, x: CLASSES_ALONG_THE_BATCH[name](m(x).flatten()), vectors())
+    assert any("compares entries along the batch axis" in text for text in record.mixing)
+
+
+def of_other_samples(x: Tensor) -> Tensor:
+    return (x[:, 0] > 0).long().flip(0)
+
+
+def written(target: Tensor, rows: Tensor) -> Tensor:
+    target[rows] = 0.0
+    return target
+
+
+READ_FROM_OTHERS = {
+    "class-weights": (
+        lambda scores, x: F.cross_entropy(scores, (x[:, 0] > 0).long(), weight=x[:, 1].abs(), reduction="sum"),
+        "`cross_entropy_loss` has class weights that depend on the batch",
+    ),
+    "class-weights-counted": (
+        lambda scores, x: F.cross_entropy(
+            scores, (x[:, 0] > 0).long(), weight=1 / (1 + (x[:, 0] > 0).long().bincount(minlength=B)), reduction="sum"
+        ),
+        "`cross_entropy_loss` has class weights that depend on the batch",
+    ),
+    "class-weights-of-nll": (
+        lambda scores, x: F.nll_loss(scores, (x[:, 0] > 0).long(), weight=x[:, 1].abs(), reduction="none").sum(),
+        "`nll_loss_nd` has class weights that depend on the batch",
+    ),
+    "class-weights-of-margin": (
+        lambda scores, x: F.multi_margin_loss(scores, (x[:, 0] > 0).long(), weight=x[:, 1].abs()),
+        "`multi_margin_loss` has class weights that depend on the batch",
+    ),
+    "positive-weights": (
+        lambda scores, x: F.binary_cross_entropy_with_logits(scores, (x[:, :B] > 0).double(), pos_weight=x[:, 5].abs()),
+        "`binary_cross_entropy_with_logits` meets two tensors of the batch with their batch axes at different places",
+    ),
+    "targets": (
+        lambda scores, x: F.cross_entropy(scores, of_other_samples(x)),
+        "`cross_entropy_loss` combines different samples",
+    ),
+    "targets-of-margin": (
+        lambda scores, x: F.multi_margin_loss(scores, of_other_samples(x)),
+        "`multi_margin_loss` combines different samples",
+    ),
+    "regression-targets": (
+        lambda scores, x: F.mse_loss(scores, x[:, :B].flip(0)),
+        "`mse_loss` combines different samples",
+    ),
+    "targets-of-ctc": (
+        lambda scores, x: F.ctc_loss(
+            scores[None].expand(4, B, B).log_softmax(-1), 1 + of_other_samples(x)[:, None], [4] * B, [1] * B
+        ),
+        "`ctc_loss` combines different samples",
+    ),
+    "table-of-bags": (
+        lambda scores, x: F.embedding_bag((x > 0).long(), scores).square().sum(1).mean(),
+        "`embedding_bag` has a table that depends on the batch",
+    ),
+    "mask": (
+        lambda scores, x: scores.masked_select((x[:, :B] > 0).T).square().sum(),
+        "`masked_select` picks entries by a mask that depends on other samples",
+    ),
+    "places": (
+        lambda scores, x: scores.index_put((of_other_samples(x),), torch.zeros(())).square().sum(),
+        "`index_put`",
+    ),
+    "entries": (
+        lambda scores, x: scores.take(of_other_samples(x)).square().sum(),
+        "`take` picks entries by indices that depend on the batch",
+    ),
+    "places-written-to": (
+        lambda scores, x: written(scores * 1, of_other_samples(x)).square().sum(),
+        "`setitem` writes into places that depend on other samples",
+    ),
+    "counts": (
+        lambda scores, x: scores.repeat_interleave((x[:, 0] > 0).long() + 1, dim=1).square().sum(),
+        "`repeat_interleave` repeats entries as often as numbers of the batch say",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ_FROM_OTHERS)
+def test_an_argument_that_is_read_from_other_samples_is_said(name: str) -> None:
+    """Class weights, targets, tables, masks and counts may depend on the batch like any other operand."""
+    loss, text = READ_FROM_OTHERS[name]
+    module = nn.Linear(6, B)
+    record = record_of(module, lambda m, x: loss(m(x), x), vectors(), loss_reduction="sum")
+    noted = record.weighting if name.startswith("class-weights") else (*record.mixing, *record.axis_lost)
+    assert any(text in entry for entry in noted), noted
+    if name.startswith("class-weights"):  # which have no gradient: samples stay apart
+        assert (record.mixing, record.axis_lost) == ((), ())
+    for name, p in module.named_parameters():
+        if name in record.names:
+            torch.testing.assert_close(record.grad_samples[name].sum(0), p.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights_that_come_with_the_batch_may_be_given_as_those_of_the_samples(reduction: str) -> None:
+    """As many classes as samples: weights (C,) are taken for data of the samples, whose gradients they do not mix."""
+    module, x, labels, weights = nn.Linear(6, B), vectors(), torch.randint(0, B, (B,)), torch.rand(B) + 0.5
+    shares = weights[labels] / (weights[labels].sum() if reduction == "mean" else 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with expanded_weights(
+            module, (x, labels, weights), loss_reduction=shares, quantities=("sq_norm", "grad_sample")
+        ) as capture:
+            F.cross_entropy(module(x), labels, weight=weights, reduction=reduction).sum().backward()
+    expected = loop(module, lambda m, x, y: F.cross_entropy(m(x), y), (x, labels))
+    assert_values(capture.record, expected)
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss])
+def test_targets_scaled_by_the_batch_are_said(loss: Callable[..., Tensor]) -> None:
+    record = record_of(nn.Linear(6, 4), lambda m, x: loss(m(x), x[:, :4] / x.std()), vectors())
+    (text,) = record.weighting
+    assert "`div` combines samples with a value computed over the whole batch" in text
+
+
+@pytest.mark.parametrize("loss", [F.smooth_l1_loss, F.huber_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_whole_number_among_the_options_of_a_loss_is_not_its_reduction(
+    loss: Callable[..., Tensor], reduction: str
+) -> None:
+    function = partial(loss, reduction=reduction, **{"beta" if loss is F.smooth_l1_loss else "delta": 1})
+    record = record_of(nn.Linear(6, 4), lambda m, x: function(m(x), x[:, :4]), vectors(), loss_reduction=reduction)
+    assert record.weighting == ()
+
+
+def test_an_embedding_that_counts_in_the_batch_is_the_loop_and_says_that_it_does_not_add_up() -> None:
+    module, tokens = nn.Embedding(4, 3, scale_grad_by_freq=True), torch.randint(0, 4, (B, 6))
+    with (
+        pytest.warns(PerSampleWarning, match="not the weighted sum of the samples' gradients.*\n- `embedding` on"),
+        expanded_weights(module, tokens, quantities=("sq_norm", "grad_sample")) as capture,
+    ):
+        mean_of_squares(module, tokens).backward()
+    record = capture.record
+    assert_values(record, loop(module, mean_of_squares, (tokens,)))
+    (text,) = record.not_additive
+    assert "`embedding` on (4, 3), (5, 6)" in text
+    assert "with `weight` divides by how often an index occurs in the whole batch (scale_grad_by_freq)" in text
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+    assert record_of(module, mean_of_squares, tokens[:1]).not_additive == ()
+
+
+def test_door_one_says_that_an_embedding_that_counts_in_the_batch_does_not_add_up() -> None:
+    module, tokens = nn.Embedding(4, 3, scale_grad_by_freq=True), torch.randint(0, 4, (B, 6))
+    with pytest.warns(PerSampleWarning, match="not the weighted sum of the samples' gradients"):
+        call_for_per_sample_grads(module)(tokens).square().sum().backward()
+    expected = loop(module, lambda m, x: m(x).square().sum(), (tokens,))["weight"]
+    torch.testing.assert_close(module.weight.grad_sample, expected, rtol=1e-10, atol=1e-12)
+
+
+def invariant_risk(module: nn.Module, x: Tensor) -> Tensor:
+    scale = torch.tensor(1.0, dtype=x.dtype, requires_grad=True)
+    loss = (module(x) * scale).square().mean()
+    (grad,) = torch.autograd.grad(loss, scale, create_graph=True)
+    return loss + 10 * grad**2
+
+
+def gradient_norm_penalty(module: nn.Module, x: Tensor) -> Tensor:
+    loss = module(x).square().mean()
+    grads = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+    return loss + 0.1 * sum(grad.square().sum() for grad in grads)
+
+
+@pytest.mark.parametrize("loss", [invariant_risk, gradient_norm_penalty])
+def test_a_gradient_of_the_batch_in_the_loss_mixes_its_samples(loss: Callable[..., Tensor]) -> None:
+    record = record_of(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), loss, torch.randn(4, 5))
+    assert any("of a value computed over the whole batch is not a sum over samples" in text for text in record.mixing)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_a_penalty_on_the_gradients_that_a_backward_wrote_mixes_its_samples() -> None:
+    module, batch = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 5)
+    with expanded_weights(module, batch, unsupported="ignore") as capture:
+        loss = mean_of_squares(module, batch)
+        loss.backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in module.parameters())
+        module.zero_grad()
+        (loss + penalty).backward()
+    plain, penalized = capture.records
+    assert (plain.mixing, plain.axis_lost) == ((), ())
+    assert plain.coverage == 1.0
+    assert any("of a value computed over the whole batch is not a sum over samples" in t for t in penalized.mixing)
+    module.zero_grad()  # a tensor with its graph in `.grad` is a cycle
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_a_second_backward_without_the_gradients_of_the_first_mixes_nothing() -> None:
+    module, batch = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(4, 5)
+    with expanded_weights(module, batch) as capture:
+        loss = mean_of_squares(module, batch)
+        loss.backward(create_graph=True)
+        module.zero_grad()
+        loss.backward()
+    assert [(*record.mixing, *record.axis_lost) for record in capture.records] == [(), ()]
+    assert [record.coverage for record in capture.records] == [1.0, 1.0]

@@ -1,0 +1,224 @@
+"""Numbers computed over the whole batch in ways of no family: known as sums over the samples where they are."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_persample.capture.mode import expanded_weights
+from tests.capture.reference import assert_values, loop, record_of
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+
+def shares(losses: Tensor) -> Tensor:
+    return torch.full_like(losses.detach(), 1 / len(losses))
+
+
+def first(losses: Tensor) -> Tensor:
+    return torch.zeros(len(losses), dtype=torch.int64)
+
+
+SUMS = {
+    "topk": lambda losses: losses.topk(len(losses)).values.sum(),
+    "sort": lambda losses: losses.sort().values.sum(),
+    "cumsum": lambda losses: losses.cumsum(0)[-1],
+    "diag-trace": lambda losses: losses.diag().trace(),
+    "diag-scaled": lambda losses: 0.5 * torch.trace(torch.diag(losses)),
+    "scatter-add": lambda losses: torch.zeros(1).scatter_add(0, first(losses), losses).squeeze(),
+    "index-add": lambda losses: torch.zeros(1).index_add(0, first(losses), losses)[0],
+    "index-add-in-place": lambda losses: torch.zeros(1).index_add_(0, first(losses), losses).sum(),
+    "index-put": lambda losses: torch.zeros(1).index_put((first(losses),), losses, accumulate=True)[0],
+    "linear": lambda losses: F.linear(losses, torch.ones(1, len(losses))).squeeze(),
+    "addmv": lambda losses: torch.addmv(torch.zeros(1), torch.ones(1, len(losses)), losses)[0],
+    "multi-dot": lambda losses: torch.linalg.multi_dot([losses, torch.ones(len(losses))]),
+    "norm-squared": lambda losses: torch.linalg.vector_norm(losses) ** 2,
+    "norm-times-itself": lambda losses: losses.norm() * losses.norm(),
+    "norm-of-absolutes": lambda losses: torch.linalg.vector_norm(losses, 1),
+    "ldexp": lambda losses: torch.ldexp(losses.cumsum(0)[-1], torch.tensor(-3)),
+    "trapezoid-and-the-ends": lambda losses: torch.trapezoid(
+        torch.cat([torch.zeros(1), losses.cumsum(0).diff(prepend=torch.zeros(1)), torch.zeros(1)])
+    ),
+}
+MEANS = {
+    "topk": lambda losses: losses.topk(len(losses)).values.mean(),
+    "sort": lambda losses: losses.sort(descending=True)[0].mean(),
+    "msort": lambda losses: losses.msort().mean(),
+    "cumsum": lambda losses: losses.cumsum(0)[-1] / len(losses),
+    "cumsum-of-parts": lambda losses: (losses.cumsum(0) / len(losses))[-1],
+    "diag-trace": lambda losses: losses.diag().trace() / len(losses),
+    "linear": lambda losses: F.linear(losses, shares(losses)[None]),
+    "linear-of-one-axis": lambda losses: F.linear(losses, shares(losses)),
+    "matmul": lambda losses: losses @ shares(losses),
+    "mv": lambda losses: torch.mv(shares(losses)[None], losses).sum(),
+    "einsum": lambda losses: torch.einsum("b,b->", losses, shares(losses)),
+    "convolution": lambda losses: F.conv1d(losses[None, None], shares(losses)[None, None]).sum(),
+    "pool": lambda losses: F.avg_pool1d(losses[None], len(losses)).sum(),
+    "adaptive-pool": lambda losses: F.adaptive_avg_pool1d(losses[None], 1).squeeze(),
+    "scatter-reduce": lambda losses: torch.zeros(1).scatter_reduce(
+        0, first(losses), losses, "mean", include_self=False
+    ),
+    "segments": lambda losses: torch.segment_reduce(losses, "mean", lengths=torch.tensor([len(losses)])).sum(),
+    "norm-squared": lambda losses: torch.linalg.vector_norm(losses) ** 2 / len(losses),
+    "ldexp": lambda losses: torch.ldexp(losses.mean(), torch.tensor(-3)),
+    "kron": lambda losses: torch.kron(losses, torch.ones(1)).mean(),
+}
+OF_RESIDUALS = {
+    "vector-norm": lambda r, n: torch.linalg.vector_norm(r) ** 2 / n,
+    "norm": lambda r, n: r.norm().square().div(n),
+    "matrix-norm": lambda r, n: torch.linalg.matrix_norm(r).pow(2) / n,
+    "dist": lambda r, n: torch.dist(r, torch.zeros(())).square() / n,
+    "product": lambda r, n: (r @ r.T).trace() / n,
+    "product-of-columns": lambda r, n: (r.T @ r).trace() / n,
+    "third-powers": lambda r, n: torch.linalg.vector_norm(r, 3) ** 3 / n,
+    "exponentials": lambda r, n: r.flatten().logsumexp(0).exp() / n,
+}  # fmt: skip
+
+
+def losses_of(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).square().sum(1)
+
+
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+@pytest.mark.parametrize(("true", "name"), [*(("sum", name) for name in SUMS), *(("mean", name) for name in MEANS)])
+def test_a_number_that_is_a_sum_over_the_samples_is_known_as_one(true: str, name: str, declared: str) -> None:
+    module, batch, reduce = nn.Linear(6, 4), torch.randn(7, 6), (SUMS if true == "sum" else MEANS)[name]
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return reduce(losses_of(m, x)).squeeze()
+
+    record = record_of(module, loss, batch, loss_reduction=declared)
+    assert (record.mixing, record.axis_lost) == ((), ())
+    if declared == true:
+        assert record.weighting == ()
+        assert_values(record, loop(module, loss, (batch,)))
+    else:
+        (text,) = record.weighting
+        assert text.startswith(f"the loss is a {true} over the samples, but loss_reduction is '{declared}'")
+
+
+@pytest.mark.parametrize("name", OF_RESIDUALS)
+def test_a_function_of_all_residuals_that_is_a_sum_is_known_as_one(name: str) -> None:
+    module, batch = nn.Linear(6, 4), torch.randn(7, 6)
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return OF_RESIDUALS[name](m(x) - x[:, :4], len(x))
+
+    record = record_of(module, loss, batch)
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+    assert_values(record, loop(module, loss, (batch,)))
+
+
+CHOOSES = {
+    "hardest": (3, lambda losses: losses.topk(3).values.mean()),
+    "easiest": (3, lambda losses: losses.sort().values[:3].mean()),
+    "trimmed": (5, lambda losses: losses.sort().values[1:-1].mean()),
+    "maximum": (1, lambda losses: losses.max()),
+    "minimum": (1, lambda losses: losses.amin(0)),
+    "median": (1, lambda losses: losses.median()),
+    "between": (2, lambda losses: losses[:6].quantile(0.5)),
+    "third": (1, lambda losses: losses.kthvalue(3).values),
+    "largest-until-the-last": (1, lambda losses: losses.cummax(0).values[-1]),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSES)
+def test_samples_that_are_chosen_have_their_gradients_and_the_others_none(name: str) -> None:
+    """What is chosen weighs alike: values are those of the loop, and nothing is said."""
+    module, batch, (count, choose) = nn.Linear(6, 4), torch.randn(7, 6), CHOOSES[name]
+    losses = losses_of(module, batch).detach().requires_grad_()
+    choose(losses).backward()
+    places = losses.grad.nonzero().flatten()
+    assert len(places) == count
+    record = record_of(module, lambda m, x: choose(losses_of(m, x)), batch)
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+    assert record.samples.tolist() == places.tolist()
+    expected = loop(module, lambda m, x: losses_of(m, x).sum(), (batch,))
+    for parameter, values in record.grad_samples.items():
+        torch.testing.assert_close(values, expected[parameter][places], rtol=1e-9, atol=1e-12)
+
+
+MIXES = {
+    "norm": lambda z, x: z.norm(),
+    "third-power-of-a-norm": lambda z, x: z.norm() ** 3,
+    "norm-and-its-square": lambda z, x: (lambda n: n + n**2)(z.norm()),
+    "log-of-exponentials": lambda z, x: z.flatten().logsumexp(0),
+    "product": lambda z, x: z.square().sum(1).prod(),
+    "deviation": lambda z, x: z.std(),
+    "ranks": lambda z, x: (z[:, 0].sort().values - torch.arange(len(z))).square().mean(),
+    "weights-by-rank": lambda z, x: z.square().sum(1).sort().values @ torch.arange(1.0, 1 + len(z)),
+    "distances": lambda z, x: torch.cdist(z, z).sum(),
+    "distances-of-absolutes": lambda z, x: torch.cdist(z, z, p=1).sum(),
+    "neighbours": lambda z, x: z.square().sum(1).cumsum(0).square().sum(),
+    "neighbours-averaged": lambda z, x: F.avg_pool1d(z.sum(1)[None], 2).square().sum(),
+    "softmax": lambda z, x: (z.sum(1).softmax(0) * z.sum(1)).sum(),
+    "unequal-numbers-of-patches": lambda z, x: F.unfold(z[:, 0].reshape(1, 1, -1, 1), 3, padding=1).square().sum(),
+    "determinant": lambda z, x: (z.T @ z).logdet(),
+}
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("name", MIXES)
+def test_a_number_that_is_no_sum_over_the_samples_is_named(name: str, scale: float) -> None:
+    batch = torch.randn(7, 6)
+    for _ in range(2):
+        record = record_of(nn.Linear(6, 4), lambda m, x: MIXES[name](scale * m(x), x), batch)
+        assert (*record.mixing, *record.axis_lost) != ()
+
+
+WEIGHS = {
+    "linear": lambda losses: F.linear(losses, torch.arange(1.0, 1 + len(losses))),
+    "trapezoid": lambda losses: torch.trapezoid(losses),
+    "cumsum": lambda losses: losses.cumsum(0).sum(),
+    "pool": lambda losses: F.avg_pool1d(losses[None], 3, 2, 1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHS)
+def test_a_sum_in_which_the_samples_weigh_unequally_is_named_so(name: str) -> None:
+    for _ in range(3):  # also where the line is known from an earlier step
+        record = record_of(nn.Linear(6, 4), lambda m, x: WEIGHS[name](losses_of(m, x)), torch.randn(7, 6))
+        assert (record.mixing, record.axis_lost) == ((), ())
+        (text,) = record.weighting
+        assert "gives the samples unequal weights at test_separable.py:" in text
+
+
+def test_what_is_said_of_a_norm_is_said_of_each_backward_that_goes_through_it_alone() -> None:
+    module, batch = nn.Linear(6, 4), torch.randn(7, 6)
+    with expanded_weights(module, batch, unsupported="ignore") as capture:
+        norm = module(batch).norm()
+        square = norm**2
+        (square / 7).backward(retain_graph=True)
+        (square + 1e-9 * norm).backward(retain_graph=True)
+        norm.backward(retain_graph=True)
+        square.backward()
+    assert [record.mixing != () for record in capture.records] == [False, True, True, False]
+
+
+def test_samples_that_meet_before_are_named_all_the_same() -> None:
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    record = record_of(module, lambda m, x: m(x).norm() ** 2 / len(x), torch.randn(7, 6))
+    assert any("`batch_norm` on" in text for text in record.mixing)
+
+
+def test_nothing_of_the_step_changes_where_a_number_is_looked_at() -> None:
+    """Random numbers, hooks and gradients are those of a step without a capture."""
+    found = []
+    for observed in (False, True):
+        torch.manual_seed(0)
+        module, batch, seen = nn.Linear(6, 4), torch.randn(7, 6), []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with expanded_weights(module, batch, unsupported="ignore") if observed else warnings.catch_warnings():
+                losses = losses_of(module, batch)
+                losses.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+                (
+                    torch.linalg.vector_norm(F.dropout(losses.sort().values)) ** 2 * 0 + losses.cumsum(0)[-1] / 7
+                ).backward()
+        found.append((*(p.grad for p in module.parameters()), *seen, torch.rand(3)))
+    assert len(found[0]) == len(found[1]) == 4
+    assert all(map(torch.equal, *found))

@@ -1,0 +1,166 @@
+"""Rows of the batch written into places that indices name along another axis than the batch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_persample.capture.mode import expanded_weights
+from lightning_persample.capture.record import PerSampleRecord
+from tests.capture.model_cases import Model, parameter
+from tests.capture.reference import assert_exact, record_of
+
+B, T, D = 4, 4, 4  # of one size, so that no axis can be told by it
+PLACES: dict[str, tuple[Any, Any]] = {  # where to write, and what of the layer's output
+    "list": ((slice(None), [1, 3]), lambda y: y[:, :2]),
+    "tensor": ((slice(None), torch.tensor([3, 0, 1])), lambda y: y[:, 1:]),
+    "twice-the-same": ((slice(None), [2, 2]), lambda y: y[:, :1]),
+    "last-axis": ((..., [0, 2]), lambda y: y[..., :2]),
+    "matrix": ((slice(None), torch.tensor([[0, 1], [2, 3]])), lambda y: y.unflatten(1, (2, 2))),
+    "two-together": ((slice(None), [0, 1, 2], [3, 0, 2]), lambda y: y[:, :3, 0]),
+    "beside-a-number": ((slice(None), 2, [0, 1]), lambda y: y[:, 0, :2]),
+    "beside-a-slice": ((slice(None), [0, 3], slice(1, 3)), lambda y: y[:, :2, :2]),
+    "of-one-size-with-all": ((slice(None), [3, 1, 0, 2]), lambda y: y),
+}
+
+
+def mean_of_cubes(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).flatten(1).pow(3).mean(1).mean()
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("onto", ["zeros", "batch", "weight"])
+@pytest.mark.parametrize("place", PLACES)
+def test_rows_written_by_index_stay_with_their_samples(place: str, onto: str) -> None:
+    index, part = PLACES[place]
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        target = {"zeros": x.new_zeros(x.shape), "batch": m.a(x), "weight": m.w.expand(x.shape).clone()}[onto]
+        target[index] = part(m.b(x))
+        return m.c(target)
+
+    layers = {name: nn.Linear(D, D) for name in "abc"}
+    module = Model(forward, **layers, w=parameter(T, D))
+    assert_exact(module, mean_of_cubes, (torch.randn(B, T, D),))
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_across_two_separate_indices() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        target = x.new_zeros(len(x), 3, T, 3, D)
+        target[:, [0, 2], :, [1, 2]] = m.a(x).expand(2, *x.shape)
+        return m.c(target)
+
+    assert_exact(Model(forward, a=nn.Linear(D, D), c=nn.Linear(D, D)), mean_of_cubes, (torch.randn(B, T, D),))
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize(
+    "index",
+    [[1, 0, 3, 2], (slice(None), [0, 1, 2, 3])],
+    ids=["along-the-batch", "along-another-axis"],
+)
+def test_rows_written_to_other_samples_have_no_values(index: Any) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        target = x.new_zeros(B, B, D)
+        target[index] = m.a(x) if isinstance(index, tuple) else m.a(x)[:, None]
+        return m.c(target)
+
+    record = record_of(Model(forward, a=nn.Linear(D, D), c=nn.Linear(D, D)), mean_of_cubes, torch.randn(B, D))
+    assert {"c.weight", "c.bias"} <= record.unsupported.keys()
+    assert record.coverage < 1
+
+
+def margin(z: Tensor, y: Tensor) -> Tensor:
+    """One number in each row, at the place of the sample's class."""
+    t = torch.zeros(z.shape)
+    t[torch.arange(len(z)), y] = 0.1
+    return z - t
+
+
+def masked_margin(z: Tensor, y: Tensor) -> Tensor:
+    mask = torch.zeros(z.shape, dtype=torch.bool)
+    mask[range(len(z)), y] = True
+    return torch.where(mask, z * 0.9, z)
+
+
+def own_margins(z: Tensor, y: Tensor) -> Tensor:
+    t = z.new_zeros(z.shape)
+    t[torch.arange(len(z)), y] = z[torch.arange(len(z)), y].sigmoid()
+    return z - t
+
+
+def several_places(z: Tensor, y: Tensor) -> Tensor:
+    t = torch.zeros(z.shape)
+    t[torch.arange(len(z))[:, None], torch.stack([y, (y + 1) % z.size(1)], dim=1)] = 0.5
+    return z * (1 - t)
+
+
+def in_a_plane(z: Tensor, y: Tensor) -> Tensor:
+    t = torch.zeros(2, len(z), z.size(1))
+    t[1, torch.arange(len(z)), y] = 0.3
+    return z + t[1]
+
+
+def along_columns(z: Tensor, y: Tensor) -> Tensor:
+    t = torch.ones(z.size(1), len(z))
+    t[y, torch.arange(len(z))] = 2.0
+    return z * t.T
+
+
+def counted(z: Tensor, y: Tensor) -> Tensor:
+    t = torch.zeros(z.shape)
+    t[torch.arange(len(z)), y] += 1.0
+    t[torch.arange(len(z)), -y - 1] += 0.5
+    return z * t
+
+
+def in_place(z: Tensor, y: Tensor) -> Tensor:
+    z = z.clone()
+    z[torch.arange(len(z)), y] -= 0.1
+    return z
+
+
+MARGINS = [in_place, margin, masked_margin, own_margins, several_places, in_a_plane, along_columns, counted]
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("shape", [(5, 3), (4, 4)])
+@pytest.mark.parametrize("written", MARGINS)
+def test_a_row_written_at_the_places_of_its_own_sample(written: Callable[..., Tensor], shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    module, batch = nn.Linear(6, shape[1]), (torch.randn(shape[0], 6), torch.randint(0, shape[1], (shape[0],)))
+    record = assert_exact(module, lambda m, x, y: F.cross_entropy(written(m(x), y), y), batch)
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+    assert record.factor is not None
+
+
+ELSEWHERE: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "one-row": lambda t, y: t.__setitem__((0, y), 0.1),
+    "all-rows": lambda t, y: t.__setitem__((slice(None), y), 0.1),
+    "other-rows": lambda t, y: t.__setitem__((torch.arange(len(t)).flip(0), y), 0.1),
+    "rows-of-the-batch": lambda t, y: t.__setitem__((y, torch.arange(len(t))), 0.1),
+    "shuffled-places": lambda t, y: t.__setitem__((torch.arange(len(t)), y.flip(0)), 0.1),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_places_of_other_samples_are_said(name: str) -> None:
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        t = torch.zeros(len(x), len(x))
+        ELSEWHERE[name](t, y)
+        return F.cross_entropy(m(x) - t, y)
+
+    record = record_of_both(nn.Linear(6, 5), loss, (torch.randn(5, 6), torch.randint(0, 5, (5,))))
+    assert (*record.mixing, *record.axis_lost, *record.weighting) != ()
+
+
+def record_of_both(module: nn.Module, loss: Callable[..., Tensor], batch: tuple[Tensor, ...]) -> PerSampleRecord:
+    with expanded_weights(module, batch, unsupported="ignore") as capture:
+        loss(module, *batch).backward()
+    return capture.record

@@ -1,0 +1,208 @@
+"""A weight that is laid over the batch before it meets it: exact, and nothing of B * B entries is made on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_persample.capture.mode import expanded_weights
+from tests.capture.model_cases import Model, mean_of_squares, parameter
+from tests.capture.reference import assert_values, loop, record_of
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+WIDTH = 12
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest number of entries of a tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.numel = max(self.numel, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return result
+
+
+def module(laid: Callable[[Any, Tensor], Tensor], *shape: int, **layers: nn.Module) -> nn.Module:
+    """``a(x)`` times what `laid` makes of the weight r and the number of samples."""
+    forward = lambda m, x: m.a(x) * laid(m, x)  # noqa: E731
+    return Model(forward, a=nn.Linear(4, WIDTH), r=parameter(*(shape or (WIDTH,))), **layers)
+
+
+def negative_binomial(m: Any, x: Tensor) -> Tensor:
+    mu, theta = torch.broadcast_tensors(m.a(x).exp(), m.r.exp())
+    return torch.lgamma(theta + 1) - theta * (theta + mu).log() + (theta + 1e-8).log()
+
+
+def queries(m: Any, x: Tensor) -> Tensor:
+    keys = m.a(x).unflatten(1, (3, 4))
+    return m.attend(m.r.unsqueeze(0).repeat(len(x), 1, 1), keys, keys, need_weights=False)[0].flatten(1)
+
+
+def normal(m: Any, x: Tensor) -> Tensor:
+    return torch.distributions.Normal(m.a(x), m.r.exp()).log_prob(x[:, :1])
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "broadcast_tensors": lambda: Model(negative_binomial, a=nn.Linear(4, WIDTH), r=parameter(WIDTH)),
+    "distribution": lambda: Model(normal, a=nn.Linear(4, WIDTH), r=parameter(WIDTH)),
+    "expand": lambda: module(lambda m, x: m.r.expand(len(x), -1).exp()),
+    "repeat": lambda: module(lambda m, x: m.r.repeat(len(x), 1)),
+    "repeat-inside-a-row": lambda: module(lambda m, x: m.r.repeat(len(x), 3), 4),
+    "repeat-then-op": lambda: module(lambda m, x: m.r.repeat(len(x), 1).softmax(-1)),
+    "two-uses": lambda: module(lambda m, x: (lambda r: r.exp() * x[:, :1] + r)(m.r.repeat(len(x), 1))),
+    "two-weights-of-equal-rows": lambda: module(lambda m, x: m.r.expand(len(x), -1) * m.r.exp().repeat(len(x), 1)),
+    "a-scalar-weight": lambda: module(lambda m, x: m.r.expand(len(x), -1) * m.r.sum(), WIDTH),
+    "along-the-second-axis": lambda: module(lambda m, x: m.r[:, None].expand(-1, len(x)).exp().lgamma().t()),
+    "times-ones": lambda: module(lambda m, x: (torch.ones(len(x), 1) @ m.r[None]).exp()),
+    "tile": lambda: module(lambda m, x: torch.tile(m.r, (len(x), 1))),
+    "repeat_interleave": lambda: module(lambda m, x: m.r[None].repeat_interleave(len(x), 0)),
+    "zeros": lambda: module(lambda m, x: m.r + torch.zeros(len(x), 1)),
+    "stack": lambda: module(lambda m, x: torch.stack([m.r] * len(x))),
+    "cat": lambda: module(lambda m, x: torch.cat([m.r[None]] * len(x))),
+    "cat-with-a-constant": lambda: module(
+        lambda m, x: torch.cat([m.r.repeat(len(x), 1), torch.ones(len(x), 4)], 1), WIDTH - 4
+    ),
+    "index": lambda: module(lambda m, x: m.r[torch.arange(len(x)) % 5].exp(), 5, WIDTH),
+    "rows-of-a-table": lambda: module(lambda m, x: m.r[torch.arange(len(x))], 50, WIDTH),
+    "reshape": lambda: module(lambda m, x: m.r.expand(len(x), -1, -1).reshape(len(x), -1), 3, 4),
+    "transpose": lambda: module(lambda m, x: m.r.expand(len(x), -1, -1).transpose(1, 2).flatten(1), 3, 4),
+    "chunk": lambda: module(lambda m, x: torch.cat(m.r.expand(len(x), -1).chunk(2, 1)[::-1], 1)),
+    "flipped-samples": lambda: module(lambda m, x: m.r.repeat(len(x), 1).flip(0).tanh()),
+    "bmm": lambda: module(
+        lambda m, x: torch.bmm(m.r.repeat(len(x), 1, 1), x[:, :, None]).squeeze(-1), WIDTH, 4
+    ),
+    "addmm": lambda: module(lambda m, x: torch.addmm(m.r.expand(len(x), -1), x, m.b.weight), b=nn.Linear(WIDTH, 4)),
+    "queries": lambda: module(queries, 3, 4, attend=nn.MultiheadAttention(4, 2, batch_first=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_the_loop(name: str) -> None:
+    network, batch = CASES[name](), torch.rand(5, 4)
+    if name in ("index", "rows-of-a-table"):  # one sample alone would meet another row
+        batch = batch[:1].expand(5, 4).clone()
+        with expanded_weights(network, batch, quantities=("grad_sample",)) as capture:
+            mean_of_squares(network, batch).backward()
+        torch.testing.assert_close(capture.record.grad_samples["r"].mean(0), network.r.grad)
+        rows = torch.arange(5)
+        own = capture.record.grad_samples["r"]
+        assert own[rows, rows].abs().sum(1).min() > 0
+        own[rows, rows] = 0
+        assert not own.any()
+        return
+    record = record_of(network, mean_of_squares, batch)
+    assert record.unsupported == {}
+    assert_values(record, loop(network, mean_of_squares, (batch,)))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "flipped-samples"])  # (whose rows change places)
+def test_nothing_grows_with_the_square_of_the_batch(name: str) -> None:
+    network, size = CASES[name](), 48
+    with Largest() as largest, expanded_weights(network, batch := torch.rand(size, 4)) as capture:
+        mean_of_squares(network, batch).backward()
+    assert capture.record.unsupported == {}
+    assert size * WIDTH <= largest.numel < size * size * WIDTH / 3
+
+
+@pytest.mark.parametrize("name", ["repeat-then-op", "two-uses", "flipped-samples", "chunk"])
+def test_some_of_the_samples_alone(name: str) -> None:
+    network, batch, samples = CASES[name](), torch.rand(5, 4), torch.tensor([3, 1])
+    expected = loop(network, mean_of_squares, (batch,))
+    with expanded_weights(network, batch, quantities=("grad_sample",), samples=samples) as capture:
+        mean_of_squares(network, batch).backward()
+    for parameter_name, grads in capture.record.grad_samples.items():
+        torch.testing.assert_close(grads, expected[parameter_name][samples], rtol=1e-10, atol=1e-12)
+
+
+ARITHMETIC = {
+    "add": lambda a, b: torch.add(a, b, alpha=3),
+    "sub": lambda a, b: torch.sub(a, b, alpha=2),
+    "rsub": lambda a, b: torch.rsub(a, b, alpha=2),
+    "mul": torch.mul,
+    "div": torch.div,
+    "rdiv": Tensor.__rdiv__,
+    "floor": lambda a, b: torch.div(a, b, rounding_mode="floor") + b,
+    "in-place": lambda a, b: (a * 1).expand(torch.broadcast_shapes(a.shape, b.shape)).clone().mul_(b),
+}
+OPERANDS: dict[str, Callable[[Any, Tensor], tuple[Tensor, Tensor]]] = {
+    "alike": lambda m, x: (m.r.exp().expand(len(x), -1), m.a(x).exp()),
+    "beside-more-axes": lambda m, x: (m.r.exp().expand(len(x), -1), m.a(x).exp().expand(3, -1, -1)),
+    "beside-fewer-axes": lambda m, x: (m.r.exp()[:, None, None].expand(-1, len(x), -1), m.a(x).exp()),
+    "beside-one-column": lambda m, x: (m.r.exp().repeat(len(x), 1), m.a(x).exp().sum(1, keepdim=True)),
+    "times-a-shared-weight": lambda m, x: (m.r.exp().repeat(len(x), 1) * m.s, m.a(x).exp()),
+    "over-a-shared-weight": lambda m, x: (m.s / (m.r.repeat(len(x), 1) + torch.ones(len(x), 1)).exp(), m.a(x).exp()),
+}
+
+
+@pytest.mark.parametrize("size", [2, WIDTH])
+@pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("op", ARITHMETIC)
+def test_arithmetic_with_a_weight_that_is_laid_over_the_batch(op: str, swapped: bool, operands: str, size: int) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        pair = OPERANDS[operands](m, x)
+        result = ARITHMETIC[op](*reversed(pair) if swapped else pair)
+        return result if result.dim() == 2 else result[:3].square().sum(0)
+
+    step = Model(forward, a=nn.Linear(4, WIDTH), r=parameter(WIDTH), s=parameter(WIDTH))
+    x = torch.randn(size, 4)
+    for _ in range(2):  # the second time by what was decided the first time
+        record = record_of(step, mean_of_squares, x)
+        assert (record.unsupported, record.axis_lost, record.mixing) == ({}, (), ())
+    assert_values(record, loop(step, mean_of_squares, (x,)))
+
+
+def nothing_laid(m: Any, x: Tensor) -> Tensor:
+    return m.a(x + m.r[:0].expand(len(x), 0).tanh().sum(1, keepdim=True))
+
+
+def written_after_use(m: Any, x: Tensor) -> Tensor:
+    laid = m.r.expand(len(x), -1) * 2
+    h = x + laid
+    laid.add_(1)
+    return m.a(h + laid.square())
+
+
+@pytest.mark.parametrize("forward", [nothing_laid, written_after_use])
+@pytest.mark.parametrize("size", [1, 4])
+def test_no_entries_and_a_write_after_the_use_are_no_obstacle(forward: Any, size: int) -> None:
+    network, batch = Model(forward, a=nn.Linear(4, 3), r=parameter(4)), torch.rand(size, 4)
+    record = record_of(network, mean_of_squares, batch)
+    assert record.unsupported == {}
+    assert_values(record, loop(network, mean_of_squares, (batch,)))
+
+
+OPS_WITHOUT_A_FAMILY = {
+    "cross": lambda m, x: torch.cross(m.a(x), m.w.expand(len(x), -1), dim=1),
+    "cross-of-a-stack": lambda m, x: torch.cross(torch.stack([m.w] * len(x)), m.a(x), dim=1),
+    "distances": lambda m, x: torch.cdist(m.a(x)[:, None], m.w.expand(len(x), 2, -1)),
+    "distances-along-another-axis": lambda m, x: torch.cdist(
+        m.a(x)[None, :, None].expand(2, -1, -1, -1), m.w.expand(2, len(x), 2, -1)
+    ).movedim(1, 0),
+    "beside-constant-rows": lambda m, x: torch.cross(
+        m.a(x) * m.w, torch.tensor([1.0, -2.0, 0.5]).expand(len(x), -1), dim=1
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 20])
+@pytest.mark.parametrize("name", OPS_WITHOUT_A_FAMILY)
+def test_ops_without_a_family_beside_a_weight_that_is_laid_over_the_batch(name: str, size: int) -> None:
+    step = Model(OPS_WITHOUT_A_FAMILY[name], a=nn.Linear(4, 3), w=parameter(3))
+    x = torch.randn(size, 4)
+    record = record_of(step, mean_of_squares, x)
+    assert (record.unsupported, record.axis_lost, record.mixing) == ({}, (), ())
+    assert_values(record, loop(step, mean_of_squares, (x,)))

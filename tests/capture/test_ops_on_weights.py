@@ -1,0 +1,216 @@
+"""An op of one's own on weights alone makes a weight: its values are exact, and it runs again without a trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import wrap_torch_function
+
+from lightning_persample import call_for_per_sample_grads
+from tests.capture.model_cases import Model, mean_of_squares, parameter
+from tests.capture.reference import assert_exact, loop, record_of
+from tests.capture.two_runs import assert_same, first_order
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+
+@torch.library.custom_op("persample_test::rounded", mutates_args=())
+def rounded(w: Tensor, step: float) -> Tensor:
+    return torch.round(w / step) * step
+
+
+@torch.library.custom_op("persample_test::product", mutates_args=(), schema="(Tensor[] parts, Tensor factor) -> Tensor")
+def product(parts: list[Tensor], factor: Tensor) -> Tensor:
+    return parts[0] @ parts[1] * factor
+
+
+@torch.library.custom_op("persample_test::cubed_by_numpy", mutates_args=())
+def cubed_by_numpy(w: Tensor) -> Tensor:
+    return torch.from_numpy(w.detach().numpy() ** 3)
+
+
+@torch.library.custom_op("persample_test::doubled_with_noise", mutates_args=())
+def doubled_with_noise(w: Tensor, place: str) -> Tensor:
+    return 2 * w + (draw(place) if place.startswith("forward") else 0.0)
+
+
+@torch.library.custom_op("persample_test::scaled_with_noise", mutates_args=())
+def scaled_with_noise(x: Tensor, w: Tensor) -> Tensor:
+    return x * w * (1 + random.random() + float(np.random.rand()))
+
+
+def draw(place: str) -> float:
+    draws = {"torch": lambda: torch.rand(()), "numpy": np.random.rand, "python": random.random}
+    return float(draws[place.split()[1]]())
+
+
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.inputs = inputs
+
+
+def product_backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], Tensor]:
+    (left, right), factor = ctx.inputs
+    grad_left, grad_right = factor * grad @ right.T, factor * (left.T @ grad)
+    return [grad_left, grad_right], (grad * (left @ right)).sum()
+
+
+def cubed_backward(ctx: Any, grad: Tensor) -> Tensor:
+    return torch.from_numpy(3 * ctx.inputs[0].detach().numpy() ** 2 * grad.numpy())
+
+
+def noise_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    place = ctx.inputs[1]
+    return 2 * grad * (1 + draw(place) if place.startswith("backward") else 1.0), None
+
+
+rounded.register_autograd(lambda ctx, grad: (grad * (ctx.inputs[0].abs() < 1), None), setup_context=keep_inputs)
+product.register_autograd(product_backward, setup_context=keep_inputs)
+cubed_by_numpy.register_autograd(cubed_backward, setup_context=keep_inputs)
+doubled_with_noise.register_autograd(noise_backward, setup_context=keep_inputs)
+scaled_with_noise.register_autograd(
+    lambda ctx, grad: (grad * ctx.inputs[1], (grad * ctx.inputs[0]).sum(0)), setup_context=keep_inputs
+)
+
+
+class Clipped(torch.autograd.Function):
+    """With a context that `forward` fills, as most autograd functions in use."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return w.clamp(-0.5, 0.5)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0.5
+
+
+@wrap_torch_function(lambda w: (w,))
+def clipped(w: Tensor) -> Tensor:
+    return Clipped.apply(w)
+
+
+@wrap_torch_function(lambda w, count: (w, count))
+def counted(w: Tensor, count: Tensor) -> Tensor:
+    with torch.no_grad():
+        count += 1
+    return 2 * w
+
+
+EXACT: dict[str, Callable[[Any], Tensor]] = {
+    "custom-op": lambda m: rounded(m.w, 0.1),
+    "a-list-of-weights": lambda m: product([m.a, m.b], m.s),
+    "one-of-them-frozen": lambda m: product([m.a.detach(), m.b], m.s),
+    "backward-by-numpy": lambda m: cubed_by_numpy(m.w),
+    "autograd-function": lambda m: clipped(m.w),
+    "one-after-another": lambda m: rounded(cubed_by_numpy(m.w.t()).t(), 0.1),
+    "batch-norm-with-statistics": lambda m: F.batch_norm(m.w, m.mean, m.var, training=True),
+    "a-call-that-counts": lambda m: counted(m.w, m.count),
+}
+
+
+def module_of(make: Callable[[Any], Tensor]) -> nn.Module:
+    module = Model(
+        lambda m, x: F.linear(x, make(m)), w=parameter(4, 6), a=parameter(4, 3), b=parameter(3, 6), s=parameter()
+    )
+    module.register_buffer("mean", torch.zeros(6))
+    module.register_buffer("var", torch.ones(6))
+    module.register_buffer("count", torch.zeros(()))
+    return module
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_values_are_exact(name: str) -> None:
+    module, batch = module_of(EXACT[name]), torch.randn(5, 6)
+    assert_exact(module, mean_of_squares, (batch,))
+    call_for_per_sample_grads(module, loss_reduction="mean")(batch).square().mean().backward()
+    for key, grads in loop(module, mean_of_squares, (batch,)).items():
+        found = getattr(module.get_parameter(key), "grad_sample", None)
+        assert grads.any() == (found is not None)
+        assert found is None or torch.allclose(found, grads, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_training_is_equal_bit_for_bit(name: str) -> None:
+    assert_same(module_of(EXACT[name]), [torch.randn(5, 6)], first_order)
+
+
+def test_a_call_on_rows_of_a_weight_that_counts_counts_once() -> None:
+    module = Model(lambda m, x: x * counted(m.w.expand(len(x), -1), m.count), w=parameter(6))
+    module.register_buffer("count", torch.zeros(()))
+    batch = torch.randn(5, 6)
+    assert_exact(module, mean_of_squares, (batch,))
+    assert_same(module, [batch], first_order)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_observers_of_a_weight_see_it_once(steps: int) -> None:
+    class Observed(nn.Module):
+        """Quantisation-aware training: torch's op moves the range that it has seen in buffers, unseen by autograd."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 6, dtype=torch.float32))
+            self.register_buffer("range", torch.tensor([[float("inf")], [-float("inf")]], dtype=torch.float32))
+            self.register_buffer("scale", torch.ones(1, dtype=torch.float32))
+            self.register_buffer("zero", torch.zeros(1, dtype=torch.int32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            on = torch.ones(1, dtype=torch.int64)
+            w = torch.fused_moving_avg_obs_fake_quant(
+                self.w, on, on, *self.range, self.scale, self.zero, 0.01, -128, 127, 0, False, True
+            )
+            return F.linear(x, w)
+
+    def train(module: nn.Module, batch: list[Tensor], facts: dict[str, Any]) -> None:
+        for _ in range(steps):
+            first_order(module, batch, facts)
+            with torch.no_grad():
+                module.w -= 0.1 * module.w.grad
+
+    assert_same(Observed(), [torch.randn(5, 6, dtype=torch.float32)], train)
+
+
+def states() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(), np.random.rand()
+
+
+def seeded() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_op_that_draws_is_refused_and_draws_nothing_more(where: str, kind: str) -> None:
+    module, batch = module_of(lambda m: doubled_with_noise(m.w, f"{where} {kind}")), torch.randn(5, 6)
+    seeded()
+    mean_of_squares(module, batch).backward()
+    plain, after = module.w.grad, states()
+    module.zero_grad()
+    seeded()
+    record = record_of(module, mean_of_squares, batch)
+    assert after == states()
+    assert torch.equal(plain, module.w.grad)
+    text = "draws random numbers in its backward" if where == "backward" else "gives another value when it is repeated"
+    assert text in record.unsupported["w"]
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_an_op_on_a_weight_and_the_batch_that_draws_is_refused_and_draws_nothing_more(size: int) -> None:
+    module, batch = Model(lambda m, x: scaled_with_noise(x, m.w), w=parameter(6)), torch.randn(size, 6)
+    seeded()
+    mean_of_squares(module, batch).backward()
+    after = states()
+    seeded()
+    record = record_of(module, mean_of_squares, batch)
+    assert after == states()
+    assert "w" in record.unsupported

@@ -1,0 +1,138 @@
+"""What a module does in a second pass is undone."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_persample.errors import PerSampleError
+from lightning_persample.reference.untouched import untouched
+
+
+class Changing(nn.Module):
+    """Changes everything it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.teacher = [nn.Linear(2, 2)]  # not registered
+        self.register_buffer("count", torch.zeros(2))
+        self.register_buffer("positions", torch.arange(3).expand(2, -1), persistent=False)
+        self.plain = torch.zeros(2)
+        self.resized = torch.zeros(2)
+        self.values = {"list": [1], "set": {1}, "deque": deque([1, 2], maxlen=2), "tensors": [torch.zeros(1)]}
+        self.number = 0
+        self.generator = torch.Generator().manual_seed(1)
+
+    def change(self) -> None:
+        with torch.no_grad():
+            self.layer.weight += 1
+            self.layer.bias.data.mul_(2)
+            self.teacher[0].weight.data = torch.zeros(5)
+            self.count += 1
+            self.plain += 1
+            self.resized.resize_(4)
+        self.plain = None
+        self.values["list"].append(2)
+        self.values["set"].clear()
+        self.values["deque"].append(3)
+        self.values["tensors"][0] += 1
+        self.values["new"] = [1]
+        self.number += 1
+        self.new = 1
+        self.eval()
+        self.layer.weight.grad = torch.ones(2, 2)
+        self.layer = nn.Linear(2, 2)
+        self.register_parameter("extra", nn.Parameter(torch.zeros(1)))
+
+
+def described(module: Changing) -> list[object]:
+    values = {k: [t.tolist() for t in v] if k == "tensors" else list(v) for k, v in module.values.items()}
+    tensors = [*module.state_dict().items(), *module.teacher[0].state_dict().items(), ("plain", module.plain)]
+    return [
+        sorted(module.__dict__),
+        [(name, str(tensor)) for name, tensor in tensors],
+        [(id(p), p.data_ptr()) for p in (*module.parameters(), *module.teacher[0].parameters())],
+        values,
+        (module.number, module.training, module.layer.training, module.resized.tolist()),
+        module.generator.get_state().tolist(),
+        (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
+    ]
+
+
+def draw(module: Changing) -> None:
+    torch.rand(3, generator=module.generator)
+    torch.rand(3)
+    random.random()
+    np.random.rand(3)
+
+
+def test_everything_is_put_back():
+    module = Changing()
+    grad = torch.zeros(2, 2)
+    module.layer.weight.grad = grad
+    before, containers = described(module), {name: id(value) for name, value in module.values.items()}
+    with untouched(module) as state:
+        for _ in range(2):
+            module.change()
+            draw(module)
+            assert described(module) != before
+            state.restore()
+            assert described(module) == before
+        module.change()
+        draw(module)
+    assert described(module) == before
+    assert module.layer.weight.grad is grad
+    assert {name: id(value) for name, value in module.values.items()} == containers
+    assert module.values["deque"].maxlen == 2
+
+
+def test_it_is_put_back_after_an_error():
+    module = Changing()
+    before = described(module)
+
+    def fail() -> None:
+        with untouched(module):
+            module.change()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert described(module) == before
+
+
+def test_random_numbers_may_go_on():
+    module = Changing()
+    with untouched(module) as state:
+        start = torch.get_rng_state()
+        draw(module)
+        module.change()
+        after = described(module)[-2:]
+        state.restore(random_states=False)
+        assert described(module)[-2:] == after
+        assert module.number == 0
+    assert torch.equal(torch.get_rng_state(), start)
+
+
+def test_a_tensor_of_a_computation_is_left_alone():
+    module = nn.Linear(2, 2)
+    module.hidden = module(torch.randn(1, 2))
+    hidden = module.hidden
+    with untouched(module):
+        module.hidden = None
+    assert module.hidden is hidden
+    module.hidden.sum().backward()
+
+
+def test_a_parameter_that_does_not_exist_yet_is_said():
+    with pytest.raises(PerSampleError) as error, untouched(nn.Sequential(nn.LazyLinear(2))):
+        pass
+    assert str(error.value) == (
+        "parameter `0.weight` is not initialized yet, and running the module again would create it; run one batch "
+        "through the module first"
+    )
