@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.rules import find_rule
-from tests.capture import (
-    twice_cases,  # noqa: F401  (add to CASES)
-)
+from tests.capture import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.capture.model_cases import CASES
 from tests.capture.recorded_calls import RecordedCalls
 from tests.rules.test_case_coverage import THROUGH_THE_ENGINE

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.capture.mode import expanded_weights
-from tests.capture import (
-    twice_cases,  # noqa: F401  (add to CASES)
-)
+from tests.capture import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.capture.model_cases import BATCH_SIZES, CASES, ModelCase, mean_of_squares, parameter
 from tests.capture.model_cases import Model as OneUse
 from tests.capture.reference import assert_exact

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from lightning_persample.capture import fused
 from lightning_persample.capture.mode import expanded_weights
-from tests.capture import (
-    twice_cases,  # noqa: F401  (add to CASES)
-)
+from tests.capture import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.capture.model_cases import CASES
 from tests.capture.reference import assert_exact
 from tests.models import MODELS

@@ -18,9 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_persample import ExpandedWeight
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.reference.loops import loop_per_sample_grads
-from tests.capture import (
-    twice_cases,  # noqa: F401  (add to CASES)
-)
+from tests.capture import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.capture.model_cases import CASES, mean_of_squares
 from tests.models import MODELS
 

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.rules import supported_ops
-from tests.capture import (
-    twice_cases,  # noqa: F401  (add to CASES)
-)
+from tests.capture import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.capture.model_cases import CASES
 from tests.capture.op_modules import in_place, one_call
 from tests.capture.recorded_calls import RecordedCalls

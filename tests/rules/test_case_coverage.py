@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.rules import find_rule, supported_ops
-from tests.capture import (
-    twice_cases,  # noqa: F401  (add to CASES)
-)
+from tests.capture import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.capture.model_cases import CASES
 from tests.rules.families import all_cases
 
