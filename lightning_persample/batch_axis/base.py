@@ -31,6 +31,7 @@ __all__ = [
     "lists",
     "lost",
     "meet",
+    "memory_of",
 ]
 
 _STRIDED = torch.strided
@@ -158,6 +159,12 @@ def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
 def is_plain(tensor: Tensor) -> bool:
     """Whether this is an ordinary tensor: neither sparse, nested nor wrapped by a torch.func transform."""
     return tensor.layout is _STRIDED and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins; 0 for one that is not ordinary, or wraps others as a sharded parameter."""
+    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return 0 if is_wrapper or not is_plain(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def dims_argument(value: object, ndim: int) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from lightning_persample.batch_axis.added_up import LOSSES
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entry_owners
-from lightning_persample.batch_axis.base import BY_LAYOUT, is_plain
+from lightning_persample.batch_axis.base import BY_LAYOUT, is_plain, memory_of
 from lightning_persample.batch_axis.observed import (
     ObservedCall,
     has_history,
@@ -364,12 +364,10 @@ class Marks:
         return self._sharing(tensor, (Weight,))
 
     def _sharing(self, tensor: Tensor, kinds: tuple[type, ...]) -> Iterator[tuple[Tensor, Any]]:
-        storage = tensor.untyped_storage().data_ptr()
-        for reference, known in list(self._entries.values()):
+        memory = memory_of(tensor)
+        for reference, known in list(self._entries.values()) if memory else ():
             other = reference() if isinstance(known, kinds) else None
-            if other is None or not is_plain(other):
-                continue
-            if storage and other.untyped_storage().data_ptr() == storage:
+            if other is not None and memory_of(other) == memory:
                 yield other, known
 
     def is_known(self, tensor: Tensor) -> bool:

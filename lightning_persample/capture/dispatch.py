@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_persample.batch_axis.added_up import UNKNOWN, scaled
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
-from lightning_persample.batch_axis.base import is_plain
+from lightning_persample.batch_axis.base import is_plain, memory_of
 from lightning_persample.batch_axis.follow import follow
 from lightning_persample.batch_axis.observed import (
     ObservedCall,
@@ -344,7 +344,7 @@ class Dispatcher(Collector):
         """Keep where in the user's code a tensor was changed in place, should a later reader need what it held."""
         for target in tensors_in(kwargs["out"]) if "out" in kwargs else args[:1]:
             if isinstance(target, Tensor) and type(target) in _TENSORS and is_plain(target):
-                memory = target.untyped_storage().data_ptr()
+                memory = memory_of(target)
                 self.writes[memory] = version_of(target), function.__name__, user_place()
                 if memory in self.marks.of_weights and not _is_recorded(target):
                     sources = [tensor for tensor in operands_of(args, kwargs) if tensor is not target]
@@ -387,7 +387,7 @@ class Dispatcher(Collector):
         elif not (written and isinstance(known[0], Weight)):
             self.marks.note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
         for output, mark in zip(written, known, strict=True):
-            if output.untyped_storage().data_ptr() in self.marks.of_weights and not _is_recorded(output):
+            if memory_of(output) in self.marks.of_weights and not _is_recorded(output):
                 continue
             if output._is_view() and not self._derive_base(output):
                 self._refuse_rest(call, output)
@@ -441,8 +441,8 @@ class Dispatcher(Collector):
                 parent.children += 1
             self.weights.append(weight)
             self.marks[output] = weight
-            if is_plain(output):
-                self.marks.of_weights.add(output.untyped_storage().data_ptr())
+            if memory := memory_of(output):
+                self.marks.of_weights.add(memory)
             if output.grad_fn is not None:
                 self.nodes.watch(output.grad_fn, weight)
 
