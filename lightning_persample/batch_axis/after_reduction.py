@@ -56,6 +56,7 @@ _BOUNDS = frozenset({
 })
 # fmt: on
 _SCALED = "`{name}` scales the loss by a number computed over the whole batch{line}"
+_NOT_A_SUM = "`{name}` of a value computed over the whole batch is not a sum over samples{line}"
 _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
 
 
@@ -76,6 +77,8 @@ def after_reduction(call: ObservedCall) -> Followed:
     noted = next((mark for mark in with_gradient if mark.noted), None)
     known = all(mark.samples for mark in with_gradient)
     samples = frozenset().union(*(mark.samples for mark in with_gradient)) if known else frozenset()
+    if one is None and noted is None and not torch.is_grad_enabled():
+        return _without_gradient(call, marks)
     if one is not None or noted is not None or not with_gradient or not call.outputs[0].requires_grad:
         unplaced = all(mark.unplaced for mark in marks) and call.op in _MOVES | _KEEPS_ENTRIES
         mark = replace(first, samples=first.samples if one is not None else frozenset(), unplaced=unplaced)
@@ -104,6 +107,35 @@ def after_reduction(call: ObservedCall) -> Followed:
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),
     )  # fmt: skip
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)
+
+
+def _without_gradient(call: ObservedCall, marks: list[Lost]) -> Followed:
+    """Follow a call on data, or in a custom autograd function, where the result may be a part of the loss."""
+    first, number = marks[0], call.lost[0][0]
+    one = len(marks) == 1 and number.numel() == 1 and not number.is_meta
+    same = one and call.op in _BOUNDS and torch.equal(number, call.outputs[0])
+    known = all(mark.samples for mark in marks)
+    samples = frozenset().union(*(mark.samples for mark in marks)) if known else frozenset[int]()
+    size, parts = len(samples) or call.batch_size, frozenset[int]()
+    if (same or call.op in _MOVES) and len(marks) == 1:
+        parts = first.parts
+    elif call.op in _ADDS - {"lerp", "where"} and len(marks) == len(call.operands) and "alpha" not in call.kwargs:
+        parts = frozenset.intersection(*(mark.parts for mark in marks))
+    elif call.op in ("mul", "div") and call.args[0] is number and len(marks) == 1:
+        factors = _factors(call)
+        parts = scaled(first.parts, factors, size, call.batch_size, first.counts, divides=call.op == "div")
+        parts = parts if factors else frozenset()
+    elif call.op == "div" and call.args[0] is number and _why_scaled(call, first, marks[1:]) is None:
+        parts = _after_division(first, marks[1], call.batch_size)
+    unplaced = all(mark.unplaced for mark in marks) and call.op in _MOVES | _KEEPS_ENTRIES
+    crossed = not parts and any(mark.of_others for mark in marks)
+    reason = _NOT_A_SUM.format(name=call.name, line=user_line()) if first.reduced and crossed else first.reason
+    reduced = any(mark.reduced for mark in marks) or _adds_up(call, len(marks))
+    first = replace(first, reason=reason, reduced=reduced, samples=samples if parts else frozenset(), parts=parts)
+    mark = replace(first, unplaced=unplaced, crossed=crossed)
+    mark = replace(mark, listed=first.listed and call.op in _MOVES and len(marks) == 1)
+    mark = mark if same or call.op in _MOVES else replace(mark, totals=None)
+    return Followed((mark,) * len(call.outputs))
 
 
 def _leaves_as_is(call: ObservedCall) -> bool:
@@ -262,7 +294,7 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Not
     if ((call.op in _MOVES or _adds(call)) and not chosen) or (call.op in _SUMS and len(call.lost) == 1):
         return None, None
     if reduced:
-        text = f"`{call.name}` of a value computed over the whole batch is not a sum over samples{user_line()}"
+        text = _NOT_A_SUM.format(name=call.name, line=user_line())
         return text if first.of_others else first.reason, None
     if call.op in _KEEPS_ENTRIES and len(call.lost) == 1:
         return None, None
@@ -272,7 +304,7 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Not
 def _why_scaled(call: ObservedCall, loss: Lost, data: list[Lost]) -> str | None:
     """What to say of a loss that is divided by a sum of data: nothing where each sample adds the same to that sum."""
     totals = data[0].totals if call.op == "div" and len(data) == 1 else None
-    number = next(tensor for tensor, _ in call.lost if not tensor.requires_grad)
+    number = next(tensor for tensor, mark in call.lost if mark is data[0])
     if totals is None or number.numel() != 1:
         return _SCALED.format(name=call.name, line=user_line())
     if not math.isclose(float(number), float(totals.sum()), rel_tol=1e-5):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten
 
@@ -45,7 +46,7 @@ from lightning_persample.capture.collector import Collector, Part
 from lightning_persample.capture.contributions import Use
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.fused import fused_call
-from lightning_persample.capture.graph import Node, boundary, on_gradient, reaches, unseen_text
+from lightning_persample.capture.graph import REENTRANT, Node, boundary, on_gradient, reaches, unseen_text
 from lightning_persample.capture.observing import decomposed
 from lightning_persample.capture.plan import Plan, layout_of, note_as_planned, recall, remember, remember_as
 from lightning_persample.capture.record import OUTSIDE
@@ -121,6 +122,7 @@ class Dispatcher(Collector):
 
     def start_backward(self, losses: list[Tensor]) -> None:
         """Take note of what backward starts from."""
+        self._note_function(losses)
         marks = [self.marks.get(loss) for loss in losses]
         self.notes.excused = frozenset(
             note for note, stop in self.excuses.items() if not reaches(losses, self.noted[note], stop)
@@ -132,6 +134,16 @@ class Dispatcher(Collector):
                 self.penalized |= mark.names
                 if mark.outside:
                     self.refuse([mark], OUTSIDE)
+
+    def _note_function(self, tensors: Iterable[Tensor]) -> None:
+        """Note what the calls in a custom autograd function did to the samples, which ran without gradient."""
+        for tensor in tensors:
+            mark, node = self.marks.get(tensor), tensor.grad_fn
+            if not isinstance(mark, Lost) or not mark.crossed or mark.noted or not isinstance(node, BackwardCFunction):
+                continue
+            self.marks[tensor] = replace(mark, noted=True)
+            if self.batch_size > 1 and node.name() != REENTRANT:  # (which runs again, with gradient)
+                self.notes.add("mixing", mark.reason, (tensor,))
 
     def is_by_sample(self, loss: Tensor) -> bool:
         """Whether a loss (B,) has one entry for each sample, in order."""
@@ -518,6 +530,7 @@ class Dispatcher(Collector):
         self._derive(call, involved)
 
     def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
+        self._note_function([tensor for tensor, _ in call.lost])
         followed = follow(call)
         alone = self.batch_size == 1  # one sample mixes with none
         marks = (*followed.outputs, *(mark for _, mark in call.lost))

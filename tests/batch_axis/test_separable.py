@@ -222,3 +222,79 @@ def test_nothing_of_the_step_changes_where_a_number_is_looked_at() -> None:
         found.append((*(p.grad for p in module.parameters()), *seen, torch.rand(3)))
     assert len(found[0]) == len(found[1]) == 4
     assert all(map(torch.equal, *found))
+
+
+class Unseen(torch.autograd.Function):
+    """A loss in a custom autograd function: its calls run without gradient."""
+
+    @staticmethod
+    def forward(ctx, losses, reduce):
+        ctx.save_for_backward(losses)
+        ctx.reduce = reduce
+        return reduce(losses)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            losses = ctx.saved_tensors[0].detach().requires_grad_()
+            return *torch.autograd.grad(ctx.reduce(losses), losses, grad), None
+
+
+def one_by_one(losses: Tensor) -> Tensor:
+    total = losses.new_zeros(())
+    for place in range(len(losses)):
+        total = total + losses[place]
+    return total / len(losses)
+
+
+IN_A_FUNCTION = {
+    "sum": ("sum", lambda losses: losses.sum()),
+    "sum-scaled": ("sum", lambda losses: -0.5 * -losses.sum()),
+    "sum-of-two": ("sum", lambda losses: losses.sum() + 0.1 * losses.sum()),
+    "mean": ("mean", lambda losses: losses.mean()),
+    "mean-by-hand": ("mean", lambda losses: losses.sum() / len(losses)),
+    "mean-by-a-count": ("mean", lambda losses: losses.sum() / (losses >= 0).sum()),
+    "mean-by-a-bounded-count": ("mean", lambda losses: losses.sum() / (losses >= 0).sum().clamp(min=1)),
+    "one-by-one": ("mean", one_by_one),
+}
+
+
+@pytest.mark.parametrize("after", [lambda each: each, lambda each: 2 * each])
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+@pytest.mark.parametrize("name", IN_A_FUNCTION)
+def test_a_sum_in_a_custom_function_is_known_as_one(name: str, declared: str, after) -> None:
+    module, batch, (true, reduce) = nn.Linear(6, 4), torch.randn(7, 6), IN_A_FUNCTION[name]
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return after(Unseen.apply(losses_of(m, x), reduce))
+
+    record = record_of(module, loss, batch, loss_reduction=declared)
+    assert (record.mixing, record.axis_lost) == ((), ())
+    if declared == true:
+        assert record.weighting == ()
+        assert_values(record, loop(module, loss, (batch,)))
+    else:
+        (text,) = record.weighting
+        assert text.startswith(f"the loss is a {true} over the samples, but loss_reduction is '{declared}'")
+
+
+MIXED_IN_A_FUNCTION = {
+    "log-of-exponentials": (lambda losses: losses.logsumexp(0), "`logsumexp` reduces over the batch axis"),
+    "root": (lambda losses: losses.mean().sqrt(), "`sqrt` of a value computed over the whole batch is not a sum"),
+    "product": (lambda losses: losses[:, None] * losses, "`mul` meets two tensors of the batch"),
+    "sums-so-far": (lambda losses: losses.cumsum(0), "`cumsum` works along the batch axis"),
+    "shares": (lambda losses: losses.softmax(0).square(), "`softmax` works along the batch axis"),
+}
+
+
+@pytest.mark.parametrize("after", [Tensor.sum, lambda each: each.mean() / 7, lambda each: each.sum().exp().log()])
+@pytest.mark.parametrize("name", MIXED_IN_A_FUNCTION)
+def test_samples_that_meet_in_a_custom_function_are_named(name: str, after) -> None:
+    reduce, text = MIXED_IN_A_FUNCTION[name]
+    module, batch = nn.Linear(6, 4), torch.randn(7, 6)
+    record = record_of(module, lambda m, x: after(Unseen.apply(losses_of(m, x), reduce)), batch)
+    assert any(each.startswith(text) for each in record.mixing), record.mixing
+    beside = record_of(
+        module, lambda m, x: losses_of(m, x).mean() + after(Unseen.apply(losses_of(m, x), reduce)), batch
+    )
+    assert any(each.startswith(text) for each in beside.mixing), beside.mixing
