@@ -164,7 +164,10 @@ class PerSampleGradientWriter(PerSampleCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget what an earlier fit resumed, and see that Parquet can be written, in a folder of its own."""
         if stage == "fit":
-            arrow()
+            try:
+                arrow()
+            except ModuleNotFoundError as error:  # said before the fit, which would end without a ledger
+                raise OptionError(str(error)) from error
             self._loaded = {}
             others = [each for each in trainer.callbacks if isinstance(each, PerSampleGradientWriter)]  # type: ignore[attr-defined]
             if sum(each._folder == self._folder for each in others) > 1:

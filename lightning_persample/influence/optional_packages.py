@@ -15,7 +15,7 @@ def arrow() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "a ledger is written and read by pyarrow, which is not installed: "
-            "pip install 'lightning-persample[influence]'",
+            "pip install 'lightning-persample[influence]', or '.[influence]' in a checkout",
             name="pyarrow",
         ) from error
 
@@ -38,7 +38,8 @@ def dask_array() -> Any:
         return importlib.import_module("dask.array")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the array is one of dask, which is not installed: pip install 'lightning-persample[dask]'",
+            "the array is one of dask, which is not installed: "
+            "pip install 'lightning-persample[dask]', or '.[dask]' in a checkout",
             name="dask",
         ) from error
 

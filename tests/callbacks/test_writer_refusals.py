@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 
 import pytest
 import torch
@@ -19,6 +20,23 @@ from tests.processes import run_alone
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "ledger"
+
+
+def test_a_fit_without_pyarrow_does_not_start(folder, monkeypatch):
+    imported = importlib.import_module
+
+    def without_pyarrow(name, *package):
+        if name == "pyarrow":
+            raise ModuleNotFoundError("No module named 'pyarrow'", name=name)
+        return imported(name, *package)
+
+    monkeypatch.setattr(importlib, "import_module", without_pyarrow)
+    module = Noted()
+    with pytest.raises(
+        OptionError, match="a ledger is written and read by pyarrow, which is not installed: pip install"
+    ):
+        fit(PerSampleGradientWriter(folder), module)
+    assert module.notes == []
 
 
 def test_another_run_is_refused(folder):
