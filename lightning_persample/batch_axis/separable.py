@@ -43,6 +43,8 @@ _SEEDS = count()
 
 def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
     """The answer of a follower, corrected where the output is one number that is a sum over the samples after all."""
+    if not _is_of_torch(call):
+        return followed
     marks = list(followed.outputs)
     said = frozenset((kind, text) for kind in ("mixing", "weighting") if (text := getattr(followed, kind)))
     for place, (mark, output) in enumerate(zip(marks, call.outputs, strict=False)):
@@ -60,6 +62,11 @@ def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
             return replace(verdict, outputs=(*marks[:place], *verdict.outputs, *marks[place + 1 :]))
         marks[place] = replace(mark, computed=replace(computed, notes=computed.notes | said))
     return replace(followed, outputs=tuple(marks))
+
+
+def _is_of_torch(call: ObservedCall) -> bool:
+    """Whether torch's own function was called: what a user's own leaves in Python is not undone after another run."""
+    return (getattr(call.function, "__module__", None) or "torch").partition(".")[0] == "torch"
 
 
 def _multiple(call: ObservedCall) -> Lost | None:

@@ -298,3 +298,28 @@ def test_samples_that_meet_in_a_custom_function_are_named(name: str, after) -> N
         module, lambda m, x: losses_of(m, x).mean() + after(Unseen.apply(losses_of(m, x), reduce)), batch
     )
     assert any(each.startswith(text) for each in beside.mixing), beside.mixing
+
+
+def test_a_function_of_the_users_that_counts_its_calls_runs_as_often_as_without() -> None:
+    calls: list[int] = []
+
+    @torch.overrides.wrap_torch_function(lambda losses: (losses,))
+    def annealed(losses: Tensor) -> Tensor:
+        calls.append(1)
+        return losses.square().sum() * (1 + 0.1 * len(calls))
+
+    module, x = nn.Linear(3, 1), torch.randn(4, 3)
+    values, counts = [], []
+    for observed in (True, False):
+        calls.clear()
+        module.zero_grad()
+        if observed:
+            with warnings.catch_warnings(), expanded_weights(module, x, loss_reduction="sum"):
+                warnings.simplefilter("ignore")
+                annealed(losses_of(module, x)).backward()
+        else:
+            annealed(losses_of(module, x)).backward()
+        values.append(module.weight.grad.clone())
+        counts.append(len(calls))
+    assert torch.equal(values[0], values[1])
+    assert counts[0] == counts[1] == 1
