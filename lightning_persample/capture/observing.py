@@ -224,8 +224,9 @@ def _eager() -> AbstractContextManager[object]:
 
 @contextmanager
 def _not_counted() -> Iterator[None]:
-    asked = torch.overrides.has_torch_function
+    asked = getattr(torch.overrides.has_torch_function, "__wrapped__", torch.overrides.has_torch_function)
 
+    @wraps(asked)  # and were this one left in its place, the next one would not ask it
     def has_torch_function(args: Iterable[Any]) -> bool:
         offers_itself = "handle_torch_function" in sys._getframe(1).f_code.co_names
         if offers_itself or any(not isinstance(mode, ObservingMode) for mode in _get_current_function_mode_stack()):
@@ -234,19 +235,21 @@ def _not_counted() -> Iterator[None]:
 
     backward, names = torch.autograd.backward, vars(torch.utils)
     references = names["weakref"]
-    names["weakref"] = SimpleNamespace(**{**vars(references), "getweakrefs": _getweakrefs})
-    torch.overrides.has_torch_function = has_torch_function
-    Tensor.set_ = _offered(Tensor.set_)  # type: ignore[method-assign]
-    for part in _PARTS:
-        setattr(Tensor, part.__name__, part)
-    if "handle_torch_function" not in backward.__code__.co_names:
-        torch.autograd.backward = _offered(backward)
     try:
+        names["weakref"] = SimpleNamespace(**{**vars(references), "getweakrefs": _getweakrefs})
+        torch.overrides.has_torch_function = has_torch_function
+        Tensor.set_ = _offered(Tensor.set_)  # type: ignore[method-assign]
+        for part in _PARTS:
+            setattr(Tensor, part.__name__, part)
+        if "handle_torch_function" not in backward.__code__.co_names:
+            torch.autograd.backward = _offered(backward)
         yield
     finally:
         torch.overrides.has_torch_function, torch.autograd.backward = asked, backward
         names["weakref"] = references
-        del Tensor.set_, Tensor.real, Tensor.imag  # those of TensorBase are seen again
+        for name in ("set_", "real", "imag"):  # those of TensorBase are seen again
+            if name in vars(Tensor):
+                delattr(Tensor, name)
 
 
 def _getweakrefs(tensor: Tensor) -> list[Any]:

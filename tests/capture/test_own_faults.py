@@ -39,6 +39,7 @@ from lightning_persample.rules import registry
 from tests.own_faults import broken, called, interrupted, name_of
 
 B = 4
+ASKED = torch.overrides.has_torch_function
 
 
 class Network(nn.Module):
@@ -129,7 +130,14 @@ def observed_step(function: Callable[..., Any], kind: str, quantities: tuple[str
         assert torch.equal(value, found[name]), name
     assert not any(p._backward_hooks for p in module.parameters())
     assert torch.overrides._get_current_function_mode_stack() == []
+    assert torch.overrides.has_torch_function is ASKED
     return record, [str(each.message) for each in caught if each.category is PerSampleWarning]
+
+
+def test_a_fault_while_torch_is_prepared_leaves_it_as_it_was() -> None:
+    record, said = observed_step(observing._offered, "RuntimeError", ("sq_norm",))
+    assert record.coverage < 1
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("kind", ["RuntimeError", "OSError", "StopIteration"])
@@ -318,7 +326,8 @@ def larger_step(options: dict[str, Any] | None) -> tuple[nn.Module, dict[str, Te
 
 def is_clean(module: nn.Module) -> bool:
     hooks = [p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters()]
-    return not any(hooks) and torch.overrides._get_current_function_mode_stack() == []
+    is_torch_its_own = torch.overrides.has_torch_function is ASKED and "set_" not in vars(Tensor)
+    return not any(hooks) and torch.overrides._get_current_function_mode_stack() == [] and is_torch_its_own
 
 
 def sweep(options: dict[str, Any], every: int, calls: int | None) -> None:
