@@ -112,8 +112,8 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
         if leaf.numel() > _MOST or leaf.is_complex() or (mark is not None and call.inplace and at == 0):
             return None
         if isinstance(mark, BatchAxis) and mark.mixing is None and leaf.is_floating_point():
-            own = [Root(_exact(leaf), mark, leaf.detach(), leaf.requires_grad)]
-            sources[at] = [_place_of(root, roots) for root in own], _itself
+            root = Root(_exact(leaf), mark, leaf.detach(), leaf.requires_grad)
+            sources[at] = [_place_of(root, roots)], _itself
         elif isinstance(mark, Lost) and mark.computed is not None and leaf.requires_grad:
             sources[at] = [_place_of(root, roots) for root in mark.computed.roots], mark.computed.run
             notes |= mark.computed.notes

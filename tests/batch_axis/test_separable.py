@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -83,14 +84,8 @@ def losses_of(module: nn.Module, x: Tensor) -> Tensor:
     return module(x).square().sum(1)
 
 
-@pytest.mark.parametrize("declared", ["mean", "sum"])
-@pytest.mark.parametrize(("true", "name"), [*(("sum", name) for name in SUMS), *(("mean", name) for name in MEANS)])
-def test_a_number_that_is_a_sum_over_the_samples_is_known_as_one(true: str, name: str, declared: str) -> None:
-    module, batch, reduce = nn.Linear(6, 4), torch.randn(7, 6), (SUMS if true == "sum" else MEANS)[name]
-
-    def loss(m: nn.Module, x: Tensor) -> Tensor:
-        return reduce(losses_of(m, x)).squeeze()
-
+def assert_known_as(true: str, declared: str, module: nn.Module, loss: Callable[..., Tensor], batch: Tensor) -> None:
+    """The values are the loop's without a note under the right reduction, and the wrong one is named."""
     record = record_of(module, loss, batch, loss_reduction=declared)
     assert (record.mixing, record.axis_lost) == ((), ())
     if declared == true:
@@ -99,6 +94,17 @@ def test_a_number_that_is_a_sum_over_the_samples_is_known_as_one(true: str, name
     else:
         (text,) = record.weighting
         assert text.startswith(f"the loss is a {true} over the samples, but loss_reduction is '{declared}'")
+
+
+@pytest.mark.parametrize("declared", ["mean", "sum"])
+@pytest.mark.parametrize(("true", "name"), [*(("sum", name) for name in SUMS), *(("mean", name) for name in MEANS)])
+def test_a_number_that_is_a_sum_over_the_samples_is_known_as_one(true: str, name: str, declared: str) -> None:
+    module, batch, reduce = nn.Linear(6, 4), torch.randn(7, 6), (SUMS if true == "sum" else MEANS)[name]
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return reduce(losses_of(m, x)).squeeze()
+
+    assert_known_as(true, declared, module, loss, batch)
 
 
 @pytest.mark.parametrize("name", OF_RESIDUALS)
@@ -268,14 +274,7 @@ def test_a_sum_in_a_custom_function_is_known_as_one(name: str, declared: str, af
     def loss(m: nn.Module, x: Tensor) -> Tensor:
         return after(Unseen.apply(losses_of(m, x), reduce))
 
-    record = record_of(module, loss, batch, loss_reduction=declared)
-    assert (record.mixing, record.axis_lost) == ((), ())
-    if declared == true:
-        assert record.weighting == ()
-        assert_values(record, loop(module, loss, (batch,)))
-    else:
-        (text,) = record.weighting
-        assert text.startswith(f"the loss is a {true} over the samples, but loss_reduction is '{declared}'")
+    assert_known_as(true, declared, module, loss, batch)
 
 
 MIXED_IN_A_FUNCTION = {
