@@ -299,7 +299,7 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             parents[0].add(kept)
             return
     devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), other_generators_kept() as others_drawn:
+    with torch.random.fork_rng(devices=devices), other_generators_kept(derivation.function) as others_drawn:
         derivation = _as_read(derivation)
         one = _of_one_row(derivation, gradient) if isinstance(gradient, Block) else None
         rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) and one is None else None
@@ -381,7 +381,8 @@ def _as_read(derivation: Derivation, *, parents_too: bool = True, for_value: boo
                 " before the backward ended; change it afterwards, or change a copy of it",
             )
         made = _as_read(parent.derivation, for_value=True)
-        leaves[place] = made.compute(*(made.leaves[position] for position in made.parents))
+        with other_generators_kept(made.function):
+            leaves[place] = made.compute(*(made.leaves[position] for position in made.parents))
     return replace(derivation, leaves=tuple(leaves))
 
 
