@@ -1,13 +1,162 @@
-"""What is used of torch beyond its documentation, each with what it is used for."""
+"""What is used of torch beyond its documentation, each with what it is used for.
+
+Names are bound here, at import, so that a call costs no more than that of torch's own name.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
-__all__ = ["is_recomputing", "saved_results", "saved_tensors_are_hooked"]
+import torch
+from torch import Tensor, nn
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd import Variable, forward_ad
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils.data._utils.pin_memory import pin_memory
+
+__all__ = [
+    "COMPILED",
+    "MAKE_ITERATORS",
+    "TORCH_FOLDER",
+    "AccumulateGrad",
+    "BatchNormBase",
+    "DropoutBase",
+    "NormBase",
+    "TensorBase",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "after_backward",
+    "any_autocast_is_on",
+    "backward_keeps_graph",
+    "calls_run_as_written",
+    "collate_of",
+    "collates_rows",
+    "current_backward",
+    "disabled_torch_function",
+    "divide_each",
+    "dynamo_is_imported",
+    "function_modes",
+    "has_compiled_part",
+    "innermost_transform",
+    "is_recomputing",
+    "is_torch_op",
+    "is_wrapped_by_transform",
+    "make_subclass",
+    "multiply_each",
+    "name_of_custom_op",
+    "pin_memory",
+    "pop_function_mode",
+    "push_function_mode",
+    "recurrent_functions",
+    "saved_results",
+    "saved_tensors_are_hooked",
+    "torch_function_is_enabled",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "without_subclasses",
+    "without_torch_function",
+]
+
+TORCH_FOLDER = Path(torch.__file__).parent
+
+# Torch functions, and the modes and subclasses they are offered to
+without_torch_function = torch._C.DisableTorchFunction  # a context: nothing is offered to anybody
+without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context: calls are offered to modes alone
+torch_function_is_enabled = torch._C._is_torch_function_enabled
+disabled_torch_function = torch._C._disabled_torch_function_impl  # the ``__torch_function__`` of nn.Parameter
+
+# torch.func and forward differentiation
+innermost_transform = torch._C._functorch.peek_interpreter_stack  # None outside all of them
+is_wrapped_by_transform = torch._C._functorch.is_functorch_wrapped_tensor
+
+# Autograd
+AccumulateGrad: type = vars(torch._C._functions)["AccumulateGrad"]  # the node that adds to the gradient of a leaf
+current_backward = torch._C._current_graph_task_id  # the number of the backward that runs in this thread, or -1
+backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+after_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+any_autocast_is_on = torch._C._is_any_autocast_enabled  # for a device of any type
+
+# Tensors
+TensorBase = torch._C.TensorBase  # the class that Tensor derives its attributes from
+make_subclass = torch.Tensor._make_subclass
+multiply_each, divide_each = torch._foreach_mul, torch._foreach_div
+
+# Modules and data loaders
+COMPILED = "_orig_mod"  # the attribute in which what ``torch.compile`` made of a module holds the module
+MAKE_ITERATORS = ("__iter__", "_get_iterator")  # methods of a DataLoader
+collates_rows: Callable[[Any], bool] = attrgetter("_auto_collation")  # of a DataLoader: it does not draw whole batches
+
+
+def collate_of(iterator: object) -> object:
+    """The collate function of an iterator of a DataLoader, or None."""
+    return getattr(iterator, "_collate_fn", None)
+
+
+def dynamo_is_imported() -> bool:
+    """Whether anything can have been compiled; to import it takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+def has_compiled_part(module: nn.Module) -> bool:
+    """Whether the module or a part of it went through ``torch.compile``."""
+    if not dynamo_is_imported():
+        return False
+    compiled = torch._dynamo.eval_frame.OptimizedModule
+    return any(isinstance(part, compiled) or part._compiled_call_impl is not None for part in module.modules())
+
+
+def recurrent_functions(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The functions of torch for a recurrent layer of a kind ("lstm", "gru", ...), and for its cell."""
+    return getattr(torch._VF, kind), getattr(torch._VF, f"{kind}_cell")
+
+
+def is_torch_op(op: object) -> bool:
+    """Whether this is a function or a method of torch's own."""
+    owner = getattr(op, "__objclass__", None)
+    module = getattr(op, "__module__", None) or getattr(owner, "__module__", None) or ""
+    return module == "torch" or module.startswith(
+        ("torch._C", "torch._tensor", "torch.nn.functional", "torch.functional")
+    )
+
+
+def name_of_custom_op(op: object) -> object:
+    """The name under which torch knows a custom op, whichever of its forms is called; anything else as it is."""
+    if isinstance(op, CustomOpDef):
+        op = op._opoverload
+    if isinstance(op, OpOverload):
+        op = op.overloadpacket
+    return str(op) if isinstance(op, OpOverloadPacket) else op
+
 
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.6 has no way to ask
+
+
+def calls_run_as_written() -> bool:
+    """Whether a call and its backward will run as they stand."""
+    # Other function modes may change what the call gives, transforms and forward differentiation have rules of their
+    # own, and what hooks on saved tensors do (activation checkpointing, offloading) depends on which tensors are saved.
+    return (
+        all(type(mode) is DeviceContext for mode in function_modes())
+        and innermost_transform() is None
+        and forward_ad._current_level < 0
+        and not saved_tensors_are_hooked()
+    )
 
 
 def saved_tensors_are_hooked() -> bool:

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "options": {"errors"},
     "torch_internals": set(),
     "gradients": {"errors", "options"},
-    "rules": {"errors", "options", "gradients"},
+    "rules": {"torch_internals", "errors", "options", "gradients"},
     "batch_axis": {"torch_internals", "errors", "options", "gradients", "rules"},
     "capture": {"torch_internals", "errors", "options", "gradients", "rules", "batch_axis"},
     "reference": {"torch_internals", "errors", "options", "gradients", "rules", "batch_axis", "capture"},
@@ -35,6 +35,10 @@ TOP_LEVEL = {".ci", ".git", ".github", ".gitignore", "CHANGELOG.md", "LICENSE", 
 TOP_LEVEL |= {PACKAGE, "examples", "tests"}
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "misc", "util", "utils"}
 LONGEST_EXAMPLE = 100
+HOLD_PRIVATE_NAMES = {
+    "torch_internals.py",
+    "callbacks/lightning_internals.py",
+}  # those of torch and Lightning, no other
 # not the field's words, and what to write in their place
 NOT_OUR_WORDS = {
     "told": "known, or a name", "anew": "again", "aside": "second pass", "is said": "a warning says",
@@ -141,6 +145,44 @@ def test_a_circle_is_found_where_it_is_hidden():
     circle = circle_of_imports({"p.one": ("p", "def f():\n    import p.two"), "p.two": ("p", hidden), "p.c": ("p", "")})
     assert set(circle) == {"p.one", "p.two"}
     assert circle_of_imports({"p.one": ("p", "import p.two"), "p.two": ("p", "import p.c"), "p.c": ("p", "")}) == []
+
+
+def private_names(source: str) -> set[str]:
+    """The private names of torch and Lightning that a source imports, reads by a dotted name, or writes in a text."""
+    dotted = set(re.findall(r"\b(?:torch|trainer|lightning)[\w.]*?\._[a-zA-Z]\w*", source))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            dotted |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            dotted |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            dotted.add(ast.unparse(node))
+    outside = ("torch.", "nn.", "F.", "Tensor.", "lightning.", "trainer.", "self._trainer.")
+    found = {name for name in dotted if name.startswith(outside) and re.fullmatch(r"[\w.]+", name)}
+    return {name for name in found if re.search(r"\._(?!_|trainer)", name)}
+
+
+def test_private_names_of_torch_and_lightning_are_in_two_files():
+    found = {path.relative_to(ROOT / PACKAGE).as_posix(): private_names(path.read_text("utf-8")) for path in MODULES}
+    assert {name for name, names in found.items() if names} == HOLD_PRIVATE_NAMES, found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._foreach_mul([], [])",
+        "from torch.utils._pytree import tree_map",
+        "from torch.overrides import _pop_mode",
+        "import torch._dynamo",
+        "with nn.modules.dropout._DropoutNd: pass",
+        "x = self._trainer.fit_loop._combined_loader",
+        "x = ('torch._C', 'torch')",
+    ],
+)
+def test_private_names_are_found(source):
+    assert private_names(source)
+    public = "import torch\nfrom torch.overrides import TorchFunctionMode\nself._trainer.step(torch.__version__)"
+    assert private_names(public) == set()
 
 
 def test_public_names_are_listed_sorted_and_without_logic():

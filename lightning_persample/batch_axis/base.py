@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, row_owners
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.torch_internals import is_wrapped_by_transform
 
 __all__ = [
     "BY_LAYOUT",
@@ -158,7 +158,7 @@ def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether this is an ordinary tensor: neither sparse, nested nor wrapped by a torch.func transform."""
-    return tensor.layout is _STRIDED and not tensor.is_nested and not is_functorch_wrapped_tensor(tensor)
+    return tensor.layout is _STRIDED and not tensor.is_nested and not is_wrapped_by_transform(tensor)
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
 from lightning_persample.errors import BatchSizeError
+from lightning_persample.torch_internals import tree_leaves
 
 __all__ = [
     "BatchLayout",

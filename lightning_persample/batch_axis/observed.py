@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
+from lightning_persample.torch_internals import TORCH_FOLDER
 
 __all__ = [
     "Description",
@@ -32,7 +33,7 @@ __all__ = [
     "without_data",
 ]
 
-_OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parent.parent))
+_OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (TORCH_FOLDER, Path(__file__).parent.parent))
 
 
 @dataclass(eq=False, slots=True)  # not frozen: one is made for every tensor of every call

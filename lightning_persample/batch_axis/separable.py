@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_persample.batch_axis.added_up import scaled
 from lightning_persample.batch_axis.axis import BatchAxis, Computed, Lost, Root, entry_owners, one_entry
@@ -25,7 +24,7 @@ from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import other_generators_kept
-from lightning_persample.torch_internals import saved_tensors_are_hooked
+from lightning_persample.torch_internals import saved_tensors_are_hooked, tree_flatten, tree_map, tree_unflatten
 
 __all__ = ["by_what_samples_give"]
 

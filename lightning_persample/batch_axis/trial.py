@@ -6,12 +6,12 @@ from collections.abc import Hashable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_persample.batch_axis.axis import BatchAxis, one_entry
 from lightning_persample.batch_axis.base import Followed, beside_lost, follower, keep, lost
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
 from lightning_persample.rules import other_generators_kept
+from lightning_persample.torch_internals import tree_map
 
 __all__ = ["try_on_one_sample"]
 

@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from lightning_persample.callbacks.lightning_internals import is_lightning_module
+from lightning_persample.callbacks.lightning_internals import is_lightning_module, optimizers_of
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.influence.less import adam_direction
+from lightning_persample.torch_internals import COMPILED
 
 __all__ = [
     "AdamState",
@@ -260,7 +260,7 @@ def _configured(module: LightningModule, trainer: Trainer, requires_grad: Mappin
             configured: Any = module.configure_optimizers()
     finally:
         del loop.setup_data
-    return list(_configure_optimizers(configured)[0])
+    return optimizers_of(configured)
 
 
 def _is_of(optimizer: Any, places: Mapping[int, str]) -> bool:
@@ -474,7 +474,7 @@ def _fitting(weights: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]
     for drops_module, drops_compiled in ((False, False), (False, True), (True, False), (True, True)):
         named = {}
         for name, value in weights.items():
-            kept = name.replace("_orig_mod.", "") if drops_compiled else name
+            kept = name.replace(f"{COMPILED}.", "") if drops_compiled else name
             named[kept.removeprefix("module.") if drops_module else kept] = value
         if len(named) == len(weights) and named.keys() <= own:
             return named

@@ -15,6 +15,7 @@ import torch
 from lightning import __version__ as lightning_version
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch import __version__ as torch_version
 
 from lightning_persample.callbacks.checkpoints import Checkpoints, Source, requiring_gradients
 from lightning_persample.callbacks.collecting import GradientOptions, SamplesOnce, WritesInAnyCase, collecting_with
@@ -28,6 +29,7 @@ from lightning_persample.influence.shards import StoreManifest
 from lightning_persample.influence.store import GradientStore
 from lightning_persample.options import check_option, check_options, is_none_or_int
 from lightning_persample.reference.untouched import untouched
+from lightning_persample.torch_internals import COMPILED
 
 __all__ = ["collect_gradients", "is_told", "named"]
 
@@ -160,7 +162,7 @@ def collect_gradients(
         weights_only=weights_only,
         overwrite=overwrite,
     )
-    module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    module = getattr(module, COMPILED, module)  # what torch.compile wraps
     if loss is None and not is_lightning_module(module):
         raise OptionError("loss=None takes module.training_step: pass a LightningModule, or loss=...")
     if loss is None and not module.automatic_optimization:
@@ -199,7 +201,7 @@ def collect_gradients(
             **{name: named(each) for name, each in {**callables, **columns_of}.items()},
             "precision": trainer.precision,
         },
-        libraries={"torch": torch.__version__, "lightning": lightning_version, "numpy": np.__version__},
+        libraries={"torch": torch_version, "lightning": lightning_version, "numpy": np.__version__},
         samples=None if sample_index is not None else samples.size,
     )
     if is_sharded(module) or not is_a(trainer.strategy, "SingleDeviceStrategy", "DDPStrategy"):

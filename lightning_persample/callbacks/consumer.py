@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -17,7 +16,7 @@ from lightning_persample.capture.failure import FAULT, fault_of, of_user, stop
 from lightning_persample.capture.record import PerSampleRecord, warn_user, warning_texts
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 
-__all__ = ["Consumer", "Reports", "check_options_agree", "holds_compiled_code", "why_unsupported"]
+__all__ = ["Consumer", "Reports", "check_options_agree", "why_unsupported"]
 
 
 class Consumer(Protocol):
@@ -85,16 +84,6 @@ def check_options_agree(trainer: Trainer, callbacks: Sequence[Consumer]) -> None
                     f"{described(first, option)}, but {described(other, option)}: all per-sample callbacks of a "
                     f"Trainer share one capture, so {option} must be the same for all of them"
                 )
-
-
-def holds_compiled_code(pl_module: LightningModule) -> bool:
-    """Whether the module or a part of it went through ``torch.compile``."""
-    if "torch._dynamo" not in sys.modules:
-        return False
-    compiled = torch._dynamo.eval_frame.OptimizedModule
-    return pl_module._compiler_ctx is not None or any(
-        isinstance(part, compiled) or part._compiled_call_impl is not None for part in pl_module.modules()
-    )
 
 
 def why_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:

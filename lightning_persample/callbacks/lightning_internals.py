@@ -13,10 +13,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -26,18 +28,31 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_persample.capture.failure import once
 from lightning_persample.capture.parameters import sharded_elsewhere
 from lightning_persample.errors import OptionError
+from lightning_persample.torch_internals import has_compiled_part
 
 __all__ = [
+    "BEFORE_ITERATORS",
+    "LOADERS",
     "ObservedMethod",
+    "batches_ahead",
     "borrowed",
+    "combined_loader",
+    "holds_compiled_code",
     "is_a",
     "is_lightning_module",
+    "iterators_of",
     "lightning_module_for",
+    "logging_step",
+    "logs_now",
+    "optimizers_of",
+    "prefix_of",
     "quiet_trainer",
     "ranked_bases",
     "skips_hooks",
+    "structure_of",
     "why_no_mean_gradient",
     "why_strategy_is_unsupported",
+    "window_continues",
 ]
 
 _PACKAGES = ("lightning", "pytorch_lightning")
@@ -72,6 +87,48 @@ def skips_hooks(trainer: Any) -> bool:
     call = getattr(sys.modules.get(getattr(kind, "__module__", "")), "call", None)
     code = getattr(getattr(call, "_call_callback_hooks", None), "__code__", None)
     return "callable" in getattr(code, "co_names", ())
+
+
+def holds_compiled_code(pl_module: LightningModule) -> bool:
+    """Whether the module or a part of it went through ``torch.compile``."""
+    return has_compiled_part(pl_module) or pl_module._compiler_ctx is not None
+
+
+def optimizers_of(configured: Any) -> list[Any]:
+    """The optimizers in what ``configure_optimizers`` returned."""
+    return list(_configure_optimizers(configured)[0])
+
+
+logging_step: Callable[[Trainer], int] = attrgetter("fit_loop.epoch_loop._batches_that_stepped")
+"""The step number under which Lightning logs what happens in the current batch; asked at every batch."""
+
+
+def logs_now(trainer: Trainer) -> bool:
+    """Whether Lightning logs what happens in the current batch."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def window_continues(trainer: Trainer) -> bool:
+    """Whether the current batch ends without an optimizer step, because gradients are being accumulated."""
+    return trainer.fit_loop._should_accumulate()
+
+
+prefix_of: Callable[[Any], str] = attrgetter("_prefix")  # of a logger, before each of its names
+
+BEFORE_ITERATORS = "_load_combined_loader_states"  # the method of a fit loop called right before iterators are made
+LOADERS = "_flattened"  # the attribute of a CombinedLoader that lists its data loaders
+iterators_of: Callable[[Any], list[Any]] = attrgetter("_iterator.iterators")  # of a CombinedLoader, one per loader
+structure_of: Callable[[Any], Any] = attrgetter("_spec")  # of a CombinedLoader's collection of loaders
+
+
+def combined_loader(trainer: Trainer) -> Any:
+    """The CombinedLoader of the training data, or None."""
+    return trainer.fit_loop._combined_loader
+
+
+def batches_ahead(trainer: Trainer) -> int:
+    """How many batches are fetched beyond the current one."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
 _ABSENT = object()

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_persample.callbacks.lightning_internals import ranked_bases
+from lightning_persample.callbacks.lightning_internals import prefix_of, ranked_bases
 from lightning_persample.capture.failure import of_user
 from lightning_persample.capture.record import warn_user
 
@@ -105,7 +105,7 @@ def _experiment(logger: Logger) -> Any:
 
 def _prefixed(logger: Logger, name: str) -> str:
     """The name as the logger's own ``log_metrics`` writes it."""
-    prefix = logger._prefix  # type: ignore[attr-defined]
+    prefix = prefix_of(logger)
     return f"{prefix}{logger.LOGGER_JOIN_CHAR}{name}" if prefix else name  # type: ignore[attr-defined]
 
 
@@ -133,7 +133,7 @@ def _directory(logger: Logger) -> str | None:
 def _write_file(logger: Logger, kind: _Kind, path: str, content: bytes) -> None:
     if kind == "csv":
         _experiment(logger)  # it warns of a directory that is not empty when it starts: before this file is in it
-        path = f"{_path_part(logger._prefix)}-{path}" if logger._prefix else path  # type: ignore[attr-defined]
+        path = f"{_path_part(prefix_of(logger))}-{path}" if prefix_of(logger) else path
     _save(f"{_directory(logger)}/{path}", content)
 
 

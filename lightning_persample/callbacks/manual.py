@@ -16,6 +16,7 @@ from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients.precision import without_autocast
+from lightning_persample.torch_internals import without_torch_function
 
 __all__ = ["NOT_VERIFIED", "NO_BACKWARD", "NO_FALLBACK", "OUTSIDE_STEP", "ManualStep", "unseen", "why_not_manual"]
 
@@ -156,5 +157,5 @@ class ManualStep:
 @contextmanager
 def unseen(device: str) -> Iterator[None]:
     """What is computed in this context is in no graph, and the capture does not see it."""
-    with torch._C.DisableTorchFunction(), torch.no_grad(), without_autocast(device):
+    with without_torch_function(), torch.no_grad(), without_autocast(device):
         yield

@@ -15,16 +15,23 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, default_collate, default_convert, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_persample.batch_axis.batch import places_of_rows, with_samples_at
 from lightning_persample.callbacks.consumer import Consumer
-from lightning_persample.callbacks.lightning_internals import ObservedMethod
+from lightning_persample.callbacks.lightning_internals import (
+    BEFORE_ITERATORS,
+    LOADERS,
+    ObservedMethod,
+    batches_ahead,
+    combined_loader,
+    iterators_of,
+    structure_of,
+)
 from lightning_persample.capture.failure import Once, fault_of, guard, of_user
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError
+from lightning_persample.torch_internals import MAKE_ITERATORS, collate_of, collates_rows, pin_memory, tree_unflatten
 
 __all__ = [
     "LAST_KEYS",
@@ -235,9 +242,7 @@ def is_followed(loader: object) -> bool:
     if stateful is not None:
         kinds.append(stateful.StatefulDataLoader)
     own = [
-        name
-        for name in ("__iter__", "_get_iterator")
-        if all(getattr(type(loader), name) is not getattr(kind, name) for kind in kinds)
+        name for name in MAKE_ITERATORS if all(getattr(type(loader), name) is not getattr(kind, name) for kind in kinds)
     ]
     return not own and all(name in vars(loader) for name in _REPLACED)
 
@@ -266,7 +271,7 @@ class TaggedLoader:
         finally:
             attributes.update(own)
         note_failures([iterator], failures)
-        is_tagged = isinstance(getattr(iterator, "_collate_fn", None), (_KeyedCollate, _CountingCollate))
+        is_tagged = isinstance(collate_of(iterator), (_KeyedCollate, _CountingCollate))
         if is_tagged and "_last_drawn" not in vars(type(iterator)):
             kind: Any = type(iterator)
             iterator.__class__ = _untagging(kind)
@@ -274,7 +279,7 @@ class TaggedLoader:
 
     def _keyed(self, own: dict[str, Any]) -> dict[str, Any]:
         """What takes the place of the loader's own attributes while its iterator is made."""
-        dataset, is_automatic = own["dataset"], self._loader._auto_collation
+        dataset, is_automatic = own["dataset"], collates_rows(self._loader)
         if isinstance(dataset, IterableDataset):
             return {**own, "collate_fn": _CountingCollate(own["collate_fn"], is_automatic, _without_keys(dataset))}
         keyed: dict[str, Any] = {"dataset": _KeyedDataset(dataset)}
@@ -516,7 +521,7 @@ class BatchIndices:
         drawn = self._of_current_batch() or [Drawn(None, self._why_not_followed)]
         found = [_of_samples(_index_of(each, record.batch_size), record) for each in drawn]
         if any(index is not None for index in found):
-            return replace(record, sample_index=tree_unflatten(found, self._followed._spec))
+            return replace(record, sample_index=tree_unflatten(found, structure_of(self._followed)))
         reasons = [self._why_absent(each, record.batch_size) for each in drawn]
         self.why_absent = "; ".join(dict.fromkeys(reasons))
         if not self._has_warned and not all(each.is_expected for each in drawn):
@@ -531,7 +536,7 @@ class BatchIndices:
 
     def arranged(self, batch: Any) -> Any:
         """The current batch with lists of one item per sample, and tuples of fields, where these are known."""
-        combined: Any = self._trainer.fit_loop._combined_loader
+        combined: Any = combined_loader(self._trainer)
         loaders = [] if combined is None else combined.flattened
         if all(getattr(loader, "collate_fn", None) is default_collate for loader in loaders):
             return with_samples_at(batch, ())
@@ -547,16 +552,18 @@ class BatchIndices:
 
     def _install(self) -> None:
         # Lightning calls it when the training data are complete, right before it makes their iterators.
-        loop, name = self._trainer.fit_loop, "_load_combined_loader_states"
-        if not hasattr(loop, name):
+        loop = self._trainer.fit_loop
+        if not hasattr(loop, BEFORE_ITERATORS):
             self._why_not_followed = "this version of lightning makes its iterators in another way"
             return
 
         def follow(before_iterators: Callable[[], None]) -> None:
             before_iterators()
-            self._follow(loop._combined_loader)
+            self._follow(combined_loader(self._trainer))
 
-        self._observed = ObservedMethod(loop, name, follow, self._failed, lambda: self._observed is not None)
+        self._observed = ObservedMethod(
+            loop, BEFORE_ITERATORS, follow, self._failed, lambda: self._observed is not None
+        )
         self._observed.install()
 
     def _failed(self, error: Exception) -> None:
@@ -582,7 +589,7 @@ class BatchIndices:
             return []
         noted = vars(self._followed)[_LOG]
         # A loader without a length is one batch ahead, because Lightning has to know which batch is the last.
-        ahead = len(getattr(self._trainer.fit_loop._data_fetcher, "batches", ()))
+        ahead = batches_ahead(self._trainer)
         return guard(_drawn, _no_keys_known)(self._followed.flattened, noted[-1 - ahead]) if len(noted) > ahead else []
 
     def _why_absent(self, drawn: Drawn, batch_size: int) -> str:
@@ -602,20 +609,20 @@ def _following(kind: Any) -> Any:
     class Following(kind):
         def __iter__(self) -> Any:
             attributes: dict[str, Any] = self.__dict__
-            own = attributes["_flattened"]
+            own = attributes[LOADERS]
             failures: list[Exception] = []
-            attributes["_flattened"] = guard(_tagged, failures.append)(own) or own
+            attributes[LOADERS] = guard(_tagged, failures.append)(own) or own
             try:
                 iterator = super().__iter__()
             finally:
-                attributes["_flattened"] = own
-            note_failures(self._iterator.iterators, failures)
+                attributes[LOADERS] = own
+            note_failures(iterators_of(self), failures)
             return iterator
 
         def __next__(self) -> Any:
             fetched = super().__next__()
             try:  # no `guard`: this runs at every batch
-                keys: Any = [getattr(each, LAST_KEYS, None) for each in self._iterator.iterators]
+                keys: Any = [getattr(each, LAST_KEYS, None) for each in iterators_of(self)]
             except Exception as error:
                 keys = error
             self.__dict__[_LOG].append(keys)

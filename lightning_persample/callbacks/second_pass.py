@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_persample.callbacks.consumer import Consumer
 from lightning_persample.capture.observing import without_compilation
@@ -20,6 +19,7 @@ from lightning_persample.errors import UnsupportedError, VerificationError
 from lightning_persample.reference.samples import loss_of
 from lightning_persample.reference.untouched import ModuleState, untouched
 from lightning_persample.reference.verify import RANDOM, check_per_sample_gradients
+from lightning_persample.torch_internals import TorchDispatchMode
 
 __all__ = ["NoLossError", "muted", "on_other_batches", "second_pass", "verify_values"]
 

@@ -27,11 +27,16 @@ from lightning_persample.callbacks.consumer import (
     Consumer,
     Reports,
     check_options_agree,
-    holds_compiled_code,
     why_unsupported,
 )
 from lightning_persample.callbacks.fallback import NOT_COMPARED, NOT_ONE_BY_ONE, SecondEngine, SumsDifferError
-from lightning_persample.callbacks.lightning_internals import ObservedMethod, skips_hooks
+from lightning_persample.callbacks.lightning_internals import (
+    ObservedMethod,
+    holds_compiled_code,
+    logging_step,
+    logs_now,
+    skips_hooks,
+)
 from lightning_persample.callbacks.manual import (
     NO_BACKWARD,
     NO_FALLBACK,
@@ -50,7 +55,7 @@ from lightning_persample.capture.record import OwnScale, PerSampleRecord, warnin
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 from lightning_persample.reference.samples import loss_of
 
-__all__ = ["SharedCapture", "is_logging_step", "logging_step", "shared_capture", "window_continues"]
+__all__ = ["SharedCapture", "is_logging_step", "shared_capture"]
 
 
 def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
@@ -58,20 +63,10 @@ def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return True
     if every_n_steps is None and trainer.world_size == 1:
-        return bool(trainer._logger_connector.should_update_logs)
+        return logs_now(trainer)
     # Of several processes one alone may be asked to stop: what they do together goes by the count of steps.
     every = trainer.log_every_n_steps if every_n_steps is None else every_n_steps  # type: ignore[attr-defined]
     return every > 0 and (logging_step(trainer) + 1) % every == 0
-
-
-def logging_step(trainer: Trainer) -> int:
-    """The step number under which Lightning logs what happens in the current batch."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def window_continues(trainer: Trainer) -> bool:
-    """Whether the current batch ends without an optimizer step, because gradients are being accumulated."""
-    return trainer.fit_loop._should_accumulate()
 
 
 def shared_capture(trainer: Trainer) -> SharedCapture | None:
@@ -225,7 +220,7 @@ class SharedCapture:
             return False
         try:  # no `guard`: it would be most of what a batch that is not captured costs
             trainer = self._trainer
-            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            step = logging_step(trainer)
             is_due = trainer.should_stop  # then Lightning logs
             for callback in self._callbacks:
                 every = callback.every_n_steps

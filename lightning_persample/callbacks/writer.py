@@ -14,9 +14,11 @@ import torch
 from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch import __version__ as torch_version
 from typing_extensions import Unpack
 
 from lightning_persample.callbacks.base import PerSampleCallback
+from lightning_persample.callbacks.lightning_internals import window_continues
 from lightning_persample.callbacks.rows import (
     CapturedRows,
     GradientRows,
@@ -26,7 +28,6 @@ from lightning_persample.callbacks.rows import (
     settle_gradients,
     table_of,
 )
-from lightning_persample.callbacks.session import window_continues
 from lightning_persample.callbacks.statistics import is_path
 from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError, PerSampleError
@@ -254,7 +255,7 @@ class PerSampleGradientWriter(PerSampleCallback):
     def _new_manifest(self, trainer: Trainer, pl_module: LightningModule) -> Manifest:
         reduction = self.loss_reduction
         named = reduction if isinstance(reduction, str) else getattr(reduction, "__qualname__", "a callable")
-        libraries = {"torch": torch.__version__, "lightning": lightning_version, "pyarrow": arrow().__version__}
+        libraries = {"torch": torch_version, "lightning": lightning_version, "pyarrow": arrow().__version__}
         others = ("per_layer", "every_n_steps", "max_samples", "engine")
         unit = "optimizer steps" if pl_module.automatic_optimization else "batches"
         settings = {"loss_reduction": named, "step_unit": unit, **{name: getattr(self, name) for name in others}}

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, batch_first
 from lightning_persample.batch_axis.base import Followed
@@ -21,7 +20,7 @@ from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, SampleGradient
 from lightning_persample.rules import Call, Rule, generic_rule, op_name
 from lightning_persample.rules.elementwise import widen
-from lightning_persample.torch_internals import saved_results
+from lightning_persample.torch_internals import saved_results, tree_flatten, tree_unflatten
 
 __all__ = [
     "ByRule",

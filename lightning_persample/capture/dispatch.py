@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_flatten
 
 from lightning_persample.batch_axis.added_up import UNKNOWN, scaled
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
@@ -60,6 +59,7 @@ from lightning_persample.capture.reporting import (
 )
 from lightning_persample.capture.weight import Derivation, Weight, base_of, in_one_row, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
+from lightning_persample.torch_internals import tree_flatten
 
 __all__ = ["Dispatcher"]
 

@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 
 from lightning_persample.batch_axis.axis import BatchAxis
 from lightning_persample.errors import UnsupportedError
@@ -23,7 +21,7 @@ from lightning_persample.gradients import PatchGeometry, convolution_is_fused, l
 from lightning_persample.gradients.precision import autocast_is_on, without_autocast
 from lightning_persample.rules import Rule
 from lightning_persample.rules.convolution import per_axis, resolve_padding
-from lightning_persample.torch_internals import saved_tensors_are_hooked
+from lightning_persample.torch_internals import calls_run_as_written, without_torch_function
 
 __all__ = ["FusedCall", "fused_call"]
 
@@ -135,7 +133,7 @@ class _Fused(torch.autograd.Function):
         sums = {} if call.sums is None else call.sums(grad, not again)
         wanted = ctx.needs_input_grad[1:]
         missing = (wanted[0], wanted[1] and "weight" not in sums, wanted[2] and "bias" not in sums)
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             plain = call.backward(grad, x, weight, missing)
         found = (plain[0], sums.get("weight", plain[1]), sums.get("bias", plain[2]))
         return None, *(
@@ -156,7 +154,7 @@ def fused_call(
     if (op != "linear" and op not in _CONVOLUTIONS) or rule is None:
         return None
     arguments = rule.bind(args, kwargs)
-    if arguments is None or not _nothing_in_between():
+    if arguments is None or not calls_run_as_written():
         return None
     x, weight, bias = (arguments.get(name) for name in ("input", "weight", "bias"))
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and _are_plain(x, weight, bias)):
@@ -184,19 +182,6 @@ def fused_call(
     if not always and not convolution_is_fused(tuple(x.shape[1:]), weight.shape[0], geometry, likely, x.device):
         return None
     return _Convolution(geometry, _cast(dtype, x, weight, bias))
-
-
-def _nothing_in_between() -> bool:
-    """Whether the call and its backward will run as they stand."""
-    # Other function modes may change what the call gives, transforms and forward differentiation have rules of their
-    # own, and what hooks on saved tensors do (activation checkpointing, offloading) depends on which tensors are saved.
-    modes = torch.overrides._get_current_function_mode_stack()
-    return (
-        all(type(mode) is DeviceContext for mode in modes)
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and not saved_tensors_are_hooked()
-    )
 
 
 def _are_plain(*tensors: Any) -> bool:

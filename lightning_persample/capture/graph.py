@@ -12,6 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 from lightning_persample.capture.failure import guard
+from lightning_persample.torch_internals import AccumulateGrad
 
 __all__ = [
     "REENTRANT",
@@ -36,8 +37,6 @@ Edges: TypeAlias = dict[Node, list[Node]]
 
 REENTRANT = "CheckpointFunctionBackward"
 """Name of the node of an activation checkpoint that runs its forward again as a backward inside the backward."""
-
-_ACCUMULATES: type = vars(torch._C._functions)["AccumulateGrad"]
 
 
 def accumulator(parameter: Tensor) -> Node:
@@ -95,7 +94,7 @@ def ends_below(node: Node, inside: Edges) -> Nodes:
 
 def leaf_of(node: Node) -> Tensor | None:
     """The leaf whose gradient a node adds to, or None for any other node."""
-    return node.variable if type(node) is _ACCUMULATES else None  # type: ignore[attr-defined]
+    return node.variable if type(node) is AccumulateGrad else None  # type: ignore[attr-defined]
 
 
 def unseen_text(node: Node, differentiated: str) -> str:

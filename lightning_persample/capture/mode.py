@@ -39,7 +39,7 @@ from lightning_persample.capture.values import (
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import KernelOptions, kernel_options
 from lightning_persample.options import check_option, check_options
-from lightning_persample.torch_internals import is_recomputing
+from lightning_persample.torch_internals import current_backward, is_recomputing
 
 __all__ = ["Capture", "expanded_weights"]
 
@@ -356,7 +356,7 @@ class Capture:
     def _backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = guard(decomposed_backward, self._fail)(function, self._mode) or function
         if self._depth:
-            if torch._C._current_graph_task_id() >= 0 and not self._fault:  # inside another
+            if current_backward() >= 0 and not self._fault:  # inside another
                 guard(self._look_inside, self._fail)(args, kwargs)
             return run(*args, **kwargs)
         guard(self._before, self._fail)(args, kwargs)

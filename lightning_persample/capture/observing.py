@@ -16,7 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
+
+from lightning_persample.torch_internals import (
+    TensorBase,
+    disabled_torch_function,
+    dynamo_is_imported,
+    function_modes,
+    pop_function_mode,
+    push_function_mode,
+    torch_function_is_enabled,
+)
 
 __all__ = [
     "ObservingMode",
@@ -46,10 +56,10 @@ class ObservingMode(TorchFunctionMode):
             with self:
                 yield
         finally:
-            while self in (stack := _get_current_function_mode_stack()):
-                above = [_pop_mode() for _ in stack[stack.index(self) :]][:-1]
+            while self in (stack := function_modes()):
+                above = [pop_function_mode() for _ in stack[stack.index(self) :]][:-1]
                 for mode in reversed(above):
-                    _push_mode(mode)
+                    push_function_mode(mode)
 
     def offer(self, function: Callable[..., Any], *args: Any) -> Any:
         """Offer a call that torch does not offer to modes."""
@@ -107,7 +117,7 @@ def decomposed_backward(function: Callable[..., Any], visible: AbstractContextMa
 
     def run(*args: Any, **kwargs: Any) -> Any:
         captures = (visible, *_inner.get())
-        around = (mode for mode in _get_current_function_mode_stack() if mode is not visible)
+        around = (mode for mode in function_modes() if mode is not visible)
         if function is not torch.autograd.grad and any(isinstance(mode, ObservingMode) for mode in around):
             inside = _inner.set(captures)
             try:
@@ -217,7 +227,7 @@ class _WhileAnyIsInside:
 
 
 def _eager() -> AbstractContextManager[object]:
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+    if not dynamo_is_imported():  # nothing is compiled, and the import takes seconds
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
@@ -229,7 +239,7 @@ def _not_counted() -> Iterator[None]:
     @wraps(asked)  # and were this one left in its place, the next one would not ask it
     def has_torch_function(args: Iterable[Any]) -> bool:
         offers_itself = "handle_torch_function" in sys._getframe(1).f_code.co_names
-        if offers_itself or any(not isinstance(mode, ObservingMode) for mode in _get_current_function_mode_stack()):
+        if offers_itself or any(not isinstance(mode, ObservingMode) for mode in function_modes()):
             return bool(asked(args))
         return any(_overrides(type(arg)) for arg in args)
 
@@ -254,7 +264,7 @@ def _not_counted() -> Iterator[None]:
 
 def _getweakrefs(tensor: Tensor) -> list[Any]:
     """What `torch.utils.swap_tensors` asks before it swaps: captures know of tensors by weak references."""
-    for mode in _get_current_function_mode_stack():
+    for mode in function_modes():
         if isinstance(mode, ObservingMode):
             mode.offer(weakref.getweakrefs, tensor)
     return weakref.getweakrefs(tensor)
@@ -265,7 +275,7 @@ def _offered(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def offer(*args: Any, **kwargs: Any) -> Any:
-        if not (torch._C._is_torch_function_enabled() and _get_current_function_mode_stack()):
+        if not (torch_function_is_enabled() and function_modes()):
             return function(*args, **kwargs)
         return torch.overrides.handle_torch_function(function, (), *args, **kwargs)
 
@@ -280,12 +290,12 @@ class _Part(property):
         self.__name__ = part.__name__
 
 
-_PARTS = tuple(_Part(getattr(torch._C.TensorBase, name)) for name in ("real", "imag"))
+_PARTS = tuple(_Part(getattr(TensorBase, name)) for name in ("real", "imag"))
 
 
 def _overrides(kind: type) -> bool:
     own = getattr(kind, "__torch_function__", None)
-    return kind is not Tensor and own is not None and own is not torch._C._disabled_torch_function_impl
+    return kind is not Tensor and own is not None and own is not disabled_torch_function
 
 
 without_compilation = _WhileAnyIsInside(_eager)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_unflatten
 
 from lightning_persample.batch_axis.axis import BatchAxis, row_owners
 from lightning_persample.batch_axis.base import Followed
@@ -26,6 +25,7 @@ from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Indexed, Outer, SampleGradient, add_up
 from lightning_persample.gradients.cost import current_options, halved
 from lightning_persample.rules import Call, Pull, find_rule, other_generators_kept, vector_jacobian
+from lightning_persample.torch_internals import tree_unflatten
 
 __all__ = ["copied", "looked_up", "pull_back", "row_by_row", "settle", "settle_one"]
 

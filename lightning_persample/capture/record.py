@@ -19,6 +19,7 @@ from lightning_persample.capture.failure import in_smaller_chunks, stop
 from lightning_persample.errors import OptionError, PerSampleWarning, UnsupportedError
 from lightning_persample.gradients import Projection, SampleGradient, kernel_options
 from lightning_persample.gradients.cost import current_options
+from lightning_persample.torch_internals import divide_each, multiply_each
 
 __all__ = [
     "OF_KEPT",
@@ -150,9 +151,9 @@ class OwnScale:
             weights = self.weighting.detach().to(like.device, like.dtype).pow(power)
             values = [each / weights.reshape(-1, *(1,) * (each.dim() - 1)) for each in values]
         elif self.weighting == "mean":
-            values = torch._foreach_mul(list(values), float(self.batch_size) ** power)
+            values = multiply_each(list(values), float(self.batch_size) ** power)
         if self.scale is not None:
-            values = torch._foreach_div(list(values), self.scale.to(like.device, like.dtype).pow(power))
+            values = divide_each(list(values), self.scale.to(like.device, like.dtype).pow(power))
         return list(values)
 
     def own_sq_norms(self, sq_norms: Sequence[Tensor]) -> list[Tensor]:

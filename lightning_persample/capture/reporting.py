@@ -24,6 +24,12 @@ from lightning_persample.gradients import Dense, Outer, SampleGradient, kernel_o
 from lightning_persample.gradients.norms import LONGEST_ROW, dense_sq_norm
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import rule_of
+from lightning_persample.torch_internals import (
+    any_autocast_is_on,
+    backward_keeps_graph,
+    innermost_transform,
+    without_torch_function,
+)
 
 __all__ = [
     "LINEAR",
@@ -89,7 +95,7 @@ class Report:
 
     def _after_all(self, grads: Sequence[Tensor | None]) -> None:
         self.hook(grads)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not backward_keeps_graph():
             self._handle.remove()  # it holds nodes that hold it, a circle that no collector sees
 
     def note_gradient(self) -> None:
@@ -110,8 +116,8 @@ class Report:
                 self._compute = None
             return []
         options = kernel_options(collector.kernel_options)  # entered here: on CUDA this is another thread
-        with torch._C.DisableTorchFunction(), options:
-            if not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
+        with without_torch_function(), options:
+            if not (torch.is_grad_enabled() or any_autocast_is_on()):
                 return self._collect(grads, wants_sums)
             with (
                 torch.no_grad(),
@@ -226,7 +232,7 @@ def rows_of_linear(collector: Collector, args: tuple[Any, ...]) -> RowsOfLinear 
     """What is known of a call of ``F.linear`` with these arguments; None where it is no ordinary one."""
     if not 2 <= len(args) <= 3 or not torch.is_grad_enabled() or rule_of("linear") is not _RULE:
         return None
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # a transform wraps what the call gives
+    if innermost_transform() is not None:  # a transform wraps what the call gives
         return None
     tensors = args if len(args) == 2 or args[2] is not None else args[:2]
     x = tensors[0]
@@ -255,7 +261,7 @@ def rows_of_linear(collector: Collector, args: tuple[Any, ...]) -> RowsOfLinear 
         return None
     if len(sizes) == 2 and sizes[1] != sizes[0][:1]:  # (a bias may be broadcast)
         return None
-    if torch._C._is_any_autocast_enabled():
+    if any_autocast_is_on():
         return None
     return RowsOfLinear(tensors, axis, x.detach(), weights, is_single)
 
@@ -333,7 +339,7 @@ class _RowsReport(Report):
         if grad is None or not collector.accepting:
             return
         if collector.wants_no_more(weights) and type(grad) is Tensor and isinstance(rows, _OfRows):
-            with torch._C.DisableTorchFunction():  # (the mode would be offered every attribute, too)
+            with without_torch_function():  # (the mode would be offered every attribute, too)
                 done = self._note_norms(grad, rows)
             if done:
                 return

@@ -17,6 +17,7 @@ from lightning_persample.capture.record import OF_KEPT, UNEQUAL_WEIGHTS, KeptGra
 from lightning_persample.capture.weight import Weight
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients import SampleGradient, add_up
+from lightning_persample.torch_internals import multiply_each
 
 __all__ = ["Values", "has_value", "read_values", "why_no_factor"]
 
@@ -111,7 +112,7 @@ def read_values(
 
 def _squares(norms: list[Tensor]) -> Sequence[Tensor]:
     """The squares of norms (B,) of any dtypes and devices."""
-    return torch._foreach_mul(norms, norms) if norms else []
+    return multiply_each(norms, norms) if norms else []
 
 
 def samples_in_loss(of_part: Sequence[int] | None, weights: object) -> Sequence[int] | None:

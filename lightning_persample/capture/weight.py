@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lightning_persample.batch_axis.observed import Description, tensors_in, version_of
 from lightning_persample.batch_axis.pointwise import POINTWISE
 from lightning_persample.gradients import Block, Dense, SampleGradient, Sum, add_up
+from lightning_persample.torch_internals import TreeSpec, tree_unflatten
 
 __all__ = [
     "Computation",

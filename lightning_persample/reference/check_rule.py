@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from lightning_persample.batch_axis.observed import tensors_in
 from lightning_persample.batch_axis.pointwise import POINTWISE
@@ -26,6 +25,7 @@ from lightning_persample.options import check_option, check_options, is_none_or_
 from lightning_persample.reference.verify import table
 from lightning_persample.rules import Call, Rule, canonical_op, find_rule, op_name, watched
 from lightning_persample.rules.elementwise import align_rank
+from lightning_persample.torch_internals import tree_map
 
 __all__ = [
     "ExampleCall",

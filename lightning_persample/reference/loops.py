@@ -9,13 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_persample.batch_axis.batch import batch_tensors, read_batch_size
 from lightning_persample.capture.parameters import by_place, check_module, recurrent_layers_kept, trainable, unwrapped
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 from lightning_persample.options import check_option, is_none_or_int
+from lightning_persample.torch_internals import BatchNormBase, NormBase, tree_flatten, tree_map, tree_unflatten
 
 __all__ = ["batch_statistics_explained", "loop_per_sample_grads", "vmap_per_sample_grads"]
 
@@ -34,7 +33,7 @@ def batch_statistics_explained(module: nn.Module) -> Iterator[None]:
         keeping = [
             name
             for name, part in module.named_modules()
-            if isinstance(part, _NormBase) and part.training and part.running_mean is not None
+            if isinstance(part, NormBase) and part.training and part.running_mean is not None
         ]
         raise UnsupportedError(
             f"{_listed(keeping) or 'a batch normalisation'} normalises with the statistics of the batch and keeps them "
@@ -46,7 +45,7 @@ def batch_statistics_explained(module: nn.Module) -> Iterator[None]:
         of_the_batch = [
             name
             for name, part in module.named_modules()
-            if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+            if isinstance(part, BatchNormBase) and (part.training or part.running_mean is None)
         ]
         if _ONE_VALUE not in str(error) or not of_the_batch:  # group normalisation may say the same
             raise

@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_persample.capture.observing import ObservingMode
 from lightning_persample.errors import PerSampleError
+from lightning_persample.torch_internals import DropoutBase
 
 __all__ = ["ModuleState", "untouched", "without_dropout"]
 
@@ -195,7 +196,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     """Set the dropout probability of torch's own layers and functions to 0 in this context."""
     found: list[tuple[Any, str, float]] = []
     for layer in module.modules():
-        if isinstance(layer, nn.modules.dropout._DropoutNd):
+        if isinstance(layer, DropoutBase):
             found.append((layer, "p", layer.p))
         elif isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)):
             found.append((layer, "dropout", layer.dropout))

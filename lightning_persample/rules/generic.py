@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.rules.elementwise import widen
 from lightning_persample.rules.generators import other_generators_kept
 from lightning_persample.rules.registry import canonical_op, op_name
 from lightning_persample.rules.vector_jacobian import vector_jacobian
+from lightning_persample.torch_internals import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["generic_rule"]
 

@@ -24,6 +24,7 @@ from lightning_persample.gradients.norms import LONGEST_ROW
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules.elementwise import sum_to_shape, widen
 from lightning_persample.rules.registry import Call, register_rule
+from lightning_persample.torch_internals import without_torch_function
 
 __all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
 
@@ -84,7 +85,7 @@ def _machine_epsilon(dtype: torch.dtype) -> float:
     """What `torch.rms_norm` takes for eps=None: the epsilon in which it computes, in torch 2.6 that of its input."""
     if dtype not in (torch.float16, torch.bfloat16):
         return torch.finfo(dtype).eps
-    with torch.no_grad(), torch._C.DisableTorchFunction(), without_autocast("cpu"):
+    with torch.no_grad(), without_torch_function(), without_autocast("cpu"):
         small = float(torch.rms_norm(torch.full((1,), 2.0**-6, dtype=dtype), (1,)))
     return torch.finfo(dtype if small < 0.75 else torch.float32).eps
 

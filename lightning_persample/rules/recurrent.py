@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense, Outer, SampleGradient
 from lightning_persample.rules.registry import Call, register_rule
+from lightning_persample.torch_internals import recurrent_functions
 
 __all__ = ["recurrent_cell", "recurrent_layer"]
 
@@ -298,7 +299,7 @@ def _check(kind: str, replayed: Tensor, given: Tensor | None, valid: Tensor | No
 
 
 def _register(kind: str) -> None:
-    layer, cell = getattr(torch._VF, kind), getattr(torch._VF, f"{kind}_cell")
+    layer, cell = recurrent_functions(kind)
 
     def layer_rule(call: Call, grad_output: tuple[Tensor | None, ...]) -> dict[str, SampleGradient]:
         return recurrent_layer(kind, call, grad_output)

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
 
 from lightning_persample.errors import RuleRegistrationError
 from lightning_persample.gradients import SampleGradient
+from lightning_persample.torch_internals import is_torch_op, name_of_custom_op
 
 __all__ = [
     "Call",
@@ -179,8 +178,8 @@ def canonical_op(op: Callable[..., Any]) -> object:
         The name of an op of torch or of a library of custom ops, or the function itself.
     """
     name = getattr(op, "__name__", None)
-    if name is None or not _is_torch_op(op):
-        return _custom_op(op)
+    if name is None or not is_torch_op(op):
+        return name_of_custom_op(op)
     if name in _OPERATORS:
         return _OPERATORS[name]
     if name.startswith("__"):
@@ -189,26 +188,9 @@ def canonical_op(op: Callable[..., Any]) -> object:
     return _OPERATORS.get(plain, plain)
 
 
-def _custom_op(op: object) -> object:
-    """The name under which torch knows a custom op, whichever of its forms is called; anything else as it is."""
-    if isinstance(op, CustomOpDef):
-        op = op._opoverload
-    if isinstance(op, OpOverload):
-        op = op.overloadpacket
-    return str(op) if isinstance(op, OpOverloadPacket) else op
-
-
 def op_name(op: object) -> str:
     """A canonical op in messages: its name, or that of the function."""
     return op if isinstance(op, str) else str(getattr(op, "__qualname__", None) or repr(op))
-
-
-def _is_torch_op(op: object) -> bool:
-    owner = getattr(op, "__objclass__", None)
-    module = getattr(op, "__module__", None) or getattr(owner, "__module__", None) or ""
-    return module == "torch" or module.startswith(
-        ("torch._C", "torch._tensor", "torch.nn.functional", "torch.functional")
-    )
 
 
 def register_rule(

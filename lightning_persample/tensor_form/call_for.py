@@ -12,7 +12,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
 from lightning_persample.batch_axis.axis import BatchAxis, picked
 from lightning_persample.batch_axis.batch import batch_tensors, packed_owners
@@ -25,6 +24,7 @@ from lightning_persample.capture.weight import Weight
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 from lightning_persample.tensor_form.delivery import DeliveringDispatcher, stand_in
 from lightning_persample.tensor_form.expanded_weight import ExpandedWeight, check_batch_size, check_loss_reduction
+from lightning_persample.torch_internals import tree_leaves
 
 __all__ = [
     "Input",

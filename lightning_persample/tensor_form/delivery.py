@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.linalg import vector_norm
 
 from lightning_persample.capture.contributions import Use
@@ -31,6 +30,7 @@ from lightning_persample.capture.record import PerSampleRecord, classify, say
 from lightning_persample.capture.weight import Weight
 from lightning_persample.errors import BatchSizeError, UnsupportedError
 from lightning_persample.gradients import SampleGradient, add_up
+from lightning_persample.torch_internals import after_backward, current_backward, without_torch_function
 
 __all__ = ["DeliveringDispatcher", "Target", "stand_in"]
 
@@ -122,7 +122,7 @@ class DeliveringDispatcher(Dispatcher):
 
     def refuse(self, weights: Iterable[Weight], reason: str) -> None:
         """Note that a gradient of these weights cannot be split by sample: in this backward, or in every one."""
-        if torch._C._current_graph_task_id() < 0:
+        if current_backward() < 0:
             super().refuse(weights, reason)
             return
         lost = list(weights)
@@ -171,12 +171,12 @@ class Delivery:
     def current(cls) -> Delivery:
         """The one of the backward that is running."""
         # Only the backward itself holds it, through the callback: one that fails midway takes it along.
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         with cls._lock:
             delivery = cls._running.get(task)
             if delivery is None:
                 delivery = cls._running[task] = cls()
-                Variable._execution_engine.queue_callback(delivery.finish)
+                after_backward(delivery.finish)
             return delivery
 
     def note(self, dispatcher: DeliveringDispatcher, target: Target, grad: Tensor) -> None:
@@ -202,7 +202,7 @@ class Delivery:
         """Set ``grad_sample`` of every weight that got a gradient; called at the end of the backward."""
         # A gradient that cannot be split by sample gives an `UnsupportedError`; then none is set.
         weights = list(dict.fromkeys(weight for dispatcher in self._dispatchers for weight in dispatcher.weights))
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_torch_function():
             settle(weights, lambda weight, error, text: self.refuse([weight], reason_of(error, text)))
         for target in self._gradients:
             self._add_up(target)
@@ -218,7 +218,7 @@ class Delivery:
         """Form the samples' gradients of a weight of which all contributions are there, and let those go."""
         if not target.weight.contributions:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_torch_function():
             total = guard(self._total, partial(self._fail, target))(target, self._gradients[target])
         if total is not None:
             self._totals[target] = total

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_persample.batch_axis.axis import BatchAxis
 from lightning_persample.batch_axis.observed import tensors_in
@@ -19,6 +18,7 @@ from lightning_persample.capture.weight import Weight
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
 from lightning_persample.rules import find_rule
 from lightning_persample.tensor_form.delivery import DeliveringDispatcher, Target, stand_in
+from lightning_persample.torch_internals import make_subclass, tree_map_only, without_subclasses
 
 __all__ = ["ExpandedWeight", "check_batch_size", "check_loss_reduction"]
 
@@ -102,8 +102,8 @@ class ExpandedWeight(Tensor):
         loss_reduction: str,
         batch_first: bool,
     ) -> ExpandedWeight:
-        wrapped = torch.Tensor._make_subclass(cls, leaf.detach(), True)
-        with torch._C.DisableTorchFunctionSubclass():
+        wrapped = make_subclass(cls, leaf.detach(), True)
+        with without_subclasses():
             wrapped.register_hook(_refuse_gradient)
         wrapped.orig_weight, wrapped._leaf, wrapped._weight = original, leaf, weight
         wrapped.batch_size, wrapped.loss_reduction, wrapped.batch_first = batch_size, loss_reduction, batch_first
