@@ -227,7 +227,8 @@ def _factors(call: ObservedCall) -> list[float] | None:
         if not call.lost[0][1].apart:
             return None
         return [call.outputs[0].numel() / max(call.lost[0][0].numel(), 1)]
-    found = factors_beside(call, 64) if call.op not in ("sum", "nansum") else None
+    learned = any(operand.axis is None and operand.tensor.requires_grad for operand in call.operands)
+    found = factors_beside(call, 64) if call.op not in ("sum", "nansum") and not learned else None
     return [1 / each if each else 0.0 for each in found] if found and call.op == "div" else found
 
 

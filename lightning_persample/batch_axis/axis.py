@@ -141,6 +141,7 @@ class Computed:
         has_constants: whether other tensors went in, which may have a row for each sample.
         steps: the number of calls in it.
         notes: the kind and text of what was said of the calls in it.
+        of_sum: what is known of the one root where that is a number, a sum over the samples; else None.
     """
 
     roots: tuple[Root, ...]
@@ -148,6 +149,7 @@ class Computed:
     has_constants: bool
     steps: int
     notes: frozenset[tuple[str, str]] = frozenset()
+    of_sum: Lost | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_persample.batch_axis.added_up import scaled
 from lightning_persample.batch_axis.axis import BatchAxis, Computed, Lost, Root, entry_owners, one_entry
@@ -24,11 +24,12 @@ from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import other_generators_kept
-from lightning_persample.torch_internals import saved_tensors_are_hooked, tree_flatten, tree_map, tree_unflatten
+from lightning_persample.torch_internals import tree_flatten, tree_unflatten
 
 __all__ = ["by_what_samples_give"]
 
 _MOST = 1 << 16  # entries of what a number is computed from
+_NEAR = 1e-3  # a change of a number around which it may be bent
 _STEP, _SAME = 1e-5, 1e-10  # a change of the values, and one of their gradient that is rounding
 _LONGEST = 32  # calls that are made again
 _ALONE = 6  # samples that are looked at alone beside the first and the last
@@ -49,9 +50,6 @@ def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
     for place, (mark, output) in enumerate(zip(marks, call.outputs, strict=False)):
         if not isinstance(mark, Lost) or not output.requires_grad or (mark.parts and not said) or call.batch_size == 1:
             continue
-        multiple = _multiple(call) if followed.mixing is not None and len(marks) == 1 else None
-        if multiple is not None:
-            return Followed((multiple,), by_values=True)
         computed = _computed(call, place)
         if computed is None or computed.steps > _LONGEST:
             continue
@@ -68,40 +66,13 @@ def _is_of_torch(call: ObservedCall) -> bool:
     return (getattr(call.function, "__module__", None) or "torch").partition(".")[0] == "torch"
 
 
-def _multiple(call: ObservedCall) -> Lost | None:
-    """The mark of a multiple of one number that is a sum over the samples; None where the call gives no such one."""
-    if len(call.lost) != 1 or call.located or call.inplace:
-        return None
-    ((number, mark),) = call.lost
-    size, found = len(mark.samples) or call.batch_size, []
-    if not (mark.reduced and mark.parts) or number.numel() != 1 or call.outputs[0].numel() != 1:
-        return None
-    devices = [number.device] if number.device.type == "cuda" else []
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), other_generators_kept():
-            for times in (1, 2, -1):
-                value = times * _exact(number)
-                args, kwargs = tree_map(partial(_replaced, number, value), (call.args, dict(call.kwargs)))
-                found.append(float(call.function(*args, **kwargs)) / float(number))
-    except Exception:  # whatever a function of the user's raises with other values
-        return None
-    once, twice, negated = found
-    slope = twice - once
-    if not math.isclose(once - negated, 2 * slope, rel_tol=1e-9):
-        return None
-    return replace(mark, parts=scaled(mark.parts, [slope], size, call.batch_size, mark.counts))
-
-
-def _replaced(tensor: Tensor, value: Tensor, leaf: object) -> object:
-    return value if leaf is tensor else leaf
-
-
 def _computed(call: ObservedCall, place: int) -> Computed | None:
     """How an output of a call was computed; None where that is not known, or is too large."""
     if call.kwargs.get("out") is not None or any(not is_plain(operand.tensor) for operand in call.operands):
         return None
     leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
     roots: list[Root] = []
+    of_sum: Lost | None = None
     notes, has_constants, steps = frozenset[tuple[str, str]](), False, 1
     sources: dict[int, tuple[list[int], Callable[[Sequence[Tensor]], Tensor]]] = {}
     for at, leaf in enumerate(leaves):
@@ -118,12 +89,17 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
             notes |= mark.computed.notes
             has_constants |= mark.computed.has_constants
             steps += mark.computed.steps
+            of_sum = of_sum or mark.computed.of_sum
+        elif isinstance(mark, Lost) and mark.reduced and mark.parts and leaf.numel() == 1 and leaf.requires_grad:
+            of_sum = mark
+            root = Root(_exact(leaf), BatchAxis(0), leaf.detach(), True)
+            sources[at] = [_place_of(root, roots)], _itself
         elif mark is not None or (leaf.requires_grad and not (call.inplace and at == 0)):
             return None
         else:
             leaves[at] = _exact(leaf)
             has_constants |= leaf.numel() > 1
-    if not any(root.differs for root in roots):
+    if not any(root.differs for root in roots) or (of_sum is not None and len(roots) > 1):
         return None
 
     def run(values: Sequence[Tensor]) -> Tensor:
@@ -136,7 +112,7 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
         result: Any = call.function(*args, **kwargs)
         return tuple(tensors_in(filled[0] if result is None else result))[place]
 
-    return Computed(tuple(roots), run, has_constants, steps, notes)
+    return Computed(tuple(roots), run, has_constants, steps, notes, of_sum)
 
 
 def _place_of(root: Root, roots: list[Root]) -> int:
@@ -159,8 +135,10 @@ def _exact(tensor: Tensor) -> Tensor:
 
 def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str | None) -> Followed | None:
     """What is known of one number that was computed so; None where it is not known to be a sum over the samples."""
-    if saved_tensors_are_hooked() or call.outputs[0].is_meta:
+    if call.outputs[0].is_meta:
         return None
+    if computed.of_sum is not None:
+        return _multiple(call, computed, computed.of_sum)
     kind, key = call.outputs[0].device.type, (user_place(), call.op, *(root.values.shape for root in computed.roots))
     if key in _NO_SUM:
         return None
@@ -182,6 +160,29 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
     some = samples if len(samples) < call.batch_size else frozenset[int]()
     place = Lost(mark.reason, reduced=len(samples) != 1, parts=parts or frozenset(), samples=some)
     return Followed((place,), weighting=note, by_values=True, excused=computed.notes)
+
+
+def _multiple(call: ObservedCall, computed: Computed, of: Lost) -> Followed | None:
+    """What is known of a number computed from one that is a sum over the samples: a multiple of it, or None."""
+    number = computed.roots[0].values
+    try:
+        devices = _cuda_devices(computed)
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), other_generators_kept():
+            at = [float(computed.run([number * (1 + step * _NEAR)])) for step in (0, -2, -1, 1, 2)]
+    except Exception:  # whatever a function of the user's raises with other values
+        return None
+    value, *around = at
+    if not math.isclose(value, float(call.outputs[0].detach()), rel_tol=0.01):  # it may be random
+        return None
+    change = around[-1] - around[0]
+    expected = [value + change * step / 4 for step in (-2, -1, 1, 2)]
+    size = max(map(abs, at))
+    is_affine = all(abs(x - y) <= _SAME * abs(change) + 1e-15 * size for x, y in zip(around, expected, strict=True))
+    if not is_affine or abs(change) <= 1e-10 * size:
+        return None
+    slope, size = change / (4 * _NEAR * float(number)), len(of.samples) or call.batch_size
+    parts = scaled(of.parts, [slope], size, call.batch_size, of.counts)
+    return Followed((replace(of, parts=parts),), by_values=True, excused=computed.notes)
 
 
 class _Number:
@@ -269,7 +270,10 @@ class _Number:
 
     def _changes(self, values: Sequence[Tensor]) -> list[Tensor] | None:
         """What becomes of the gradient at other values; None where it is not defined."""
-        found = _gradients(self.computed, values)
+        try:
+            found = _gradients(self.computed, values)
+        except Exception:  # whatever a function of the user's raises with other values
+            return None
         if not all(bool(gradient.isfinite().all()) for gradient in found):
             return None
         return [new - old for new, old in zip(found, self.gradients, strict=True)]
@@ -286,15 +290,20 @@ def _where_not(changes: Tensor, moves: Tensor) -> Tensor:
 
 
 def _gradients(computed: Computed, values: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient of a number by the roots that have one, zeros for the others."""
-    with torch.enable_grad():
+    """The gradient of a number by the roots that have one, zeros for the others; nan where the number is not finite."""
+    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):  # (those of a checkpoint count tensors)
         inputs = [each.detach().requires_grad_() for each in values]
-        number = computed.run(inputs)
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(number.sum(), inputs, allow_unused=True)
+        number = computed.run(inputs).sum()
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(number, inputs, allow_unused=True)
+    undefined = number.detach() * 0  # of a logarithm of what is negative, torch gives a gradient all the same
     return [
-        torch.zeros_like(each) if gradient is None or not root.differs else gradient
+        torch.zeros_like(each) if gradient is None or not root.differs else gradient + undefined
         for root, each, gradient in zip(computed.roots, values, found, strict=True)
     ]
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _cuda_devices(computed: Computed) -> list[torch.device]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_persample.capture.mode import expanded_weights
 from tests.capture.reference import assert_values, loop, record_of
@@ -41,6 +42,13 @@ SUMS = {
     "norm-times-itself": lambda losses: losses.norm() * losses.norm(),
     "norm-of-absolutes": lambda losses: torch.linalg.vector_norm(losses, 1),
     "ldexp": lambda losses: torch.ldexp(losses.cumsum(0)[-1], torch.tensor(-3)),
+    "root-of-a-square": lambda losses: (losses.sum() ** 2).sqrt(),
+    "logarithm-of-an-exponential": lambda losses: 0.5 * (losses.sum() / 64).exp().log(),
+    "flooded": lambda losses: (losses.sum() - 1e4).abs() + 1e4,
+    "determinant": lambda losses: torch.logdet(torch.diag(torch.exp(losses))),
+    "determinant-by-its-root": lambda losses: (
+        2 * torch.linalg.cholesky(torch.diag(losses.exp())).diagonal().log().sum()
+    ),
     "trapezoid-and-the-ends": lambda losses: torch.trapezoid(
         torch.cat([torch.zeros(1), losses.cumsum(0).diff(prepend=torch.zeros(1)), torch.zeros(1)])
     ),
@@ -65,6 +73,8 @@ MEANS = {
     ),
     "segments": lambda losses: torch.segment_reduce(losses, "mean", lengths=torch.tensor([len(losses)])).sum(),
     "norm-squared": lambda losses: torch.linalg.vector_norm(losses) ** 2 / len(losses),
+    "square-of-a-root": lambda losses: losses.mean().sqrt().square(),
+    "flooded": lambda losses: (losses.mean() - 1e4).abs() + 1e4,
     "ldexp": lambda losses: torch.ldexp(losses.mean(), torch.tensor(-3)),
     "kron": lambda losses: torch.kron(losses, torch.ones(1)).mean(),
 }
@@ -119,6 +129,29 @@ def test_a_function_of_all_residuals_that_is_a_sum_is_known_as_one(name: str) ->
     assert_values(record, loop(module, loss, (batch,)))
 
 
+@pytest.mark.parametrize("name", ["norm-squared", "norm-times-itself", "root-of-a-square"])
+def test_a_number_in_a_checkpoint_is_known_as_outside(name: str) -> None:
+    module, batch = nn.Linear(6, 4), torch.randn(7, 6)
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: SUMS[name](losses_of(m, h)), x, use_reentrant=False)
+
+    assert_known_as("sum", "sum", module, loss, batch)
+    assert_known_as("sum", "mean", module, loss, batch)
+
+
+@pytest.mark.parametrize("scale", [lambda s: s.exp(), lambda s: s, lambda s: 1 / s.square()])
+@pytest.mark.parametrize(("true", "declared"), [("mean", "sum"), ("sum", "mean")])
+def test_a_learned_scale_does_not_hide_which_of_the_two_a_loss_is(true: str, declared: str, scale) -> None:
+    module, batch = nn.Linear(6, 4), torch.randn(7, 6)
+    module.scale = nn.Parameter(torch.tensor(0.3))
+    record = record_of(
+        module, lambda m, x: getattr(losses_of(m, x), true)() * scale(m.scale), batch, loss_reduction=declared
+    )
+    (text,) = record.weighting
+    assert text.startswith(f"the loss is a {true} over the samples, but loss_reduction is '{declared}'")
+
+
 CHOOSES = {
     "hardest": (3, lambda losses: losses.topk(3).values.mean()),
     "easiest": (3, lambda losses: losses.sort().values[:3].mean()),
@@ -157,6 +190,8 @@ MIXES = {
     "deviation": lambda z, x: z.std(),
     "ranks": lambda z, x: (z[:, 0].sort().values - torch.arange(len(z))).square().mean(),
     "weights-by-rank": lambda z, x: z.square().sum(1).sort().values @ torch.arange(1.0, 1 + len(z)),
+    "root-and-its-square": lambda z, x: (lambda r: r + r.square())(z.square().mean().sqrt()),
+    "exponential": lambda z, x: (z.square().mean() / 1e4).exp(),
     "distances": lambda z, x: torch.cdist(z, z).sum(),
     "distances-of-absolutes": lambda z, x: torch.cdist(z, z, p=1).sum(),
     "neighbours": lambda z, x: z.square().sum(1).cumsum(0).square().sum(),
