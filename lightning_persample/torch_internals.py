@@ -28,9 +28,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from torch.utils.data._utils.pin_memory import pin_memory
 
 __all__ = [
+    "COLLECTIVES",
     "COMPILED",
     "MAKE_ITERATORS",
+    "RUN_BACKWARD",
+    "SECOND_WEIGHTS",
     "TORCH_FOLDER",
+    "WRAPPER_OF_FABRIC",
     "AccumulateGrad",
     "BatchNormBase",
     "DropoutBase",
@@ -40,6 +44,7 @@ __all__ = [
     "TreeSpec",
     "after_backward",
     "any_autocast_is_on",
+    "backward_hooks",
     "backward_keeps_graph",
     "calls_run_as_written",
     "collate_of",
@@ -50,25 +55,32 @@ __all__ = [
     "dynamo_is_imported",
     "function_modes",
     "has_compiled_part",
+    "hooks_after_accumulation",
     "innermost_transform",
     "is_recomputing",
     "is_torch_op",
+    "is_view",
     "is_wrapped_by_transform",
+    "local_part",
     "make_subclass",
     "multiply_each",
     "name_of_custom_op",
+    "parameters_and_buffers",
     "pin_memory",
     "pop_function_mode",
     "push_function_mode",
     "recurrent_functions",
     "saved_results",
     "saved_tensors_are_hooked",
+    "tensors_held_by",
     "torch_function_is_enabled",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "version_counter",
+    "view_base",
     "without_subclasses",
     "without_torch_function",
 ]
@@ -90,14 +102,24 @@ AccumulateGrad: type = vars(torch._C._functions)["AccumulateGrad"]  # the node t
 current_backward = torch._C._current_graph_task_id  # the number of the backward that runs in this thread, or -1
 backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 after_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+RUN_BACKWARD = "_engine_run_backward"  # what torch.autograd.backward calls after it has checked its arguments
 any_autocast_is_on = torch._C._is_any_autocast_enabled  # for a device of any type
 
 # Tensors
 TensorBase = torch._C.TensorBase  # the class that Tensor derives its attributes from
 make_subclass = torch.Tensor._make_subclass
+version_counter: Callable[[Tensor], int] = attrgetter("_version")  # how often its memory was written to
+view_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor that one is a view of, or None
+is_view = Tensor._is_view
+backward_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 multiply_each, divide_each = torch._foreach_mul, torch._foreach_div
 
+# Names of ops: the namespaces of what processes do together
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+
 # Modules and data loaders
+WRAPPER_OF_FABRIC = "_FabricModule"  # by name, for nothing but callbacks imports lightning
+SECOND_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # where a recurrent layer holds its weights a second time
 COMPILED = "_orig_mod"  # the attribute in which what ``torch.compile`` made of a module holds the module
 MAKE_ITERATORS = ("__iter__", "_get_iterator")  # methods of a DataLoader
 collates_rows: Callable[[Any], bool] = attrgetter("_auto_collation")  # of a DataLoader: it does not draw whole batches
@@ -106,6 +128,69 @@ collates_rows: Callable[[Any], bool] = attrgetter("_auto_collation")  # of a Dat
 def collate_of(iterator: object) -> object:
     """The collate function of an iterator of a DataLoader, or None."""
     return getattr(iterator, "_collate_fn", None)
+
+
+def hooks_after_accumulation(parameter: Tensor) -> object:
+    """The hooks that are called when a gradient was added to that of a leaf, or None."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def local_part(tensor: Any) -> Any:
+    """The part of a DTensor on this device; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def tensors_held_by(module: nn.Module) -> dict[str, Tensor | None]:
+    """The parameters and buffers of a module without those of its parts."""
+    return {**module._parameters, **module._buffers}
+
+
+_OF_ROOT = tuple((name, getattr(nn.Module, name)) for name in ("named_parameters", "named_buffers", "_named_members"))
+_OF_EACH = nn.Module.named_modules
+
+
+def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
+    """``dict(module.named_parameters())`` and ``list(module.buffers())``, which walk through the modules once each."""
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: list[Tensor] = []
+    own = any(getattr(getattr(module, name), "__func__", None) is not known for name, known in _OF_ROOT)
+    if own or not _walk(module, "", _Seen(), parameters, buffers):
+        return dict(module.named_parameters()), list(module.buffers())
+    return parameters, buffers
+
+
+class _Seen:
+    """The ids of what was met; apart by kind, for a parameter may be a buffer of another module, too."""
+
+    __slots__ = ("buffers", "modules", "parameters")
+
+    def __init__(self) -> None:
+        self.modules: set[int] = set()
+        self.parameters: set[int] = set()
+        self.buffers: set[int] = set()
+
+
+def _walk(
+    module: nn.Module, prefix: str, seen: _Seen, parameters: dict[str, nn.Parameter], buffers: list[Tensor]
+) -> bool:
+    """Add what a module holds that was not met before; false where one of the modules lists its parts itself."""
+    if getattr(module.named_modules, "__func__", None) is not _OF_EACH:
+        return False
+    seen.modules.add(id(module))
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in seen.parameters:
+            seen.parameters.add(id(parameter))
+            parameters[prefix + name] = parameter
+    for buffer in module._buffers.values():
+        if buffer is not None and id(buffer) not in seen.buffers:
+            seen.buffers.add(id(buffer))
+            buffers.append(buffer)
+    for name, part in module._modules.items():
+        if part is None or id(part) in seen.modules:
+            continue
+        if not _walk(part, f"{prefix}{name}.", seen, parameters, buffers):
+            return False
+    return True
 
 
 def dynamo_is_imported() -> bool:

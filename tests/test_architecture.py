@@ -167,6 +167,42 @@ def test_private_names_of_torch_and_lightning_are_in_two_files():
     assert {name for name, names in found.items() if names} == HOLD_PRIVATE_NAMES, found
 
 
+def test_private_attributes_of_other_packages_are_read_in_two_files():
+    trees = {identifier(path): ast.parse(path.read_text("utf-8")) for path in MODULES}
+    ours = set().union(*map(names_given, trees.values())) | {"_replace", "_getframe"}  # (a NamedTuple's, and Python's)
+    held = {f"{PACKAGE}/{name}" for name in HOLD_PRIVATE_NAMES}
+    found = {name: private_attributes(tree) - ours for name, tree in trees.items() if name not in held}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def names_given(tree: ast.AST) -> set[str]:
+    """The names that a source gives to functions, classes, variables and attributes; texts may be such names."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return names
+
+
+def private_attributes(tree: ast.AST) -> set[str]:
+    """Private attributes that a source reads of objects that are not its own; torch documents those named _saved_*."""
+    read = {node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    names = {node.attr for node in read if ast.unparse(node.value) not in {"self", "cls", "super()"}}
+    return {name for name in names if re.match(r"_(?!_|saved_)", name)}
+
+
+def test_private_attributes_are_found():
+    tree = ast.parse("self._x = tensor._version + self._y + node._saved_self + layer.weight._base")
+    assert private_attributes(tree) == {"_version", "_base"}
+    assert "_x" in names_given(tree)
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
-from lightning_persample.torch_internals import TORCH_FOLDER
+from lightning_persample.torch_internals import TORCH_FOLDER, version_counter
 
 __all__ = [
     "Description",
@@ -140,7 +140,7 @@ def describe(name: str, tensors: Iterable[Tensor], parameters: Iterable[str] = (
 
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was written to; tensors made in inference mode do not count that."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_counter(tensor)
 
 
 def has_history(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_persample.capture.record import PerSampleRecord
+from lightning_persample.torch_internals import version_counter
 
 __all__ = ["GradientOrigins", "ManualSteps", "entries", "is_distributed", "local", "names_by_optimizer"]
 
@@ -67,7 +68,7 @@ class _Held:
     def note(self, sizes: Tensor | None = None) -> None:
         """Remember what is there now."""
         grad = self.parameter.grad
-        self.grad, self.version = (None, 0) if grad is None else (weakref.ref(grad), grad._version)
+        self.grad, self.version = (None, 0) if grad is None else (weakref.ref(grad), version_counter(grad))
         self.sizes = _sizes(grad) if sizes is None and self.of and grad is not None else sizes
 
 
@@ -106,7 +107,7 @@ class GradientOrigins:
         for (held, now), was, is_now in zip(after, found, found[len(before) :], strict=False):
             if was[0] and not is_now[0]:
                 held.drop()
-            elif held.parameter.grad is not None and held.parameter.grad._version != held.version:
+            elif held.parameter.grad is not None and version_counter(held.parameter.grad) != held.version:
                 if not is_now[0]:
                     held.doubtful |= held.of  # setting zeros to zero and scaling them look the same
                 elif not _are_multiples(was, is_now):

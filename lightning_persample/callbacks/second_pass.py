@@ -19,13 +19,12 @@ from lightning_persample.errors import UnsupportedError, VerificationError
 from lightning_persample.reference.samples import loss_of
 from lightning_persample.reference.untouched import ModuleState, untouched
 from lightning_persample.reference.verify import RANDOM, check_per_sample_gradients
-from lightning_persample.torch_internals import TorchDispatchMode
+from lightning_persample.torch_internals import COLLECTIVES, TorchDispatchMode
 
 __all__ = ["NoLossError", "muted", "on_other_batches", "second_pass", "verify_values"]
 
 _MUTED = ("log", "log_dict", "print")
 _ABSENT = object()
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 
 
 class NoLossError(Exception):
@@ -102,7 +101,7 @@ class _AloneHere(TorchDispatchMode):
     ) -> Any:
         """Run the op, unless it is a collective."""
         namespace, _, name = str(func).partition(".")
-        if namespace in _COLLECTIVES:
+        if namespace in COLLECTIVES:
             raise UnsupportedError(
                 f"training_step waits for other processes (`{name.partition('.')[0]}`: a gathered tensor, synchronized "
                 "batch normalization), so that it cannot be run on single samples; use engine='expanded' and "

@@ -26,6 +26,7 @@ from lightning_persample.metrics.functional import (
     simple_noise_scale,
     terms_of_sums,
 )
+from lightning_persample.torch_internals import hooks_after_accumulation, version_counter
 
 __all__ = [
     "DEVICES_DIFFER",
@@ -122,7 +123,7 @@ class MeanGradient:
             self._checks.append((_sq_norms(held).sum() == 0, _NOT_EMPTY))
         if not first:
             unchanged = len(held) == len(self._last) and all(
-                grad is before and grad._version == version
+                grad is before and version_counter(grad) == version
                 for grad, (before, version) in zip(held, self._last, strict=True)
             )
             self._refuse("" if unchanged else _CHANGED)
@@ -134,7 +135,7 @@ class MeanGradient:
         if record is not None:
             self._count(record)
         held = [p.grad for p in self._parameters.values() if p.grad is not None]
-        self._last = [(grad, grad._version) for grad in held]
+        self._last = [(grad, version_counter(grad)) for grad in held]
         self._sizes = None if is_last else _sq_norms(held)
         if keep and record is not None:
             self._records.append(record)
@@ -315,7 +316,7 @@ def _shares(grads: Iterable[Tensor], processes: int) -> list[int]:
 def _why_hooked(parameters: Mapping[str, Tensor]) -> str:
     """Why something else than the backward may write to ``.grad`` in the middle of it, or ""."""
     for name, parameter in parameters.items():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if hooks_after_accumulation(parameter):
             return f"a hook on `{name}` is called when its gradient was accumulated, and may change it"
     return ""
 

@@ -20,7 +20,7 @@ from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, SampleGradient
 from lightning_persample.rules import Call, Rule, generic_rule, op_name
 from lightning_persample.rules.elementwise import widen
-from lightning_persample.torch_internals import saved_results, tree_flatten, tree_unflatten
+from lightning_persample.torch_internals import saved_results, tree_flatten, tree_unflatten, version_counter
 
 __all__ = [
     "ByRule",
@@ -392,7 +392,7 @@ def placed(gradient: SampleGradient, where: BatchAxis | None, description: Descr
 def versions_of(tensors: Iterable[Any], written: Collection[int]) -> list[tuple[Tensor, int]]:
     """How often each tensor was written to before the backward, but for those whose memory the call wrote into."""
     return [
-        (tensor, tensor._version)
+        (tensor, version_counter(tensor))
         for tensor in tensors
         if isinstance(tensor, Tensor)
         and not tensor.is_inference()  # which does not count how often it is written to
@@ -403,7 +403,7 @@ def versions_of(tensors: Iterable[Any], written: Collection[int]) -> list[tuple[
 def check_unchanged(versions: Iterable[tuple[Tensor, int]], text: Description) -> None:
     """Guard the values that are read in backward against changes in place since the forward."""
     for tensor, version in versions:
-        if tensor._version != version:
+        if version_counter(tensor) != version:
             raise OverwrittenError(
                 f"{text}: a tensor of shape {tuple(tensor.shape)} that the per-sample gradient needs was changed in "
                 "place",

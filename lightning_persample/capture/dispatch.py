@@ -59,7 +59,7 @@ from lightning_persample.capture.reporting import (
 )
 from lightning_persample.capture.weight import Derivation, Weight, base_of, in_one_row, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
-from lightning_persample.torch_internals import tree_flatten
+from lightning_persample.torch_internals import is_view, tree_flatten, view_base
 
 __all__ = ["Dispatcher"]
 
@@ -373,8 +373,9 @@ class Dispatcher(Collector):
                 weight.derivation = replace(weight.derivation, made=-1)  # its value is not what it computes
             weight.version, weight.hidden = version_of(tensor), True
             weight.outside |= not known
-            if tensor._base is not None and has_history(tensor):  # (which autograd now takes for a part of its base)
-                self.nodes.watch_inside((tensor,), boundary((tensor._base,)))
+            base = view_base(tensor)
+            if base is not None and has_history(tensor):  # (which autograd now takes for a part of its base)
+                self.nodes.watch_inside((tensor,), boundary((base,)))
             if self.batch_size > 1 and any(isinstance(mark, (BatchAxis, Lost)) for mark in marks):
                 text = f"a tensor made of weights alone is overwritten by values of the batch{user_line()}"
                 self.notes.add("mixing", text, (tensor,))
@@ -401,7 +402,7 @@ class Dispatcher(Collector):
         for output, mark in zip(written, known, strict=True):
             if memory_of(output) in self.marks.of_weights and not _is_recorded(output):
                 continue
-            if output._is_view() and not self._derive_base(output):
+            if is_view(output) and not self._derive_base(output):
                 self._refuse_rest(call, output)
                 self.marks.note_written_through(output, mark)
             self.marks.note_rewritten(output, mark)

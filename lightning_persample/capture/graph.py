@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 from lightning_persample.capture.failure import guard
-from lightning_persample.torch_internals import AccumulateGrad
+from lightning_persample.torch_internals import AccumulateGrad, is_view, view_base
 
 __all__ = [
     "REENTRANT",
@@ -50,8 +50,9 @@ def boundary(tensors: Iterable[Tensor]) -> Nodes:
     for tensor in tensors:
         if tensor.grad_fn is not None:
             found.add(tensor.grad_fn)
-            if tensor._base is not None and tensor._base.grad_fn is not None:
-                found.add(tensor._base.grad_fn)
+            base = view_base(tensor)
+            if base is not None and base.grad_fn is not None:
+                found.add(base.grad_fn)
     return found
 
 
@@ -174,7 +175,7 @@ def hooked_tensor(output: Tensor) -> Tensor:
     """The tensor whose hook reports the output's gradient."""
     # An op whose output is a view (linear on three axes, einsum) may be followed by an in-place op, which gives the
     # view a new history and leaves a hook on it silent; the tensor behind the view keeps its gradient.
-    base = output._base if output._is_view() else None
+    base = view_base(output) if is_view(output) else None
     return output if base is None or not base.requires_grad else base
 
 

@@ -24,7 +24,6 @@ from lightning_persample.capture.observing import (
 from lightning_persample.capture.parameters import (
     ShardedParameters,
     WatchedParameters,
-    parameters_and_buffers,
     unwrapped,
 )
 from lightning_persample.capture.pull_back import settle
@@ -39,7 +38,7 @@ from lightning_persample.capture.values import (
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import KernelOptions, kernel_options
 from lightning_persample.options import check_option, check_options
-from lightning_persample.torch_internals import current_backward, is_recomputing
+from lightning_persample.torch_internals import current_backward, is_recomputing, parameters_and_buffers
 
 __all__ = ["Capture", "expanded_weights"]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_persample.torch_internals import (
+    RUN_BACKWARD,
     TensorBase,
     disabled_torch_function,
     dynamo_is_imported,
@@ -85,7 +86,6 @@ def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-_ENGINE = "_engine_run_backward"  # what torch.autograd.backward calls after it has checked its arguments
 _ASKING = {*_QUESTIONS, "handle_torch_function", "Tensor"}
 _NO = "".format  # takes whatever it is asked about and answers with what is false, without a call into Python
 _MODULES = ("torch.nn.functional", "torch.functional")
@@ -153,20 +153,20 @@ def _backward_in_the_open(function: types.FunctionType) -> tuple[types.FunctionT
     names = set(function.__code__.co_names)
     if names - _ASKING == {"torch", "autograd", "backward"}:  # ``Tensor.backward`` hands on to the other
         return _answering_no(function, torch=_TORCH), True
-    if _ENGINE not in names or _ENGINE not in function.__globals__:
+    if RUN_BACKWARD not in names or RUN_BACKWARD not in function.__globals__:
         return decomposed(function), False
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _visible.get():
-            return function.__globals__[_ENGINE](*args, **kwargs)
+            return function.__globals__[RUN_BACKWARD](*args, **kwargs)
 
-    return _answering_no(function, **{_ENGINE: run}), True
+    return _answering_no(function, **{RUN_BACKWARD: run}), True
 
 
 def _backward_of_torch(*args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.backward``, in the open unless somebody has replaced it."""
     function = getattr(torch.autograd.backward, "__wrapped__", torch.autograd.backward)
-    if isinstance(function, types.FunctionType) and _ENGINE in function.__code__.co_names:
+    if isinstance(function, types.FunctionType) and RUN_BACKWARD in function.__code__.co_names:
         return _backward_in_the_open(function)[0](*args, **kwargs)
     with _visible.get():
         return function(*args, **kwargs)

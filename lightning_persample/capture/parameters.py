@@ -22,6 +22,14 @@ from lightning_persample.capture.failure import guard, in_smaller_chunks
 from lightning_persample.capture.weight import Weight
 from lightning_persample.errors import PerSampleError, UnsupportedError
 from lightning_persample.gradients import SampleGradient
+from lightning_persample.torch_internals import (
+    SECOND_WEIGHTS,
+    WRAPPER_OF_FABRIC,
+    backward_hooks,
+    local_part,
+    tensors_held_by,
+    version_counter,
+)
 
 __all__ = [
     "ShardedParameters",
@@ -31,7 +39,6 @@ __all__ = [
     "check_module",
     "default_tolerance",
     "is_sharded",
-    "parameters_and_buffers",
     "recurrent_layers_kept",
     "sharded_elsewhere",
     "size_of_terms",
@@ -39,58 +46,11 @@ __all__ = [
     "unwrapped",
 ]
 
-_OF_ROOT = tuple((name, getattr(nn.Module, name)) for name in ("named_parameters", "named_buffers", "_named_members"))
-_OF_EACH = nn.Module.named_modules
-
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The user's module, where ``fabric.setup`` has wrapped it: parameters have the names that they have in it."""
-    inner: Any = module.module if type(module).__name__ == "_FabricModule" else module
+    inner: Any = module.module if type(module).__name__ == WRAPPER_OF_FABRIC else module
     return inner
-
-
-def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
-    """``dict(module.named_parameters())`` and ``list(module.buffers())``, which walk through the modules once each."""
-    parameters: dict[str, nn.Parameter] = {}
-    buffers: list[Tensor] = []
-    own = any(getattr(getattr(module, name), "__func__", None) is not known for name, known in _OF_ROOT)
-    if own or not _walk(module, "", _Seen(), parameters, buffers):
-        return dict(module.named_parameters()), list(module.buffers())
-    return parameters, buffers
-
-
-class _Seen:
-    """The ids of what was met; apart by kind, for a parameter may be a buffer of another module, too."""
-
-    __slots__ = ("buffers", "modules", "parameters")
-
-    def __init__(self) -> None:
-        self.modules: set[int] = set()
-        self.parameters: set[int] = set()
-        self.buffers: set[int] = set()
-
-
-def _walk(
-    module: nn.Module, prefix: str, seen: _Seen, parameters: dict[str, nn.Parameter], buffers: list[Tensor]
-) -> bool:
-    """Add what a module holds that was not met before; false where one of the modules lists its parts itself."""
-    if getattr(module.named_modules, "__func__", None) is not _OF_EACH:
-        return False
-    seen.modules.add(id(module))
-    for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in seen.parameters:
-            seen.parameters.add(id(parameter))
-            parameters[prefix + name] = parameter
-    for buffer in module._buffers.values():
-        if buffer is not None and id(buffer) not in seen.buffers:
-            seen.buffers.add(id(buffer))
-            buffers.append(buffer)
-    for name, part in module._modules.items():
-        if part is None or id(part) in seen.modules:
-            continue
-        if not _walk(part, f"{prefix}{name}.", seen, parameters, buffers):
-            return False
-    return True
 
 
 def check_module(module: object) -> None:
@@ -115,7 +75,7 @@ def by_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     return {
         f"{path}.{name}" if path else name: replacing[id(held)]
         for path, part in module.named_modules()
-        for name, held in (part._parameters | part._buffers).items()
+        for name, held in tensors_held_by(part).items()
         if id(held) in replacing
     }
 
@@ -123,9 +83,8 @@ def by_place(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 @contextmanager
 def recurrent_layers_kept(module: nn.Module) -> Iterator[None]:
     """Recurrent layers hold their weights a second time, where `functional_call` leaves what it had put in place."""
-    names = ("_flat_weights", "_flat_weight_refs")
     layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
-    kept = [{name: vars(layer)[name] for name in names if name in vars(layer)} for layer in layers]
+    kept = [{name: vars(layer)[name] for name in SECOND_WEIGHTS if name in vars(layer)} for layer in layers]
     try:
         yield
     finally:
@@ -255,8 +214,8 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _state(grad: Tensor | None) -> object:
     """What changes with every gradient that is written or added."""
-    local = getattr(grad, "_local_tensor", grad)
-    return None if local is None else (id(local), local._version)
+    local = local_part(grad)
+    return None if local is None else (id(local), version_counter(local))
 
 
 def default_tolerance(dtypes: set[torch.dtype], device: torch.device) -> float:
@@ -323,7 +282,7 @@ class WatchedParameters:
         for name, parameter in self._parameters.items():
             if not parameter.requires_grad or isinstance(parameter, UninitializedTensorMixin):
                 continue
-            hooks, ours = parameter._backward_hooks or {}, self._handles.get(name)
+            hooks, ours = backward_hooks(parameter) or {}, self._handles.get(name)
             weight = self.weights[name]
             if ours is None and not hooks and weight.reports:
                 continue

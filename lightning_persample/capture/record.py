@@ -19,7 +19,7 @@ from lightning_persample.capture.failure import in_smaller_chunks, stop
 from lightning_persample.errors import OptionError, PerSampleWarning, UnsupportedError
 from lightning_persample.gradients import Projection, SampleGradient, kernel_options
 from lightning_persample.gradients.cost import current_options
-from lightning_persample.torch_internals import divide_each, multiply_each
+from lightning_persample.torch_internals import divide_each, multiply_each, version_counter
 
 __all__ = [
     "OF_KEPT",
@@ -407,7 +407,7 @@ class PerSampleRecord:
             values.
         """
         values = list(self.sq_norms.values())
-        versions = sum(value._version for value in values)  # a reader may have changed them in place
+        versions = sum(version_counter(value) for value in values)  # a reader may have changed them in place
         if versions not in self._norms_by_version:
             self._norms_by_version[versions] = _root_of_sum(values, self.num_values)
         return self._norms_by_version[versions].clone()  # what one reader does to its own is nothing to the others

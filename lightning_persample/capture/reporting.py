@@ -28,6 +28,7 @@ from lightning_persample.torch_internals import (
     any_autocast_is_on,
     backward_keeps_graph,
     innermost_transform,
+    version_counter,
     without_torch_function,
 )
 
@@ -292,7 +293,7 @@ class _OfRows:
     __slots__ = ("text", "version", "weights", "x")
 
     def __init__(self, weights: list[Weight], x: Tensor, text: Description) -> None:
-        self.weights, self.x, self.version, self.text = weights, x, x._version, text
+        self.weights, self.x, self.version, self.text = weights, x, version_counter(x), text
 
     def __call__(self, grads: Sequence[Tensor | None]) -> list[tuple[Weight, SampleGradient]]:
         (grad,) = grads
@@ -347,7 +348,7 @@ class _RowsReport(Report):
 
     def _note_norms(self, grad: Tensor, rows: _OfRows) -> bool:
         """Note the norms of weight and bias, unless the general way has to find them, or say what is wrong."""
-        if grad.dtype is not rows.x.dtype or grad.requires_grad or rows.x._version != rows.version:
+        if grad.dtype is not rows.x.dtype or grad.requires_grad or version_counter(rows.x) != rows.version:
             return False
         try:
             if not self.take_norms(grad, rows):

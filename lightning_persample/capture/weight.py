@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_persample.batch_axis.observed import Description, tensors_in, version_of
 from lightning_persample.batch_axis.pointwise import POINTWISE
 from lightning_persample.gradients import Block, Dense, SampleGradient, Sum, add_up
-from lightning_persample.torch_internals import TreeSpec, tree_unflatten
+from lightning_persample.torch_internals import TreeSpec, tree_unflatten, view_base
 
 __all__ = [
     "Computation",
@@ -173,7 +173,7 @@ class Weight:
 
 def base_of(view: Tensor) -> Tensor | None:
     """The tensor that this is a view of; None where it is of none, or has got memory of its own since."""
-    base = view._base
+    base = view_base(view)
     if base is None or base.layout != torch.strided or view.layout != torch.strided:
         return base
     return base if base.untyped_storage().data_ptr() == view.untyped_storage().data_ptr() else None

@@ -25,7 +25,7 @@ from lightning_persample.options import check_option, check_options, is_none_or_
 from lightning_persample.reference.verify import table
 from lightning_persample.rules import Call, Rule, canonical_op, find_rule, op_name, watched
 from lightning_persample.rules.elementwise import align_rank
-from lightning_persample.torch_internals import tree_map
+from lightning_persample.torch_internals import tree_map, version_counter
 
 __all__ = [
     "ExampleCall",
@@ -295,14 +295,14 @@ class RuleCall:
                 arguments[name] = value.to("meta")
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         tensors |= {f"grad_output[{place}]": grad for place, grad in enumerate(self.grads)}
-        versions = {name: tensor._version for name, tensor in tensors.items()}
+        versions = {name: version_counter(tensor) for name, tensor in tensors.items()}
         call = Call(self.batch_size, arguments, frozenset(self.asked), output=self.output)
         try:
             with torch.no_grad():
                 found: Any = self.rule.function(call, self.grads if self.rule.several_outputs else self.grads[0])
         except Exception as error:  # whatever the rule raises, which the report names
             return dict.fromkeys(expected, (math.nan, "raised", raised(error)))
-        written = [name for name, tensor in tensors.items() if tensor._version != versions[name]]
+        written = [name for name, tensor in tensors.items() if version_counter(tensor) != versions[name]]
         if written:
             reason = f"the rule writes into {', '.join(written)}, which belongs to the caller: write to a copy"
             return dict.fromkeys(expected, (math.nan, "differs", reason))

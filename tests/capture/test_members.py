@@ -18,7 +18,7 @@ from lightning_persample import (
     loop_per_sample_grads,
     vmap_per_sample_grads,
 )
-from lightning_persample.capture.parameters import parameters_and_buffers
+from lightning_persample.torch_internals import parameters_and_buffers
 
 
 class Own(nn.Linear):

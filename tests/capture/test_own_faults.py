@@ -17,6 +17,7 @@ from lightning_persample import (
     UnsupportedError,
     call_for_per_sample_grads,
     expanded_weights,
+    torch_internals,
 )
 from lightning_persample.batch_axis import batch, follow, observed
 from lightning_persample.capture import (
@@ -82,7 +83,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     annotations.Marks.get,
     annotations.Marks.of_operand,
     annotations.Marks.set_result,
-    parameters.parameters_and_buffers,
+    torch_internals.parameters_and_buffers,
     collector.Notes.reached,
     observed.operands_of,
     observed.user_place,
