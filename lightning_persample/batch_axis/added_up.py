@@ -13,17 +13,10 @@ from torch import Tensor
 from lightning_persample.batch_axis.axis import Lost, batch_first
 from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.batch_axis.ops import OPS
 
-__all__ = ["LOSSES", "MEAN", "UNKNOWN", "absent", "added_up", "averages", "factors_beside", "reduction_of", "scaled"]
+__all__ = ["MEAN", "UNKNOWN", "absent", "added_up", "averages", "factors_beside", "reduction_of", "scaled"]
 
-# Losses, each with the place of `reduction` among its positional arguments.
-LOSSES = {
-    "cross_entropy_loss": 3, "nll_loss": 3, "nll_loss_nd": 3, "nll_loss2d": 3, "mse_loss": 2, "l1_loss": 2,
-    "smooth_l1_loss": 2, "huber_loss": 2, "binary_cross_entropy": 3, "binary_cross_entropy_with_logits": 4, "kl_div": 2,
-    "soft_margin_loss": 2, "multi_margin_loss": 5, "multilabel_margin_loss": 2, "poisson_nll_loss": 5,
-    "hinge_embedding_loss": 3, "margin_ranking_loss": 4, "cosine_embedding_loss": 4, "triplet_margin_loss": 7,
-}  # fmt: skip
-_REDUCTIONS = {**LOSSES, "ctc_loss": 5}
 _MOST_FACTORS = 65536  # numbers that are read to tell whether they are alike
 _MOST = 1 << 22  # numbers in data of the batch that are added up once more
 # Nodes that add, with the place of the input that they multiply, and those that move, add up or negate entries.
@@ -38,12 +31,13 @@ MEAN = 1  # the number by which torch's primitives know reduction="mean"
 
 def averages(call: ObservedCall) -> bool:
     """Whether the call takes a mean over everything it is given."""
-    return call.op in ("mean", "nanmean") or (call.op in _REDUCTIONS and reduction_of(call) == MEAN)
+    return call.op in ("mean", "nanmean") or (reduction_of(call) == MEAN)
 
 
-def reduction_of(call: ObservedCall) -> int:
-    """The reduction of a loss, as torch's primitives number them."""
-    return int(call.argument(_REDUCTIONS[str(call.op)], "reduction", default=MEAN))
+def reduction_of(call: ObservedCall) -> int | None:
+    """The reduction of a loss, as torch's primitives number them; None of another op."""
+    op = OPS.get(call.op)
+    return None if op is None or op.reduction is None else int(call.argument(op.reduction, "reduction", default=MEAN))
 
 
 def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:

@@ -18,43 +18,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.added_up import LOSSES, absent, factors_beside, reduction_of, scaled
+from lightning_persample.batch_axis.added_up import absent, factors_beside, reduction_of, scaled
 from lightning_persample.batch_axis.axis import Lost, picked
 from lightning_persample.batch_axis.base import Followed, listed, lists
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
-from lightning_persample.batch_axis.pointwise import POINTWISE
+from lightning_persample.batch_axis.ops import LOSSES, POINTWISE, having
 
 __all__ = ["after_reduction"]
 
-# fmt: off
-_ADDS = frozenset({"add", "sub", "rsub", "lerp", "where"})
-_SUMS = frozenset({
-    "sum", "mean", "nansum", "cumsum", "diff", "trace", "matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "inner",
-    "outer", "einsum", "tensordot", "linear",
-})
-_MOVES = frozenset({
-    "neg", "negative", "pos", "positive", "clone", "contiguous", "to", "type", "type_as", "float", "double", "half",
-    "bfloat16", "cpu", "cuda", "detach", "data", "reshape", "reshape_as", "view", "view_as", "ravel", "flatten",
-    "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave",
-    "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "flip", "roll", "diagonal",
-    "unfold", "getitem", "select", "unbind", "split", "split_with_sizes", "tensor_split", "chunk", "narrow",
-    "index_select", "gather", "take", "take_along_dim", "masked_select", "pad", "constant_pad_nd", "copy", "setitem",
-    "cat", "concat", "concatenate", "stack", "hstack", "vstack", "row_stack", "column_stack", "dstack",
-})
-_PICKS = frozenset({
-    "getitem", "select", "unbind", "split", "split_with_sizes", "tensor_split", "chunk", "narrow", "index_select",
-    "gather", "take", "take_along_dim", "masked_select",
-})
-_ENTRYWISE_LOSSES = frozenset({
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-    "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
-})
-# Of numbers beyond their bounds they are the numbers themselves.
-_BOUNDS = frozenset({
-    "clamp", "clamp_min", "clamp_max", "clip", "relu", "abs", "absolute", "maximum", "minimum", "fmax", "fmin",
-    "nan_to_num", "hardtanh", "threshold", "leaky_relu",
-})
-# fmt: on
+_ADDS, _SUMS, _PICKS, _BOUNDS = having("adds", "chooses"), having("sums"), having("picks"), having("bounds")
+_MOVES = having("same", "casts", "moves", "picks", "joins", "passes")
+_ENTRYWISE_LOSSES = having("entrywise")
 _SCALED = "`{name}` scales the loss by a number computed over the whole batch{line}"
 _NOT_A_SUM = "`{name}` of a value computed over the whole batch is not a sum over samples{line}"
 _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES

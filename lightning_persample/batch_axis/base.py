@@ -11,20 +11,19 @@ from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, row_owners
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.torch_internals import is_wrapped_by_transform
 
 __all__ = [
     "BY_LAYOUT",
-    "FOLLOWERS",
+    "PROPAGATION_RULES",
     "Entries",
     "Followed",
-    "Follower",
     "alone",
     "beside_lost",
     "broadcast",
     "crossed",
     "dims_argument",
-    "follower",
     "is_plain",
     "keep",
     "listed",
@@ -82,22 +81,21 @@ class Followed:
     excused: frozenset[tuple[str, str]] = frozenset()
 
 
-Follower = Callable[[ObservedCall], Followed]
-FOLLOWERS: dict[object, Follower] = {}
+PropagationRule = Callable[[ObservedCall], Followed]
+PROPAGATION_RULES: dict[object, PropagationRule] = {}
 BY_LAYOUT: set[object] = set()
-_LISTS = frozenset({"nonzero", "argwhere", "where", "unique", "unique_consecutive"})
+_PLACES = having("places")
 
 
-def follower(*ops: str, by_layout: bool = False) -> Callable[[Follower], Follower]:
-    """Register the decorated function as the way to follow these canonical ops."""
+def propagation_rule(family: str, *, by_layout: bool = False) -> Callable[[PropagationRule], PropagationRule]:
+    """Register the decorated function for the ops of a family; `by_layout`: their values decide nothing."""
 
-    def register(function: Follower) -> Follower:
-        for op in ops:
-            if op in FOLLOWERS:
-                raise ValueError(f"{op} is followed by {FOLLOWERS[op].__name__} already")
-            FOLLOWERS[op] = function
-            if by_layout:
-                BY_LAYOUT.add(op)
+    def register(function: PropagationRule) -> PropagationRule:
+        ops = [name for name, op in OPS.items() if op.family == family]
+        if not ops or ops[0] in PROPAGATION_RULES:
+            raise ValueError(f"the family {family} {'has a propagation rule already' if ops else 'has no op'}")
+        PROPAGATION_RULES.update(dict.fromkeys(ops, function))
+        BY_LAYOUT.update(ops if by_layout else ())
         return function
 
     return register
@@ -128,7 +126,7 @@ def crossed(call: ObservedCall, *indices: object) -> bool | None:
 
 def lists(call: ObservedCall) -> bool:
     """Whether the call gives places or the numbers that occur."""
-    return call.op in _LISTS and (call.op != "where" or len(call.args) + len(call.kwargs) < 3)
+    return call.op in _PLACES and (call.op != "where" or len(call.args) + len(call.kwargs) < 3)
 
 
 def listed(call: ObservedCall) -> Followed:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from lightning_persample.batch_axis import indexing, layers, losses, recurrence, reductions, shapes
 from lightning_persample.batch_axis.after_reduction import after_reduction
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
-from lightning_persample.batch_axis.base import FOLLOWERS, Followed, is_plain, lost
+from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, lost
 from lightning_persample.batch_axis.observed import ObservedCall
 from lightning_persample.batch_axis.separable import by_what_samples_give
 from lightning_persample.batch_axis.trial import try_on_one_sample
@@ -33,18 +33,18 @@ def _follow(call: ObservedCall) -> Followed:
         return after_reduction(call)
     if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
         return lost(call, "works on tensors that are nested, sparse or wrapped", mixes=None)
-    known = FOLLOWERS.get(call.op)
+    known = PROPAGATION_RULES.get(call.op)
     if known is not None:
         return _laid_over(known(call), call)
     if all(output.dim() == 0 for output in call.outputs):
         if call.op in ("tensordot", "linalg_vecdot"):
-            return FOLLOWERS["dot"](call)
+            return PROPAGATION_RULES["dot"](call)
         return lost(call, "reduces over the batch axis", mixes=True)
     return try_on_one_sample(call)
 
 
 def _laid_over(followed: Followed, call: ObservedCall) -> Followed:
-    """The answer of a follower, where the rows of one sample alone may have been repeated by broadcasting."""
+    """The answer of a propagation_rule, where the rows of one sample alone may have been repeated by broadcasting."""
     outputs = tuple(
         place.laid_over(output.size(place.dim), call.batch_size)
         if isinstance(place, BatchAxis) and place.dim < output.dim()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
-from lightning_persample.batch_axis.base import Followed, alone, beside_lost, crossed, follower, keep, lost
+from lightning_persample.batch_axis.base import Followed, alone, beside_lost, crossed, keep, lost, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall
 from lightning_persample.batch_axis.trial import try_on_one_sample
 
@@ -17,7 +17,7 @@ __all__ = []
 _WHOLE = slice(None)
 
 
-@follower("getitem", by_layout=True)
+@propagation_rule("getitem", by_layout=True)
 def _follow_getitem(call: ObservedCall) -> Followed:
     tensor: Tensor = call.args[0]
     items = _per_axis(call.args[1], tensor.dim())
@@ -117,7 +117,7 @@ def _position_of(items: list[Any], mask: Tensor) -> int:
     return next(position for position, item in enumerate(items) if item is mask)
 
 
-@follower("masked_select")
+@propagation_rule("masked_select")
 def _follow_masked_select(call: ObservedCall) -> Followed:
     tensor, mask = call.argument(0, "input", "self"), call.argument(1, "mask")
     source = call.axis_of(tensor)
@@ -126,7 +126,7 @@ def _follow_masked_select(call: ObservedCall) -> Followed:
     return _by_mask(call, tensor, [mask], source)
 
 
-@follower("masked_scatter")
+@propagation_rule("masked_scatter")
 def _follow_masked_scatter(call: ObservedCall) -> Followed:
     """The entries of the source go, in order, to the true places of the mask: each to one of its own sample."""
     target, mask, source = (call.argument(*each) for each in ((0, "self", "input"), (1, "mask"), (2, "source")))
@@ -203,7 +203,7 @@ class _Place:
         raise IndexError(f"axis {dim} is not indexed")
 
 
-@follower("index_put")
+@propagation_rule("index_put")
 def _follow_index_put(call: ObservedCall) -> Followed:
     """``target.index_put(indices, values)`` is ``target[indices] = values`` on a copy."""
     target, index = call.argument(0, "input", "self"), tuple(call.argument(1, "indices"))
@@ -214,7 +214,7 @@ def _follow_index_put(call: ObservedCall) -> Followed:
     return _written(call, target, index, value)
 
 
-@follower("setitem")
+@propagation_rule("setitem")
 def _follow_setitem(call: ObservedCall) -> Followed:
     """``target[index] = value``: the target keeps its shape; the value lies over the indexed part from the right."""
     return _written(call, *call.args)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import added_up
 from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
-from lightning_persample.batch_axis.base import Followed, beside_lost, broadcast, follower, keep, lost
+from lightning_persample.batch_axis.base import Followed, beside_lost, broadcast, keep, lost, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall
 
 __all__ = []
@@ -17,7 +17,7 @@ __all__ = []
 _MEET = "meets two tensors of the batch with their batch axes at different places"
 
 
-@follower("linear", "bilinear", by_layout=True)
+@propagation_rule("linear", by_layout=True)
 def _follow_linear(call: ObservedCall) -> Followed:
     data = [call.argument(0, "input", "input1")]
     if call.op == "bilinear":
@@ -37,14 +37,14 @@ def _follow_linear(call: ObservedCall) -> Followed:
     return Followed(outputs, aligned, placed.mixing, placed.weighting)
 
 
-@follower("affine_grid_generator", by_layout=True)
+@propagation_rule("affine_grid", by_layout=True)
 def _follow_affine_grid(call: ObservedCall) -> Followed:
     """A grid for each row of `theta`; the number of rows is in the arguments, so that one sample alone is refused."""
     _, axis = call.located[0]
     return keep(call, axis) if axis.dim == 0 else lost(call, "combines what is along the batch axis", mixes=True)
 
 
-@follower("embedding", by_layout=True)
+@propagation_rule("embedding", by_layout=True)
 def _follow_embedding(call: ObservedCall) -> Followed:
     indices = call.argument(1, "indices")
     axis = call.axis_of(indices)
@@ -53,7 +53,7 @@ def _follow_embedding(call: ObservedCall) -> Followed:
     return keep(call, axis)
 
 
-@follower("embedding_bag")
+@propagation_rule("embedding_bag")
 def _follow_embedding_bag(call: ObservedCall) -> Followed:
     """Each output row is a bag of neighbouring input rows; `offsets` say where the bags begin."""
     rows, offsets, weights = (
@@ -85,11 +85,7 @@ def _follow_embedding_bag(call: ObservedCall) -> Followed:
     return Followed((picked(0, owners, call.batch_size), None, None, None)[: len(call.outputs)], aligned)
 
 
-@follower(
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "group_norm", "instance_norm", "batch_norm",
-    by_layout=True,
-)  # fmt: skip
+@propagation_rule("channels", by_layout=True)
 def _follow_channels(call: ObservedCall) -> Followed:
     """Layers on (N, C, ...): samples must lie along N."""
     first = call.argument(0, "input")
@@ -109,7 +105,7 @@ def _spatial_axes(call: ObservedCall) -> int:
     return next(int(character) for character in call.name if character.isdigit())
 
 
-@follower("layer_norm", "rms_norm", by_layout=True)
+@propagation_rule("layer_norm", by_layout=True)
 def _follow_layer_norm(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     if len(call.located) > 1 or call.lost or tensor is not call.argument(0, "input"):
@@ -119,12 +115,7 @@ def _follow_layer_norm(call: ObservedCall) -> Followed:
     return keep(call, axis)
 
 
-@follower(
-    "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices",
-    "max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "_adaptive_avg_pool2d",
-    by_layout=True,
-)  # fmt: skip
+@propagation_rule("pool", by_layout=True)
 def _follow_pool(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     if axis.dim >= tensor.dim() - _spatial_axes(call):
@@ -132,7 +123,7 @@ def _follow_pool(call: ObservedCall) -> Followed:
     return keep(call, axis)
 
 
-@follower("pad", "constant_pad_nd", by_layout=True)
+@propagation_rule("pad", by_layout=True)
 def _follow_pad(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     padding = tuple(call.argument(1, "pad"))
@@ -142,12 +133,12 @@ def _follow_pad(call: ObservedCall) -> Followed:
     return keep(call, axis)
 
 
-@follower("one_hot", by_layout=True)
+@propagation_rule("one_hot", by_layout=True)
 def _follow_one_hot(call: ObservedCall) -> Followed:
     return keep(call, call.located[0][1])
 
 
-@follower("triu", "tril", by_layout=True)
+@propagation_rule("triangle", by_layout=True)
 def _follow_triangle(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     if axis.dim >= tensor.dim() - 2:
@@ -155,30 +146,30 @@ def _follow_triangle(call: ObservedCall) -> Followed:
     return keep(call, axis)
 
 
-@follower("multinomial")
+@propagation_rule("multinomial")
 def _follow_multinomial(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     return keep(call, axis) if axis.dim == 0 and tensor.dim() == 2 else lost(call, "draws across the batch", mixes=None)
 
 
-@follower("scaled_dot_product_attention", by_layout=True)
+@propagation_rule("attention", by_layout=True)
 def _follow_attention(call: ObservedCall) -> Followed:
     if any(axis.dim - tensor.dim() > -3 for tensor, axis in call.located):
         return lost(call, "attends from one sample to another", mixes=True)
     return broadcast(call)
 
 
-@follower("matmul", "mm", "bmm", "mv", by_layout=True)
+@propagation_rule("matmul", by_layout=True)
 def _follow_matmul(call: ObservedCall) -> Followed:
     return _product(call, call.argument(0, "input", "self"), call.argument(1, "other", "mat2", "vec"))
 
 
-@follower("rmatmul", by_layout=True)
+@propagation_rule("reflected_matmul", by_layout=True)
 def _follow_reflected_matmul(call: ObservedCall) -> Followed:
     return _product(call, call.args[1], call.args[0])
 
 
-@follower("addmm", "addmv", "baddbmm", by_layout=True)
+@propagation_rule("added_product", by_layout=True)
 def _follow_added_product(call: ObservedCall) -> Followed:
     added = call.argument(0, "input", "self")
     left, right = call.argument(1, "mat1", "batch1", "mat"), call.argument(2, "mat2", "batch2", "vec")
@@ -248,7 +239,7 @@ def _contracted(call: ObservedCall, *, alone: bool, mixed: bool) -> Followed:
     return added_up(call, weighs=alone)
 
 
-@follower("einsum", by_layout=True)
+@propagation_rule("einsum", by_layout=True)
 def _follow_einsum(call: ObservedCall) -> Followed:
     equation = call.argument(0, "equation")
     if call.lost:

@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.added_up import LOSSES, MEAN, absent, added_up, reduction_of
+from lightning_persample.batch_axis.added_up import MEAN, absent, added_up, reduction_of
 from lightning_persample.batch_axis.axis import BatchAxis, batch_first
-from lightning_persample.batch_axis.base import Entries, Followed, broadcast, follower, keep, lost, meet
+from lightning_persample.batch_axis.base import Entries, Followed, broadcast, keep, lost, meet, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.batch_axis.ops import OPS, having
 
 __all__ = ["every_target_counts"]
 
-_CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
-_ROW_LOSSES = frozenset({"multi_margin_loss", "cosine_embedding_loss", "multilabel_margin_loss", "triplet_margin_loss"})
-_CLASS_WEIGHTS = {**dict.fromkeys(_CLASS_LOSSES, 2), "multi_margin_loss": 4}  # their place among the arguments
+_CLASS_LOSSES, _ROW_LOSSES = having("classes"), having("rows")
 _ALONG_CLASSES = "compares entries along the batch axis"
 
 
-@follower(*sorted(LOSSES))
+@propagation_rule("loss")
 def _follow_loss(call: ObservedCall) -> Followed:
     """A loss over the whole batch, or with reduction="none" one value per entry."""
     weights = _class_weights(call)
@@ -71,7 +70,7 @@ def _added_up(call: ObservedCall, by_entry: Followed, place: BatchAxis) -> Follo
 
 
 def _class_weights(call: ObservedCall) -> Tensor | None:
-    place = _CLASS_WEIGHTS.get(str(call.op))
+    place = OPS[call.op].class_weights
     weights = None if place is None else call.argument(place, "weight")
     return weights if isinstance(weights, Tensor) else None
 
@@ -123,8 +122,8 @@ def _by_row(call: ObservedCall) -> Followed:
 
 def _entries(call: ObservedCall, place: BatchAxis) -> Entries:
     """The loss of each entry, and what share of their sum the loss is."""
-    position = LOSSES[str(call.op)]
-    if len(call.args) > position:
+    position = OPS[call.op].reduction
+    if position is not None and len(call.args) > position:
         args, kwargs = (*call.args[:position], 0, *call.args[position + 1 :]), dict(call.kwargs)
     else:
         args, kwargs = call.args, {**call.kwargs, "reduction": 0}
@@ -179,7 +178,7 @@ def _unequal_weights(call: ObservedCall) -> str | None:
     return f"`{call.name}` {what}{absent(totals)}{user_line()}"
 
 
-@follower("ctc_loss")
+@propagation_rule("ctc")
 def _follow_ctc(call: ObservedCall) -> Followed:
     """Log-probabilities (T, N, C); targets (N, S), or all of them one after another; lengths (N,)."""
     scores, targets = call.argument(0, "log_probs"), call.argument(1, "targets")

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
-from lightning_persample.batch_axis.base import Followed, follower, lost
+from lightning_persample.batch_axis.base import Followed, lost, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
 
 __all__ = []
 
 
-@follower("lstm", "gru", "rnn_tanh", "rnn_relu")
+@propagation_rule("recurrent_layer")
 def _follow_layer(call: ObservedCall) -> Followed:
     data, second = call.args[0], call.args[1]
     packed = isinstance(second, Tensor) and not second.is_floating_point()
@@ -47,7 +47,7 @@ def _follow_layer(call: ObservedCall) -> Followed:
     return Followed(tuple(outputs), aligned)
 
 
-@follower("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+@propagation_rule("recurrent_cell")
 def _follow_cell(call: ObservedCall) -> Followed:
     states = [call.args[0], *tensors_in(call.args[1])]
     located = call.located
@@ -64,7 +64,7 @@ def _follow_cell(call: ObservedCall) -> Followed:
     return Followed((replace(axis, mixing=mixing),) * len(call.outputs), aligned)
 
 
-@follower("_pack_padded_sequence")
+@propagation_rule("pack")
 def _follow_pack(call: ObservedCall) -> Followed:
     """(T, B, *) to rows: all samples' first steps, all second steps of those that have one, ..."""
     data, lengths, batch_first = call.args[0], call.args[1], call.args[2]
@@ -78,7 +78,7 @@ def _follow_pack(call: ObservedCall) -> Followed:
     return Followed((picked(0, rows, call.batch_size, axis.mixing), None))
 
 
-@follower("_pad_packed_sequence")
+@propagation_rule("unpack")
 def _follow_pad(call: ObservedCall) -> Followed:
     data, batch_sizes, batch_first = call.args[0], call.args[1], call.args[2]
     axis = call.axis_of(data)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import added_up
-from lightning_persample.batch_axis.base import Followed, broadcast, dims_argument, follower, keep, listed, lost
+from lightning_persample.batch_axis.base import Followed, broadcast, dims_argument, keep, listed, lost, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall
+from lightning_persample.batch_axis.ops import having
 
 __all__ = []
 
-_SUMS = frozenset({"sum", "mean", "nansum", "nanmean"})
+_TOTALS = having("totals")
 
 
-@follower("dot", "vdot", "inner")
+@propagation_rule("dot")
 def _follow_dot(call: ObservedCall) -> Followed:
     located = call.located
     if any(operand.tensor.dim() != 1 for operand in call.operands):
@@ -26,7 +27,7 @@ def _follow_dot(call: ObservedCall) -> Followed:
 def _reduce(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
     tensor, axis = call.located[0]
     if dims is None or axis.dim in dims:
-        return added_up(call) if call.op in _SUMS else lost(call, "reduces over the batch axis", mixes=True)
+        return added_up(call) if call.op in _TOTALS else lost(call, "reduces over the batch axis", mixes=True)
     outputs = tuple(
         axis if output.dim() == tensor.dim() else axis.moved(axis.dim - sum(dim < axis.dim for dim in dims))
         for output in call.outputs
@@ -34,24 +35,20 @@ def _reduce(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
     return Followed(outputs)
 
 
-@follower(
-    "sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "any", "all", "logsumexp", "nansum", "nanmean", "median",
-    "nanmedian", "mode", "std", "var", "std_mean", "var_mean", "count_nonzero", "aminmax", "special_logsumexp",
-    by_layout=True,
-)  # fmt: skip
+@propagation_rule("reduction", by_layout=True)
 def _follow_reduction(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     return _reduce(call, dims_argument(call.argument(1, "dim", "axis"), tensor.dim()))
 
 
-@follower("max", "min", by_layout=True)
+@propagation_rule("extremum", by_layout=True)
 def _follow_extremum(call: ObservedCall) -> Followed:
     if isinstance(call.argument(1, "other"), Tensor):
         return broadcast(call)
     return _follow_reduction(call)
 
 
-@follower("linalg_vector_norm", "linalg_norm", "norm", by_layout=True)
+@propagation_rule("norm", by_layout=True)
 def _follow_norm(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     return _reduce(call, dims_argument(call.argument(2, "dim"), tensor.dim()))
@@ -64,24 +61,20 @@ def _along(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
     return keep(call, axis)
 
 
-@follower(
-    "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin",
-    "special_softmax", "special_log_softmax",
-    by_layout=True,
-)  # fmt: skip
+@propagation_rule("scan", by_layout=True)
 def _follow_scan(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     return _along(call, dims_argument(call.argument(1, "dim", "dims"), tensor.dim()))
 
 
-@follower("sort", "argsort", "glu", "msort", by_layout=True)
+@propagation_rule("sort", by_layout=True)
 def _follow_sort(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     dim = call.argument(1, "dim", default=0 if call.op == "msort" else -1)
     return _along(call, dims_argument(dim, tensor.dim()))
 
 
-@follower("topk", by_layout=True)
+@propagation_rule("topk", by_layout=True)
 def _follow_topk(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     return _along(call, dims_argument(call.argument(2, "dim", default=-1), tensor.dim()))
@@ -90,7 +83,7 @@ def _follow_topk(call: ObservedCall) -> Followed:
 _TRANSFORMS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
 
 
-@follower(*(f"fft_{name}{over}" for name in _TRANSFORMS for over in ("", "2", "n")), by_layout=True)
+@propagation_rule("transform", by_layout=True)
 def _follow_transform(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]
     sizes = call.argument(1, "s")
@@ -99,17 +92,17 @@ def _follow_transform(call: ObservedCall) -> Followed:
     return _along(call, dims_argument(tuple(range(-number, 0)) if dim is None else dim, tensor.dim()))
 
 
-@follower("nonzero", "argwhere", "unique", "unique_consecutive")
+@propagation_rule("list")
 def _follow_list(call: ObservedCall) -> Followed:
     return listed(call)
 
 
-@follower("bincount", "histc", "as_strided_scatter")
+@propagation_rule("scattered")
 def _follow_scattered(call: ObservedCall) -> Followed:
     return lost(call, "gathers entries across the batch")
 
 
-@follower("take")
+@propagation_rule("take")
 def _follow_take(call: ObservedCall) -> Followed:
     tensor, index = call.argument(0, "input", "self"), call.argument(1, "index")
     if call.axis_of(tensor) is not None and call.axis_of(index) is not None:

@@ -15,23 +15,23 @@ from lightning_persample.batch_axis.base import (
     broadcast,
     crossed,
     dims_argument,
-    follower,
     keep,
     lost,
+    propagation_rule,
 )
 from lightning_persample.batch_axis.observed import ObservedCall
 
 __all__ = []
 
 
-@follower("reshape", "view", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "_unsafe_view", by_layout=True)
+@propagation_rule("reshape", by_layout=True)
 def _follow_reshape(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     moved = reshaped(axis, tensor.shape, call.outputs[0].shape, call.batch_size)
     return lost(call, "cuts the batch axis apart") if moved is None else keep(call, moved)
 
 
-@follower("squeeze", by_layout=True)
+@propagation_rule("squeeze", by_layout=True)
 def _follow_squeeze(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     given = call.args[1:] if len(call.args) > 1 else call.argument(1, "dim")
@@ -44,28 +44,14 @@ def _follow_squeeze(call: ObservedCall) -> Followed:
     return keep(call, axis.moved(axis.dim - sum(d < axis.dim for d in gone)))
 
 
-@follower("unsqueeze", by_layout=True)
+@propagation_rule("unsqueeze", by_layout=True)
 def _follow_unsqueeze(call: ObservedCall) -> Followed:
     _, axis = call.located[0]
     dim = int(call.argument(1, "dim")) % call.outputs[0].dim()
     return keep(call, axis.moved(axis.dim + (dim <= axis.dim)))
 
 
-@follower(
-    "transpose",
-    "swapaxes",
-    "swapdims",
-    "permute",
-    "movedim",
-    "moveaxis",
-    "t",
-    "T",
-    "mT",
-    "H",
-    "mH",
-    "adjoint",
-    by_layout=True,
-)
+@propagation_rule("permutation", by_layout=True)
 def _follow_permutation(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     sizes = range(2, 2 + tensor.dim())
@@ -76,12 +62,12 @@ def _follow_permutation(call: ObservedCall) -> Followed:
     return keep(call, axis.moved(moved.shape.index(axis.dim + 2)))
 
 
-@follower("expand", "expand_as", "broadcast_to", by_layout=True)
+@propagation_rule("expand", by_layout=True)
 def _follow_expand(call: ObservedCall) -> Followed:
     return broadcast(call)
 
 
-@follower("as_strided", "as_strided_copy")
+@propagation_rule("strided")
 def _follow_strided(call: ObservedCall) -> Followed:
     """The same places are read of a tensor that holds, in the same memory, which sample each entry is of."""
     tensor, axis = call.located[0]
@@ -102,7 +88,7 @@ def _follow_strided(call: ObservedCall) -> Followed:
     return lost(call, "puts entries of several samples side by side along every axis", mixes=None)
 
 
-@follower("repeat", "tile", by_layout=True)
+@propagation_rule("repeat", by_layout=True)
 def _follow_repeat(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     output = call.outputs[0]
@@ -111,7 +97,7 @@ def _follow_repeat(call: ObservedCall) -> Followed:
     return keep(call, replace(axis, dim=dim, outer=axis.outer * times))
 
 
-@follower("repeat_interleave")
+@propagation_rule("repeat_interleave")
 def _follow_repeat_interleave(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     repeats, dim = call.argument(1, "repeats"), call.argument(2, "dim")
@@ -132,7 +118,7 @@ def _follow_repeat_interleave(call: ObservedCall) -> Followed:
     return _rows(call, axis, dim, row_owners(axis, call.batch_size, repeats.device).repeat_interleave(repeats))
 
 
-@follower("cat", "concat", "concatenate", "stack", "vstack", "row_stack", by_layout=True)
+@propagation_rule("joined", by_layout=True)
 def _follow_joined(call: ObservedCall) -> Followed:
     located = call.located
     if call.lost:
@@ -166,7 +152,7 @@ def _rows(call: ObservedCall, axis: BatchAxis, dim: int, owners: Tensor) -> Foll
     return keep(call, picked(dim, owners, call.batch_size, axis.mixing))
 
 
-@follower("chunk", "split", "split_with_sizes", "tensor_split", "unsafe_chunk", "unsafe_split", by_layout=True)
+@propagation_rule("split", by_layout=True)
 def _follow_split(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     dim = int(call.argument(2, "dim", default=0)) % tensor.dim()
@@ -176,7 +162,7 @@ def _follow_split(call: ObservedCall) -> Followed:
     return Followed(tuple(picked(dim, piece, call.batch_size, axis.mixing) for piece in pieces))
 
 
-@follower("unbind", by_layout=True)
+@propagation_rule("unbind", by_layout=True)
 def _follow_unbind(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     dim = int(call.argument(1, "dim", default=0)) % tensor.dim()
@@ -185,7 +171,7 @@ def _follow_unbind(call: ObservedCall) -> Followed:
     return keep(call, axis.moved(axis.dim - (dim < axis.dim)))
 
 
-@follower("flip", by_layout=True)
+@propagation_rule("flip", by_layout=True)
 def _follow_flip(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     given = call.args[1:] if len(call.args) > 2 else call.argument(1, "dims")
@@ -195,7 +181,7 @@ def _follow_flip(call: ObservedCall) -> Followed:
     return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).flip(0))
 
 
-@follower("roll")
+@propagation_rule("roll")
 def _follow_roll(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
     shifts, dims = call.argument(1, "shifts"), dims_argument(call.argument(2, "dims"), tensor.dim())
@@ -208,7 +194,7 @@ def _follow_roll(call: ObservedCall) -> Followed:
     return _rows(call, axis, axis.dim, row_owners(axis, call.batch_size, tensor.device).roll(shift))
 
 
-@follower("select", "narrow", "index_select", "unfold")
+@propagation_rule("select")
 def _follow_select(call: ObservedCall) -> Followed:
     target = call.argument(0, "input", "self")
     dim = int(call.argument(1, "dim", "dimension")) % max(target.dim(), 1)
@@ -236,7 +222,7 @@ def _follow_select(call: ObservedCall) -> Followed:
     return alone(call, axis, [int(index)])
 
 
-@follower("gather", "take_along_dim", "scatter", "scatter_add", "index_add", "index_copy", "index_fill")
+@propagation_rule("gather")
 def _follow_gather(call: ObservedCall) -> Followed:
     target = call.argument(0, "input", "self")
     dim = call.argument(2 if call.op == "take_along_dim" else 1, "dim")

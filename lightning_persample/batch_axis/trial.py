@@ -8,34 +8,22 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, one_entry
-from lightning_persample.batch_axis.base import Followed, beside_lost, follower, keep, lost
+from lightning_persample.batch_axis.base import Followed, beside_lost, keep, lost, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
+from lightning_persample.batch_axis.ops import having
 from lightning_persample.rules import other_generators_kept
 from lightning_persample.torch_internals import tree_map
 
 __all__ = ["try_on_one_sample"]
 
-# ops that write into their arguments without telling autograd
-_WRITES_UNSEEN = frozenset({"fused_moving_avg_obs_fake_quant", "_fused_moving_avg_obs_fq_helper"})
-
-
-# Ops that compute each row of the first axis from this row alone, whatever the values, or leave no row of it: along it
-# one trial shows what holds for every call of that layout. Of any other op, and along another axis, values may decide
-# (`renorm` beyond its maximum alone, neighbours that are zero in `im2col`), so that each call is tried.
-_BY_ROWS = (
-    *(f"upsample_nearest{n}d" for n in (1, 2, 3)), *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
-    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
-    "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
-    "prelu", "im2col", "col2im", "max_unpool2d", "max_unpool3d", "grid_sampler", "stft",
-    "quantile", "nanquantile", "kthvalue", "trapezoid", "pairwise_distance", "cosine_similarity",
-)  # fmt: skip
+_UNSEEN = having("unseen")
 _SHOWN: dict[Hashable, Followed] = {}  # by layout
 _MOST = 4096
 _ALL, _SOME = 16, 8  # samples tried: all of at most so many, else so many
 _TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 1e-3, torch.float64: 1e-6}
 
 
-@follower(*_BY_ROWS, by_layout=True)
+@propagation_rule("by_rows", by_layout=True)
 def try_on_one_sample(call: ObservedCall) -> Followed:
     """Run the op on a few samples alone (first, last, some between), without gradient, and compare with the call."""
     batch_size = call.batch_size
@@ -56,7 +44,7 @@ def try_on_one_sample(call: ObservedCall) -> Followed:
     if entries == 0:
         return lost(call, "works on no sample at all")
     if (
-        call.op in _WRITES_UNSEEN
+        call.op in _UNSEEN
         or call.written
         or any(isinstance(arg, torch.Generator) for arg in (*call.args, *call.kwargs.values()))
     ):

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from lightning_persample.batch_axis.added_up import LOSSES
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entry_owners
 from lightning_persample.batch_axis.base import BY_LAYOUT, is_plain, memory_of
 from lightning_persample.batch_axis.observed import (
@@ -22,7 +21,7 @@ from lightning_persample.batch_axis.observed import (
     user_line,
     version_of,
 )
-from lightning_persample.batch_axis.pointwise import POINTWISE
+from lightning_persample.batch_axis.ops import LOSSES, OPS, POINTWISE, having
 from lightning_persample.capture.observing import is_composite
 from lightning_persample.capture.weight import Weight, base_of, places_in
 from lightning_persample.rules import canonical_op
@@ -43,37 +42,21 @@ __all__ = [
 ]
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
-# Ops that take a dtype, a device or a shape from their tensors, with the place and the name of the one argument that is
-# data, if there is one. Of any other op every tensor is data.
-_CONVERTS: dict[object, tuple[int, str] | None] = {
-    **dict.fromkeys(("to", "type_as", "expand_as", "view_as", "reshape_as"), (0, "self")),
-    **dict.fromkeys((
-        "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones",
-        "new_empty", "new_empty_strided",
-    )),
-    **dict.fromkeys(("zeros", "ones", "empty", "arange", "eye")), "full": (1, "fill_value"),  # (with sizes in tensors)
-    "full_like": (1, "fill_value"), "new_full": (2, "fill_value"), "new_tensor": (1, "data"), "new": (1, "data"),
-}  # fmt: skip
 _ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of the call, in its order
     nn.functional.cross_entropy: "cross_entropy_loss",
     nn.functional.layer_norm: "layer_norm",
     nn.functional.group_norm: "group_norm",
     nn.functional.rms_norm: "rms_norm",
 }
-_SUMS = frozenset({"add", "sub", "rsub", "stack", "cat"})
+_SUMS = having("adds", "joins")
 _NO_TENSOR = frozenset({
     "__set__", "__delete__", "__len__", "size", "dim", "stride", "numel", "is_floating_point", "requires_grad_",
     "retain_grad", "share_memory_", "register_hook", "_set_grad_enabled", "set_", "resize_", "resize_as_",
     "__setstate__", "getweakrefs",
 })  # fmt: skip
 _MOVES = frozenset({"set_", "resize_", "resize_as_", "__setstate__"})
-# Ops whose results are data even where they are given none: random numbers, and tensors made of anything.
-DATA_SOURCES = frozenset({
-    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "uniform", "random",
-    "bernoulli", "multinomial", "poisson", "exponential", "geometric", "log_normal", "cauchy", "dropout",
-    "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout", "rrelu", "tensor", "as_tensor",
-    "asarray", "from_numpy", "frombuffer", "from_file", "new_tensor", "new",
-})  # fmt: skip
+# Ops whose results are data even where they are given none.
+DATA_SOURCES = having("draws", "makes")
 
 
 def attribute_of(function: Callable[..., Any]) -> str:
@@ -107,12 +90,13 @@ def is_inplace(function: Callable[..., Any]) -> bool:
 
 def data_of(op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments whose values the results are made of, in order."""
-    if op not in _CONVERTS:
+    known = OPS.get(op)
+    if known is None or not known.converts:
         return operands_of(args, kwargs)
     if op == "arange":  # how far it goes is a size
         starts = args[:1] if len(args) > 1 or "end" in kwargs else ()
         return operands_of((*starts, *args[2:3]), {name: kwargs[name] for name in ("start", "step") if name in kwargs})
-    place, name = _CONVERTS[op] or (len(args), "")
+    place, name = known.data or (len(args), "")
     return operands_of(args[place : place + 1], {name: kwargs[name]} if name in kwargs else {})
 
 
@@ -151,7 +135,7 @@ def kind_of(function: Callable[..., Any]) -> Kind:
     if kind is None:
         op = op_of(function)
         inplace, composite = is_inplace(function), is_composite(function)
-        converts = op in _CONVERTS
+        converts = op in OPS and OPS[op].converts
         known = (op in BY_LAYOUT and not converts) or op in LOSSES
         makes = _ONE_CALL.get(function, op)
         by_layout = (known and not inplace and not composite) or function in _ONE_CALL

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, batch_first
 from lightning_persample.batch_axis.base import Followed
 from lightning_persample.batch_axis.observed import Description, ObservedCall, version_of, without_data
-from lightning_persample.batch_axis.pointwise import POINTWISE
+from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.capture.failure import OverwrittenError, reason_of
 from lightning_persample.capture.graph import boundary, edges_between
 from lightning_persample.capture.weight import Computation, Contributions, Weight
@@ -447,7 +447,7 @@ def _by_generic_rule(use: Use) -> Computation:
             axes[position] = _UNSPLIT
         elif isinstance(where, BatchAxis):
             axes[position] = where
-    of_use = without_data if call.op in _SUMS and not call.inplace else Tensor.detach
+    of_use = without_data if call.op in _ADDS and not call.inplace else Tensor.detach
     kept = [of_use(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     memory = {leaf.data_ptr() for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in call.written}
     versions = versions_of(kept, memory)
@@ -471,7 +471,7 @@ def _by_generic_rule(use: Use) -> Computation:
     return compute
 
 
-_SUMS = frozenset({"add", "sub", "rsub"})  # the gradient of a sum reads no values: only shapes are kept
+_ADDS = having("adds")  # the gradient of a sum reads no values: only shapes are kept
 _UNSPLIT = None  # one sample alone, which has no axis
 
 

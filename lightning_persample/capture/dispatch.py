@@ -28,6 +28,7 @@ from lightning_persample.batch_axis.observed import (
     version_of,
     without_data,
 )
+from lightning_persample.batch_axis.ops import having
 from lightning_persample.batch_axis.pointwise import common_axis
 from lightning_persample.capture.annotations import (
     CONSTANT,
@@ -66,9 +67,7 @@ __all__ = ["Dispatcher"]
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
 _TENSORS = {Tensor, nn.Parameter}
-# ops that read a number as `int` gives it: which of the batch's numbers it is, and how large a result is to be
-_COUNTED = frozenset({"getitem", "select", "index_select", "embedding", "eq", "ne"})
-_SIZED = frozenset({"expand", "broadcast_to", "view", "reshape", "unflatten", "repeat", "tile"})
+_INDEXES, _SHAPES = having("indexes"), having("shapes")  # ops that read a number as `int` gives it
 _NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
 
 
@@ -312,12 +311,12 @@ class Dispatcher(Collector):
                 return result
             written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
             beside, replaced = BatchAxis in kinds, {id(tensor) for tensor in tensors_in(kwargs.get("out"))}
-            counted = op in _COUNTED and bool(kinds & {BatchAxis, Weight})
+            counted = op in _INDEXES and bool(kinds & {BatchAxis, Weight})
             operands = tuple(
                 Operand(
                     saved[0] if inplace and weights and tensor is args[0] else tensor,
                     None
-                    if (counted and _is_entry(tensor, mark)) or (op in _SIZED and tensor is not tensors[0])
+                    if (counted and _is_entry(tensor, mark)) or (op in _SHAPES and tensor is not tensors[0])
                     else _place_of(tensor, mark, replaced, beside),
                 )
                 for tensor, mark in marked

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_persample.batch_axis.added_up import LOSSES
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.losses import every_target_counts
 from lightning_persample.batch_axis.observed import Description, ObservedCall, OwnBackward, tensors_in, user_place
+from lightning_persample.batch_axis.ops import LOSSES
 from lightning_persample.capture.annotations import Mark
 from lightning_persample.capture.collector import Collector
 from lightning_persample.capture.contributions import ByRule, Placement, Use, not_tensors, placement_of

@@ -16,7 +16,7 @@ from lightning_persample.batch_axis.axis import BatchAxis, row_owners
 from lightning_persample.batch_axis.base import Followed
 from lightning_persample.batch_axis.follow import follow
 from lightning_persample.batch_axis.observed import Description, ObservedCall, Operand, tensors_in, version_of
-from lightning_persample.batch_axis.pointwise import POINTWISE
+from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.capture.annotations import data_of
 from lightning_persample.capture.contributions import Use, computation
 from lightning_persample.capture.failure import OverwrittenError, attempt, guard
@@ -29,16 +29,7 @@ from lightning_persample.torch_internals import tree_unflatten
 
 __all__ = ["copied", "looked_up", "pull_back", "row_by_row", "settle", "settle_one"]
 
-_JOINS = frozenset({
-    "cat", "concat", "concatenate", "stack", "hstack", "vstack", "row_stack", "column_stack", "dstack",
-})  # fmt: skip
-_COPIES = _JOINS | {
-    "contiguous", "clone", "reshape", "reshape_as", "view", "view_as", "ravel", "flatten", "unflatten", "squeeze",
-    "unsqueeze", "expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave", "permute", "transpose",
-    "swapaxes", "swapdims", "movedim", "moveaxis", "t", "T", "mT", "flip", "roll", "diagonal", "getitem", "select",
-    "unbind", "split", "split_with_sizes", "tensor_split", "chunk", "narrow", "index_select", "gather", "take",
-    "take_along_dim", "masked_select",
-}  # fmt: skip
+_JOINS, _COPIES = having("joins"), having("same", "moves", "picks", "joins")
 
 
 def looked_up(derivation: Derivation, gradient: SampleGradient) -> SampleGradient | None:
@@ -219,12 +210,7 @@ def _in_place(gradient: Block) -> Tensor:
     return split.movedim(0, 1 + dim).reshape(total)
 
 
-_SAME_ENTRIES = frozenset(
-    {"clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "alias", "cuda", "cpu"}
-)
-_TRANSPOSES = frozenset(
-    {"t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "H", "mH"}
-)
+_SAME_ENTRIES, _PERMUTES = having("same", "casts"), having("permutes")
 _REPEATS = {torch.float32: 1e-5, torch.float64: 1e-10}
 _BUDGET = 64 * 2**20
 
@@ -357,7 +343,7 @@ def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGrad
     if derivation.op in _SAME_ENTRIES and parent.shape == gradient.shape:
         return gradient
     matrix = len(parent.shape) == 2 and len(gradient.shape) == 2
-    if derivation.op in _TRANSPOSES and matrix and isinstance(gradient, Outer):
+    if derivation.op in _PERMUTES and matrix and isinstance(gradient, Outer):
         moved = derivation.compute(torch.empty(2, 3, device="meta"))
         return gradient if moved.shape == (2, 3) else Outer(gradient.right, gradient.left)
     return None

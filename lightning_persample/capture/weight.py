@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.observed import Description, tensors_in, version_of
-from lightning_persample.batch_axis.pointwise import POINTWISE
+from lightning_persample.batch_axis.ops import POINTWISE
 from lightning_persample.gradients import Block, Dense, SampleGradient, Sum, add_up
 from lightning_persample.torch_internals import TreeSpec, tree_unflatten, view_base
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_persample.batch_axis.observed import tensors_in
-from lightning_persample.batch_axis.pointwise import POINTWISE
+from lightning_persample.batch_axis.ops import POINTWISE
 from lightning_persample.capture.contributions import wrong_answer
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.parameters import default_tolerance

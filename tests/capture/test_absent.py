@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from lightning_persample.batch_axis.base import FOLLOWERS
+from lightning_persample.batch_axis.base import PROPAGATION_RULES
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
@@ -329,7 +329,7 @@ def test_a_fault_in_following_leaves_no_values_as_nothing_can_be_said_of_the_sam
     def faulty(call: object) -> None:
         raise ValueError("no such axis")
 
-    monkeypatch.setitem(FOLLOWERS, "softmax", faulty)
+    monkeypatch.setitem(PROPAGATION_RULES, "softmax", faulty)
     module = two_layers(lambda h: h.softmax(-1))
     record = record_of(module, mean_of_squares, vectors())
     text = r"following `softmax` at test_absent\.py:\d+ failed with ValueError: no such axis; this is a fault of"
