@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LOSSES", "OPS", "POINTWISE", "Op", "having"]
+__all__ = ["LOSSES", "OPS", "POINTWISE", "Op", "add_ops", "having"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Op:
 OPS: dict[object, Op] = {}
 
 
-def _ops(
+def add_ops(
     family: str | None,
     traits: str,
     names: str,
@@ -68,6 +68,7 @@ def _ops(
     converts: bool = False,
     data: tuple[int, str] | None = None,
 ) -> None:
+    """Add a row to the table: these names, apart by blanks, are of this family and have these traits."""
     op = Op(family, frozenset(traits.split()), reduction, class_weights, converts, data)
     for name in names.split():
         if name in OPS:
@@ -82,7 +83,7 @@ def having(*traits: str) -> frozenset[object]:
 
 # fmt: off
 # Each entry of the result is computed from the entries at its place.
-_ops("pointwise", "", """
+add_ops("pointwise", "", """
     acos acosh addcdiv addcmul and angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2
     atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bool byte cdouble ceil
     celu cfloat conj copysign cos cosh deg2rad digamma div elu erf erfc erfinv exp exp2 expm1 fill fix float16
@@ -96,113 +97,114 @@ _ops("pointwise", "", """
     special_i1 special_i1e special_log1p special_log_ndtr special_logit special_ndtr special_ndtri special_psi
     special_round special_sinc special_xlog1py special_xlogy sqrt square tan tanh truediv trunc xlogy xor zero
     """)
-_ops("pointwise", "adds", "add rsub sub")
-_ops("pointwise", "chooses", "lerp")
-_ops("pointwise", "indexes", "eq ne")
-_ops("pointwise", "bounds", """
+add_ops("pointwise", "adds", "add rsub sub")
+add_ops("pointwise", "chooses", "lerp")
+add_ops("pointwise", "indexes", "eq ne")
+add_ops("pointwise", "bounds", """
     abs absolute clamp clamp_max clamp_min clip fmax fmin hardtanh leaky_relu maximum minimum relu threshold
     """)
-_ops("pointwise", "same", "clone contiguous")
-_ops("pointwise", "casts", "bfloat16 cpu cuda double float half type")
-_ops("pointwise", "casts", "to type_as", converts=True, data=(0, "self"))
-_ops("pointwise", "passes", "data detach neg negative pos positive")
-_ops("pointwise", "draws", "alpha_dropout bernoulli dropout feature_alpha_dropout feature_dropout native_dropout rrelu")
-_ops("pointwise", "makes", "as_tensor")
-_ops("copy", "passes", "copy")
-_ops("where", "chooses places", "where")
+add_ops("pointwise", "same", "clone contiguous")
+add_ops("pointwise", "casts", "bfloat16 cpu cuda double float half type")
+add_ops("pointwise", "casts", "to type_as", converts=True, data=(0, "self"))
+add_ops("pointwise", "passes", "data detach neg negative pos positive")
+add_ops("pointwise", "draws", "alpha_dropout bernoulli dropout feature_alpha_dropout feature_dropout")
+add_ops("pointwise", "draws", "native_dropout rrelu")
+add_ops("pointwise", "makes", "as_tensor")
+add_ops("copy", "passes", "copy")
+add_ops("where", "chooses places", "where")
 
 # Shapes.
-_ops("reshape", "", "_unsafe_view")
-_ops("reshape", "moves", "flatten ravel")
-_ops("reshape", "moves shapes", "reshape unflatten view")
-_ops("reshape", "moves", "reshape_as view_as", converts=True, data=(0, "self"))
-_ops("squeeze", "moves", "squeeze")
-_ops("unsqueeze", "moves", "unsqueeze")
-_ops("permutation", "", "adjoint")
-_ops("permutation", "permutes", "H mH")
-_ops("permutation", "permutes moves", "T mT moveaxis movedim permute swapaxes swapdims t transpose")
-_ops("expand", "moves shapes", "broadcast_to expand")
-_ops("expand", "moves", "expand_as", converts=True, data=(0, "self"))
-_ops("strided", "", "as_strided as_strided_copy")
-_ops("repeat", "moves shapes", "repeat tile")
-_ops("repeat_interleave", "moves", "repeat_interleave")
-_ops("joined", "joins", "cat concat concatenate row_stack stack vstack")
-_ops("split", "", "unsafe_chunk unsafe_split")
-_ops("split", "picks", "chunk split split_with_sizes tensor_split")
-_ops("unbind", "picks", "unbind")
-_ops("flip", "moves", "flip")
-_ops("roll", "moves", "roll")
-_ops("pad", "passes", "constant_pad_nd pad")
-_ops("triangle", "", "tril triu")
+add_ops("reshape", "", "_unsafe_view")
+add_ops("reshape", "moves", "flatten ravel")
+add_ops("reshape", "moves shapes", "reshape unflatten view")
+add_ops("reshape", "moves", "reshape_as view_as", converts=True, data=(0, "self"))
+add_ops("squeeze", "moves", "squeeze")
+add_ops("unsqueeze", "moves", "unsqueeze")
+add_ops("permutation", "", "adjoint")
+add_ops("permutation", "permutes", "H mH")
+add_ops("permutation", "permutes moves", "T mT moveaxis movedim permute swapaxes swapdims t transpose")
+add_ops("expand", "moves shapes", "broadcast_to expand")
+add_ops("expand", "moves", "expand_as", converts=True, data=(0, "self"))
+add_ops("strided", "", "as_strided as_strided_copy")
+add_ops("repeat", "moves shapes", "repeat tile")
+add_ops("repeat_interleave", "moves", "repeat_interleave")
+add_ops("joined", "joins", "cat concat concatenate row_stack stack vstack")
+add_ops("split", "", "unsafe_chunk unsafe_split")
+add_ops("split", "picks", "chunk split split_with_sizes tensor_split")
+add_ops("unbind", "picks", "unbind")
+add_ops("flip", "moves", "flip")
+add_ops("roll", "moves", "roll")
+add_ops("pad", "passes", "constant_pad_nd pad")
+add_ops("triangle", "", "tril triu")
 
 # Entries by their places.
-_ops("select", "picks", "narrow")
-_ops("select", "picks indexes", "index_select select")
-_ops("select", "passes", "unfold")
-_ops("gather", "", "index_add index_copy index_fill scatter scatter_add")
-_ops("gather", "picks", "gather take_along_dim")
-_ops("take", "picks", "take")
-_ops("getitem", "picks indexes", "getitem")
-_ops("setitem", "passes", "setitem")
-_ops("index_put", "", "index_put")
-_ops("masked_select", "picks", "masked_select")
-_ops("masked_scatter", "", "masked_scatter")
-_ops("list", "places", "argwhere nonzero unique unique_consecutive")
+add_ops("select", "picks", "narrow")
+add_ops("select", "picks indexes", "index_select select")
+add_ops("select", "passes", "unfold")
+add_ops("gather", "", "index_add index_copy index_fill scatter scatter_add")
+add_ops("gather", "picks", "gather take_along_dim")
+add_ops("take", "picks", "take")
+add_ops("getitem", "picks indexes", "getitem")
+add_ops("setitem", "passes", "setitem")
+add_ops("index_put", "", "index_put")
+add_ops("masked_select", "picks", "masked_select")
+add_ops("masked_scatter", "", "masked_scatter")
+add_ops("list", "places", "argwhere nonzero unique unique_consecutive")
 
 # Over axes.
-_ops("reduction", "sums totals", "mean nansum sum")
-_ops("reduction", "totals", "nanmean")
-_ops("reduction", "", """
+add_ops("reduction", "sums totals", "mean nansum sum")
+add_ops("reduction", "totals", "nanmean")
+add_ops("reduction", "", """
     all amax amin aminmax any argmax argmin count_nonzero logsumexp median mode nanmedian prod special_logsumexp std
     std_mean var var_mean
     """)
-_ops("extremum", "", "max min")
-_ops("norm", "", "linalg_norm linalg_vector_norm norm")
-_ops("scan", "", """
+add_ops("extremum", "", "max min")
+add_ops("norm", "", "linalg_norm linalg_vector_norm norm")
+add_ops("scan", "", """
     cummax cummin cumprod log_softmax logcumsumexp softmax special_log_softmax special_softmax
     """)
-_ops("scan", "sums", "cumsum")
-_ops("sort", "", "argsort glu msort sort")
-_ops("topk", "", "topk")
-_ops("transform", "", """
+add_ops("scan", "sums", "cumsum")
+add_ops("sort", "", "argsort glu msort sort")
+add_ops("topk", "", "topk")
+add_ops("transform", "", """
     fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_ihfft2 fft_ihfftn
     fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
     """)
-_ops("scattered", "", "as_strided_scatter bincount histc")
+add_ops("scattered", "", "as_strided_scatter bincount histc")
 
 # Products.
-_ops("dot", "sums", "dot inner vdot")
-_ops("linear", "", "bilinear")
-_ops("linear", "sums", "linear")
-_ops("matmul", "sums", "bmm matmul mm mv")
-_ops("reflected_matmul", "sums", "rmatmul")
-_ops("added_product", "", "addmm addmv baddbmm")
-_ops("einsum", "sums", "einsum")
-_ops("attention", "", "scaled_dot_product_attention")
+add_ops("dot", "sums", "dot inner vdot")
+add_ops("linear", "", "bilinear")
+add_ops("linear", "sums", "linear")
+add_ops("matmul", "sums", "bmm matmul mm mv")
+add_ops("reflected_matmul", "sums", "rmatmul")
+add_ops("added_product", "", "addmm addmv baddbmm")
+add_ops("einsum", "sums", "einsum")
+add_ops("attention", "", "scaled_dot_product_attention")
 
 # Layers.
-_ops("embedding", "indexes", "embedding")
-_ops("embedding_bag", "", "embedding_bag")
-_ops("channels", "", """
+add_ops("embedding", "indexes", "embedding")
+add_ops("embedding_bag", "", "embedding_bag")
+add_ops("channels", "", """
     batch_norm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d group_norm instance_norm
     """)
-_ops("layer_norm", "", "layer_norm rms_norm")
-_ops("pool", "", """
+add_ops("layer_norm", "", "layer_norm rms_norm")
+add_ops("pool", "", """
     _adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
     adaptive_max_pool2d adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool1d_with_indices
     max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices
     """)
-_ops("one_hot", "", "one_hot")
-_ops("affine_grid", "", "affine_grid_generator")
-_ops("multinomial", "draws", "multinomial")
-_ops("recurrent_layer", "", "gru lstm rnn_relu rnn_tanh")
-_ops("recurrent_cell", "", "gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell")
-_ops("pack", "", "_pack_padded_sequence")
-_ops("unpack", "", "_pad_packed_sequence")
+add_ops("one_hot", "", "one_hot")
+add_ops("affine_grid", "", "affine_grid_generator")
+add_ops("multinomial", "draws", "multinomial")
+add_ops("recurrent_layer", "", "gru lstm rnn_relu rnn_tanh")
+add_ops("recurrent_cell", "", "gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell")
+add_ops("pack", "", "_pack_padded_sequence")
+add_ops("unpack", "", "_pad_packed_sequence")
 # They compute each row of the first axis from this row alone, whatever the values, or leave no row of it: along it one
 # trial shows what holds for every call of that layout. Of any other op that is tried, and along another axis, values
 # may decide (`renorm` beyond its maximum alone, neighbours that are zero in `im2col`), so that each call is tried.
-_ops("by_rows", "", """
+add_ops("by_rows", "", """
     _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
     _upsample_nearest_exact3d channel_shuffle col2im cosine_similarity grid_sampler im2col kthvalue max_unpool2d
     max_unpool3d nanquantile pairwise_distance pixel_shuffle pixel_unshuffle prelu quantile stft trapezoid
@@ -211,34 +213,35 @@ _ops("by_rows", "", """
     """)
 
 # Losses.
-_ops("loss", "classes", "cross_entropy_loss nll_loss nll_loss2d nll_loss_nd", reduction=3, class_weights=2)
-_ops("loss", "entrywise", "huber_loss kl_div l1_loss mse_loss smooth_l1_loss soft_margin_loss", reduction=2)
-_ops("loss", "entrywise", "binary_cross_entropy hinge_embedding_loss", reduction=3)
-_ops("loss", "entrywise", "binary_cross_entropy_with_logits", reduction=4)
-_ops("loss", "entrywise", "poisson_nll_loss", reduction=5)
-_ops("loss", "", "margin_ranking_loss", reduction=4)
-_ops("loss", "rows", "multilabel_margin_loss", reduction=2)
-_ops("loss", "rows", "cosine_embedding_loss", reduction=4)
-_ops("loss", "rows", "multi_margin_loss", reduction=5, class_weights=4)
-_ops("loss", "rows", "triplet_margin_loss", reduction=7)
-_ops("ctc", "", "ctc_loss", reduction=5)
+add_ops("loss", "classes", "cross_entropy_loss nll_loss nll_loss2d nll_loss_nd", reduction=3, class_weights=2)
+add_ops("loss", "entrywise", "huber_loss kl_div l1_loss mse_loss smooth_l1_loss soft_margin_loss", reduction=2)
+add_ops("loss", "entrywise", "binary_cross_entropy hinge_embedding_loss", reduction=3)
+add_ops("loss", "entrywise", "binary_cross_entropy_with_logits", reduction=4)
+add_ops("loss", "entrywise", "poisson_nll_loss", reduction=5)
+add_ops("loss", "", "margin_ranking_loss", reduction=4)
+add_ops("loss", "rows", "multilabel_margin_loss", reduction=2)
+add_ops("loss", "rows", "cosine_embedding_loss", reduction=4)
+add_ops("loss", "rows", "multi_margin_loss", reduction=5, class_weights=4)
+add_ops("loss", "rows", "triplet_margin_loss", reduction=7)
+add_ops("ctc", "", "ctc_loss", reduction=5)
 
 # Of no family.
-_ops(None, "same", "alias")
-_ops(None, "moves", "diagonal")
-_ops(None, "joins", "column_stack dstack hstack")
-_ops(None, "bounds", "nan_to_num")
-_ops(None, "sums", "diff outer tensordot trace")
-_ops(None, "unseen", "_fused_moving_avg_obs_fq_helper fused_moving_avg_obs_fake_quant")
-_ops(None, "draws", "cauchy exponential geometric log_normal normal poisson rand randint randn random randperm uniform")
-_ops(None, "draws", "rand_like randint_like randn_like", converts=True)
-_ops(None, "makes", "asarray from_file from_numpy frombuffer tensor")
-_ops(None, "makes", "new new_tensor", converts=True, data=(1, "data"))
-_ops(None, "", """
+add_ops(None, "same", "alias")
+add_ops(None, "moves", "diagonal")
+add_ops(None, "joins", "column_stack dstack hstack")
+add_ops(None, "bounds", "nan_to_num")
+add_ops(None, "sums", "diff outer tensordot trace")
+add_ops(None, "unseen", "_fused_moving_avg_obs_fq_helper fused_moving_avg_obs_fake_quant")
+add_ops(None, "draws", "rand randint randn randperm")
+add_ops(None, "draws", "cauchy exponential geometric log_normal normal poisson random uniform")
+add_ops(None, "draws", "rand_like randint_like randn_like", converts=True)
+add_ops(None, "makes", "asarray from_file from_numpy frombuffer tensor")
+add_ops(None, "makes", "new new_tensor", converts=True, data=(1, "data"))
+add_ops(None, "", """
     arange empty empty_like eye new_empty new_empty_strided new_ones new_zeros ones ones_like zeros zeros_like
     """, converts=True)
-_ops(None, "", "full full_like", converts=True, data=(1, "fill_value"))
-_ops(None, "", "new_full", converts=True, data=(2, "fill_value"))
+add_ops(None, "", "full full_like", converts=True, data=(1, "fill_value"))
+add_ops(None, "", "new_full", converts=True, data=(2, "fill_value"))
 # fmt: on
 
 POINTWISE = frozenset(name for name, op in OPS.items() if op.family in ("pointwise", "copy"))
