@@ -11,10 +11,12 @@ from torch import Tensor
 from lightning_persample.errors import OptionError
 
 __all__ = [
+    "CAPTURE_DEFAULTS",
     "QUANTITIES",
     "CaptureOptions",
     "check_option",
     "check_options",
+    "checked_capture_options",
     "is_int",
     "is_none_or_int",
     "is_none_or_positive",
@@ -37,6 +39,20 @@ class CaptureOptions(TypedDict, total=False):
     fuse_weight_grad: bool
     max_memory: int | None
     max_samples: int | None
+
+
+CAPTURE_DEFAULTS = CaptureOptions(
+    loss_reduction="mean",
+    batch_dim=0,
+    batch_size=None,
+    sample_index=None,
+    unsupported="warn",
+    engine="expanded",
+    verify=False,
+    fuse_weight_grad=False,
+    max_memory=None,
+    max_samples=None,
+)
 
 
 def is_int(value: object, least: int) -> bool:
@@ -114,3 +130,21 @@ def check_options(**values: object) -> None:
         is_allowed, expected = _SHARED[name]
         if not is_allowed(value):  # (without a further call: a capture asks at each captured step)
             check_option(name, value, False, expected)
+
+
+def checked_capture_options(given: CaptureOptions) -> CaptureOptions:
+    """All options of a callback's capture: those given, and the defaults of the others."""
+    options = CaptureOptions(**{**CAPTURE_DEFAULTS, **given})
+    check_options(**{name: value for name, value in options.items() if name in _SHARED})
+    unsupported, engine, fuses = options["unsupported"], options["engine"], options["fuse_weight_grad"]
+    check_option("unsupported", unsupported, unsupported in ("warn", "error", "vmap"), "'warn', 'error' or 'vmap'")
+    check_option("engine", engine, engine in ("expanded", "vmap", "loop"), "'expanded', 'vmap' or 'loop'")
+    if engine != "expanded":
+        why = f"with engine={engine!r}, which runs the samples alone"
+        check_option("unsupported", unsupported, unsupported != "vmap", f"'warn' or 'error' {why}")
+        check_option("verify", options["verify"], not options["verify"], f"False {why}")
+        check_option("fuse_weight_grad", fuses, not fuses, f"False {why}")
+    if options["max_samples"] is not None:
+        why = "with max_samples, because the weight's gradient needs all samples"
+        check_option("fuse_weight_grad", fuses, not fuses, f"False {why}")
+    return options

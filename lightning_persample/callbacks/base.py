@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, cast, get_type_hints
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_persample.callbacks.sample_index import BatchIndices
 from lightning_persample.callbacks.session import SharedCapture, is_logging_step
 from lightning_persample.capture.failure import fault_of, guard, run_all
 from lightning_persample.capture.record import PerSampleRecord, warn_user
-from lightning_persample.options import CaptureOptions, check_option, check_options
+from lightning_persample.options import CAPTURE_DEFAULTS, CaptureOptions, check_options, checked_capture_options
 
 __all__ = ["PerSampleCallback"]
 
@@ -81,53 +81,16 @@ class PerSampleCallback(Callback):
     def __init__(
         self,
         every_n_steps: int | None = None,
-        *,
-        loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
-        batch_dim: int = 0,
-        batch_size: int | None = None,
-        sample_index: Callable[[Any], Any] | None = None,
-        unsupported: Literal["warn", "error", "vmap"] = "warn",
-        engine: Literal["expanded", "vmap", "loop"] = "expanded",
-        verify: bool = False,
-        fuse_weight_grad: bool = False,
-        max_memory: int | None = None,
-        max_samples: int | None = None,
+        **capture: Unpack[CaptureOptions],
     ) -> None:
         super().__init__()
-        check_options(
-            every_n_steps=every_n_steps,
-            loss_reduction=loss_reduction,
-            batch_dim=batch_dim,
-            batch_size=batch_size,
-            sample_index=sample_index,
-            verify=verify,
-            fuse_weight_grad=fuse_weight_grad,
-            max_memory=max_memory,
-            max_samples=max_samples,
-        )
-        choices = ("warn", "error", "vmap")
-        check_option("unsupported", unsupported, unsupported in choices, "'warn', 'error' or 'vmap'")
-        engines = ("expanded", "vmap", "loop")
-        check_option("engine", engine, engine in engines, "'expanded', 'vmap' or 'loop'")
-        if engine != "expanded":
-            why = f"with engine={engine!r}, which runs the samples alone"
-            check_option("unsupported", unsupported, unsupported != "vmap", f"'warn' or 'error' {why}")
-            check_option("verify", verify, not verify, f"False {why}")
-            check_option("fuse_weight_grad", fuse_weight_grad, not fuse_weight_grad, f"False {why}")
-        if max_samples is not None:
-            why = "with max_samples, because the weight's gradient needs all samples"
-            check_option("fuse_weight_grad", fuse_weight_grad, not fuse_weight_grad, f"False {why}")
+        unknown = [name for name in capture if name not in CAPTURE_DEFAULTS]
+        if unknown:
+            raise TypeError(f"PerSampleCallback.__init__() got an unexpected keyword argument {unknown[0]!r}")
+        check_options(every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
-        self.loss_reduction = loss_reduction
-        self.batch_dim = batch_dim
-        self.batch_size = batch_size
-        self.sample_index = sample_index
-        self.unsupported = unsupported
-        self.engine = engine
-        self.verify = verify
-        self.fuse_weight_grad = fuse_weight_grad
-        self.max_memory = max_memory
-        self.max_samples = max_samples
+        for name, value in checked_capture_options(capture).items():
+            setattr(self, name, value)
         self._shared: SharedCapture | None = None
         self._indices: BatchIndices | None = None
         self._key: str | None = None
@@ -232,12 +195,11 @@ class PerSampleCallback(Callback):
         """Another one for each callback, as Lightning demands; `setup` says what has failed."""
         return f"{type(self).__qualname__} {id(self)}"
 
+    def _capture_options(self) -> CaptureOptions:
+        return cast("CaptureOptions", {name: getattr(self, name) for name in CAPTURE_DEFAULTS})
+
     def _settings(self) -> dict[str, Any]:
-        names = (
-            "every_n_steps", "loss_reduction", "batch_dim", "batch_size", "sample_index", "unsupported", "engine",
-            "verify", "fuse_weight_grad", "max_memory", "max_samples",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        return {"every_n_steps": self.every_n_steps, **self._capture_options()}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Follow which samples the training batches hold, if this is the first per-sample callback of the Trainer."""
@@ -416,6 +378,12 @@ def _with_capture_options(signature: inspect.Signature) -> inspect.Signature:
     """A signature of an ``__init__`` with the options in place of ``**capture``."""
     parameters = dict(signature.parameters)
     if parameters.pop("capture", None) is not None:
-        shared = inspect.signature(PerSampleCallback.__init__, eval_str=True).parameters
-        parameters |= {name: shared[name] for name in CaptureOptions.__annotations__}
+        types = get_type_hints(CaptureOptions)
+        for name, default in CAPTURE_DEFAULTS.items():
+            parameters[name] = inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name]
+            )
     return signature.replace(parameters=list(parameters.values()))
+
+
+PerSampleCallback.__init__.__signature__ = _with_capture_options(inspect.signature(PerSampleCallback.__init__))  # type: ignore[attr-defined]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -15,6 +15,7 @@ from lightning_persample.callbacks.lightning_internals import why_strategy_is_un
 from lightning_persample.capture.failure import FAULT, fault_of, of_user, stop
 from lightning_persample.capture.record import PerSampleRecord, warn_user, warning_texts
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
+from lightning_persample.options import CAPTURE_DEFAULTS, CaptureOptions
 
 __all__ = ["Consumer", "Reports", "check_options_agree", "why_unsupported"]
 
@@ -23,16 +24,6 @@ class Consumer(Protocol):
     """A `PerSampleCallback`, as far as the capture goes: its options, what it asks for and where records go."""
 
     every_n_steps: int | None
-    loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
-    batch_dim: int
-    batch_size: int | None
-    sample_index: Callable[[Any], Any] | None
-    unsupported: Literal["warn", "error", "vmap"]
-    engine: Literal["expanded", "vmap", "loop"]
-    verify: bool
-    fuse_weight_grad: bool
-    max_memory: int | None
-    max_samples: int | None
 
     def needs(self, trainer: Trainer) -> set[str]:
         """The quantities that it reads."""
@@ -42,6 +33,8 @@ class Consumer(Protocol):
 
     def receives_records(self) -> bool:
         """Whether it does anything with the records."""
+
+    def _capture_options(self) -> CaptureOptions: ...
 
     def on_per_sample_gradients(
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
@@ -63,10 +56,7 @@ class Consumer(Protocol):
     def _restore_hooks(self) -> None: ...
 
 
-_CAPTURE_OPTIONS = (
-    "loss_reduction", "batch_dim", "batch_size", "sample_index", "engine", "fuse_weight_grad", "max_memory",
-    "max_samples",
-)  # fmt: skip
+_EACH_ITS_OWN = {"unsupported", "verify"}
 
 
 def check_options_agree(trainer: Trainer, callbacks: Sequence[Consumer]) -> None:
@@ -77,7 +67,7 @@ def check_options_agree(trainer: Trainer, callbacks: Sequence[Consumer]) -> None
         return f"{type(callback).__name__} (callbacks[{place}]) has {option}={getattr(callback, option)!r}"
 
     first = callbacks[0]
-    for option in _CAPTURE_OPTIONS:
+    for option in (name for name in CAPTURE_DEFAULTS if name not in _EACH_ITS_OWN):
         for other in callbacks[1:]:
             if getattr(first, option) != getattr(other, option):
                 raise OptionError(

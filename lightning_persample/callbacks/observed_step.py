@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_persample.callbacks.consumer import Consumer
 from lightning_persample.capture.failure import guard, of_user
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.parameters import default_tolerance
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError
+from lightning_persample.options import CaptureOptions
 
 __all__ = ["ObservedStep", "SampleChoice", "SumCheck"]
 
@@ -235,7 +235,7 @@ class ObservedStep:
     def __init__(
         self,
         pl_module: LightningModule,
-        options: Consumer,
+        options: CaptureOptions,
         batch: Any,
         layout: Any,
         batch_size: int,
@@ -246,7 +246,7 @@ class ObservedStep:
         averages: bool,
     ) -> None:
         self.module = pl_module
-        self._reduction = options.loss_reduction
+        self._reduction = options["loss_reduction"]
         self._batch = batch
         self.sums_differ = not check_sums
         samples = choice.of_batch(batch_size)
@@ -259,12 +259,12 @@ class ObservedStep:
             pl_module,
             layout,
             loss_reduction="sum" if callable(self._reduction) else self._reduction,
-            batch_dim=options.batch_dim,
+            batch_dim=options["batch_dim"],
             batch_size=batch_size,
             quantities=tuple(sorted(quantities)),
             unsupported="ignore",  # what there is to say is for where records are delivered
-            fuse_weight_grad=options.fuse_weight_grad,
-            max_memory=options.max_memory,
+            fuse_weight_grad=options["fuse_weight_grad"],
+            max_memory=options["max_memory"],
             samples=samples,
         )
 

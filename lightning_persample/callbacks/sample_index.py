@@ -500,7 +500,7 @@ class BatchIndices:
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[Consumer]) -> None:
         self._trainer = trainer
-        self._of_batch = callbacks[0].sample_index
+        self._of_batch = callbacks[0]._capture_options()["sample_index"]
         self._followed: Any = None
         self._kind: Any = None
         self._observed: ObservedMethod | None = None

@@ -11,11 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
-from lightning_persample.callbacks.consumer import Consumer
 from lightning_persample.capture.observing import without_compilation
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import warn_user
 from lightning_persample.errors import UnsupportedError, VerificationError
+from lightning_persample.options import CaptureOptions
 from lightning_persample.reference.samples import loss_of
 from lightning_persample.reference.untouched import ModuleState, untouched
 from lightning_persample.reference.verify import RANDOM, check_per_sample_gradients
@@ -120,7 +120,7 @@ _NAMED = 8
 def verify_values(
     trainer: Trainer,
     pl_module: LightningModule,
-    options: Consumer,
+    options: CaptureOptions,
     training_step: Callable[[Any], Any],
     batch: Any,
     *,
@@ -143,8 +143,8 @@ def verify_values(
             pl_module,
             batch,
             loss_fn,
-            loss_reduction=options.loss_reduction,
-            batch_dim=options.batch_dim,
+            loss_reduction=options["loss_reduction"],
+            batch_dim=options["batch_dim"],
             batch_size=batch_size,
         )
     if isinstance(report.failure, NoLossError) and calls == 1:

@@ -53,6 +53,7 @@ from lightning_persample.capture.failure import Once, fault_of, guard, of_user, 
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import OwnScale, PerSampleRecord, warning_texts
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
+from lightning_persample.options import CaptureOptions
 from lightning_persample.reference.samples import loss_of
 
 __all__ = ["SharedCapture", "is_logging_step", "shared_capture"]
@@ -100,14 +101,15 @@ class SharedCapture:
         self._indices = indices
         self._module = pl_module
         self._callbacks = tuple(callbacks)
-        choices = {callback.unsupported for callback in callbacks}
+        options = [callback._capture_options() for callback in callbacks]
+        choices = {each["unsupported"] for each in options}
         self._falls_back = "vmap" in choices and "error" not in choices
         self._reports = Reports(trainer, pl_module, raises="error" in choices)
-        self._verify = any(callback.verify for callback in callbacks)
-        first = callbacks[0]
-        self._engine: Literal["expanded", "vmap", "loop"] = first.engine
-        self._choice = SampleChoice(first.max_samples, seed=trainer.global_rank if first.max_samples else 0)
-        self._second = SecondEngine(trainer, pl_module, first.loss_reduction, first.batch_dim, self._choice)
+        self._verify = any(each["verify"] for each in options)
+        first = options[0]
+        self._engine: Literal["expanded", "vmap", "loop"] = first["engine"]
+        self._choice = SampleChoice(first["max_samples"], seed=trainer.global_rank if first["max_samples"] else 0)
+        self._second = SecondEngine(trainer, pl_module, first["loss_reduction"], first["batch_dim"], self._choice)
         self._second_is_compared = self._second_is_refused = False
         self._second_check: SumCheck | None = None
         self._methods: tuple[ObservedMethod, ...] = ()
@@ -279,14 +281,14 @@ class SharedCapture:
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         self._rerun = on_other_batches(training_step.function, args, kwargs)
         if self._verify and self._module.automatic_optimization:
-            first = self._callbacks[0]
+            options = self._options()
             verified = verify_values(
                 self._trainer,
                 self._module,
-                first,
+                options,
                 self._rerun,
                 self._batch,
-                batch_size=first.batch_size or (None if self._indices is None else self._indices.rows_drawn()),
+                batch_size=options["batch_size"] or (None if self._indices is None else self._indices.rows_drawn()),
                 allow_missing=self._falls_back,
             )
             self._verify = not verified
@@ -387,18 +389,21 @@ class SharedCapture:
     ) -> PerSampleRecord | PerSampleError:
         try:
             view, size = self._samples_of_batch()
-            layout = lay_out(view, self._callbacks[0].batch_dim, size)
+            layout = lay_out(view, self._options()["batch_dim"], size)
         except BatchSizeError as error:
             return error
         return self._second.record_or_reason(engine, self._rerun, self._batch, layout, self._quantities, sums=sums)
 
+    def _options(self) -> CaptureOptions:
+        return self._callbacks[0]._capture_options()
+
     def _samples_of_batch(self) -> tuple[Any, int]:
         """The batch as its samples are looked for, and how many there are."""
-        first, drawn, view = self._callbacks[0], None, self._batch
+        options, drawn, view = self._options(), None, self._batch
         if self._indices is not None:
             drawn = self._indices.rows_drawn()
             view = self._indices.arranged(view)
-        return view, count_samples(view, first.batch_dim, first.batch_size, drawn)
+        return view, count_samples(view, options["batch_dim"], options["batch_size"], drawn)
 
     def _open(self) -> ObservedStep | None:
         self._is_empty = False
@@ -413,7 +418,7 @@ class SharedCapture:
         view, size = self._samples_of_batch()
         return ObservedStep(
             self._module,
-            self._callbacks[0],
+            self._options(),
             self._batch,
             view,
             size,
@@ -449,7 +454,7 @@ class SharedCapture:
             result = backward(*args, **kwargs)
             record, self._record = self._record, None
             if record is not None and not self._is_refused(record, check):
-                weighting: Literal["mean", "sum"] = "sum" if self._callbacks[0].loss_reduction == "sum" else "mean"
+                weighting: Literal["mean", "sum"] = "sum" if self._options()["loss_reduction"] == "sum" else "mean"
                 if self._loss_scale is not None:
                     record = replace(record, _own=OwnScale(weighting, record.batch_size, self._loss_scale))
                 self._after_backward(record)

@@ -98,18 +98,21 @@ def expanded_weights(
     An option with a value that is not allowed gives an `OptionError`, a batch whose size cannot be read a
     `BatchSizeError`.
     """
-    return Capture(
-        module,
-        batch,
-        loss_reduction=loss_reduction,
+    check_option("module", module, isinstance(module, nn.Module), "an instance of torch.nn.Module")
+    is_reduction = isinstance(loss_reduction, Tensor) or loss_reduction in ("mean", "sum")
+    check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a tensor of weights (B,)")
+    check_option("unsupported", unsupported, unsupported in _UNSUPPORTED, "'warn', 'error' or 'ignore'")
+    check_options(
         batch_dim=batch_dim,
         batch_size=batch_size,
         quantities=quantities,
-        unsupported=unsupported,
         fuse_weight_grad=fuse_weight_grad,
         max_memory=max_memory,
         samples=samples,
     )
+    capture = Capture(module, loss_reduction, quantities, unsupported)
+    capture._follow(batch, batch_dim, batch_size, samples, fuse_weight_grad, max_memory)
+    return capture
 
 
 class Capture:
@@ -127,57 +130,47 @@ class Capture:
     def __init__(
         self,
         module: nn.Module,
-        batch: Any,
-        *,
-        loss_reduction: Literal["mean", "sum"] | Tensor = "mean",
-        batch_dim: int = 0,
-        batch_size: int | None = None,
-        quantities: Collection[str] = ("sq_norm",),
-        unsupported: Literal["warn", "error", "ignore"] = "warn",
-        fuse_weight_grad: bool = False,
-        max_memory: int | None = None,
-        samples: Tensor | None = None,
+        weighting: Literal["mean", "sum"] | Tensor,
+        quantities: Collection[str],
+        unsupported: str,
     ) -> None:
-        check_option("module", module, isinstance(module, nn.Module), "an instance of torch.nn.Module")
-        is_reduction = isinstance(loss_reduction, Tensor) or loss_reduction in ("mean", "sum")
-        check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a tensor of weights (B,)")
-        check_option("unsupported", unsupported, unsupported in _UNSUPPORTED, "'warn', 'error' or 'ignore'")
-        check_options(
-            batch_dim=batch_dim,
-            batch_size=batch_size,
-            quantities=quantities,
-            fuse_weight_grad=fuse_weight_grad,
-            max_memory=max_memory,
-            samples=samples,
-        )
         self._fault = ""
-        module = guard(unwrapped, self._cannot_be_set_up)(module) or module
-        layout = guard(lay_out, self._cannot_lay_out)(batch, batch_dim, batch_size)
-        self.batch_size = layout.batch_size
-        if samples is not None and not self._fault:
-            are_places = int(samples.min()) >= 0 and int(samples.max()) < self.batch_size
-            check_option("samples", samples.tolist(), are_places, f"places from 0 to {self.batch_size - 1}")
-        if samples is not None and fuse_weight_grad:
-            raise OptionError("samples and fuse_weight_grad=True do not go together: the weight's gradient needs all")
+        self._module = guard(unwrapped, self._cannot_be_set_up)(module) or module
         self.records: list[PerSampleRecord] = []
         self._unsupported = unsupported
         self._quantities = frozenset(quantities)
-        self._weighting = loss_reduction
-        self._check_weighting(loss_reduction)
-        self._module = module
+        self._weighting = weighting
         self._scale: Tensor | None = None
         self._read_weights: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self.before_backward: Callable[[list[Tensor]], None] | None = None
         self.after_backward: Callable[[PerSampleRecord | None], None] | None = None
-        self.counted = self.batch_size
         self._closed = self._loss_is_known = self._has_said_fault = False
         self._mode = ObservingMode(self.call)
         self._depth = 0
-        guard(self._set_up, self._cannot_be_set_up)(layout, fuse_weight_grad, max_memory, samples)
+
+    def _follow(
+        self,
+        batch: Any,
+        batch_dim: int,
+        batch_size: int | None,
+        samples: Tensor | None,
+        fuse_weight_grad: bool,
+        max_memory: int | None,
+    ) -> None:
+        """Mark the tensors of the batch and the parameters."""
+        layout = guard(lay_out, self._cannot_lay_out)(batch, batch_dim, batch_size)
+        self.batch_size = self.counted = layout.batch_size
+        if samples is not None and not self._fault:
+            are_places = int(samples.min()) >= 0 and int(samples.max()) < self.batch_size
+            check_option("samples", samples.tolist(), are_places, f"places from 0 to {self.batch_size - 1}")
+        if samples is not None and fuse_weight_grad:
+            raise OptionError("samples and fuse_weight_grad=True do not go together: the weight's gradient needs all")
+        self._check_weighting(self._weighting)
+        guard(self._set_up, self._cannot_be_set_up)(layout, samples, fuse_weight_grad, max_memory)
 
     def _set_up(
-        self, layout: BatchLayout, fuse_weight_grad: bool, max_memory: int | None, samples: Tensor | None
+        self, layout: BatchLayout, samples: Tensor | None, fuse_weight_grad: bool, max_memory: int | None
     ) -> None:
         self._parameters, buffers = parameters_and_buffers(self._module)
         keep = bool(self._quantities - {"sq_norm"})

@@ -248,6 +248,11 @@ def test_the_shared_options_are_those_of_the_base_and_every_signature_shows_them
     shared = inspect.signature(PerSampleCallback, eval_str=True).parameters
     types = typing.get_type_hints(CaptureOptions)
     assert {name: each.annotation for name, each in shared.items() if name != "every_n_steps"} == types
+    assert {name: each.default for name, each in shared.items()} == {
+        **dict.fromkeys(("every_n_steps", "batch_size", "sample_index", "max_memory", "max_samples")), "batch_dim": 0,
+        "loss_reduction": "mean", "unsupported": "warn", "engine": "expanded", "verify": False,
+        "fuse_weight_grad": False,
+    }  # fmt: skip
 
     class MyCallback(PerSampleGradientMonitor):
         def __init__(self, mine: int, **capture: Any) -> None:
@@ -259,5 +264,6 @@ def test_the_shared_options_are_those_of_the_base_and_every_signature_shows_them
         assert all(f"{name}: " in pydoc.plaintext.document(kind) for name in types)
         assert "capture" not in shown
     assert MyCallback(1, batch_dim=2).batch_dim == 2
-    with pytest.raises(TypeError, match="unexpected keyword argument 'batch_axis'"):
-        PerSampleGradientMonitor(batch_axis=1)  # type: ignore[call-arg]
+    for kind in (PerSampleCallback, PerSampleGradientMonitor):
+        with pytest.raises(TypeError, match=r"PerSampleCallback\.__init__\(\) got an unexpected .* 'batch_axis'"):
+            kind(batch_axis=1)  # type: ignore[call-arg]

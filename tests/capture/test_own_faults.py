@@ -299,8 +299,8 @@ BOUNDARY = {
     *(
         f"capture.mode.Capture.{name}"
         for name in (
-            "__init__", "__enter__", "__exit__", "_backward", "_check_weighting", "_why_at_fault", "call", "close",
-            "observe", "record",
+            "__init__", "__enter__", "__exit__", "_backward", "_check_weighting", "_follow", "_why_at_fault", "call",
+            "close", "observe", "record",
         )
     ),
 }  # fmt: skip
