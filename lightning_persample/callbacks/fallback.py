@@ -333,5 +333,6 @@ def _refuse_what_cannot_be_cut(layout: BatchLayout, engine: str) -> None:
         if isinstance(place, Lost) and place.alone is None:
             raise UnsupportedError(
                 f"engine={engine!r} cannot cut the batch into samples: {place.reason}; keep data that all samples "
-                "share out of the batch, as a buffer of the module or a number (mark_samples is for engine='expanded')"
+                "share out of the batch, as a buffer of the module or a number (rows that offsets, an index or "
+                "mark_samples give to the samples are for engine='expanded')"
             )

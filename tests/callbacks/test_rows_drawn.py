@@ -332,7 +332,8 @@ def test_a_batch_that_cannot_be_cut_is_refused_by_the_second_engines(options, no
     norms, texts = captured(OnGraphs(), lambda network, batch: network(*batch), data, **options)
     assert all(each.isnan().all() for each in norms)
     assert f"cannot cut the batch into samples: batch[0] has shape ({nodes}, 3), " in texts[0]
-    assert "share out of the batch, as a buffer of the module or a number (mark_samples is for engine='exp" in texts[0]
+    assert "share out of the batch, as a buffer of the module or a number (rows that offsets, an index or " in texts[0]
+    assert "mark_samples give to the samples are for engine='expanded')" in texts[0]
 
 
 class Normalized(nn.Module):
