@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_persample.batch_axis.added_up import absent, factors_beside, reduction_of, scaled
 from lightning_persample.batch_axis.axis import Lost, picked
 from lightning_persample.batch_axis.base import Followed, listed, lists
+from lightning_persample.batch_axis.indexing import rows_filled
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import LOSSES, POINTWISE, having
 
@@ -36,6 +37,17 @@ _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
 
 def after_reduction(call: ObservedCall) -> Followed:
     """Follow a call whose only operands of the batch hold it along no axis."""
+    written = rows_filled(call) if call.op == "setitem" else None
+    one = {mark.alone for _, mark in call.lost}
+    if written is not None and (None in one or len(one) > 1):
+        return written
+    followed = _after_reduction(call)
+    filled = written.outputs[0].filled if written is not None and isinstance(written.outputs[0], Lost) else None
+    places = [replace(mark, filled=filled) if isinstance(mark, Lost) else mark for mark in followed.outputs]
+    return replace(followed, outputs=tuple(places))
+
+
+def _after_reduction(call: ObservedCall) -> Followed:
     marks = [mark for _, mark in call.lost]
     with_gradient = [mark for tensor, mark in call.lost if tensor.requires_grad]
     first = with_gradient[0] if with_gradient else marks[0]

@@ -171,6 +171,8 @@ class Lost:
         totals: of a sum of data, what each sample adds to it, (B,); None where that is not known.
         adrift: its axis was lost, and its entries were added up since: they may be of one sample each, or of several.
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
+        filled: an axis whose rows samples were written into one after another, and the sample of each row, -1 where
+            none was yet; None where that is not known.
         listed: it lists places or numbers that occur in the batch, or is one of them.
         computed: how it was computed from tensors that hold the samples, see `separable`; None where that is not known.
     """
@@ -187,6 +189,7 @@ class Lost:
     totals: Tensor | None = None
     adrift: bool = False
     unplaced: bool = False
+    filled: tuple[int, Tensor] | None = None
     listed: bool = False
     computed: Computed | None = None
 

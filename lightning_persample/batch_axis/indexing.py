@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
 from lightning_persample.batch_axis.base import Followed, alone, beside_lost, crossed, keep, lost, propagation_rule
-from lightning_persample.batch_axis.observed import ObservedCall
+from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.trial import try_on_one_sample
 
-__all__ = []
+__all__ = ["rows_filled"]
 
 _WHOLE = slice(None)
 
@@ -236,6 +236,9 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Foll
         return Followed((own,))
     if own is not None and isinstance(where, BatchAxis) and where.same_place(own):
         return Followed((where.mixed(where.mixing or own.mixing),))
+    rows = rows_filled(call)
+    if rows is not None:
+        return rows
     if isinstance(where, Lost) or not isinstance(incoming, BatchAxis):
         return lost(call, "writes into places that depend on the batch", mixes=None)
     found = _filled(call, target, items, value, incoming)
@@ -246,6 +249,53 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Foll
         return found if tensor is target else None
 
     return Followed((found,), aligned)
+
+
+def rows_filled(call: ObservedCall) -> Followed | None:
+    """After ``target[i] = row`` of one sample, or ``target[i:j] = rows``: the sample of each row, where it is known."""
+    target, index, value = call.args
+    where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
+    items = _per_axis(index, target.dim())
+    if call.batch_size == 1 or any(isinstance(item, Tensor) or item is None for item in items):
+        return None
+    if any(o.axis is not None and o.tensor is not target and o.tensor is not value for o in call.operands):
+        return None
+    if isinstance(incoming, BatchAxis):
+        dim = _axis_laid_along(items, target, value, incoming)
+        written = row_owners(incoming, call.batch_size).cpu()
+        reason, of_batch = f"`{call.name}` writes rows of some samples{user_line()}", incoming.mixing is None
+    elif incoming is not None and incoming.alone is not None and not incoming.noted:
+        dim = next((dim for dim, item in enumerate(items) if item != _WHOLE), None)
+        written, reason, of_batch = torch.tensor(incoming.alone), incoming.reason, True
+    else:
+        return None
+    if dim is None or not of_batch:
+        return None
+    if isinstance(where, BatchAxis):
+        known = (where.dim, row_owners(where, call.batch_size).cpu()) if where.mixing is None else None
+    else:
+        known = (dim, torch.full(target.shape[dim : dim + 1], -1)) if where is None else where.filled
+    if known is None or known[0] != dim:
+        return None
+    owners = known[1].clone()
+    owners[items[dim]] = written
+    is_replaced = all(item == _WHOLE for position, item in enumerate(items) if position != dim)
+    if not is_replaced and not bool(((known[1] < 0) | (known[1] == owners)).all()):
+        return None  # (a row of two samples)
+    if bool((owners >= 0).all()):
+        place: BatchAxis | Lost = picked(dim, owners.to(target.device), call.batch_size)
+    else:
+        place = Lost(reason, apart=True, filled=(dim, owners))
+    return Followed((place,), by_values=True)
+
+
+def _axis_laid_along(items: list[Any], target: Tensor, value: Tensor, incoming: BatchAxis) -> int | None:
+    """The axis of a target along which the samples of a value are laid, one row to a row."""
+    kept = [dim for dim, item in enumerate(items) if isinstance(item, slice)]
+    place = value.dim() - incoming.dim  # counted from the right
+    dim = kept[-place] if place <= len(kept) else None
+    rows = value.size(incoming.dim)
+    return dim if dim is not None and len(range(target.size(dim))[items[dim]]) == rows else None
 
 
 def _along_target(items: list[Any], tensor: Tensor, where: BatchAxis) -> BatchAxis | None:

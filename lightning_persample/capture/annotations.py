@@ -396,8 +396,9 @@ class Marks:
         if not followed or not is_plain(target) or (alike and before.mixing == mark.mixing):  # type: ignore[union-attr]
             return
         for other, known in self._on_memory_of(target):
-            if isinstance(known, BatchAxis):
-                self[other] = self._rewritten(other, known, target, mark) or Lost(
+            axis = known if isinstance(known, BatchAxis) else None
+            if axis is not None or (isinstance(known, Lost) and known.filled is not None and mark is not known):
+                self[other] = (axis and self._rewritten(other, axis, target, mark)) or Lost(
                     f"its memory was written to in place through another tensor{user_line()}"
                 )
 

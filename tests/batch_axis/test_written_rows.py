@@ -266,6 +266,124 @@ def test_values_are_exact_and_nothing_is_said(name: str) -> None:
     assert_values(record, loop(module, EXACT[name], (x,)))
 
 
+def row_by_row(h: Tensor) -> Tensor:
+    out = h.new_empty(h.shape)
+    for i in range(len(h)):
+        out[i] = 2 * h[i]
+    return out
+
+
+def slice_by_slice(h: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    for i in range(0, len(h), 2):
+        out[i : i + 2] = h[i : i + 2].square()
+    return out
+
+
+def backwards(h: Tensor) -> Tensor:
+    out = h.new_zeros(h.shape)
+    for i in range(len(h)):
+        out[-1 - i, :] = h[i]
+    return out
+
+
+def changed(h: Tensor) -> Tensor:
+    out = h.clone()
+    for i in range(len(h)):
+        out[i] = 2 * out[i] + h[i].sin()
+    return out
+
+
+def entry_by_entry(h: Tensor) -> Tensor:
+    out = h.new_zeros(len(h), h.size(1) + 1)
+    for i in range(len(h)):
+        for j in range(h.size(1)):
+            out[i, j] = h[i, j].exp()
+    return out[:, 1:]
+
+
+def as_columns(h: Tensor) -> Tensor:
+    out = h.new_zeros(h.size(1), len(h))
+    for i in range(len(h)):
+        out[:, i] = h[i]
+    return out.T
+
+
+def in_turns(h: Tensor) -> Tensor:
+    out = h.new_zeros(2 * len(h), h.size(1))
+    out[::2], out[1::2] = h, h.tanh()
+    return out
+
+
+ROWS_WRITTEN = [row_by_row, slice_by_slice, backwards, changed, entry_by_entry, as_columns, in_turns]
+
+
+class Written(torch.autograd.Function):
+    """Rows written one after another in a custom function, where torch shows no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, write: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.write = write
+        return write(h)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            h = ctx.saved_tensors[0].detach().requires_grad_()
+            return *torch.autograd.grad(ctx.write(h), h, grad), None
+
+
+@pytest.mark.parametrize("apply", [lambda h, write: write(h), Written.apply], ids=["plain", "function"])
+@pytest.mark.parametrize("write", ROWS_WRITTEN)
+def test_rows_that_are_written_one_after_another_are_their_samples(write: Any, apply: Any) -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        return m.last(apply(m.first(x), write)).square().sum() / len(x)
+
+    module, x = Parts(), torch.randn(6, 5)
+    record = record_of(module, loss, x)
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
+    assert (len(record.names), record.coverage) == (4, 1.0)
+    assert_values(record, loop(module, loss, (x,)))
+
+
+def one_row_too_many(h: Tensor) -> Tensor:
+    out = h.new_zeros(len(h) + 1, h.size(1))
+    for i in range(len(h)):
+        out[i] = h[i]
+    return out
+
+
+def turned_before_all_are_written(h: Tensor) -> Tensor:
+    out = h.new_zeros(h.shape)
+    for i in range(len(h) - 1):
+        out[i] = h[i]
+    out[:] = out.flip(0)
+    out[0] = h[-1]
+    return out
+
+
+def two_in_a_row(h: Tensor) -> Tensor:
+    out = h.new_zeros(h.shape)
+    for i in range(len(h)):
+        out[i, :3], out[i, 3:] = h[i, :3], h[i - 1, 3:]
+    return out
+
+
+def two_added_up(h: Tensor) -> Tensor:
+    out = h.new_zeros(h.shape)
+    for i in range(len(h)):
+        out[i] = h[i] + h[i - 1]
+    return out
+
+
+@pytest.mark.parametrize("write", [one_row_too_many, turned_before_all_are_written, two_in_a_row, two_added_up])
+def test_rows_that_are_not_each_of_one_sample_are_said(write: Any) -> None:
+    record = record_of(Parts(), lambda m, x: m.last(write(m.first(x))).square().sum() / 6, torch.randn(6, 5))
+    assert set(record.unsupported) == {"last.weight", "last.bias"}
+    assert (*record.mixing, *record.axis_lost) != ()
+
+
 def test_rows_that_are_added_to_rows_of_other_samples_are_said() -> None:
     def loss(m: Any, x: Tensor) -> Tensor:
         h = m.first(x)
