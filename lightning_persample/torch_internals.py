@@ -71,7 +71,6 @@ __all__ = [
     "push_function_mode",
     "recurrent_functions",
     "saved_results",
-    "saved_tensors_are_hooked",
     "tensors_held_by",
     "torch_function_is_enabled",
     "tree_flatten",
@@ -240,11 +239,11 @@ def calls_run_as_written() -> bool:
         all(type(mode) is DeviceContext for mode in function_modes())
         and innermost_transform() is None
         and forward_ad._current_level < 0
-        and not saved_tensors_are_hooked()
+        and not _saved_tensors_are_hooked()
     )
 
 
-def saved_tensors_are_hooked() -> bool:
+def _saved_tensors_are_hooked() -> bool:
     """Whether hooks on saved tensors are in place, or may be: activation checkpointing and offloading put them."""
     return _TOP_HOOKS is None or _TOP_HOOKS(False) is not None
 
@@ -263,7 +262,7 @@ def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
     """What autograd keeps of a call's results for the backward of the node that made its output."""
     # Nothing where hooks on saved tensors are in place: to read what they have packed (activation checkpointing) would
     # run the forward again.
-    if output.grad_fn is None or saved_tensors_are_hooked():
+    if output.grad_fn is None or _saved_tensors_are_hooked():
         return {}
     found = {name: getattr(output.grad_fn, f"_saved_{name}", None) for name in names}
     rows = output.shape[:1]

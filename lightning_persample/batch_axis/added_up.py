@@ -15,7 +15,7 @@ from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS
 
-__all__ = ["MEAN", "UNKNOWN", "absent", "added_up", "averages", "factors_beside", "reduction_of", "scaled"]
+__all__ = ["MEAN", "UNKNOWN", "absent", "added_up", "factors_beside", "reduction_of", "scaled"]
 
 _MOST_FACTORS = 65536  # numbers that are read to tell whether they are alike
 _MOST = 1 << 22  # numbers in data of the batch that are added up once more
@@ -29,7 +29,7 @@ _MOVES_ENTRIES = (
 MEAN = 1  # the number by which torch's primitives know reduction="mean"
 
 
-def averages(call: ObservedCall) -> bool:
+def _averages(call: ObservedCall) -> bool:
     """Whether the call takes a mean over everything it is given."""
     return call.op in ("mean", "nanmean") or (reduction_of(call) == MEAN)
 
@@ -46,7 +46,7 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     what = f"`{call.name}` reduces over the batch axis (shapes {sizes}{user_line()})"
     with_gradient = [(tensor, axis) for tensor, axis in call.located if tensor.requires_grad]
     if not with_gradient:
-        parts = frozenset({call.batch_size if averages(call) else 1})
+        parts = frozenset({call.batch_size if _averages(call) else 1})
         return Followed((Lost(what, reduced=True, parts=parts, totals=_totals(call)),) * len(call.outputs))
     counts = [
         torch.bincount(axis.owner.sample, minlength=call.batch_size)
@@ -65,7 +65,7 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
         present = (sum(counts) > 0).nonzero().flatten().tolist()  # type: ignore[union-attr]
         samples = frozenset(present) if len(present) < call.batch_size else samples
     size = len(samples) or call.batch_size
-    mean = averages(call)
+    mean = _averages(call)
     parts = frozenset({size if mean else 1} if mixing is None and not (mean and uneven) else ())
     note = mixing
     if weighs and parts:
@@ -230,4 +230,4 @@ def _totals(call: ObservedCall) -> Tensor | None:
         return None
     tensor = tensor != 0 if call.op == "count_nonzero" else tensor
     rows = batch_first(tensor, axis, call.batch_size, fill=False).flatten(1).sum(1, dtype=torch.float64)
-    return rows / max(tensor.numel(), 1) if averages(call) else rows
+    return rows / max(tensor.numel(), 1) if _averages(call) else rows

@@ -30,16 +30,13 @@ __all__ = [
     "Source",
     "adam_states",
     "fingerprint_of_data",
-    "fingerprint_of_states",
-    "fingerprint_of_weights",
-    "learning_rate_of",
     "requiring_gradients",
 ]
 
 _LENGTH = 16
 
 
-def fingerprint_of_weights(weights: Mapping[str, Any]) -> str:
+def _fingerprint_of_weights(weights: Mapping[str, Any]) -> str:
     """The fingerprint of the tensors of a state dict."""
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
@@ -49,7 +46,7 @@ def fingerprint_of_weights(weights: Mapping[str, Any]) -> str:
     return digest.hexdigest()[:_LENGTH]
 
 
-def fingerprint_of_states(states: Any) -> str:
+def _fingerprint_of_states(states: Any) -> str:
     """The fingerprint of the state dicts of optimizers."""
     digest = hashlib.sha256()
     _add(digest, states)
@@ -413,16 +410,16 @@ class Checkpoints:
             source = None if self._sources is None else self._sources[place]
             found.append({
                 "step": None if checkpoint is None else checkpoint.get("global_step"),
-                "learning_rate": None if checkpoint is None else learning_rate_of(checkpoint),
+                "learning_rate": None if checkpoint is None else _learning_rate_of(checkpoint),
                 "path": None if source is None or isinstance(source, Mapping) else str(Path(source)),
-                "weights": fingerprint_of_weights(weights),
+                "weights": _fingerprint_of_weights(weights),
             })  # fmt: skip
             if has_optimizer and checkpoint is not None:
-                found[-1]["optimizer"] = fingerprint_of_states(checkpoint.get("optimizer_states"))
+                found[-1]["optimizer"] = _fingerprint_of_states(checkpoint.get("optimizer_states"))
         return tuple(found)
 
 
-def learning_rate_of(checkpoint: Mapping[str, Any]) -> float | None:
+def _learning_rate_of(checkpoint: Mapping[str, Any]) -> float | None:
     """The learning rate that a Trainer's checkpoint has for all parameters, or None."""
     states = checkpoint.get("optimizer_states", ()) if _is_of_a_trainer(checkpoint) else ()
     rates = {float(group["lr"]) for state in states for group in state["param_groups"]}

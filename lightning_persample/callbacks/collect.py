@@ -31,7 +31,7 @@ from lightning_persample.options import check_option, check_options, is_none_or_
 from lightning_persample.reference.untouched import untouched
 from lightning_persample.torch_internals import COMPILED
 
-__all__ = ["collect_gradients", "is_told", "named"]
+__all__ = ["collect_gradients", "named"]
 
 _ADDRESS = " at 0x"  # in what Python shows of an object that says nothing of itself
 
@@ -48,12 +48,12 @@ def named(value: Any) -> str | None:
     return f"{described.__module__}.{described.__qualname__}"
 
 
-def is_told(value: Any) -> bool:
+def _is_told(value: Any) -> bool:
     """Whether two options of equal names are alike, as long as nobody edits their code."""
     if value is None or isinstance(value, (str, type)):
         return True
     if isinstance(value, functools.partial):
-        return is_told(value.func) and not any(_ADDRESS in repr(each) for each in (value.args, value.keywords))
+        return _is_told(value.func) and not any(_ADDRESS in repr(each) for each in (value.args, value.keywords))
     if inspect.ismethod(value) and not isinstance(value.__self__, (nn.Module, type)):
         return False
     return inspect.isroutine(value) and "<" not in value.__qualname__
@@ -226,7 +226,7 @@ def collect_gradients(
             rows_per_shard=rows_per_shard,
             overwrite=overwrite,
             sample_index=sample_index,
-            untold=[name for name, each in {**callables, **columns_of}.items() if not is_told(each)],
+            untold=[name for name, each in {**callables, **columns_of}.items() if not _is_told(each)],
         )
         trainer.predict(collecting, return_predictions=False)
     store = GradientStore(folder, complete=False)

@@ -43,7 +43,6 @@ from lightning_persample.reference.untouched import without_dropout
 __all__ = [
     "BatchGradients",
     "Collecting",
-    "Fetched",
     "GradientOptions",
     "SamplesOnce",
     "WritesInAnyCase",
@@ -54,7 +53,7 @@ _NAMED = 8
 _REMEDY = "pass sample_index=<function of the batch that returns the index of each sample>"
 
 
-class Fetched(NamedTuple):
+class _Fetched(NamedTuple):
     """A batch on its way to the step.
 
     Attributes:
@@ -122,12 +121,12 @@ class SamplesOnce:
 
     def batches(
         self, places: int, visited: Callable[[int], np.ndarray[Any, Any]], rank: int, processes: int
-    ) -> Iterator[Fetched]:
+    ) -> Iterator[_Fetched]:
         """The batches of one process, for one checkpoint after the other."""
         for place in range(places):
             done = np.empty(0, np.int64) if self._has_index else visited(place)
             for number, (batch, keys, of_rows) in enumerate(self._keyed(done, rank, processes)):
-                yield Fetched(place, number, batch, keys, of_rows)
+                yield _Fetched(place, number, batch, keys, of_rows)
 
     def check_complete(self, rows: np.ndarray[Any, Any], places: int) -> None:
         """Refuse a store that lacks a sample."""
@@ -523,7 +522,7 @@ class _Collecting(_Base):
     def _visited_at(self, place: int) -> np.ndarray[Any, Any]:
         return self._visited.get(place, np.empty(0, np.int64))
 
-    def predict_step(self, fetched: Fetched, batch_idx: int) -> int:
+    def predict_step(self, fetched: _Fetched, batch_idx: int) -> int:
         """Store the gradients of the samples of a batch that the store lacks."""
         if self._writer is None:
             return 0
@@ -565,7 +564,7 @@ class _Collecting(_Base):
             self._adam = adam_states(checkpoint, self.module, self.trainer, names, self._requires_grad)
         self._place = place
 
-    def _index_of(self, fetched: Fetched, size: int) -> torch.Tensor:
+    def _index_of(self, fetched: _Fetched, size: int) -> torch.Tensor:
         if self._sample_index is not None:
             return checked_index(self._sample_index(fetched.batch), size)
         return torch.tensor(fetched.keys, dtype=torch.int64)
@@ -598,19 +597,19 @@ class _Collecting(_Base):
                 "is whole: make room and repeat the call, which goes on there"
             ) from error
 
-    def on_before_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: _Fetched, dataloader_idx: int) -> Any:
         """As the module does it."""
         if not is_lightning_module(self.module):
             return super().on_before_batch_transfer(batch, dataloader_idx)
         return batch._replace(batch=self.module.on_before_batch_transfer(batch.batch, dataloader_idx))
 
-    def transfer_batch_to_device(self, batch: Fetched, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: _Fetched, device: torch.device, dataloader_idx: int) -> Any:
         """As the module does it."""
         if not is_lightning_module(self.module):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         return batch._replace(batch=self.module.transfer_batch_to_device(batch.batch, device, dataloader_idx))
 
-    def on_after_batch_transfer(self, batch: Fetched, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: _Fetched, dataloader_idx: int) -> Any:
         """As the module does it."""
         if not is_lightning_module(self.module):
             return super().on_after_batch_transfer(batch, dataloader_idx)
@@ -650,8 +649,8 @@ class WritesInAnyCase(Callback):
 class _Batches:
     """Batches without a length: of several processes one may have none."""
 
-    def __init__(self, batches: Callable[[], Iterator[Fetched]]) -> None:
+    def __init__(self, batches: Callable[[], Iterator[_Fetched]]) -> None:
         self._batches = batches
 
-    def __iter__(self) -> Iterator[Fetched]:
+    def __iter__(self) -> Iterator[_Fetched]:
         yield from self._batches()

@@ -22,7 +22,13 @@ from lightning_persample.callbacks.lightning_internals import prefix_of, ranked_
 from lightning_persample.capture.failure import of_user
 from lightning_persample.capture.record import warn_user
 
-__all__ = ["log_histogram", "log_metrics", "log_table", "save_table", "show_means", "unless_disk_fails"]
+__all__ = [
+    "log_histogram",
+    "log_metrics",
+    "log_table",
+    "save_table",
+    "show_means",
+]
 
 _Kind = Literal["tensorboard", "wandb", "mlflow", "dummy", "csv", "other"]
 _KINDS: dict[str, _Kind] = {
@@ -47,7 +53,7 @@ def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: in
             "PerSampleGradientWriter keeps the norm of every sample"
         )
     for logger in takers if finite.numel() else ():
-        unless_disk_fails(name, partial(_write_histogram, logger, name, finite, step))
+        _unless_disk_fails(name, partial(_write_histogram, logger, name, finite, step))
 
 
 def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> None:
@@ -64,7 +70,7 @@ def log_table(
 ) -> None:
     """Write a table."""
     for logger in loggers:
-        unless_disk_fails(name, partial(_write_table, logger, name, columns, rows, step))
+        _unless_disk_fails(name, partial(_write_table, logger, name, columns, rows, step))
 
 
 def _write_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
@@ -84,10 +90,10 @@ def _write_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequen
 
 def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Write a table as a file of comma-separated values."""
-    unless_disk_fails(path, partial(_save, path, _comma_separated(columns, rows).encode()))
+    _unless_disk_fails(path, partial(_save, path, _comma_separated(columns, rows).encode()))
 
 
-def unless_disk_fails(name: str, write: Callable[[], Any]) -> Any:
+def _unless_disk_fails(name: str, write: Callable[[], Any]) -> Any:
     """Write something; where that fails with an `OSError` (the disk is full), say so once, and go on."""
     try:
         return write()
@@ -181,7 +187,7 @@ def log_metrics(trainer: Trainer, metrics: Mapping[str, float], new: Iterable[st
     # With the epoch, as Lightning adds it to the values of its own.
     for logger in trainer.loggers:
         values = {**metrics, "epoch": float(trainer.current_epoch)}
-        unless_disk_fails(next(iter(metrics), ""), partial(of_user, logger.log_metrics, values, step=step))
+        _unless_disk_fails(next(iter(metrics), ""), partial(of_user, logger.log_metrics, values, step=step))
     if not trainer.barebones:
         # Not by self.log, which goes through everything that was ever logged for each of the names.
         trainer.callback_metrics.update({name: torch.tensor(metrics[name]) for name in new})

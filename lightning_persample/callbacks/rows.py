@@ -41,7 +41,6 @@ __all__ = [
     "LearningRates",
     "checked_types",
     "columns_of",
-    "keys_of",
     "layout_of",
     "quantity_for",
     "settle_gradients",
@@ -104,7 +103,7 @@ class CapturedRows:
             batch_idx,
             record.backward_index,
             record.coverage,
-            keys_of(record),
+            _keys_of(record),
             record.samples,
             record.batch_size,
             rate,
@@ -135,7 +134,7 @@ class CapturedRows:
         return found
 
 
-def keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
+def _keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
     """The samples' indices, (m,), or a list of m keys; None where they are unknown, or are tensors of a loader each."""
     index = record.sample_index
     is_single = isinstance(index, Tensor) or (isinstance(index, list) and not any(map(_is_of_a_loader, index)))
@@ -405,7 +404,7 @@ class GradientRows:
         others = [name for name in record.names if name not in self._shapes and name not in self._left_out]
         if others:
             self._warn(f"gradients of {listed(others)} are not stored: they became trainable after the fit had started")
-        index = keys_of(record)
+        index = _keys_of(record)
         rows: dict[str, Any] = {"step": step, "learning_rate": torch.as_tensor(rate, dtype=torch.float64)}
         if isinstance(index, Tensor):
             rows["sample_index"] = index

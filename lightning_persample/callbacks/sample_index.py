@@ -34,17 +34,13 @@ from lightning_persample.errors import OptionError
 from lightning_persample.torch_internals import MAKE_ITERATORS, collate_of, collates_rows, pin_memory, tree_unflatten
 
 __all__ = [
-    "LAST_KEYS",
     "BatchIndices",
-    "Column",
     "Drawn",
     "RowOrder",
     "TaggedLoader",
-    "as_drawn",
     "checked_index",
     "is_followed",
     "last_drawn",
-    "note_failures",
     "why_no_keys",
 ]
 
@@ -53,7 +49,7 @@ _ENTRIES = 16  # of each row that are compared
 _PLAIN = (int, float, bool, str)
 
 
-class Column(NamedTuple):
+class _Column(NamedTuple):
     """What each row has at one place.
 
     Attributes:
@@ -81,7 +77,7 @@ class RowOrder:
         self._name = getattr(collate, "__qualname__", type(collate).__qualname__)
         self._is_lost = False
 
-    def start(self, rows: Any) -> list[Column]:
+    def start(self, rows: Any) -> list[_Column]:
         """Note the rows, before the collate function may change them."""
         if self._left == 0 or type(rows) is not list or len(rows) < 2:
             return []
@@ -93,14 +89,14 @@ class RowOrder:
         columns = [each for values in by_place.values() if len(values) == len(rows) for each in _columns(values)]
         return [column for column in columns if len(set(column.rows)) > 1]
 
-    def why_lost(self, columns: list[Column], batch: Any) -> str:
+    def why_lost(self, columns: list[_Column], batch: Any) -> str:
         """Why the batch's rows are not in the order of the dataset's."""
         if columns and not self._is_lost:
             self._is_lost = _is_lost(columns, batch)
         return f"the collate function {self._name} changes the order of the rows" if self._is_lost else ""
 
 
-def _is_lost(columns: list[Column], batch: Any) -> bool:
+def _is_lost(columns: list[_Column], batch: Any) -> bool:
     missing, unexplained = list(columns), []
     for _, value in _leaves(batch):
         for parts in _by_sample(value, len(columns[0].rows)):
@@ -118,7 +114,7 @@ def _is_lost(columns: list[Column], batch: Any) -> bool:
     )
 
 
-def _tells_apart(column: Column) -> bool:
+def _tells_apart(column: _Column) -> bool:
     return len(set(column.rows)) == len(column.rows)
 
 
@@ -147,16 +143,16 @@ def _is_readable(value: Any) -> bool:
     return isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iufb"
 
 
-def _columns(values: list[Any]) -> list[Column]:
+def _columns(values: list[Any]) -> list[_Column]:
     """What can be compared of the values of all rows at one place."""
     lengths = [_length(value) for value in values]
     if all(length is None for length in lengths):
-        return [Column(0, _rows(values, 0))]
+        return [_Column(0, _rows(values, 0))]
     if any(length is None for length in lengths):
         return []
     count = min(_ENTRIES, *(length for length in lengths if length is not None))
-    columns = [Column(0, [(length,) for length in lengths])]
-    return [Column(count, _rows(values, count)), *columns] if count else columns
+    columns = [_Column(0, [(length,) for length in lengths])]
+    return [_Column(count, _rows(values, count)), *columns] if count else columns
 
 
 def _by_sample(value: Any, samples: int) -> list[list[Any]]:
@@ -191,7 +187,7 @@ def _entries(value: Any, count: int) -> tuple[Any, ...]:
     return tuple(ctypes.c_float(each).value if type(each) is float else each for each in found[:_ENTRIES])
 
 
-LAST_KEYS = "_last_drawn"  # an attribute of iterators, for `as_drawn`
+_LAST_KEYS = "_last_drawn"  # an attribute of iterators, for `_as_drawn`
 
 _REPLACED = ("dataset", "collate_fn", "worker_init_fn")
 
@@ -270,7 +266,7 @@ class TaggedLoader:
             iterator = iter(self._loader)
         finally:
             attributes.update(own)
-        note_failures([iterator], failures)
+        _note_failures([iterator], failures)
         is_tagged = isinstance(collate_of(iterator), (_KeyedCollate, _CountingCollate))
         if is_tagged and "_last_drawn" not in vars(type(iterator)):
             kind: Any = type(iterator)
@@ -291,20 +287,20 @@ class TaggedLoader:
 
 def last_drawn(iterator: object, loader: object) -> Drawn:
     """What is known of the rows of the batch that an iterator of a loader gave last."""
-    return as_drawn(getattr(iterator, LAST_KEYS, None), loader)
+    return _as_drawn(getattr(iterator, _LAST_KEYS, None), loader)
 
 
-def as_drawn(keys: list[Any] | Drawn | None, loader: object) -> Drawn:
-    """What is known of the rows of a batch, from the `LAST_KEYS` that the iterator of its loader had."""
+def _as_drawn(keys: list[Any] | Drawn | None, loader: object) -> Drawn:
+    """What is known of the rows of a batch, from the `_LAST_KEYS` that the iterator of its loader had."""
     if keys is None:
         return why_no_keys(loader) or Drawn(None, "its iterator was made before the fit")
     return keys if isinstance(keys, Drawn) else Drawn(keys, rows=len(keys), places=())
 
 
-def note_failures(iterators: Iterable[Any], failures: list[Exception]) -> None:
+def _note_failures(iterators: Iterable[Any], failures: list[Exception]) -> None:
     """Let iterators say why nothing is known of their batches, where this package has failed."""
     for iterator in iterators if failures else ():
-        setattr(iterator, LAST_KEYS, Drawn(None, _why(failures[0])))
+        setattr(iterator, _LAST_KEYS, Drawn(None, _why(failures[0])))
 
 
 class _Tagged:
@@ -616,13 +612,13 @@ def _following(kind: Any) -> Any:
                 iterator = super().__iter__()
             finally:
                 attributes[LOADERS] = own
-            note_failures(iterators_of(self), failures)
+            _note_failures(iterators_of(self), failures)
             return iterator
 
         def __next__(self) -> Any:
             fetched = super().__next__()
             try:  # no `guard`: this runs at every batch
-                keys: Any = [getattr(each, LAST_KEYS, None) for each in iterators_of(self)]
+                keys: Any = [getattr(each, _LAST_KEYS, None) for each in iterators_of(self)]
             except Exception as error:
                 keys = error
             self.__dict__[_LOG].append(keys)
@@ -645,7 +641,7 @@ def _drawn(loaders: list[Any], keys: list[Any] | Exception) -> list[Drawn]:
     if isinstance(keys, Exception):
         raise keys
     one_each = len(loaders) == len(keys)  # not so in mode "sequential", which Lightning refuses later
-    return [as_drawn(each, loader) for loader, each in zip(loaders, keys, strict=True)] if one_each else []
+    return [_as_drawn(each, loader) for loader, each in zip(loaders, keys, strict=True)] if one_each else []
 
 
 def _no_keys_known(error: Exception) -> list[Drawn]:

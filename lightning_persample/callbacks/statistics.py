@@ -29,10 +29,7 @@ from lightning_persample.metrics.functional import (
 from lightning_persample.torch_internals import hooks_after_accumulation, version_counter
 
 __all__ = [
-    "DEVICES_DIFFER",
-    "NOTHING",
     "STATISTICS",
-    "UNEQUAL",
     "CapturedBatch",
     "MeanGradient",
     "NormsOfAllProcesses",
@@ -46,22 +43,18 @@ __all__ = [
     "is_known",
     "is_path",
     "is_prefix",
-    "joined_sq_norms",
-    "norm_of_loss_gradient",
-    "percent",
-    "without_mean",
 ]
 
 _OF_MEAN = 5  # whether the mean is known, the factor, the samples, their share, the parameters that count
 _HEAD = 8  # and whether ``.grad`` is the gradient of the loss, times what, and this process's share of its squared norm
-UNEQUAL = "the samples of an optimizer step weigh unequally: its batches differ in size"
-DEVICES_DIFFER = "the devices have numbers of samples, or parameters with values, that differ"
+_UNEQUAL = "the samples of an optimizer step weigh unequally: its batches differ in size"
+_DEVICES_DIFFER = "the devices have numbers of samples, or parameters with values, that differ"
 _CHANGED = "gradients were changed between the backward passes of an optimizer step"
 _DIFFERENT = "the parameters without per-sample gradients differ between the backward passes of an optimizer step"
 _NOT_EMPTY = "there were gradients before the first backward of the optimizer step: call zero_grad, and add nothing"
 _AGAIN = "an optimizer evaluates a batch several times while gradients are accumulated"
 _SHARES = "max_samples takes different shares of its batches"
-NOTHING = "`.grad` was empty after the backward, or the last batch of the step had no loss"
+_NOTHING = "`.grad` was empty after the backward, or the last batch of the step had no loss"
 
 
 class MeanGradient:
@@ -105,7 +98,7 @@ class MeanGradient:
         self._unsupported: tuple[str, ...] | None = None
         self._samples = 0
         self._share: float | None = None
-        self.reason = NOTHING
+        self.reason = _NOTHING
         self._records: list[PerSampleRecord] = []
 
     def before_backward(self, *, first: bool, again: bool) -> None:
@@ -156,7 +149,7 @@ class MeanGradient:
         elif self._factor is None:
             self._factor = factor
         else:
-            self._of_samples.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), UNEQUAL))
+            self._of_samples.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), _UNEQUAL))
         if scale is not None:
             self._scale = scale if self._scale is None else self._scale + scale.to(self._scale)
 
@@ -191,12 +184,12 @@ class MeanGradient:
         return torch.zeros(_HEAD + 1 + len(self._groups), dtype=torch.float64)
 
     def numbers(self) -> Tensor:
-        """What this process knows, on the host in double precision, to be joined by `joined_sq_norms`."""
+        """What this process knows, on the host in double precision, to be joined by `_joined_sq_norms`."""
         numbers = self.nothing()
         grads = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.reason = next((text for holds, text in self._checks if not bool(holds)), "")
         if self.reason or not grads:
-            self.reason = self.reason or NOTHING
+            self.reason = self.reason or _NOTHING
             return numbers
         shares = _shares(grads.values(), self.processes)
         squares = _sq_norms(grads.values()).cpu()  # first: groups are then summed without further transfers
@@ -207,7 +200,7 @@ class MeanGradient:
         self.reason = next((text for holds, text in self._of_samples if not bool(holds)), "")
         counted = self._grads()
         if self.reason or self._factor is None or not counted:
-            self.reason = self.reason or NOTHING
+            self.reason = self.reason or _NOTHING
             return numbers
         squares = squares[[place for place, name in enumerate(grads) if name in counted]]
         parts = [squares.sum(), *(squares[own].sum() for own in self._members(counted))]
@@ -258,7 +251,7 @@ def is_known(numbers: Tensor) -> bool:
     )
 
 
-def joined_sq_norms(numbers: Tensor) -> Tensor:
+def _joined_sq_norms(numbers: Tensor) -> Tensor:
     """Squared norm of the mean gradient over the samples of all processes."""
     if not is_known(numbers):
         return numbers.new_full((numbers.shape[1] - _HEAD,), math.nan)
@@ -268,14 +261,14 @@ def joined_sq_norms(numbers: Tensor) -> Tensor:
     return joined
 
 
-def without_mean(numbers: Tensor) -> Tensor:
+def _without_mean(numbers: Tensor) -> Tensor:
     """`MeanGradient.numbers` of a step of which the gradient of the loss alone is known."""
     found = torch.zeros_like(numbers)
     found[_OF_MEAN:_HEAD] = numbers[_OF_MEAN:_HEAD]
     return found
 
 
-def norm_of_loss_gradient(numbers: Tensor) -> float:
+def _norm_of_loss_gradient(numbers: Tensor) -> float:
     """Norm of the gradient of the loss over all processes, of a sum over its number of samples; nan where unknown."""
     if not numbers.shape[1] or not bool(numbers[:, _OF_MEAN].all()):
         return math.nan
@@ -449,7 +442,7 @@ def _joined(rows: Tensor, own: StepNorms) -> StepNorms:
     )
 
 
-def percent(quantile: float) -> str:
+def _percent(quantile: float) -> str:
     """The name of a quantile."""
     return f"p{100 * quantile:.10g}"
 
@@ -592,7 +585,7 @@ class Statistics:
         numbers = step.gradient
         size = numbers[:, 2].sum() if numbers.shape[1] else torch.tensor(math.nan)
         empty = torch.full((len(self._running),), math.nan, dtype=torch.float64)
-        means = joined_sq_norms(numbers) if numbers.shape[1] else empty
+        means = _joined_sq_norms(numbers) if numbers.shape[1] else empty
         sums = torch.cat([torch.tensor([step.sq_sum], dtype=torch.float64), step.group_sums[:, 2]])
         # A sample that is not finite is in the mean gradient, too, which is then not finite either.
         # (A sample whose batch has no use of a group has a gradient of zero there.)
@@ -602,7 +595,7 @@ class Statistics:
             values["cosine_to_mean"] = cosines.mean().item() if cosines.numel() else math.nan
             values["cosine_to_mean_min"] = cosines.min().item() if cosines.numel() else math.nan
         if self._chosen & {"noise_scale", "diversity"}:
-            values["norm_of_mean"] = norm_of_loss_gradient(numbers)
+            values["norm_of_mean"] = _norm_of_loss_gradient(numbers)
         if "noise_scale" in self._chosen:
             terms, count = torch.stack(terms_of_sums(of_batch, size, size, means), dim=1).tolist(), float(size)
             for place, (S, G2) in enumerate(terms):
@@ -627,7 +620,7 @@ class Part:
 
 
 def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:
-    names = ["norm_mean", "norm_std", "norm_min", "norm_max", *(f"norm_{percent(q)}" for q in quantiles)]
+    names = ["norm_mean", "norm_std", "norm_min", "norm_max", *(f"norm_{_percent(q)}" for q in quantiles)]
     if norms.numel() == 0:
         return dict.fromkeys(names, math.nan)
     std = norms.std() if norms.numel() > 1 else torch.tensor(math.nan)
@@ -637,7 +630,7 @@ def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:
 
 
 _MANUAL = "optimization is manual"
-_MAY_PASS = (UNEQUAL, DEVICES_DIFFER, NOTHING)  # reasons that the last batch of an epoch has, and that alone
+_MAY_PASS = (_UNEQUAL, _DEVICES_DIFFER, _NOTHING)  # reasons that the last batch of an epoch has, and that alone
 
 
 def captured(record: PerSampleRecord, depth: int | None) -> CapturedBatch:
@@ -705,9 +698,9 @@ class Window:
         if not step.gradient.shape[1]:  # the module has gone over to it in the middle of the fit
             reason = _MANUAL
         else:
-            reason = "" if is_known(step.gradient) else self._mean.reason or DEVICES_DIFFER
-        if reason == NOTHING and len(step.gradient) > 1:
-            reason = DEVICES_DIFFER
+            reason = "" if is_known(step.gradient) else self._mean.reason or _DEVICES_DIFFER
+        if reason == _NOTHING and len(step.gradient) > 1:
+            reason = _DEVICES_DIFFER
         if self._cosines_absent and not reason:
             reason = self._cosines_absent
         self._unknown_steps = self._unknown_steps + 1 if reason else 0
@@ -748,7 +741,7 @@ class Window:
         self._batches[batch_idx] = captured(record, self._depth)
         if self._mean is not None and record._mean_factor is None:  # that of another engine, perhaps
             self._mean.refuse_record(record)
-            self._numbers = None if self._numbers is None else without_mean(self._numbers)
+            self._numbers = None if self._numbers is None else _without_mean(self._numbers)
 
     def end_batch(self, batch_idx: int | None) -> None:
         """A batch has ended; None for one that has no part in the gradient."""
@@ -779,7 +772,7 @@ def are_quantiles(quantiles: object) -> bool:
         return False
     if not all(isinstance(quantile, (int, float)) and 0 < quantile < 1 for quantile in quantiles):
         return False
-    return len({percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
+    return len({_percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
 
 
 def are_statistics(statistics: object) -> bool:

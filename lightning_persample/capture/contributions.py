@@ -24,15 +24,12 @@ from lightning_persample.torch_internals import saved_results, tree_flatten, tre
 
 __all__ = [
     "ByRule",
-    "Drawn",
     "Placement",
     "Use",
     "check_unchanged",
     "computation",
     "not_tensors",
-    "placed",
     "placement_of",
-    "versions_of",
     "wrong_answer",
 ]
 
@@ -220,7 +217,7 @@ def _copied(value: Any) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class _Drawn:
     """What a rule may ask for beside the arguments: the first output, and from where its random numbers were drawn.
 
     Attributes:
@@ -271,9 +268,9 @@ class ByRule:
             for name, value in values.items()
         }
         read = (tensor for name, tensor in self._tensors.items() if placement.rule.is_read(name))
-        self._versions = versions_of(read, written)
+        self._versions = _versions_of(read, written)
         self._saved = saved_results(first, placement.rule.saved) if placement.has_rows and placement.rule.saved else {}
-        self.drawn: Drawn | None = None
+        self.drawn: _Drawn | None = None
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Contributions:
         """What the weights get, by sample."""
@@ -292,7 +289,7 @@ class ByRule:
         reason = wrong_answer(found, sizes)
         if reason:
             raise UnsupportedError(f"{text}: the rule of {op_name(rule.op)} {reason}")
-        return [(weight, placed(found[name], axes.get(name), text)) for name, weight in owners.items()]
+        return [(weight, _placed(found[name], axes.get(name), text)) for name, weight in owners.items()]
 
     def _call(self, grads: Sequence[Tensor | None]) -> tuple[Call, Any]:
         """The call as the rule sees it, with the gradient of its output, or of all where the rule knows several."""
@@ -371,7 +368,7 @@ def _later_lies_below_earlier(call: ObservedCall) -> bool:
     return any(output.grad_fn in below for output in later)
 
 
-def _draw_again(rule: Rule, arguments: dict[str, Any], drawn: Drawn) -> list[Tensor]:
+def _draw_again(rule: Rule, arguments: dict[str, Any], drawn: _Drawn) -> list[Tensor]:
     if rule.draws is None or drawn.random_state is None:
         return []
     devices = [drawn.output.device] if drawn.output.device.type == "cuda" else []
@@ -380,7 +377,7 @@ def _draw_again(rule: Rule, arguments: dict[str, Any], drawn: Drawn) -> list[Ten
         return rule.draws(arguments, drawn.output)
 
 
-def placed(gradient: SampleGradient, where: BatchAxis | None, description: Description) -> SampleGradient:
+def _placed(gradient: SampleGradient, where: BatchAxis | None, description: Description) -> SampleGradient:
     """A weight with the batch along an axis of its own (a state of each sample) has zeros outside a sample's rows."""
     if where is None:
         return gradient
@@ -389,7 +386,7 @@ def placed(gradient: SampleGradient, where: BatchAxis | None, description: Descr
     return Block(gradient.dense(), where.dim, where.outer, where.inner)
 
 
-def versions_of(tensors: Iterable[Any], written: Collection[int]) -> list[tuple[Tensor, int]]:
+def _versions_of(tensors: Iterable[Any], written: Collection[int]) -> list[tuple[Tensor, int]]:
     """How often each tensor was written to before the backward, but for those whose memory the call wrote into."""
     return [
         (tensor, version_counter(tensor))
@@ -425,7 +422,7 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
     memory = {t.data_ptr() for t in use.arguments.values() if isinstance(t, Tensor) and id(t) in call.written}
     compute = ByRule(placement, values, others, owners, use.description, output, memory)
     if rule.reads_output or rule.draws is not None:
-        compute.drawn = Drawn(output.detach(), use.followed.outputs[0], call.random_state, version_of(output))
+        compute.drawn = _Drawn(output.detach(), use.followed.outputs[0], call.random_state, version_of(output))
     return compute
 
 
@@ -450,7 +447,7 @@ def _by_generic_rule(use: Use) -> Computation:
     of_use = without_data if call.op in _ADDS and not call.inplace else Tensor.detach
     kept = [of_use(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     memory = {leaf.data_ptr() for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) in call.written}
-    versions = versions_of(kept, memory)
+    versions = _versions_of(kept, memory)
     function, description = call.function, use.description
 
     def compute(grads: Sequence[Tensor | None]) -> Contributions:
@@ -465,7 +462,7 @@ def _by_generic_rule(use: Use) -> Computation:
         grad = _first(grad, axis, batch_size, fill=False)
         found = generic_rule(function, args, kwargs, batched, frozenset(owners), grad)
         return [
-            (owners[place], placed(Dense(gradient), axes.get(place), description)) for place, gradient in found.items()
+            (owners[place], _placed(Dense(gradient), axes.get(place), description)) for place, gradient in found.items()
         ]
 
     return compute

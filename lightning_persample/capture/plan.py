@@ -22,7 +22,7 @@ from lightning_persample.capture.reporting import Report, wait
 from lightning_persample.capture.weight import Weight
 from lightning_persample.rules import Rule, op_name, rule_of
 
-__all__ = ["Plan", "Slots", "layout_of", "note_as_planned", "recall", "remember", "remember_as"]
+__all__ = ["Plan", "layout_of", "note_as_planned", "recall", "remember", "remember_as"]
 
 _MOST = 4096  # plans that are kept; a model has some hundreds
 _COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
@@ -31,7 +31,7 @@ _NESTED = (tuple, list, torch.Size)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Slots:
+class _Slots:
     """Where among the arguments of a call with weights its rule finds what it is given.
 
     Attributes:
@@ -62,7 +62,7 @@ class Plan:
 
     rule: Rule | None
     outputs: tuple[BatchAxis | Lost, ...]
-    slots: Slots | None
+    slots: _Slots | None
     place: tuple[str, int] | None = None
 
 
@@ -191,7 +191,7 @@ def _keep(layout: Hashable, plan: Plan) -> None:
 
 def _slots_of(
     placement: Placement, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> Slots | None:
+) -> _Slots | None:
     """Where the rule finds what it is given; None where it has no names for the arguments."""
     given = placement.rule.bind(args, kwargs)
     if given is None or any(name not in given for name in placement.kept):
@@ -202,7 +202,7 @@ def _slots_of(
         return None
     values = tuple((name, places[id(given[name])]) for name in placement.kept)
     owners = tuple((name, place) for name, place in values if name in placement.weights)
-    return Slots(placement, values, owners, others, tuple(tensor.shape for tensor in tensors))
+    return _Slots(placement, values, owners, others, tuple(tensor.shape for tensor in tensors))
 
 
 def note_as_planned(
@@ -226,7 +226,7 @@ def note_as_planned(
 
 def _wait_for_gradient(
     collector: Collector,
-    slots: Slots,
+    slots: _Slots,
     output: Tensor,
     tensors: Sequence[Tensor],
     marks: Sequence[Mark | None],

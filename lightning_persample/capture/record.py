@@ -33,7 +33,6 @@ __all__ = [
     "Weighting",
     "classify",
     "in_dtype_of",
-    "in_gradient_dtype",
     "listed",
     "say",
     "summed",
@@ -109,7 +108,7 @@ class KeptGradients:
             with kernel_options(self._options):
                 rows = in_smaller_chunks(partial(structure.project, projection, name))
             (own,) = [rows] if self._own is None else self._own.own([rows])
-            projected[name] = in_gradient_dtype(self._dtypes[name], own)
+            projected[name] = _in_gradient_dtype(self._dtypes[name], own)
         return projected
 
     def _refuse_changed(self, name: str, method: str) -> None:
@@ -216,10 +215,10 @@ def _number(value: float, dtype: torch.dtype) -> Tensor:
 
 def in_dtype_of(parameter: Tensor, values: Tensor) -> Tensor:
     """Gradients or norms in the precision of the parameter, which its ``.grad`` has, and float32 at least."""
-    return in_gradient_dtype(parameter.dtype, values)
+    return _in_gradient_dtype(parameter.dtype, values)
 
 
-def in_gradient_dtype(parameter: torch.dtype, values: Tensor) -> Tensor:
+def _in_gradient_dtype(parameter: torch.dtype, values: Tensor) -> Tensor:
     """`in_dtype_of` a parameter of this dtype."""
     if values.dtype is parameter and parameter in (torch.float32, torch.float64):
         return values

@@ -29,7 +29,6 @@ __all__ = [
     "halved",
     "halved_memory_budget",
     "held_by_use",
-    "held_bytes",
     "kernel_options",
     "memory_budget",
     "outer_forms_gradients",
@@ -103,7 +102,7 @@ def current_options() -> KernelOptions:
     return _state.get()[0]
 
 
-def held_bytes() -> int | None:
+def _held_bytes() -> int | None:
     """Bytes that the use at hand holds in any case; None outside of one."""
     use = _state.get()[1]
     return None if use is None else use.size
@@ -167,7 +166,7 @@ def memory_budget(device: torch.device) -> int:
     if limit is not None:
         return halved(limit)
     most = min(MEMORY_BUDGET, CPU_MEMORY_BUDGET) if device.type == "cpu" else MEMORY_BUDGET
-    held = held_bytes()
+    held = _held_bytes()
     return halved(most if held is None else min(most, max(LEAST_MEMORY_BUDGET, held)))
 
 

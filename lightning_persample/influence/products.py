@@ -20,14 +20,11 @@ __all__ = [
     "Alignment",
     "Rows",
     "StoreOrPath",
-    "Transform",
     "add_products",
     "align",
     "align_steps",
     "cholesky_factor",
-    "described_steps",
     "direction_of",
-    "float64_blocks",
     "given_gradients",
     "learning_rates_of",
     "opened",
@@ -163,7 +160,7 @@ def _check_of_checkpoints(store: GradientStore, side: str) -> None:
         )
 
 
-def described_steps(store: GradientStore) -> tuple[int | None, ...]:
+def _described_steps(store: GradientStore) -> tuple[int | None, ...]:
     """The optimizer step of each checkpoint that has rows, None where it is unknown."""
     return tuple(_described(store, number).get("step") for number in store.checkpoints)
 
@@ -172,7 +169,7 @@ def learning_rates_of(
     train: GradientStore, test: GradientStore, given: Sequence[float] | None, name: str
 ) -> list[float]:
     """The learning rate of each checkpoint that the training store has rows of."""
-    steps = described_steps(train)
+    steps = _described_steps(train)
     if given is not None:
         if len(given) != len(steps):
             raise OptionError(
@@ -233,7 +230,7 @@ def _checkpoint_keys(train: GradientStore, test: GradientStore) -> tuple[dict[st
     described = [[_described(store, number) for number in store.checkpoints] for store in (train, test)]
     tell_weights = all(each.get("weights") is not None for of_store in described for each in of_store)
     by_weights = _names_of_weights(described) if tell_weights else {}
-    repeated = any(count > 1 for store in (train, test) for count in Counter(described_steps(store)).values())
+    repeated = any(count > 1 for store in (train, test) for count in Counter(_described_steps(store)).values())
     found: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for store, keys in zip((train, test), found, strict=True):
         for number in store.checkpoints:
@@ -325,7 +322,7 @@ def _listed(values: Any) -> str:
 
 _PRODUCT_BYTES = 1 << 26
 
-Transform = Callable[[Tensor], Tensor]
+_Transform = Callable[[Tensor], Tensor]
 """Rows (m, K) in float64 to as many rows."""
 
 
@@ -337,17 +334,17 @@ def add_products(
     max_memory: int | None,
     share: int = 1,
     factors: Tensor | None = None,
-    of_train: Transform | None = None,
-    of_test: Transform | None = None,
+    of_train: _Transform | None = None,
+    of_test: _Transform | None = None,
 ) -> None:
     """Add ``factor_i * f(g_i) . h(g'_j)`` to the score of each pair of rows, in float64."""
     # The test store is read once, and the training store once for each block of it. Cost: ``2 n m K`` operations for n
     # training and m test rows of K columns, besides the transforms.
     product_bytes = _PRODUCT_BYTES if max_memory is None else max_memory // (3 * share)
-    for test_at, right in float64_blocks(test.store, max_memory, share):
+    for test_at, right in _float64_blocks(test.store, max_memory, share):
         right = right if of_test is None else of_test(right)
         columns = test.places[test_at]
-        for train_at, left in float64_blocks(train.store, max_memory, share):
+        for train_at, left in _float64_blocks(train.store, max_memory, share):
             left = left if of_train is None else of_train(left)
             if factors is not None:
                 left = left * factors[train_at, None]
@@ -358,7 +355,7 @@ def add_products(
                 scores.index_put_((rows[part, None], columns), left[part] @ right.T, accumulate=True)
 
 
-def float64_blocks(store: GradientStore, max_memory: int | None, share: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _float64_blocks(store: GradientStore, max_memory: int | None, share: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of rows in float64, each in a third of the memory: with the block before it, or with a copy of itself."""
     size = None
     if max_memory is not None:
@@ -383,7 +380,7 @@ def second_moments(
     """The sums of ``g g^T`` over the rows that are finite, for each of some ranges of columns."""
     moments = [torch.zeros(part.stop - part.start, part.stop - part.start, dtype=torch.float64) for part in columns]
     count = 0
-    for _, values in float64_blocks(store, max_memory, share):
+    for _, values in _float64_blocks(store, max_memory, share):
         finite = values[values.isfinite().all(1)]
         count += len(finite)
         for part, moment in zip(columns, moments, strict=True):

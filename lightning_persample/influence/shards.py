@@ -32,33 +32,26 @@ from lightning_persample.influence.files import (
 )
 
 __all__ = [
-    "BASE_FIELDS",
-    "DTYPES",
-    "RESERVED",
     "ParameterColumns",
-    "Shard",
     "StoreManifest",
     "StoreWriter",
     "columns_for",
     "difference",
     "drop_rows",
-    "next_counter",
     "open_store",
     "read_records",
     "read_store_manifest",
     "read_values",
     "record_dtype",
     "remove_store",
-    "remove_uncounted",
     "shards_of",
-    "to_storage",
     "write_shard",
     "write_store_manifest",
 ]
 
 _NAME = re.compile(r"shard-(\d+)-(\d+)(\.rows)?\.npy")
-DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-BASE_FIELDS = {
+_DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+_BASE_FIELDS = {
     "sample_index": "<i8",
     "checkpoint": "<i8",
     "step": "<i8",
@@ -69,12 +62,12 @@ BASE_FIELDS = {
 _POSITION = "position"  # where the values of a row are in its shard
 _CHECKSUM = "crc32"  # of the values of a row, one for each 16 KiB
 _CHECKED_BYTES = 1 << 14
-RESERVED = (*BASE_FIELDS, _POSITION, _CHECKSUM)
+_RESERVED = (*_BASE_FIELDS, _POSITION, _CHECKSUM)
 _TOP_EXPONENT = 15  # of the largest entry of a float16 row: in [2**14, 2**15)
 _LEAST_EXPONENT = -1059  # the scale is a float64 then, and no entry that is not 0 is less than 1 of it
 
 
-class Shard(NamedTuple):
+class _Shard(NamedTuple):
     """The two files of a shard, by the process that wrote them and their order."""
 
     rank: int
@@ -83,7 +76,7 @@ class Shard(NamedTuple):
     rows: Path
 
     @classmethod
-    def at(cls, dirpath: Path, rank: int, counter: int) -> Shard:
+    def at(cls, dirpath: Path, rank: int, counter: int) -> _Shard:
         """The shard of a process with this number."""
         name = f"shard-{rank:05d}-{counter:06d}"
         return cls(rank, counter, dirpath / f"{name}.npy", dirpath / f"{name}.rows.npy")
@@ -98,30 +91,30 @@ def _found(dirpath: Path) -> dict[tuple[int, int], set[bool]]:
     return found
 
 
-def shards_of(dirpath: Path) -> list[Shard]:
+def shards_of(dirpath: Path) -> list[_Shard]:
     """The shards of a folder of which both files are there, by process and in the order of writing."""
-    return [Shard.at(dirpath, *key) for key, files in sorted(_found(dirpath).items()) if len(files) == 2]
+    return [_Shard.at(dirpath, *key) for key, files in sorted(_found(dirpath).items()) if len(files) == 2]
 
 
-def next_counter(dirpath: Path, rank: int) -> int:
+def _next_counter(dirpath: Path, rank: int) -> int:
     """The number of the next shard of a process: none that any file has."""
     return 1 + max((counter for found, counter in _found(dirpath) if found == rank), default=-1)
 
 
-def remove_uncounted(dirpath: Path) -> None:
+def _remove_uncounted(dirpath: Path) -> None:
     """Remove the files of shards of which one file only is there."""
     for key, files in _found(dirpath).items():
         if len(files) == 1:
-            shard = Shard.at(dirpath, *key)
+            shard = _Shard.at(dirpath, *key)
             (shard.rows if True in files else shard.values).unlink()
 
 
 def record_dtype(columns: Sequence[str]) -> np.dtype[Any]:
     """The type of the record of a row: what every store has, then the columns of the user."""
-    return np.dtype([*BASE_FIELDS.items(), *((name, "<f8") for name in columns)])
+    return np.dtype([*_BASE_FIELDS.items(), *((name, "<f8") for name in columns)])
 
 
-def write_shard(shard: Shard, values: Sequence[NDArray[Any]], records: NDArray[Any]) -> None:
+def write_shard(shard: _Shard, values: Sequence[NDArray[Any]], records: NDArray[Any]) -> None:
     """Write a shard, in place of the one that is there; records (sum of m,)."""
     checksums = np.concatenate([_checksums(part) for part in values])
     kept = [(_POSITION, "<i8"), (_CHECKSUM, "<u4", checksums.shape[1:])]
@@ -140,12 +133,12 @@ def write_shard(shard: Shard, values: Sequence[NDArray[Any]], records: NDArray[A
         raise
 
 
-def _write_rows(shard: Shard, rows: NDArray[Any]) -> None:
+def _write_rows(shard: _Shard, rows: NDArray[Any]) -> None:
     content = _header(rows.dtype, rows.shape) + rows.tobytes()
     write_atomically(shard.rows, content, zlib.crc32(content).to_bytes(4, "little"))
 
 
-def _read_rows(shard: Shard) -> NDArray[Any]:
+def _read_rows(shard: _Shard) -> NDArray[Any]:
     with broken_files_named(shard.rows):
         content = shard.rows.read_bytes()
         if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
@@ -171,7 +164,7 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return written.getvalue()
 
 
-def read_records(shard: Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint32]]:
+def read_records(shard: _Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint32]]:
     """What the rows of a shard are, where their values are, and the checksums of those."""
     found = _read_rows(shard)
     records = np.empty(len(found), dtype)
@@ -198,7 +191,7 @@ def drop_rows(dirpath: Path, step: int) -> None:
     force_names(dirpath)
 
 
-def to_storage(values: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
+def _to_storage(values: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     """Rows as they are stored, and their scales: a row is ``scale * stored``; values (m, K)."""
     # In float16 the scale of a row is the power of two that brings its largest entry into [2**14, 2**15). A row with an
     # entry that is not finite, or not in the stored type, is nan as a whole, and so is its scale.
@@ -209,7 +202,7 @@ def to_storage(values: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.flo
         largest = _largest(values)
         stored, scale = _to_float16(values, largest)
     else:
-        stored = values.to(DTYPES[dtype], copy=True)
+        stored = values.to(_DTYPES[dtype], copy=True)
         largest, scale = _largest(stored), np.ones(len(values))
     bad = ~np.isfinite(largest)
     if bad.any():
@@ -370,12 +363,12 @@ class StoreManifest:
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise OptionError(f"dtype={self.dtype!r}; allowed is one of {', '.join(map(repr, DTYPES))}")
-        taken = sorted(set(self.columns) & set(RESERVED))
+        if self.dtype not in _DTYPES:
+            raise OptionError(f"dtype={self.dtype!r}; allowed is one of {', '.join(map(repr, _DTYPES))}")
+        taken = sorted(set(self.columns) & set(_RESERVED))
         if taken or len(set(self.columns)) < len(self.columns):
             raise OptionError(
-                f"columns={self.columns!r}: each needs a name of its own, other than {', '.join(RESERVED)}"
+                f"columns={self.columns!r}: each needs a name of its own, other than {', '.join(_RESERVED)}"
             )
         at = 0
         for each in self.parameters:
@@ -433,7 +426,7 @@ def open_store(
         manifest = replace(manifest, columns=found.columns)
     differing = difference(found, manifest) if found is not None and goes_on else None
     if found is not None and goes_on and differing is None:
-        remove_uncounted(dirpath)
+        _remove_uncounted(dirpath)
         if continued is not None:
             drop_rows(dirpath, continued[found.run])
         checkpoints = max(found.checkpoints, manifest.checkpoints, key=len)
@@ -465,7 +458,7 @@ def remove_store(dirpath: Path) -> None:
     (dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a part of a store is not taken for the whole
     for shard in shards_of(dirpath):
         shard.rows.unlink()
-    remove_uncounted(dirpath)
+    _remove_uncounted(dirpath)
 
 
 def difference(
@@ -571,7 +564,7 @@ class StoreWriter:
         self._rows_per_shard = max(1, _SHARD_BYTES // row_bytes) if rows_per_shard is None else rows_per_shard
         self._most_waiting = most_waiting
         self._dtype = record_dtype(manifest.columns)
-        self._counter = next_counter(self._dirpath, rank)
+        self._counter = _next_counter(self._dirpath, rank)
         self._waiting: list[_Waiting] = []
         self.lost = 0
 
@@ -599,7 +592,7 @@ class StoreWriter:
                 f"of shape (m, {expected[1]})"
             )
         records = self._records(rows, len(values))
-        stored, records["scale"] = to_storage(values, self._manifest.dtype)
+        stored, records["scale"] = _to_storage(values, self._manifest.dtype)
         failure: OSError | None = None
         while len(records):
             if not self._waiting or len(self._waiting[-1]) >= self._rows_per_shard:
@@ -620,7 +613,7 @@ class StoreWriter:
             raise failure
 
     def _records(self, rows: Mapping[str, Any], count: int) -> NDArray[Any]:
-        known = [name for name in (*BASE_FIELDS, *self._manifest.columns) if name != "scale"]
+        known = [name for name in (*_BASE_FIELDS, *self._manifest.columns) if name != "scale"]
         unknown = sorted(set(rows) - set(known))
         if unknown:
             raise OptionError(f"rows have a column {unknown[0]!r}; this store has {', '.join(known)}")
@@ -649,7 +642,7 @@ class StoreWriter:
     def _write(self, *, only_complete: bool) -> None:
         while self._waiting and (not only_complete or len(self._waiting[0]) >= self._rows_per_shard):
             first = self._waiting[0]
-            shard = Shard.at(self._dirpath, self._rank, self._counter)
+            shard = _Shard.at(self._dirpath, self._rank, self._counter)
             write_shard(shard, first.values, np.concatenate(first.records))
             self._counter += 1
             del self._waiting[0]

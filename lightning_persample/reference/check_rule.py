@@ -28,24 +28,15 @@ from lightning_persample.rules.elementwise import align_rank
 from lightning_persample.torch_internals import tree_map, version_counter
 
 __all__ = [
-    "ExampleCall",
-    "Finding",
-    "RuleCall",
     "RuleCheck",
     "RuleReport",
-    "Samples",
-    "Status",
-    "along",
     "check_rule",
-    "compared",
-    "cut",
-    "raised",
     "relative_error",
 ]
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
+class _Samples:
     """The batched arguments of a call and the gradients of its outputs, sample by sample.
 
     Attributes:
@@ -75,17 +66,17 @@ class Samples:
 
     def whole(self) -> dict[str, Tensor]:
         """The batched arguments of the call with all samples."""
-        return {name: along(tensor, self.dim) for name, tensor in self.inputs.items()}
+        return {name: _along(tensor, self.dim) for name, tensor in self.inputs.items()}
 
 
-def cut(tensor: Tensor, dim: int, rows: int) -> Tensor:
+def _cut(tensor: Tensor, dim: int, rows: int) -> Tensor:
     """Samples of `rows` neighbouring rows of axis `dim`: (B, ..., rows, ...); rows left over are dropped."""
     count = tensor.size(dim) // rows
     return tensor.narrow(dim, 0, count * rows).unflatten(dim, (count, rows)).movedim(dim, 0)
 
 
-def along(samples: Tensor, dim: int) -> Tensor:
-    """The inverse of `cut`: the rows of all samples after one another along axis `dim`."""
+def _along(samples: Tensor, dim: int) -> Tensor:
+    """The inverse of `_cut`: the rows of all samples after one another along axis `dim`."""
     return samples.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -102,7 +93,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class ExampleCall:
+class _ExampleCall:
     """A call of an op with a rule, taken apart so that it can be repeated with other tensors.
 
     Attributes:
@@ -123,7 +114,7 @@ class ExampleCall:
     batched: tuple[str, ...]
     weights: tuple[str, ...]
 
-    def in_precision(self, dtype: torch.dtype) -> ExampleCall:
+    def in_precision(self, dtype: torch.dtype) -> _ExampleCall:
         """The same call with every floating point and complex tensor in another precision."""
         moved: dict[int, Any] = {}
 
@@ -148,9 +139,9 @@ class ExampleCall:
         """Copies of the weights that need a gradient."""
         return {name: self.named[name].detach().clone().requires_grad_() for name in self.weights}
 
-    def laid_out(self, text: str, dim: int, inputs: Mapping[str, Tensor], fallback: Sequence[int] = ()) -> Samples:
+    def laid_out(self, text: str, dim: int, inputs: Mapping[str, Tensor], fallback: Sequence[int] = ()) -> _Samples:
         """Samples in one layout, with random gradients for the outputs."""
-        samples = Samples(text, dim, inputs)
+        samples = _Samples(text, dim, inputs)
         name = op_name(self.rule.op)
         with self._explained(f"on {text}"):
             whole = self._differentiable(samples.whole())
@@ -184,9 +175,9 @@ class ExampleCall:
             dims.append(axis)
             grads.append(_random((samples.count, *parts[0].shape), output, generator))
         output = torch.stack([outputs[0] for outputs in alone])
-        return Samples(text, dim, inputs, tuple(dims), tuple(grads), output)
+        return _Samples(text, dim, inputs, tuple(dims), tuple(grads), output)
 
-    def loop(self, samples: Samples) -> dict[str, Tensor]:
+    def loop(self, samples: _Samples) -> dict[str, Tensor]:
         """The gradients by autograd through the op itself, one sample after the other."""
         rows: dict[str, list[Tensor]] = {name: [] for name in self.weights}
         for number in range(samples.count):
@@ -247,11 +238,11 @@ def _is_made_of(whole: Tensor, parts: Sequence[Tensor], axis: int) -> bool:
     return torch.allclose(joined, whole, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-Status: TypeAlias = Literal["agrees", "differs", "missing", "raised", "not found", "not compared"]
-Finding: TypeAlias = tuple[float, Status, str]
+_Status: TypeAlias = Literal["agrees", "differs", "missing", "raised", "not found", "not compared"]
+_Finding: TypeAlias = tuple[float, _Status, str]
 
 
-class RuleCall:
+class _RuleCall:
     """A call of a rule that can be repeated.
 
     Args:
@@ -263,7 +254,7 @@ class RuleCall:
     """
 
     def __init__(
-        self, example: ExampleCall, samples: Samples, asked: tuple[str, ...], dtype: torch.dtype, *, strided: bool
+        self, example: _ExampleCall, samples: _Samples, asked: tuple[str, ...], dtype: torch.dtype, *, strided: bool
     ) -> None:
         self.rule = example.rule
         self.asked = asked
@@ -285,7 +276,7 @@ class RuleCall:
 
     def compare(
         self, expected: Mapping[str, Tensor], tolerance: float, given: frozenset[str] = frozenset()
-    ) -> dict[str, Finding]:
+    ) -> dict[str, _Finding]:
         """Call the rule and compare."""
         arguments: dict[str, Any] = {}
         for name, value in self.values.items():
@@ -301,23 +292,23 @@ class RuleCall:
             with torch.no_grad():
                 found: Any = self.rule.function(call, self.grads if self.rule.several_outputs else self.grads[0])
         except Exception as error:  # whatever the rule raises, which the report names
-            return dict.fromkeys(expected, (math.nan, "raised", raised(error)))
+            return dict.fromkeys(expected, (math.nan, "raised", _raised(error)))
         written = [name for name, tensor in tensors.items() if version_counter(tensor) != versions[name]]
         if written:
             reason = f"the rule writes into {', '.join(written)}, which belongs to the caller: write to a copy"
             return dict.fromkeys(expected, (math.nan, "differs", reason))
-        findings: dict[str, Finding] = {}
+        findings: dict[str, _Finding] = {}
         for name, rows in expected.items():
             wrong = wrong_answer(found, {name: tuple(rows.shape)})
             if wrong:
                 is_there = isinstance(found, Mapping) and name in found
                 findings[name] = (math.nan, "differs" if is_there else "missing", f"the rule {wrong}")
             else:
-                findings[name] = compared(found[name], rows, tolerance)
+                findings[name] = _compared(found[name], rows, tolerance)
         return findings
 
 
-def compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm: Tensor | None = None) -> Finding:
+def _compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm: Tensor | None = None) -> _Finding:
     """One structure beside the loop's gradients: the gradients, squared norms and inner products."""
     # expected (B, *shape), sq_norm (B,)
     if not bool(expected.any()):
@@ -338,7 +329,7 @@ def compared(found: SampleGradient, expected: Tensor, tolerance: float, sq_norm:
         }
         errors = {what: relative_error(*pair) for what, pair in quantities.items()}
     except Exception as error:  # whatever the rule's structure raises, which the report names
-        return math.nan, "raised", raised(error)
+        return math.nan, "raised", _raised(error)
     wrong = [what for what, error in errors.items() if not error <= tolerance]
     if any(math.isnan(error) for error in errors.values()):
         return math.nan, "differs", f"the {wrong[0]} hold values that are not finite"
@@ -356,7 +347,7 @@ def _factor(found: Tensor, expected: Tensor, tolerance: float) -> float | None:
     return factor if factor and relative_error(found, factor * expected) <= tolerance else None
 
 
-def raised(error: Exception) -> str:
+def _raised(error: Exception) -> str:
     """An exception as a reason."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
@@ -515,7 +506,7 @@ class _Check:
 
     def __init__(
         self,
-        example: ExampleCall,
+        example: _ExampleCall,
         batch_dim: int,
         further_axis: bool,
         dtypes: tuple[torch.dtype, ...],
@@ -548,14 +539,14 @@ class _Check:
             self._through_the_engine(samples)
         return RuleReport(op_name(self.rule.op), tuple(self.checks), tuple(left_out))
 
-    def _layouts(self, left_out: list[str]) -> list[Samples]:
+    def _layouts(self, left_out: list[str]) -> list[_Samples]:
         """The samples with one and with several rows, alone, and along either of two axes where the op can."""
         example, dim = self.example, self.batch_dim
         tensors = {name: example.named[name] for name in example.batched}
         tensors = {name: tensor.narrow(dim, 0, min(_MOST, tensor.size(dim))) for name, tensor in tensors.items()}
 
         def rows(number: int) -> dict[str, Tensor]:
-            return {name: cut(tensor, dim, number) for name, tensor in tensors.items()}
+            return {name: _cut(tensor, dim, number) for name, tensor in tensors.items()}
 
         total = next(iter(tensors.values())).size(dim)
         first = example.laid_out(f"{total} samples", dim, rows(1))
@@ -585,7 +576,7 @@ class _Check:
 
     def _direct(
         self,
-        samples: Samples,
+        samples: _Samples,
         note: str = "",
         *,
         asked: tuple[str, ...] | None = None,
@@ -596,7 +587,7 @@ class _Check:
         asked = self.example.weights if asked is None else asked
         expected = {name: value for name, value in self.example.loop(samples).items() if name in asked}
         dtype = self.dtypes[0] if dtype is None else dtype
-        call = RuleCall(self.example.in_precision(dtype), samples, asked, dtype, strided=strided)
+        call = _RuleCall(self.example.in_precision(dtype), samples, asked, dtype, strided=strided)
         allowed = self._allowed(dtype)
         findings = call.compare(expected, allowed)
         needed = self._undeclared(call, expected, allowed, _severity(findings))
@@ -610,7 +601,7 @@ class _Check:
         self.checks += [RuleCheck(text, name, *finding) for name, finding in findings.items()]
 
     def _undeclared(
-        self, call: RuleCall, expected: Mapping[str, Tensor], allowed: float, severity: int
+        self, call: _RuleCall, expected: Mapping[str, Tensor], allowed: float, severity: int
     ) -> tuple[str, ...]:
         """Names of the arguments without whose values, of which none are promised, the rule does worse."""
         given = call.held_back
@@ -620,7 +611,7 @@ class _Check:
         needed = [name for name in given if _severity(call.compare(expected, allowed, given - {name})) > least]
         return tuple(sorted({name.split("[")[0] for name in needed}))
 
-    def _through_the_engine(self, samples: Samples) -> None:
+    def _through_the_engine(self, samples: _Samples) -> None:
         """Call the op inside `expanded_weights` and compare the record."""
         example, text = self.example, f"expanded_weights, {samples.text}"
         expected = example.loop(samples)
@@ -647,25 +638,25 @@ class _Check:
                     unsupported="ignore",
                 ) as capture,
             ):
-                values = {name: along(tensor, samples.dim) for name, tensor in inputs.items()}
+                values = {name: _along(tensor, samples.dim) for name, tensor in inputs.items()}
                 values |= {name: module.get_parameter(own) for name, own in names.items()}
                 outputs = [output for output in example.run(values) if output.requires_grad]
                 terms = [
-                    (output * along(grad, dim).conj()).sum()
+                    (output * _along(grad, dim).conj()).sum()
                     for output, grad, dim in zip(outputs, samples.output_grads, samples.output_dims, strict=True)
                 ]
                 torch.stack([term.real if term.is_complex() else term for term in terms]).sum().backward()
             record = capture.record
         except Exception as error:  # whatever the user's op and rule raise, which the report names
-            reason = raised(error)
+            reason = _raised(error)
             self.checks += [RuleCheck(text, name, math.nan, "raised", reason) for name in names]
             return
         unseen = "" if called else self._why_not_found()
         for name, own in names.items():
-            finding: Finding = (math.nan, "missing", record.unsupported.get(own, "no gradient reached it"))
+            finding: _Finding = (math.nan, "missing", record.unsupported.get(own, "no gradient reached it"))
             if own in record.grad_samples:
                 rows, allowed = Dense(record.grad_samples[own]), self._allowed(self.dtypes[0])
-                finding = compared(rows, expected[name], allowed, record.sq_norms[own])
+                finding = _compared(rows, expected[name], allowed, record.sq_norms[own])
             if unseen:
                 finding = (finding[0], "not found", unseen)
             self.checks.append(RuleCheck(text, name, *finding))
@@ -698,7 +689,7 @@ class _Check:
         return default_tolerance({dtype}, self.device) if self.tolerance is None else self.tolerance
 
 
-def _severity(findings: Mapping[str, Finding]) -> int:
+def _severity(findings: Mapping[str, _Finding]) -> int:
     """0 for nothing wrong, 1 for wrong values, 2 for an exception."""
     statuses = {status for _, status, _ in findings.values()}
     return 2 if "raised" in statuses else int(bool(statuses - {"agrees", "not compared"}))
@@ -710,7 +701,7 @@ def _example(
     arguments: Sequence[Any] | Mapping[str, Any],
     batched: Collection[str] | None,
     weights: Collection[str] | None,
-) -> ExampleCall:
+) -> _ExampleCall:
     """The call, with tensors of its own, and which of its arguments are what."""
     name = op_name(rule.op)
     given: tuple[Any, ...] = () if isinstance(arguments, Mapping) else tuple(arguments)
@@ -748,10 +739,10 @@ def _example(
     if whole or set(weights) & set(batched):
         wrong = whole or sorted(set(weights) & set(batched))
         raise OptionError(f"weights names {wrong}, which are batched or of an integer dtype; allowed are other tensors")
-    return ExampleCall(op, rule, args, kwargs, named, tuple(batched), tuple(weights))
+    return _ExampleCall(op, rule, args, kwargs, named, tuple(batched), tuple(weights))
 
 
-def _check_sizes(example: ExampleCall, batch_dim: int) -> None:
+def _check_sizes(example: _ExampleCall, batch_dim: int) -> None:
     shapes = {name: tuple(example.named[name].shape) for name in example.batched}
     sizes = {shape[batch_dim] if len(shape) > batch_dim else 0 for shape in shapes.values()}
     if len(sizes) != 1 or min(sizes) < _FEWEST:

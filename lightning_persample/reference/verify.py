@@ -31,9 +31,7 @@ __all__ = [
     "ParameterCheck",
     "VerificationReport",
     "check_per_sample_gradients",
-    "keep_apart",
     "table",
-    "why_different",
 ]
 
 PENALTY = (
@@ -100,7 +98,7 @@ def _spread(rows: Tensor) -> float:
     return float((rows - rows[:1]).norm(dim=1).max())
 
 
-def why_different(
+def _why_different(
     compared: Comparison,
     record: PerSampleRecord,
     loss_reduction: Weighting,
@@ -119,7 +117,7 @@ def why_different(
             else "the batch axis is lost, and values computed from there on cannot be assigned to samples"
         )
         texts = "; ".join((*record.mixing, *record.axis_lost))
-        remedy = f"; {keep_apart(record.mixing)}" if record.mixing else ""
+        remedy = f"; {_keep_apart(record.mixing)}" if record.mixing else ""
         return f"{cause}; the engine gives each sample's contribution to the batch's gradient: {texts}{remedy}"
     if is_random():
         return RANDOM
@@ -132,7 +130,7 @@ def why_different(
     return other_axes or _UNKNOWN
 
 
-def keep_apart(mixing: Sequence[str]) -> str:
+def _keep_apart(mixing: Sequence[str]) -> str:
     """What helps where these calls let samples influence each other."""
     norm = " (GroupNorm in place of BatchNorm, or BatchNorm in evaluation mode)"
     is_norm = any("batch_norm` on" in text for text in mixing)
@@ -337,7 +335,7 @@ def check_per_sample_gradients(
             texts = (*record.mixing, *record.axis_lost) if record is not None else ()
             noted = "samples influence each other" if record is not None and record.mixing else "the batch axis is lost"
             noted = f"{noted}: {'; '.join(texts)}" if texts else ""
-            noted += f"; {keep_apart(record.mixing)}" if record is not None and record.mixing else ""
+            noted += f"; {_keep_apart(record.mixing)}" if record is not None and record.mixing else ""
             hint = other_axes if str(error) != _CHECKPOINT else ""
             reason = "; ".join(text for text in (reason, noted, hint) if text)
             return _nothing(trainable, count, allowed, reason, error)
@@ -431,7 +429,7 @@ def _compare(
     beside = {} if noted else {n: compared.error_beside_a_constant(n) for n in finite if not compared.agrees(n)}
     penalized = {name: error for name, error in beside.items() if error <= tolerance}
     differing = [n for n in finite if n not in penalized and not compared.agrees(n)]
-    reason = why_different(compared, record, loss_reduction, is_random, other_axes) if differing else ""
+    reason = _why_different(compared, record, loss_reduction, is_random, other_axes) if differing else ""
 
     def row(name: str, rows: Tensor) -> ParameterCheck:
         if name in record.unsupported:

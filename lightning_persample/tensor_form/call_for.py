@@ -27,12 +27,7 @@ from lightning_persample.tensor_form.expanded_weight import ExpandedWeight, chec
 from lightning_persample.torch_internals import tree_leaves
 
 __all__ = [
-    "Input",
     "call_for_per_sample_grads",
-    "call_inputs",
-    "layers_with_a_layout",
-    "mark_inputs",
-    "shared_batch_size",
 ]
 
 # Arguments of torch's own layers that hold no samples, or hold them along an axis of their own, whatever the layout of
@@ -51,7 +46,7 @@ _OWN_LAYOUT: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
 
 
 @dataclass(frozen=True, eq=False)
-class Input:
+class _Input:
     """A tensor among the arguments of a call.
 
     Attributes:
@@ -71,7 +66,7 @@ class Input:
         return f"{self.path}: {kind} {self.size if self.packed is not None else tuple(self.tensor.shape)}"
 
 
-def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int) -> list[Input]:
+def _call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int) -> list[_Input]:
     """The tensors among the arguments of a module's call, wherever they stand in tuples, mappings and dataclasses."""
     skipped = [path for path, _ in _of_own_layout(module, args, kwargs)]
     arguments = [(f"args[{position}]", argument) for position, argument in enumerate(args)]
@@ -86,7 +81,7 @@ def call_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     return found
 
 
-def shared_batch_size(inputs: list[Input], axis: int) -> int:
+def _shared_batch_size(inputs: list[_Input], axis: int) -> int:
     """The number of samples on which all inputs agree."""
     if not inputs:
         raise BatchSizeError(
@@ -109,7 +104,7 @@ def shared_batch_size(inputs: list[Input], axis: int) -> int:
     return size
 
 
-def mark_inputs(inputs: list[Input], axis: int, batch_size: int, dispatcher: Dispatcher) -> None:
+def _mark_inputs(inputs: list[_Input], axis: int, batch_size: int, dispatcher: Dispatcher) -> None:
     """Declare to a dispatcher where the samples lie in the inputs."""
     # Inputs of another size than the batch's hold no samples; but if all are of another size, k * B rows are read as k
     # rows of each sample.
@@ -129,7 +124,7 @@ def mark_inputs(inputs: list[Input], axis: int, batch_size: int, dispatcher: Dis
 
 
 @contextmanager
-def layers_with_a_layout(module: nn.Module, inputs: list[Input], dispatcher: Dispatcher) -> Iterator[None]:
+def _layers_with_a_layout(module: nn.Module, inputs: list[_Input], dispatcher: Dispatcher) -> Iterator[None]:
     """While torch's own layers inside the module run, inputs in their `_OWN_LAYOUT` arguments are not the batch's rows.
 
     A mask (T, T) or a state (layers, B, d) may be as long as the batch by chance; elsewhere such an input stays marked.
@@ -163,15 +158,15 @@ def _of_own_layout(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     return found + [(f"kwargs[{name!r}]", argument) for name, argument in kwargs.items() if name in names]
 
 
-def _inputs_in(argument: Any, path: str, axis: int) -> Iterator[Input]:
+def _inputs_in(argument: Any, path: str, axis: int) -> Iterator[_Input]:
     leaves = tree_leaves(argument, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
     packed = [leaf for leaf in leaves if isinstance(leaf, PackedSequence)]
     parts = {id(part) for sequence in packed for part in sequence if part is not None}
     for sequence in packed:
-        yield Input(path, sequence.data, int(sequence.batch_sizes[0]), sequence)
+        yield _Input(path, sequence.data, int(sequence.batch_sizes[0]), sequence)
     for place, tensor in batch_tensors(argument, path):
         if id(tensor) not in parts:
-            yield Input(place, tensor, tensor.size(axis) if tensor.dim() > axis else None)
+            yield _Input(place, tensor, tensor.size(axis) if tensor.dim() > axis else None)
 
 
 def call_for_per_sample_grads(
@@ -223,14 +218,14 @@ def call_for_per_sample_grads(
     @functools.wraps(module.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         _refuse_left_over(module)
-        inputs = call_inputs(module, args, kwargs, axis)
-        size = shared_batch_size(inputs, axis) if batch_size is None else batch_size
+        inputs = _call_inputs(module, args, kwargs, axis)
+        size = _shared_batch_size(inputs, axis) if batch_size is None else batch_size
         originals = trainable(module)
         leaves = {name: stand_in(parameter) for name, parameter in originals.items()}
         dispatcher = DeliveringDispatcher(leaves, size, module.buffers())
         dispatcher.add_targets(originals, leaves, size if loss_reduction == "mean" else 1)
-        mark_inputs(inputs, axis, size, dispatcher)
-        with recurrent_layers_kept(module), layers_with_a_layout(module, inputs, dispatcher):
+        _mark_inputs(inputs, axis, size, dispatcher)
+        with recurrent_layers_kept(module), _layers_with_a_layout(module, inputs, dispatcher):
             call = functools.partial(functional_call, tie_weights=False)
             outputs = dispatcher.observe(call, (module, by_place(module, leaves), args, kwargs), {})
         _look_through(outputs, dispatcher)

@@ -167,7 +167,7 @@ BOUNDARY = (
     "callbacks.sample_index._KeyedDataset.__",
     "callbacks.sample_index._Tagged.__init__",
     "callbacks.sample_index._untagging.<locals>.",
-    "callbacks.sample_index.note_failures",
+    "callbacks.sample_index._note_failures",
     "callbacks.session.SharedCapture._rests",
     "callbacks.session.SharedCapture.uninstall",
     "callbacks.base.PerSampleCallback._end_capture",
