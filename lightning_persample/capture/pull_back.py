@@ -411,5 +411,5 @@ def _check_repeats(derivation: Derivation, value: Tensor, inputs: Sequence[Tenso
             return
     raise UnsupportedError(
         f"{derivation.text} computes a weight, but gives another value when it is repeated: it is random, or its "
-        "inputs were changed in place before the backward; keep such an op away from the weights"
+        "inputs or its result were changed in place before the backward; keep such an op away from the weights"
     )
