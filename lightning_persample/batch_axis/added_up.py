@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import Lost, batch_first
-from lightning_persample.batch_axis.base import Followed, is_plain
-from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.batch_axis.base import Followed, dims_argument, is_plain
+from lightning_persample.batch_axis.observed import ObservedCall, user_line, version_of
 from lightning_persample.batch_axis.ops import OPS
 
-__all__ = ["MEAN", "UNKNOWN", "absent", "added_up", "factors_beside", "reduction_of", "scaled"]
+__all__ = ["MEAN", "MOST_KEPT", "UNKNOWN", "absent", "added_up", "factors_beside", "reduction_of", "scaled"]
 
 _MOST_FACTORS = 65536  # numbers that are read to tell whether they are alike
+MOST_KEPT = 1 << 16  # numbers that are kept for those who ask what each sample adds to their sum
 _MOST = 1 << 22  # numbers in data of the batch that are added up once more
 # Nodes that add, with the place of the input that they multiply, and those that move, add up or negate entries.
 _ADDS = {"AddBackward0": 1, "SubBackward0": 1, "RsubBackward0": 0, "RsubBackward1": 0}
@@ -81,8 +82,33 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
         note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
     one = len(samples) == 1 and not weighs
     silent = one or not any(output.requires_grad for output in call.outputs)
-    mark = Lost(what, reduced=not one, uneven=0 if one else uneven, parts=parts, counts=_counts(call), samples=samples)
+    mark = Lost(
+        what, reduced=not one, uneven=0 if one else uneven, parts=parts, counts=_counts(call), samples=samples,
+        shares=_shares(call) if mixing is None else None,
+    )  # fmt: skip
     return Followed((mark,) * len(call.outputs), weighting=None if silent else note)
+
+
+def _shares(call: ObservedCall) -> Callable[[], Tensor | None] | None:
+    """What each sample adds to a sum or mean, (B, *shape of the output)."""
+    if call.op not in ("sum", "mean") or len(call.operands) != 1 or not is_plain(call.operands[0].tensor):
+        return None
+    ((tensor, axis),), batch_size = call.located, call.batch_size
+    dims = dims_argument(call.argument(1, "dim", "axis"), tensor.dim()) or tuple(range(tensor.dim()))
+    keepdim, share = call.outputs[0].dim() == tensor.dim(), 1.0
+    if _averages(call):
+        share = call.outputs[0].numel() / max(tensor.numel(), 1)
+
+    def added(values: Tensor) -> Tensor:
+        rows = batch_first(values, axis, batch_size, fill=False)
+        return rows.sum([dim + 1 for dim in dims], keepdim) * share
+
+    if tensor.numel() > MOST_KEPT:
+        with torch.no_grad():
+            found = added(tensor.detach())
+        return lambda: found
+    kept, version = tensor.detach(), version_of(tensor)
+    return lambda: added(kept) if version_of(kept) == version else None
 
 
 def _factors_within(call: ObservedCall) -> Iterator[tuple[float, bool]]:

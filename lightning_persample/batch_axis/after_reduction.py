@@ -13,16 +13,17 @@ from one sample alone stays that sample's, whatever is done to it, and samples s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import absent, factors_beside, reduction_of, scaled
-from lightning_persample.batch_axis.axis import Lost, picked
-from lightning_persample.batch_axis.base import Followed, listed, lists
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
+from lightning_persample.batch_axis.base import Entries, Followed, listed, lists
 from lightning_persample.batch_axis.indexing import rows_filled
-from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.batch_axis.observed import ObservedCall, user_line, version_of
 from lightning_persample.batch_axis.ops import LOSSES, POINTWISE, having
 
 __all__ = ["after_reduction"]
@@ -43,8 +44,69 @@ def after_reduction(call: ObservedCall) -> Followed:
         return written
     followed = _after_reduction(call)
     filled = written.outputs[0].filled if written is not None and isinstance(written.outputs[0], Lost) else None
-    places = [replace(mark, filled=filled) if isinstance(mark, Lost) else mark for mark in followed.outputs]
-    return replace(followed, outputs=tuple(places))
+    shares = _shares_after(call)
+    places = [
+        replace(mark, filled=filled, shares=shares) if isinstance(mark, Lost) else mark for mark in followed.outputs
+    ]
+    followed = replace(followed, outputs=tuple(places))
+    learned = any(operand.axis is None and operand.tensor.requires_grad for operand in call.operands)
+    return _by_sample(call, followed) if learned and torch.is_grad_enabled() else followed
+
+
+def _multiplies(call: ObservedCall) -> bool:
+    """Whether the one operand of the batch is multiplied, or divided, by another one."""
+    number = call.lost[0][0]
+    scaled = call.args[:1] if call.op == "div" else call.args[:2] if call.op == "mul" else ()
+    return len(call.lost) == 1 and not call.kwargs and len(call.args) == 2 and any(arg is number for arg in scaled)
+
+
+def _shares_after(call: ObservedCall) -> Callable[[], Tensor | None] | None:
+    """What each sample adds to a multiple or a sum of such numbers, (B, *shape of the output)."""
+    marks = [mark for _, mark in call.lost]
+    if any(mark.shares is None for mark in marks) or call.inplace or call.kwargs:
+        return None
+    of_terms = call.op in ("add", "sub", "neg") and len(marks) == len(call.args)
+    if not of_terms and not _multiplies(call):
+        return None
+    by_tensor = {id(tensor): mark.shares for tensor, mark in call.lost}
+    args = [by_tensor.get(id(arg)) or (arg.detach() if isinstance(arg, Tensor) else arg) for arg in call.args]
+    versions = [(arg, version_of(arg)) for arg in args if isinstance(arg, Tensor)]
+    function, rank = call.function, call.outputs[0].dim()
+
+    def shares() -> Tensor | None:
+        found = [_laid(arg(), rank) if callable(arg) else arg for arg in args]
+        if any(each is None for each in found) or any(version_of(arg) != version for arg, version in versions):
+            return None
+        with torch.no_grad():
+            result: Tensor = function(*found)
+        return result
+
+    return shares
+
+
+def _laid(shares: Tensor | None, rank: int) -> Tensor | None:
+    """Shares (B, *shape) with axes of size 1 behind the first, so that they are laid over a tensor of `rank` axes."""
+    if shares is None:
+        return None
+    return shares.reshape(shares.size(0), *(1,) * (rank + 1 - shares.dim()), *shares.shape[1:])
+
+
+def _by_sample(call: ObservedCall, followed: Followed) -> Followed:
+    """A number that is a sum over the samples, times a weight: what each of them adds gives the weight's gradients."""
+    output = call.outputs[0]
+    if not _multiplies(call) or call.inplace or call.lost[0][1].shares is None:
+        return followed
+    ((number, mark),) = call.lost
+    rows = _laid(mark.shares() if mark.shares is not None else None, output.dim())
+    if rows is None:
+        return followed
+    args = tuple(rows if arg is number else arg for arg in call.args)
+    entries = Entries(args, {}, torch.Size((call.batch_size, *output.shape)), BatchAxis(0), 1.0)
+
+    def aligned(tensor: Tensor) -> BatchAxis | None:
+        return BatchAxis(0) if tensor is rows else None
+
+    return replace(followed, aligned=aligned, entries=lambda: entries)
 
 
 def _after_reduction(call: ObservedCall) -> Followed:

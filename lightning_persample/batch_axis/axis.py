@@ -175,6 +175,7 @@ class Lost:
             none was yet; None where that is not known.
         listed: it lists places or numbers that occur in the batch, or is one of them.
         computed: how it was computed from tensors that hold the samples, see `separable`; None where that is not known.
+        shares: gives what each sample adds to it, (B, *shape), or None where that is not known.
     """
 
     reason: str
@@ -192,6 +193,7 @@ class Lost:
     filled: tuple[int, Tensor] | None = None
     listed: bool = False
     computed: Computed | None = None
+    shares: Callable[[], Tensor | None] | None = None
 
     @property
     def of_others(self) -> bool:

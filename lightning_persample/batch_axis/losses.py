@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.added_up import MEAN, absent, added_up, reduction_of
-from lightning_persample.batch_axis.axis import BatchAxis, batch_first
+from lightning_persample.batch_axis.added_up import MEAN, MOST_KEPT, absent, added_up, reduction_of
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, batch_first
 from lightning_persample.batch_axis.base import Entries, Followed, broadcast, keep, lost, meet, propagation_rule
-from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.batch_axis.observed import ObservedCall, Operand, user_line, user_place, version_of
 from lightning_persample.batch_axis.ops import OPS, having
+from lightning_persample.torch_internals import tree_map
 
-__all__ = ["every_target_counts"]
+__all__ = ["READ_BY_SAMPLE", "every_target_counts"]
 
 _CLASS_LOSSES, _ROW_LOSSES = having("classes"), having("rows")
+_MOST_LINES = 4096
+# Lines of losses of which it is asked what each sample adds, so that each of their calls keeps it.
+READ_BY_SAMPLE: set[tuple[str, int] | None] = set()
 _ALONG_CLASSES = "compares entries along the batch axis"
 
 
@@ -35,6 +39,10 @@ def _follow_loss(call: ObservedCall) -> Followed:
     added = _added_up(call, by_entry, place)
     weighting = _unequal_weights(call) if any(output.requires_grad for output in call.outputs) else None
     weighting = weighting or added.weighting
+    shares = _shares_of_samples(call, place)
+    added = replace(
+        added, outputs=tuple(replace(o, shares=shares) if isinstance(o, Lost) else o for o in added.outputs)
+    )
     return Followed(added.outputs, added.aligned, added.mixing, weighting, lambda: _entries(call, place))
 
 
@@ -133,6 +141,46 @@ def _entries(call: ObservedCall, place: BatchAxis) -> Entries:
         shares = _shares(call)
         share = 1 / max(math.prod(shape), 1) if shares is None else 1 / shares.sum()
     return Entries(args, kwargs, shape, place.moved(place.dim % max(len(shape), 1)), share)
+
+
+def _shares_of_samples(call: ObservedCall, place: BatchAxis) -> Callable[[], Tensor | None] | None:
+    """What each sample adds to a loss, (B,), where nothing of other samples is in its terms."""
+    if place.mixing is not None or any(output.dim() > 0 for output in call.outputs):
+        return None
+    line = user_place()
+    if line in READ_BY_SAMPLE:
+        found = _added_by_sample(_without_graph(call), place)
+        return lambda: found
+    is_small = sum(operand.tensor.numel() for operand in call.operands) <= MOST_KEPT
+    kept = _without_graph(call) if is_small else None  # nothing large is kept before somebody has asked
+    versions = [version_of(operand.tensor) for operand in call.operands]
+
+    def shares() -> Tensor | None:
+        if len(READ_BY_SAMPLE) >= _MOST_LINES:
+            READ_BY_SAMPLE.clear()
+        READ_BY_SAMPLE.add(line)
+        if kept is None or [version_of(operand.tensor) for operand in kept.operands] != versions:
+            return None
+        return _added_by_sample(kept, place)
+
+    return shares
+
+
+def _added_by_sample(call: ObservedCall, place: BatchAxis) -> Tensor:
+    entries = _entries(call, place)
+    with torch.no_grad():
+        values = call.function(*entries.args, **entries.kwargs) * entries.share
+    return batch_first(values, entries.axis, call.batch_size, fill=False).flatten(1).sum(1)
+
+
+def _without_graph(call: ObservedCall) -> ObservedCall:
+    """The same call on tensors that know nothing of how they were computed."""
+    detached = {id(operand.tensor): operand.tensor.detach() for operand in call.operands}
+    args, kwargs = (
+        tree_map(lambda leaf: detached.get(id(leaf), leaf), each) for each in (call.args, dict(call.kwargs))
+    )
+    operands = tuple(Operand(detached[id(operand.tensor)], operand.axis) for operand in call.operands)
+    return replace(call, args=args, kwargs=kwargs, operands=operands, outputs=())
 
 
 def _shape_of_entries(call: ObservedCall) -> torch.Size:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.batch_axis.base import Followed, is_plain
-from lightning_persample.batch_axis.losses import every_target_counts
+from lightning_persample.batch_axis.losses import READ_BY_SAMPLE, every_target_counts
 from lightning_persample.batch_axis.observed import Description, ObservedCall, OwnBackward, tensors_in, user_place
 from lightning_persample.batch_axis.ops import LOSSES
 from lightning_persample.capture.annotations import Mark
@@ -137,7 +137,9 @@ def recall(layout: Hashable, op: object, args: tuple[Any, ...], kwargs: Mapping[
     plan = _PLANS.get(layout)
     if plan is None or plan.rule is not rule_of(op):
         return None
-    if op in LOSSES and not (plan.place == user_place() and every_target_counts(op, args, kwargs)):
+    if op in LOSSES and (
+        plan.place in READ_BY_SAMPLE or not (plan.place == user_place() and every_target_counts(op, args, kwargs))
+    ):
         return None
     return plan
 
@@ -154,6 +156,7 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
     axes = tuple(axis for axis in followed.outputs if isinstance(axis, (BatchAxis, Lost) if is_loss else BatchAxis))
     if len(axes) != len(call.outputs):
         return
+    axes = tuple(replace(axis, shares=None) if isinstance(axis, Lost) else axis for axis in axes)
     if any(axis.owner is not None or axis.mixing is not None for axis in axes if isinstance(axis, BatchAxis)):
         return
     if rule is not None and rule.mixes_samples is not None:  # which may look at values

@@ -124,3 +124,76 @@ def test_a_weight_that_is_written_to_without_gradient_is_still_followed() -> Non
 
     record = assert_exact(Model(clamped, w=parameter(D)), lambda m, x: m(x), (torch.randn(6, D),))
     assert record.names == ("w",)
+
+
+class Scaled(nn.Module):
+    """Losses times learned weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.s, self.t = nn.Linear(D, D), nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor([0.7]))
+        self.v = nn.Parameter(torch.randn(D))
+
+    def losses(self, x: Tensor) -> Tensor:
+        return self.a(x).square().sum(1)
+
+
+LEARNED_SCALES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "mean": lambda m, x: m.losses(x).mean() * m.s.exp(),
+    "mean-behind": lambda m, x: m.s * m.losses(x).mean(),
+    "mean-divided": lambda m, x: m.losses(x).mean() / m.s,
+    "mean-of-all-entries": lambda m, x: m.a(x).square().mean() * m.s,
+    "mean-by-column": lambda m, x: (m.a(x).square().mean(0) * m.v).sum(),
+    "mean-by-column-kept": lambda m, x: (m.a(x).square().mean(0, keepdim=True) / m.v).sum(),
+    "mean-over-a-vector": lambda m, x: (m.a(x).square().mean() * m.v).sum(),
+    "mean-by-hand": lambda m, x: m.losses(x).sum() / len(x) * m.t,
+    "classes": lambda m, x: F.cross_entropy(m.a(x), labels(x)) * torch.exp(-m.s),
+    "classes-that-are-ignored": lambda m, x: (
+        F.cross_entropy(m.a(x)[..., None].expand(-1, -1, 2), torch.stack((labels(x), labels(x) * 0 - 100), 1)) * m.s
+    ),
+    "mse": lambda m, x: F.mse_loss(m.a(x), x) * m.t,
+    "two": lambda m, x: (
+        0.5 * torch.exp(-m.s) * F.cross_entropy(m.a(x), labels(x)) + 0.5 * torch.exp(-m.t) * F.mse_loss(m.a(x), x)
+    ),
+    "of-two": lambda m, x: (F.mse_loss(m.a(x), x) - 0.3 * -m.losses(x).mean()) * m.s / m.t,
+    "twice": lambda m, x: m.losses(x).mean() * m.s * m.s,
+    "also-inside": lambda m, x: m.losses(m.s * x).mean() * m.s,
+}
+
+
+@pytest.mark.parametrize("name", LEARNED_SCALES)
+def test_a_learned_scale_of_a_loss_is_exact(name: str) -> None:
+    module, x = Scaled(), torch.randn(5, D)
+    for _ in range(2):  # the second time the loss is known from the first
+        record = assert_exact(module, lambda m, x: LEARNED_SCALES[name](m, x).sum(), (x,))
+        assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+
+
+def test_a_learned_scale_of_a_sum_is_exact() -> None:
+    record = assert_exact(Scaled(), lambda m, x: m.losses(x).sum() * m.s, (torch.randn(5, D),), loss_reduction="sum")
+    assert record.weighting == ()
+
+
+def test_a_learned_scale_of_a_large_loss_is_exact_from_the_second_step_on() -> None:
+    module, x = Scaled(), torch.randn(3, 8192, D)
+    for names in (["a.bias", "a.weight"], ["a.bias", "a.weight", "s"]):
+        record = record_of(module, lambda m, x: F.mse_loss(m.a(x), x) * m.s, x)
+        assert sorted(record.names) == names
+    assert_exact(module, lambda m, x: m.a(x).square().mean() * m.s, (x,))
+
+
+def test_a_learned_scale_of_losses_that_were_overwritten_is_refused_by_name() -> None:
+    def loss(m: Any, x: Tensor) -> Tensor:
+        losses = m.losses(x)
+        mean = losses.mean()
+        losses.detach().zero_()
+        return mean * m.s
+
+    record = record_of(Scaled(), loss, torch.randn(5, D))
+    assert "`mean` reduces over the batch axis" in record.unsupported["s"]
+
+
+def test_a_learned_scale_of_what_is_no_sum_is_refused_by_name() -> None:
+    for after in (Tensor.sqrt, Tensor.exp, lambda mean: mean + 1, lambda mean: mean.clamp(max=1e-3)):
+        record = record_of(Scaled(), lambda m, x, after=after: after(m.losses(x).mean()) * m.s, torch.randn(5, D))
+        assert "`mean` reduces over the batch axis" in record.unsupported["s"]
