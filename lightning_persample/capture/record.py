@@ -228,13 +228,6 @@ def _in_gradient_dtype(parameter: torch.dtype, values: Tensor) -> Tensor:
     return values.to(dtype if values.is_complex() else dtype.to_real())
 
 
-def nan_but(samples: Sequence[int], values: Tensor) -> Tensor:
-    """Values (B, ...) of these samples and nan for the others, in a new tensor: what is given may be shared."""
-    of_others = torch.ones(len(values), dtype=torch.bool)
-    of_others[list(samples)] = False
-    return values.masked_fill(of_others.to(values.device).view(-1, *(1,) * (values.dim() - 1)), float("nan"))
-
-
 def summed(terms: Sequence[Tensor]) -> Tensor:
     """The sum of terms (B,) that parameters of several devices and dtypes have: on the first device, in the widest."""
     device, dtype = terms[0].device, terms[0].dtype
