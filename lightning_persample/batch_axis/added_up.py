@@ -48,7 +48,9 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     with_gradient = [(tensor, axis) for tensor, axis in call.located if tensor.requires_grad]
     if not with_gradient:
         parts = frozenset({call.batch_size if _averages(call) else 1})
-        return Followed((Lost(what, reduced=True, parts=parts, totals=_totals(call)),) * len(call.outputs))
+        shares = _shares(call) if all(axis.mixing is None for _, axis in call.located) else None
+        mark = Lost(what, reduced=True, parts=parts, totals=_totals(call), shares=shares)
+        return Followed((mark,) * len(call.outputs))
     counts = [
         torch.bincount(axis.owner.sample, minlength=call.batch_size)
         for _, axis in with_gradient

@@ -23,8 +23,9 @@ from lightning_persample.batch_axis.added_up import absent, factors_beside, redu
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
 from lightning_persample.batch_axis.base import Entries, Followed, listed, lists
 from lightning_persample.batch_axis.indexing import rows_filled
-from lightning_persample.batch_axis.observed import ObservedCall, user_line, version_of
+from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, version_of
 from lightning_persample.batch_axis.ops import LOSSES, POINTWISE, having
+from lightning_persample.torch_internals import tree_flatten, tree_unflatten
 
 __all__ = ["after_reduction"]
 
@@ -44,9 +45,9 @@ def after_reduction(call: ObservedCall) -> Followed:
         return written
     followed = _after_reduction(call)
     filled = written.outputs[0].filled if written is not None and isinstance(written.outputs[0], Lost) else None
-    shares = _shares_after(call)
     places = [
-        replace(mark, filled=filled, shares=shares) if isinstance(mark, Lost) else mark for mark in followed.outputs
+        replace(mark, filled=filled, shares=_shares_after(call, place)) if isinstance(mark, Lost) else mark
+        for place, mark in enumerate(followed.outputs)
     ]
     followed = replace(followed, outputs=tuple(places))
     learned = any(operand.axis is None and operand.tensor.requires_grad for operand in call.operands)
@@ -56,29 +57,43 @@ def after_reduction(call: ObservedCall) -> Followed:
 def _multiplies(call: ObservedCall) -> bool:
     """Whether the one operand of the batch is multiplied, or divided, by another one."""
     number = call.lost[0][0]
-    scaled = call.args[:1] if call.op == "div" else call.args[:2] if call.op == "mul" else ()
-    return len(call.lost) == 1 and not call.kwargs and len(call.args) == 2 and any(arg is number for arg in scaled)
+    factors = call.args[:2] if call.op == "mul" else call.args[:1] if call.op in ("div", "matmul") else ()
+    is_factor = any(arg is number for arg in factors) and (call.op != "matmul" or number.dim() == 1)
+    return len(call.lost) == 1 and not call.kwargs and len(call.args) == 2 and is_factor
 
 
-def _shares_after(call: ObservedCall) -> Callable[[], Tensor | None] | None:
-    """What each sample adds to a multiple or a sum of such numbers, (B, *shape of the output)."""
-    marks = [mark for _, mark in call.lost]
-    if any(mark.shares is None for mark in marks) or call.inplace or call.kwargs:
+def _shares_after(call: ObservedCall, output: int) -> Callable[[], Tensor | None] | None:
+    """What each sample adds to a multiple or a sum of such numbers, or to some of them, (B, *shape of the output)."""
+    if any(mark.shares is None for _, mark in call.lost) or call.inplace or not call.outputs[0].is_floating_point():
         return None
-    of_terms = call.op in ("add", "sub", "neg") and len(marks) == len(call.args)
-    if not of_terms and not _multiplies(call):
+    of_terms = call.op in ("add", "sub") and not call.kwargs and len(call.args) == len(call.operands)
+    moves = call.op in _MOVES and call.op not in ("pad", "constant_pad_nd")  # (which may put numbers beside them)
+    if not _multiplies(call) and not ((of_terms or moves) and len(call.lost) == len(call.operands)):
         return None
-    by_tensor = {id(tensor): mark.shares for tensor, mark in call.lost}
-    args = [by_tensor.get(id(arg)) or (arg.detach() if isinstance(arg, Tensor) else arg) for arg in call.args]
-    versions = [(arg, version_of(arg)) for arg in args if isinstance(arg, Tensor)]
-    function, rank = call.function, call.outputs[0].dim()
+    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
+    by_tensor = {id(tensor): mark.shares for tensor, mark in call.lost if mark.shares is not None}
+    sources = {place: by_tensor[id(leaf)] for place, leaf in enumerate(leaves) if id(leaf) in by_tensor}
+    kept = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    versions = [(leaf, version_of(leaf)) for leaf in kept if isinstance(leaf, Tensor)]
+    kept = [None if place in sources else leaf for place, leaf in enumerate(kept)]
+    function = call.function
+
+    def of_one(*rows: Tensor) -> Tensor:
+        filled = list(kept)
+        for place, row in zip(sources, rows, strict=True):
+            filled[place] = row
+        args, kwargs = tree_unflatten(filled, spec)
+        return tuple(tensors_in(function(*args, **kwargs)))[output]
 
     def shares() -> Tensor | None:
-        found = [_laid(arg(), rank) if callable(arg) else arg for arg in args]
-        if any(each is None for each in found) or any(version_of(arg) != version for arg, version in versions):
+        rows = [row for source in sources.values() if (row := source()) is not None]
+        if len(rows) < len(sources) or any(version_of(leaf) != version for leaf, version in versions):
             return None
-        with torch.no_grad():
-            result: Tensor = function(*found)
+        try:
+            with torch.no_grad():
+                result: Tensor = torch.vmap(of_one)(*rows)
+        except Exception:  # whatever cannot be computed for all samples at once
+            return None
         return result
 
     return shares
@@ -97,7 +112,8 @@ def _by_sample(call: ObservedCall, followed: Followed) -> Followed:
     if not _multiplies(call) or call.inplace or call.lost[0][1].shares is None:
         return followed
     ((number, mark),) = call.lost
-    rows = _laid(mark.shares() if mark.shares is not None else None, output.dim())
+    rank = number.dim() if call.op == "matmul" else output.dim()
+    rows = _laid(mark.shares() if mark.shares is not None else None, rank)
     if rows is None:
         return followed
     args = tuple(rows if arg is number else arg for arg in call.args)

@@ -157,6 +157,12 @@ LEARNED_SCALES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     ),
     "of-two": lambda m, x: (F.mse_loss(m.a(x), x) - 0.3 * -m.losses(x).mean()) * m.s / m.t,
     "twice": lambda m, x: m.losses(x).mean() * m.s * m.s,
+    "stacked": lambda m, x: (torch.stack([F.mse_loss(m.a(x), x), m.losses(x).mean()]) * m.v[:2].softmax(0)).sum(),
+    "stacked-product": lambda m, x: torch.stack([F.mse_loss(m.a(x), x), m.losses(x).mean()]) @ m.v[:2],
+    "columns-product": lambda m, x: m.a(x).square().mean(0) @ m.v,
+    "one-by-one": lambda m, x: sum(v * loss for v, loss in zip(m.v, m.a(x).square().mean(0).unbind(), strict=True)),
+    "reshaped": lambda m, x: m.losses(x).mean().view(1, 1).squeeze(0).double() * m.t,
+    "of-data": lambda m, x: m.losses(x).mean() + m.s * x.square().mean(),
     "also-inside": lambda m, x: m.losses(m.s * x).mean() * m.s,
 }
 
@@ -194,6 +200,11 @@ def test_a_learned_scale_of_losses_that_were_overwritten_is_refused_by_name() ->
 
 
 def test_a_learned_scale_of_what_is_no_sum_is_refused_by_name() -> None:
-    for after in (Tensor.sqrt, Tensor.exp, lambda mean: mean + 1, lambda mean: mean.clamp(max=1e-3)):
+    for after in (
+        Tensor.sqrt,
+        Tensor.exp,
+        lambda mean: mean + 1,
+        lambda mean: F.pad(mean[None], (0, 1), value=2.0).sum(),
+    ):
         record = record_of(Scaled(), lambda m, x, after=after: after(m.losses(x).mean()) * m.s, torch.randn(5, D))
         assert "`mean` reduces over the batch axis" in record.unsupported["s"]
