@@ -46,7 +46,9 @@ def after_reduction(call: ObservedCall) -> Followed:
     followed = _after_reduction(call)
     filled = written.outputs[0].filled if written is not None and isinstance(written.outputs[0], Lost) else None
     places = [
-        replace(mark, filled=filled, shares=_shares_after(call, place)) if isinstance(mark, Lost) else mark
+        replace(mark, filled=filled, shares=_shares_after(call, place), computed=None)
+        if isinstance(mark, Lost)
+        else mark
         for place, mark in enumerate(followed.outputs)
     ]
     followed = replace(followed, outputs=tuple(places))

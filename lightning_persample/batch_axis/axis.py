@@ -137,7 +137,8 @@ class Computed:
 
     Attributes:
         roots: these tensors.
-        run: gives the tensor for any values of them.
+        run: gives the tensor for any values of them; if these are of one sample alone, with ones for all numbers beside
+            them that may be one for each sample, or their number.
         has_constants: whether other tensors went in, which may have a row for each sample.
         steps: the number of calls in it.
         notes: the kind and text of what was said of the calls in it.
@@ -145,7 +146,7 @@ class Computed:
     """
 
     roots: tuple[Root, ...]
-    run: Callable[[Sequence[Tensor]], Tensor]
+    run: Callable[[Sequence[Tensor], bool], Tensor]
     has_constants: bool
     steps: int
     notes: frozenset[tuple[str, str]] = frozenset()

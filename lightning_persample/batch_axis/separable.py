@@ -31,6 +31,7 @@ __all__ = ["by_what_samples_give"]
 _MOST = 1 << 16  # entries of what a number is computed from
 _NEAR = 1e-3  # a change of a number around which it may be bent
 _STEP, _SAME = 1e-5, 1e-10  # a change of the values, and one of their gradient that is rounding
+_CHOSEN = 3  # 2 may as well be a number that somebody chose, and not the size of the batch
 _LONGEST = 32  # calls that are made again
 _ALONE = 6  # samples that are looked at alone beside the first and the last
 
@@ -74,7 +75,9 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
     roots: list[Root] = []
     of_sum: Lost | None = None
     notes, has_constants, steps = frozenset[tuple[str, str]](), False, 1
-    sources: dict[int, tuple[list[int], Callable[[Sequence[Tensor]], Tensor]]] = {}
+    sources: dict[int, tuple[list[int], Callable[[Sequence[Tensor], bool], Tensor]]] = {}
+    is_product = call.op in ("mul", "div") and call.batch_size >= _CHOSEN
+    counts = (call.batch_size, 1 / call.batch_size) if is_product else ()
     for at, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
@@ -102,10 +105,10 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
     if not any(root.differs for root in roots) or (of_sum is not None and len(roots) > 1):
         return None
 
-    def run(values: Sequence[Tensor]) -> Tensor:
-        filled = list(leaves)
+    def run(values: Sequence[Tensor], alone: bool) -> Tensor:
+        filled = [_of_one(leaf, call.batch_size, counts) for leaf in leaves] if alone else list(leaves)
         for at, (places, source) in sources.items():
-            filled[at] = source([values[each] for each in places])
+            filled[at] = source([values[each] for each in places], alone)
         if call.inplace and isinstance(filled[0], Tensor):
             filled[0] = filled[0].clone()
         args, kwargs = tree_unflatten(filled, spec)
@@ -124,8 +127,18 @@ def _place_of(root: Root, roots: list[Root]) -> int:
     return len(roots) - 1
 
 
-def _itself(values: Sequence[Tensor]) -> Tensor:
+def _itself(values: Sequence[Tensor], alone: bool) -> Tensor:
     return values[0]
+
+
+def _of_one(leaf: Any, batch_size: int, counts: Sequence[float]) -> Any:
+    """What stands beside one sample alone: ones for a tensor with a row for each sample, and for their number."""
+    is_number = isinstance(leaf, (int, float)) or (isinstance(leaf, Tensor) and leaf.numel() == 1)
+    if is_number and any(math.isclose(float(leaf), count, rel_tol=1e-5) for count in counts):
+        return leaf / leaf
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or batch_size not in leaf.shape:
+        return leaf
+    return leaf.new_ones([1 if size == batch_size else size for size in leaf.shape])
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -168,7 +181,7 @@ def _multiple(call: ObservedCall, computed: Computed, of: Lost) -> Followed | No
     try:
         devices = _cuda_devices(computed)
         with torch.no_grad(), torch.random.fork_rng(devices=devices), other_generators_kept():
-            at = [float(computed.run([number * (1 + step * _NEAR)])) for step in (0, -2, -1, 1, 2)]
+            at = [float(computed.run([number * (1 + step * _NEAR)], False)) for step in (0, -2, -1, 1, 2)]
     except Exception:  # whatever a function of the user's raises with other values
         return None
     value, *around = at
@@ -242,7 +255,7 @@ class _Number:
     def _parts_of_alone(self, few: bool) -> frozenset[int] | None:
         """The parts, from some samples alone; None where they cannot be taken alone, or have unequal parts."""
         roots = self.computed.roots
-        if self.computed.has_constants or any(root.axis.owner is not None for root in roots):
+        if any(root.axis.owner is not None for root in roots):
             return None
         order = torch.randperm(len(self.samples), generator=self._random).tolist()
         factors: list[float] = []
@@ -255,13 +268,14 @@ class _Number:
                 for entries in (self.values, self.gradients)
             )
             own = torch.cat([each.flatten() for each in of_batch])
-            alone = torch.cat([each.flatten() for each in _gradients(self.computed, values)])
+            alone = torch.cat([each.flatten() for each in _gradients(self.computed, values, alone=True)])
             factors.append(float(own @ alone / (alone @ alone)))
             if not self._is_rounding(own - factors[-1] * alone):
                 return None
         if any(not math.isclose(factor, factors[0], rel_tol=1e-8) for factor in factors):
             return None
-        return self._parts_at(factors[0])
+        parts = self._parts_at(factors[0])
+        return parts or (None if self.computed.has_constants else parts)
 
     def _parts_at(self, weight: float) -> frozenset[int]:
         """The parts that a weight of each sample stands for."""
@@ -289,11 +303,11 @@ def _where_not(changes: Tensor, moves: Tensor) -> Tensor:
     return changes[~moves]
 
 
-def _gradients(computed: Computed, values: Sequence[Tensor]) -> list[Tensor]:
+def _gradients(computed: Computed, values: Sequence[Tensor], alone: bool = False) -> list[Tensor]:
     """The gradient of a number by the roots that have one, zeros for the others; nan where the number is not finite."""
     with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):  # (those of a checkpoint count tensors)
         inputs = [each.detach().requires_grad_() for each in values]
-        number = computed.run(inputs).sum()
+        number = computed.run(inputs, alone).sum()
         found: tuple[Tensor | None, ...] = torch.autograd.grad(number, inputs, allow_unused=True)
     undefined = number.detach() * 0  # of a logarithm of what is negative, torch gives a gradient all the same
     return [
