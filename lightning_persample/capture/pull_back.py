@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from lightning_persample.batch_axis.axis import BatchAxis, row_owners
 from lightning_persample.batch_axis.base import Followed
@@ -24,7 +22,15 @@ from lightning_persample.capture.weight import Derivation, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Indexed, Outer, SampleGradient, add_up
 from lightning_persample.gradients.cost import current_options, halved
-from lightning_persample.rules import Call, Pull, find_rule, other_generators_kept, vector_jacobian
+from lightning_persample.rules import (
+    Call,
+    Pull,
+    find_rule,
+    other_generators_kept,
+    pull_each,
+    random_states,
+    vector_jacobian,
+)
 from lightning_persample.torch_internals import tree_unflatten
 
 __all__ = ["copied", "looked_up", "pull_back", "row_by_row", "settle", "settle_one"]
@@ -298,10 +304,10 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             return
         (value,), pull = vector_jacobian(lambda *inputs: [derivation.compute(*inputs)], inputs)
         _check_repeats(derivation, value, inputs)
-        before = _random_states(devices)
+        before = random_states(devices)
         others_drawn()
-        pulled = _pulled(value, pull, gradient if one is None else Dense(block.tensors()[0]))
-        if others_drawn() or not all(map(torch.equal, before, _random_states(devices))):
+        pulled = _pulled(value, pull, gradient if one is None else Dense(block.tensors()[0]), _kind(derivation))
+        if others_drawn() or not all(map(torch.equal, before, random_states(devices))):
             raise UnsupportedError(
                 f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op away "
                 "from the weights"
@@ -310,30 +316,27 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
         parent.add(replace(block, grad=grads) if isinstance(block, Block) and one else Dense(grads))
 
 
-def _random_states(devices: list[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+def _kind(derivation: Derivation) -> Hashable | None:
+    """The op of a derived weight with its arguments, tensors by shape and dtype; None where one cannot be compared."""
+    leaves = tuple(
+        (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in derivation.leaves
+    )
+    kind = derivation.function, derivation.spec, leaves, tuple(derivation.parents), derivation.output
+    try:
+        hash(kind)
+    except TypeError:
+        return None
+    return kind
 
 
-def _pulled(value: Tensor, pull: Pull, gradient: SampleGradient) -> list[Tensor]:
+def _pulled(value: Tensor, pull: Pull, gradient: SampleGradient, kind: Hashable | None) -> list[Tensor]:
     """The gradients of the parents, (B, *shape) each, in parts of the batch that fit into the memory budget."""
     limit = halved(current_options().max_memory or _BUDGET)
     step = max(1, limit // (value.element_size() * max(1, math.prod(gradient.shape))))
     pieces: list[tuple[Tensor, ...]] = []
     for start in range(0, gradient.batch_size, step):
         cotangents = gradient.samples(start, min(start + step, gradient.batch_size)).dense().to(value.dtype)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "There is a performance drop because we have not yet implemented the batching"
-                )
-                pieces.append(vmap(pull)([cotangents]))
-        except torch.OutOfMemoryError:
-            raise
-        except (
-            RuntimeError,
-            NotImplementedError,
-        ):  # no batching rule for the backward of this op: one sample at a time
-            pieces.append(tuple(torch.stack(column) for column in zip(*(pull([c]) for c in cotangents), strict=True)))
+        pieces.append(pull_each(pull, cotangents, kind))
     return [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*pieces, strict=True)]
 
 

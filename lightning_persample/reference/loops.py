@@ -9,12 +9,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.linalg import vector_norm
 
 from lightning_persample.batch_axis.batch import batch_tensors, read_batch_size
 from lightning_persample.capture.parameters import by_place, check_module, recurrent_layers_kept, trainable, unwrapped
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
+from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.options import check_option, is_none_or_int
-from lightning_persample.torch_internals import BatchNormBase, NormBase, tree_flatten, tree_map, tree_unflatten
+from lightning_persample.rules import other_generators_kept, random_states
+from lightning_persample.torch_internals import (
+    BatchNormBase,
+    NormBase,
+    any_autocast_is_on,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
 
 __all__ = ["batch_statistics_explained", "loop_per_sample_grads", "vmap_per_sample_grads"]
 
@@ -122,8 +132,37 @@ def vmap_per_sample_grads(
     with_grads = grad_and_value(loss_of) if parameters else lambda *args: ({}, loss_of(*args))
     over_samples = vmap(with_grads, in_dims=(None, *(0 for _ in places)), chunk_size=chunk_size, randomness=randomness)
     with torch.no_grad(), recurrent_layers_kept(module), batch_statistics_explained(module):
-        grads, losses = over_samples(parameters, *(leaves[place].detach() for place in places))
+        rows = [leaves[place].detach() for place in places]
+        last = [row[-1].clone() for row in rows]
+        grads, losses = over_samples(parameters, *rows)
+        _check_last(with_grads, parameters, last, grads)
     return losses, grads
+
+
+def _check_last(
+    with_grads: Callable[..., Any], parameters: dict[str, Tensor], last: list[Tensor], grads: dict[str, Tensor]
+) -> None:
+    """The last sample is run alone, too: a batching rule of torch may be wrong (that of the backward of `cdist` is)."""
+    devices = [row.device for row in last[:1] if row.is_cuda]
+    with torch.random.fork_rng(devices=devices), other_generators_kept() as drawn:
+        before = random_states(devices)
+        alone, _ = with_grads(parameters, *last)
+        if drawn() or not all(map(torch.equal, before, random_states(devices))):
+            return  # other random numbers, another gradient
+    norms = {name: vector_norm(grad.to(wide_dtype(grad))) for name, grad in alone.items()}
+    total = vector_norm(torch.stack([*norms.values()])) if norms else 0.0
+    differ = []
+    for name, grad in alone.items():
+        half = any_autocast_is_on() or torch.finfo(grad.dtype).eps > 1e-4
+        bound = (0.1 if half else 1e-3) * (norms[name] + total)  # of a gradient that is zero but for rounding, too
+        if vector_norm(grads[name][-1].to(wide_dtype(grad)) - grad.to(wide_dtype(grad))) > bound:
+            differ.append(name)
+    if differ:
+        raise UnsupportedError(
+            f"torch.func gives another gradient of {_listed(differ)} for the last sample in the batch than for that "
+            "sample alone: it runs an op of the model wrongly in batches; use loop_per_sample_grads (in a callback "
+            "engine='loop')"
+        )
 
 
 def loop_per_sample_grads(

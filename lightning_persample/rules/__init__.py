@@ -33,7 +33,7 @@ float32.
 """
 
 from lightning_persample.rules import convolution, elementwise, embedding, linear, normalization, recurrent
-from lightning_persample.rules.generators import other_generators_kept
+from lightning_persample.rules.generators import other_generators_kept, random_states
 from lightning_persample.rules.generic import generic_rule
 from lightning_persample.rules.registry import (
     Call,
@@ -47,7 +47,7 @@ from lightning_persample.rules.registry import (
     supported_ops,
     watched,
 )
-from lightning_persample.rules.vector_jacobian import Pull, vector_jacobian
+from lightning_persample.rules.vector_jacobian import Pull, pull_each, vector_jacobian
 
 __all__ = [
     "Call",
@@ -64,6 +64,8 @@ __all__ = [
     "normalization",
     "op_name",
     "other_generators_kept",
+    "pull_each",
+    "random_states",
     "recurrent",
     "register_rule",
     "rule_of",

@@ -6,11 +6,14 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["other_generators_kept"]
+import torch
+from torch import Tensor
+
+__all__ = ["other_generators_kept", "random_states"]
 
 
 # Functions without a line of Python, which draws from neither; to read NumPy's state takes longer than most of them.
@@ -53,3 +56,8 @@ def other_generators_kept(function: object = None) -> Iterator[Callable[[], bool
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+
+
+def random_states(devices: Sequence[torch.device]) -> list[Tensor]:
+    """The states of torch's generators, that of the host and those of some devices."""
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

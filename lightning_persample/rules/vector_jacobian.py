@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.func import vjp
+from torch.func import vjp, vmap
 
-__all__ = ["Pull", "vector_jacobian"]
+__all__ = ["Pull", "pull_each", "vector_jacobian"]
 
 Pull: TypeAlias = Callable[[list[Tensor]], tuple[Tensor, ...]]
 
 # An autograd.Function whose `forward` fills the context, as that of every custom op does and most in use do.
 _UNKNOWN_TO_FUNC = "must override the setup_context"
+_BATCHES: dict[Hashable, bool] = {}  # whether torch's batching rules gave what the op gives of one gradient
+_MOST = 4096
 
 
 def vector_jacobian(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> tuple[list[Tensor], Pull]:
@@ -49,3 +52,52 @@ def vector_jacobian(function: Callable[..., list[Tensor]], inputs: Sequence[Tens
         return torch.autograd.grad(tops, leaves, given, retain_graph=True, materialize_grads=True)
 
     return [output.detach() for output in found], pull_by_autograd
+
+
+def pull_each(pull: Pull, cotangents: Tensor, kind: Hashable | None) -> tuple[Tensor, ...]:
+    """What `pull` gives of each cotangent, (n, *shape) to (n, *input) for each input: at once where that is the same.
+
+    Args:
+        pull: of a function with one output, from `vector_jacobian`.
+        cotangents: gradients of the output, (n, *shape).
+        kind: what tells this function from others, as far as shapes and dtypes go; None where nothing does.
+
+    Returns:
+        As many tensors as the function has inputs.
+
+    Raises:
+        torch.OutOfMemoryError: as the device raised it; fewer cotangents need less.
+    """
+    batches = _BATCHES.get(kind) if kind is not None else None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented the b")
+            if batches is None:  # the batching rule of torch for the backward of `cdist` takes all for the first one
+                batches = _gives_the_same(pull, cotangents)
+            if batches:
+                found: tuple[Tensor, ...] = vmap(pull)([cotangents])
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError):  # no batching rule for the backward of this op
+        batches = False
+    if kind is not None and len(_BATCHES) < _MOST:
+        _BATCHES[kind] = batches
+    return found if batches else _one_after_another(pull, cotangents)
+
+
+def _one_after_another(pull: Pull, cotangents: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(column) for column in zip(*(pull([each]) for each in cotangents), strict=True))
+
+
+def _gives_the_same(pull: Pull, like: Tensor) -> bool:
+    count = like[0].numel()
+    probes = torch.arange(2 * count, device=like.device).float().cos().to(like.dtype).view(2, *like.shape[1:])
+    return all(map(_agree, vmap(pull)([probes]), _one_after_another(pull, probes)))
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    """Whether two computations of one tensor differ by rounding at most."""
+    known = expected[expected.isfinite()]
+    scale = float(known.abs().max()) if known.numel() else 0.0
+    bound = torch.finfo(expected.dtype).eps ** 0.5
+    return torch.allclose(found, expected, rtol=bound, atol=bound * scale, equal_nan=True)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
-from lightning_persample import call_for_per_sample_grads
+from lightning_persample import UnsupportedError, call_for_per_sample_grads, vmap_per_sample_grads
 from tests.capture.model_cases import Model, mean_of_squares, parameter
-from tests.capture.reference import assert_exact, loop, record_of
+from tests.capture.reference import assert_exact, assert_values, loop, record_of
 from tests.capture.two_runs import assert_same, first_order
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -214,3 +214,34 @@ def test_an_op_on_a_weight_and_the_batch_that_draws_is_refused_and_draws_nothing
     record = record_of(module, mean_of_squares, batch)
     assert after == states()
     assert "w" in record.unsupported
+
+
+# Distances of weights alone, whose backward torch computes wrongly in batches.
+DISTANCES: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "of-themselves": lambda m, x: torch.exp(-(torch.cdist(m.z, m.z) ** 2)),
+    "of-two": lambda m, x: torch.cdist(m.z * 2, m.z, p=1),
+    "of-heads": lambda m, x: torch.cdist(m.z.expand(2, 4, 3) * 1.5, m.z.expand(2, 4, 3), p=3).sum(0),
+    "to-a-constant": lambda m, x: torch.cdist(m.z, torch.eye(4, 3)),
+}
+
+
+def distances(name: str) -> tuple[Model, Callable[..., Tensor]]:
+    module = Model(lambda m, x: x @ DISTANCES[name](m, x), z=parameter(4, 3))
+    return module, lambda module, x: module(x).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_of_weights(name):
+    module, loss_fn = distances(name)
+    x = torch.randn(6, 4)
+    expected = loop(module, loss_fn, (x,))
+    assert_values(record_of(module, loss_fn, x), expected)
+    call_for_per_sample_grads(module, loss_reduction="mean")(x).square().sum(1).mean().backward()
+    torch.testing.assert_close(module.z.grad_sample, expected["z"])
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_the_second_engine_refuses_what_torch_computes_wrongly_in_batches(name):
+    module, loss_fn = distances(name)
+    with pytest.raises(UnsupportedError, match="another gradient of `z` for the last sample in the batch"):
+        vmap_per_sample_grads(module, loss_fn, torch.randn(6, 4))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_persample.rules import vector_jacobian
+from lightning_persample.rules import pull_each, vector_jacobian
 
 
 class Product(torch.autograd.Function):
@@ -56,3 +56,25 @@ def test_outputs_that_depend_on_no_input_give_zeros() -> None:
 def test_errors_of_the_function_are_its_own() -> None:
     with pytest.raises(RuntimeError, match="size of tensor a"):
         vector_jacobian(lambda x: [x + torch.ones(2)], [torch.ones(3)])
+
+
+POINTS, STRIDED = torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 2, dtype=torch.float64)
+# Backwards that torch's batching rules compute wrongly where the gradient alone is batched, one that has no such rule,
+# and one that is right.
+BACKWARDS: dict[str, Any] = {
+    "cdist": lambda x: torch.cdist(x, POINTS),
+    "cdist-of-itself": lambda x: torch.cdist(x, x, p=1),
+    "as-strided-scatter": lambda x: torch.as_strided_scatter(x, STRIDED, (2, 2), (2, 1), 1),
+    "pdist": torch.pdist,
+    "exp": torch.exp,
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_each_gradient_gives_what_it_gives_alone(name: str) -> None:
+    x = torch.randn(5, 3, dtype=torch.float64)
+    (value,), pull = vector_jacobian(lambda x: [BACKWARDS[name](x)], [x])
+    gradients = torch.randn(6, *value.shape, dtype=torch.float64)
+    expected = torch.stack([torch.autograd.functional.vjp(BACKWARDS[name], x, each)[1] for each in gradients])
+    for kind in (None, ("a test", name), ("a test", name)):
+        torch.testing.assert_close(pull_each(pull, gradients, kind)[0], expected)
