@@ -543,19 +543,22 @@ class Coverage:
 
 
 def classify(
-    sizes: Mapping[str, int], got_gradient: Collection[str], reported: Collection[str], refused: Mapping[str, str]
+    sizes: Mapping[str, int],
+    got_gradient: Collection[str],
+    reported: Collection[str],
+    refused: Mapping[str, str],
+    penalized: Collection[str] = (),
 ) -> Coverage:
-    """Sort the trainable parameters."""
+    """Sort the trainable parameters; one that a penalty of weights alone has reached, and nothing else, is unused."""
     if not refused and len(reported) == len(sizes):
         return Coverage(tuple(sizes), {}, (), 1.0)
     unsupported = {name: refused[name] for name in sizes if name in refused}
-    unsupported |= {
-        name: OUTSIDE for name in sizes if name in got_gradient and name not in reported and name not in refused
-    }
+    known = {*reported, *refused, *penalized}
+    unsupported |= {name: OUTSIDE for name in sizes if name in got_gradient and name not in known}
     reached = tuple(name for name in sizes if name in reported and name not in unsupported)
     unused = tuple(name for name in sizes if name not in reported and name not in unsupported)
-    known, unknown = sum(sizes[name] for name in reached), sum(sizes[name] for name in unsupported)
-    share = known / (known + unknown) if known + unknown else 1.0
+    with_values, without = (sum(sizes[name] for name in names) for names in (reached, unsupported))
+    share = with_values / (with_values + without) if with_values + without else 1.0
     return Coverage(reached, unsupported, unused, share)
 
 

@@ -98,6 +98,25 @@ def test_penalties_on_buffers_and_old_parameters_raise_no_alarm() -> None:
     assert_values(record, loop(module, mean_of_squares, (batch,)))
 
 
+# Terms of weights that no sample uses, and whether something else than weights is in them.
+UNUSED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "squares": (lambda w: 0.1 * w.square().sum(), False),
+    "norm": (lambda w: w.norm(), False),
+    "orthogonal": (lambda w: (w @ w.T - torch.eye(4)).square().sum(), False),
+    "noise": (lambda w: w.square().sum() + (w * torch.randn(4, 6)).sum(), True),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_penalty_alone_is_no_use_of_a_parameter(name: str) -> None:
+    term, has_data = UNUSED[name]
+    module, batch = Model(lambda m, x: m.a(x), a=nn.Linear(6, 3), w=nn.Parameter(torch.randn(4, 6))), vectors()
+    record = record_of(module, lambda m, x: mean_of_squares(m, x) + term(m.w), batch)
+    assert set(record.unsupported) == ({"w"} if has_data else set())
+    assert record.unused == (() if has_data else ("w",))
+    assert_values(record, loop(module, mean_of_squares, (batch,)))
+
+
 @pytest.mark.parametrize(
     "layer", [lambda: nn.Linear(6, 3), lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 3, 2))]
 )
