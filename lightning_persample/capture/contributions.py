@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -290,6 +291,15 @@ class ByRule:
         if reason:
             raise UnsupportedError(f"{text}: the rule of {op_name(rule.op)} {reason}")
         return [(weight, _placed(found[name], axes.get(name), text)) for name, weight in owners.items()]
+
+    def uncentred(self) -> ByRule | None:
+        """The same of a normalization that takes no mean away, from which nothing cancels; None of any other call."""
+        if not self._saved:
+            return None
+        other = copy(self)
+        mean, *rest = self._saved
+        other._saved = {mean: torch.zeros_like(self._saved[mean]), **{name: self._saved[name] for name in rest}}
+        return other
 
     def _call(self, grads: Sequence[Tensor | None]) -> tuple[Call, Any]:
         """The call as the rule sees it, with the gradient of its output, or of all where the rule knows several."""

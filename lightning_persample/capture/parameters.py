@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,9 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_persample.batch_axis.observed import operands_of
 from lightning_persample.capture.annotations import kind_of
 from lightning_persample.capture.collector import Collector
+from lightning_persample.capture.contributions import ByRule
 from lightning_persample.capture.dispatch import Dispatcher
 from lightning_persample.capture.failure import guard, in_smaller_chunks
-from lightning_persample.capture.weight import Weight
+from lightning_persample.capture.weight import Computation, Weight
 from lightning_persample.errors import PerSampleError, UnsupportedError
 from lightning_persample.gradients import SampleGradient
 from lightning_persample.torch_internals import (
@@ -228,6 +229,9 @@ def default_tolerance(dtypes: set[torch.dtype], device: torch.device) -> float:
     return 1e-7
 
 
+_OF_CENTRED = 1e-2  # of what a mean is taken from: its rounding is less than any tolerance of a sum
+
+
 def adds_up(rest: Tensor, dtypes: set[torch.dtype], *sizes: Callable[[], Tensor]) -> bool:
     """Whether the norm of what remains of a sum, a number, is rounding beside one of these sizes, in these dtypes."""
     tolerance = default_tolerance(dtypes, rest.device)
@@ -239,10 +243,17 @@ def size_of_terms(weight: Weight) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64)
     for compute, grads in weight.calls:
         drawn = [None if grad is None else grad * _random_like(grad) for grad in grads]
-        for owner, gradient in in_smaller_chunks(partial(compute, drawn)):
-            if owner is weight:
-                squares += in_smaller_chunks(gradient.sq_norm).cpu().double().sum()
+        squares += _sum_of_squares(weight, compute, drawn)
+        uncentred = compute.uncentred() if isinstance(compute, ByRule) else None
+        if uncentred is not None:  # (an input that is its own mean leaves rounding of itself)
+            squares += _OF_CENTRED**2 * _sum_of_squares(weight, uncentred, drawn)
     return squares.sqrt()
+
+
+def _sum_of_squares(weight: Weight, compute: Computation, grads: Sequence[Tensor | None]) -> Tensor:
+    found = in_smaller_chunks(partial(compute, grads))
+    squares = [in_smaller_chunks(gradient.sq_norm).cpu().double().sum() for owner, gradient in found if owner is weight]
+    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
 
 def _random_like(tensor: Tensor) -> Tensor:

@@ -383,6 +383,10 @@ def test_a_penalty_that_the_module_returns_belongs_to_no_sample() -> None:
 # Sums that are compared with the gradient of the batch ----------------------------------------------------------------
 
 
+def weights(size: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(size))
+
+
 class Attending(nn.Module):
     """Attention by hand: softmax does not see what all keys have in common, so the bias of the keys gets nothing."""
 
@@ -402,6 +406,13 @@ CANCELLED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv-instance-norm": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.InstanceNorm1d(4)), (3, 9)),
     "conv-group-norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(4, 4)), (3, 6, 6)),
     "conv-layer-norm": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.LayerNorm((4, 4))), (3, 6, 6)),
+    "layer-norm-of-one": (lambda: nn.Sequential(nn.Linear(6, 1), nn.LayerNorm(1), nn.Linear(1, 2)), (6,)),
+    "group-norm-of-one": (
+        lambda: Model(
+            lambda m, x: torch.group_norm(m.a(x), 4, m.w, m.b), a=nn.Conv2d(3, 4, 1), w=weights(4), b=weights(4)
+        ),
+        (3, 1, 1),
+    ),
     "bias-of-keys": (Attending, (5, 6)),
     "shared-shift": (
         lambda: Model(lambda m, x: (m.a(x) + m.b).softmax(-1), a=nn.Linear(6, 9), b=nn.Parameter(torch.randn(()))),
