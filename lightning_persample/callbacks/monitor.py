@@ -397,7 +397,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
             first = next(each for each in _monitors(trainer) if each.prog_bar)
             show_means(trainer, "norm_mean" if self is first else f"{self.prefix}/norm_mean", means)
         share = min(step.coverage for step in steps.values())
-        if 0 < share < 1 and self._window is not None and self._window.has_mean and not self._said_coverage:
+        of_mean = [metrics.get(f"{part.prefix}/{name}", math.nan) for part in self._parts for name in self.statistics]
+        if 0 < share < 1 and any(map(math.isfinite, of_mean)) and not self._said_coverage:
             self._said_coverage = True
             names = ", ".join(self.statistics)
             warn_user(

@@ -673,11 +673,6 @@ class Window:
             self._mean.start()
 
     @property
-    def has_mean(self) -> bool:
-        """Whether statistics of the mean gradient are chosen."""
-        return self._mean is not None
-
-    @property
     def is_new(self) -> bool:
         """Whether nothing has happened since `start`."""
         return self._is_whole and not (self._seen or self._batches)

@@ -194,6 +194,22 @@ def test_statistics_of_a_small_part_of_the_weights_come_with_a_remark(tmp_path):
     assert said == [f"{text}{share:.2g} of all that got a gradient (see coverage): they say little of the others"]
 
 
+def test_statistics_that_are_not_known_come_with_no_remark_on_the_weights_they_are_of(tmp_path):
+    class Noisy(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.other = torch.nn.Linear(5, 1)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + self.other(torch.rand(3, 5)).mean()
+
+    with pytest.warns(PerSampleWarning) as caught:
+        trainer = fit(Noisy(), [PerSampleGradientMonitor()], tmp_path)
+    assert all(math.isnan(row["per_sample_grad/noise_scale"]) for row in logged(trainer))
+    assert not any("they say little of the others" in str(each.message) for each in caught)
+    assert any("are nan at steps where" in str(each.message) for each in caught)
+
+
 def test_gradients_that_were_not_dropped(tmp_path):
     class Keeps(Classifier):
         def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
