@@ -260,7 +260,7 @@ def test_estimates_from_some_of_the_samples_are_without_bias(tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "accumulate"),
-    [(1, 4), (2, 2), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+    [(2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 4), (1, 1), (2, 1)))],
 )
 def test_the_noise_scale_of_a_known_problem(ranks, accumulate, tmp_path):
     """Within four standard errors, which are those of a ratio of means of what each step gives."""

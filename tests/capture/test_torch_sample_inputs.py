@@ -63,6 +63,7 @@ GENERIC = (
 )
 # fmt: on
 RULED = tuple(name for names in WITH_RULE.values() for name in names)
+FIRST = tuple(names[0] for names in WITH_RULE.values())  # one spelling of each
 # Not torch functions of tensors, random in a way that depends on values, or unsafe: torch reads outside memory where
 # indices or sizes do not fit.
 LEFT_OUT = re.compile(
@@ -88,7 +89,7 @@ def few(name: str) -> Found:
     return verdicts(name, MORE.get(name, 3))
 
 
-@pytest.mark.parametrize("name", RULED)
+@pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in RULED])
 def test_an_op_with_a_rule_is_exact_or_refused_by_name(name: str) -> None:
     found = few(name)
     assert_none_wrong(found)
@@ -141,7 +142,12 @@ def causes(found: Found) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "names", [pytest.param(RULED, id="with-a-rule"), pytest.param(GENERIC, id="generic", marks=pytest.mark.slow)]
+    "names",
+    [
+        pytest.param(FIRST, id="first-spellings"),
+        pytest.param(RULED, id="with-a-rule", marks=pytest.mark.slow),
+        pytest.param(GENERIC, id="generic", marks=pytest.mark.slow),
+    ],
 )
 def test_refused_although_a_loop_gives_it(names: tuple[str, ...]) -> None:
     found = {name: causes(few(name)) for name in names}
@@ -151,7 +157,8 @@ def test_refused_although_a_loop_gives_it(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("names", "least"),
     [
-        pytest.param(RULED, 220, id="with-a-rule"),
+        pytest.param(FIRST, 130, id="first-spellings"),
+        pytest.param(RULED, 220, id="with-a-rule", marks=pytest.mark.slow),
         pytest.param(GENERIC, 600, id="generic", marks=pytest.mark.slow),
     ],
 )

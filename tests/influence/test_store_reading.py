@@ -50,8 +50,15 @@ def consume(store, **options) -> None:
         pass
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float64])
-@pytest.mark.parametrize("max_memory", [1 << 20, 3 << 20])
+@pytest.mark.parametrize(
+    ("max_memory", "dtype"),
+    [
+        (1 << 20, torch.float64),
+        (3 << 20, None),
+        pytest.param(1 << 20, None, marks=pytest.mark.slow),
+        pytest.param(3 << 20, torch.float64, marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_take_no_more_than_they_may(large, max_memory, dtype):
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
     for store in (large, large.select(order), large.parameters(["c", "a"])):
