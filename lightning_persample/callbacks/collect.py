@@ -48,12 +48,14 @@ def named(value: Any) -> str | None:
     return f"{described.__module__}.{described.__qualname__}"
 
 
-def _is_told(value: Any) -> bool:
+def _is_known_by_name(value: Any) -> bool:
     """Whether two options of equal names are alike, as long as nobody edits their code."""
     if value is None or isinstance(value, (str, type)):
         return True
     if isinstance(value, functools.partial):
-        return _is_told(value.func) and not any(_ADDRESS in repr(each) for each in (value.args, value.keywords))
+        return _is_known_by_name(value.func) and not any(
+            _ADDRESS in repr(each) for each in (value.args, value.keywords)
+        )
     if inspect.ismethod(value) and not isinstance(value.__self__, (nn.Module, type)):
         return False
     return inspect.isroutine(value) and "<" not in value.__qualname__
@@ -226,7 +228,7 @@ def collect_gradients(
             rows_per_shard=rows_per_shard,
             overwrite=overwrite,
             sample_index=sample_index,
-            untold=[name for name, each in {**callables, **columns_of}.items() if not _is_told(each)],
+            not_compared=[name for name, each in {**callables, **columns_of}.items() if not _is_known_by_name(each)],
         )
         trainer.predict(collecting, return_predictions=False)
     store = GradientStore(folder, complete=False)

@@ -98,10 +98,10 @@ class SamplesOnce:
             why = "the dataset gives whole batches (batch_size=None)"
         if not why and not isinstance(_batch_size(loader), int):
             why = f"{type(getattr(loader, 'batch_sampler', None)).__name__} has no batch_size"
-        self._is_made_anew, self._why = not why, why
+        self._is_made_again, self._why = not why, why
         if why and not has_index:
             raise UnsupportedError(f"the samples cannot be separated, because {why}; {_REMEDY}")
-        self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_anew else None  # type: ignore[arg-type]
+        self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_again else None  # type: ignore[arg-type]
 
     def fingerprint(self) -> str | None:
         """The fingerprint of the data; None where it is unknown, or where the indices are not those of the dataset."""
@@ -113,7 +113,7 @@ class SamplesOnce:
 
     def check_processes(self, processes: int) -> None:
         """Refuse what cannot be split."""
-        if processes > 1 and not self._is_made_anew:
+        if processes > 1 and not self._is_made_again:
             raise UnsupportedError(
                 f"the samples cannot be split among {processes} processes, because {self._why}: pass a DataLoader of a "
                 "dataset with a length, or run in one process"
@@ -143,7 +143,7 @@ class SamplesOnce:
                 )
 
     def _keyed(self, done: np.ndarray[Any, Any], rank: int, processes: int) -> Iterator[tuple[Any, Any, Any]]:
-        if not self._is_made_anew:
+        if not self._is_made_again:
             holds_fields = getattr(self._loader, "collate_fn", None) is default_collate
             for batch in self._loader:
                 yield batch, None, () if holds_fields else None
@@ -389,7 +389,7 @@ class _Collecting(_Base):
         rows_per_shard: see `StoreWriter`.
         overwrite: remove the store that is in the folder.
         sample_index: gives the indices of a batch's samples; None takes those of the dataset.
-        untold: the options that are callables which their names do not tell from others.
+        not_compared: the options that are callables which their names do not tell from others.
     """
 
     def __init__(
@@ -405,7 +405,7 @@ class _Collecting(_Base):
         rows_per_shard: int | None,
         overwrite: bool,
         sample_index: Callable[[Any], Any] | None,
-        untold: Sequence[str],
+        not_compared: Sequence[str],
     ) -> None:
         super().__init__()
         self.module = module
@@ -419,7 +419,7 @@ class _Collecting(_Base):
         self._rows_per_shard = rows_per_shard
         self._overwrite = overwrite
         self._sample_index = sample_index
-        self._untold = tuple(untold)
+        self._not_compared = tuple(not_compared)
         self._visited: dict[int, np.ndarray[Any, Any]] = {}
         self._place = -1
         self._adam: dict[str, AdamState] = {}
@@ -466,9 +466,9 @@ class _Collecting(_Base):
 
     def _warn_of_kept(self) -> None:
         """Nobody knows whether the rows that are kept are of these data, or of these callables."""
-        untold = ["the data"] if self._manifest.settings["data"] is None else []
-        untold += [f"{name} (a lambda, or an object)" for name in self._untold]
-        if not untold:
+        unknown = ["the data"] if self._manifest.settings["data"] is None else []
+        unknown += [f"{name} (a lambda, or an object)" for name in self._not_compared]
+        if not unknown:
             return
         indices = self._samples.indices()
         visited = [self._visited_at(place) for place in range(len(self._checkpoints))]
@@ -477,7 +477,7 @@ class _Collecting(_Base):
             of = "" if indices is None else f" of the {len(indices) * len(visited)}"
             warn_user(
                 f"dirpath={str(self._dirpath)!r} holds {kept}{of} rows already, which are kept; "
-                f"{', '.join(untold)} are not compared with those that they are of: after a change of them (inputs, "
+                f"{', '.join(unknown)} are not compared with those that they are of: after a change of them (inputs, "
                 "labels, what a function does) pass another folder, or overwrite=True"
             )
 
