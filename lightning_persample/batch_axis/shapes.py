@@ -132,10 +132,14 @@ def _follow_joined(call: ObservedCall) -> Followed:
         return lost(call, "stacks tensors of one axis")
     mixing = next((other.mixing for _, other in located if other.mixing), None)
     if call.op != "stack" and dim == axis.dim:
-        if len(located) < len(call.operands):
+        places = {id(o.tensor): _of_each(call, o.tensor, dim) for o in call.operands if o.axis is None}
+        places |= {id(tensor): place for tensor, place in located}
+        found = [place for o in call.operands if (place := places[id(o.tensor)]) is not None]
+        if len(found) < len(call.operands):
             return lost(call, "puts rows of the batch beside rows that belong to no sample")
-        owners = torch.cat([row_owners(other, call.batch_size, first.device) for _, other in located])
-        return keep(call, picked(dim, owners, call.batch_size, mixing))
+        owners = torch.cat([row_owners(place, call.batch_size, first.device) for place in found])
+        joined = keep(call, picked(dim, owners, call.batch_size, mixing), lambda tensor: places[id(tensor)])
+        return replace(joined, by_values=len(located) < len(found))
     if any(not other.same_layout(axis) for _, other in located):
         return lost(call, "meets two tensors of the batch that order their samples differently", mixes=None)
     size = first.size(axis.dim)
@@ -145,6 +149,19 @@ def _follow_joined(call: ObservedCall) -> Followed:
 
     moved = axis.dim + (call.op == "stack" and dim <= axis.dim)
     return keep(call, replace(axis, dim=moved, mixing=mixing), aligned)
+
+
+def _of_each(call: ObservedCall, tensor: Tensor, dim: int) -> BatchAxis | None:
+    """Where each sample has its own of rows that are copies of one, as many as the rows of the batch beside them."""
+    if not tensor.requires_grad and (tensor.dim() <= dim or tensor.size(dim) == 0):
+        return picked(dim, torch.empty(0, dtype=torch.int64, device=tensor.device), call.batch_size)
+    beside = [axis for other, axis in call.located if other.size(dim) == tensor.size(dim)]
+    if not beside or any(not axis.same_layout(beside[0]) for axis in beside):
+        return None
+    if tensor.requires_grad:  # (rows of a weight that are equal now may differ after a step, unless they are one)
+        laid = tensor.stride(dim) == 0 and all(axis.owner is None for _, axis in call.located)
+        return beside[0] if laid else None
+    return beside[0] if torch.equal(tensor, tensor.narrow(dim, 0, 1).expand_as(tensor)) else None
 
 
 def _rows(call: ObservedCall, axis: BatchAxis, dim: int, owners: Tensor) -> Followed:

@@ -206,3 +206,62 @@ def test_ops_without_a_family_beside_a_weight_that_is_laid_over_the_batch(name: 
     record = record_of(step, mean_of_squares, x)
     assert (record.unsupported, record.axis_lost, record.mixing) == ({}, (), ())
     assert_values(record, loop(step, mean_of_squares, (x,)))
+
+
+def halves(m: Any, rows: Tensor) -> Tensor:
+    with_, without = m.a(rows).tanh().chunk(2)
+    return without + 1.5 * (with_ - without)
+
+
+JOINED = {
+    "zeros_like": lambda m, x: halves(m, torch.cat([x, torch.zeros_like(x)])),
+    "first": lambda m, x: halves(m, torch.cat([x.new_full((len(x), 4), 0.3), x])),
+    "equal-rows-of-several-values": lambda m, x: halves(m, torch.cat([x, torch.arange(4.0).expand(len(x), -1)])),
+    "along-another-axis": lambda m, x: halves(m, torch.cat([x.t(), torch.ones(4, len(x))], 1).t()),
+    "stack": lambda m, x: m.a(torch.stack([x, torch.ones_like(x)])).tanh().prod(0),
+    "beside-picked-rows": lambda m, x: halves(m, torch.cat([x.flip(0), torch.ones_like(x)])).flip(0) * m.a(x),
+    "beside-rows-of-tokens": lambda m, x: m.a(torch.cat([x.repeat_interleave(2, 0), torch.zeros(2 * len(x), 4)])),
+    "beside-a-part": lambda m, x: m.a(
+        torch.cat([torch.cat([x[:1], torch.ones(1, 4)]), torch.cat([x[1:], torch.ones(len(x) - 1, 4)])])
+    ),
+    "nothing": lambda m, x: m.a(torch.cat([torch.empty(0, 4), x])),
+    "vstack": lambda m, x: halves(m, torch.vstack([x, torch.ones_like(x)])),
+    "a-learned-row": lambda m, x: halves(m, torch.cat([x, m.r.expand(len(x), -1)])),
+    "a-learned-row-first": lambda m, x: halves(
+        m, torch.cat([m.r.exp().expand(len(x), -1), x.square(), x])[: 2 * len(x)]
+    ),
+    "a-learned-row-of-tokens": lambda m, x: m.a(torch.cat([x.repeat_interleave(2, 0), m.r.expand(2 * len(x), -1)])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("name", JOINED)
+def test_equal_rows_joined_to_the_rows_of_the_batch_are_one_for_each_sample(name: str, size: int) -> None:
+    step, x = Model(JOINED[name], a=nn.Linear(4, 3), r=parameter(4)), torch.randn(size, 4)
+    loss = lambda m, x: m(x).square().mean()  # noqa: E731
+    for _ in range(2):
+        record = record_of(step, loss, x)
+        assert (record.unsupported, record.axis_lost, record.mixing, record.weighting) == ({}, (), (), ())
+        assert record.why_no_factor == ""
+        assert_values(record, loop(step, loss, (x,)))
+
+
+REFUSED = {
+    "other-rows": lambda m, x: torch.cat([x, torch.arange(4.0 * len(x)).view(-1, 4)]),
+    "one-row": lambda m, x: torch.cat([x, torch.zeros(1, 4)]),
+    "more-rows": lambda m, x: torch.cat([x, torch.zeros(2 * len(x), 4)]),
+    "two-parts-of-one-length": lambda m, x: torch.cat([x[:2], torch.zeros(2, 4), x[2:4]]),
+    "nan": lambda m, x: torch.cat([x, torch.full_like(x, torch.nan)])[: len(x)],
+    "a-table-of-zeros": lambda m, x: torch.cat([x, m.t]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_may_be_of_any_sample_are_named(name: str) -> None:
+    step = Model(lambda m, x: m.a(REFUSED[name](m, x)), a=nn.Linear(4, 3), t=nn.Parameter(torch.zeros(5, 4)))
+    for joined in (lambda m, x: torch.cat([x, torch.zeros_like(x)]), REFUSED[name]) * 2:  # of one layout
+        both = Model(lambda m, x, joined=joined: m.a(joined(m, x)), a=step.a, t=step.t)
+        record = record_of(both, mean_of_squares, torch.randn(5, 4))
+        reasons = " ".join([*record.unsupported.values(), *record.axis_lost])
+        named = "`cat` puts rows of the batch beside rows that belong to no sample" in reasons
+        assert named == (joined is REFUSED[name])
