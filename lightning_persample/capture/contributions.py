@@ -290,7 +290,7 @@ class ByRule:
         reason = wrong_answer(found, sizes)
         if reason:
             raise UnsupportedError(f"{text}: the rule of {op_name(rule.op)} {reason}")
-        return [(weight, _placed(found[name], axes.get(name), text)) for name, weight in owners.items()]
+        return [(weight, _placed(found[name], weight, axes.get(name), text)) for name, weight in owners.items()]
 
     def uncentred(self) -> ByRule | None:
         """The same of a normalization that takes no mean away, from which nothing cancels; None of any other call."""
@@ -387,12 +387,16 @@ def _draw_again(rule: Rule, arguments: dict[str, Any], drawn: _Drawn) -> list[Te
         return rule.draws(arguments, drawn.output)
 
 
-def _placed(gradient: SampleGradient, where: BatchAxis | None, description: Description) -> SampleGradient:
+def _placed(
+    gradient: SampleGradient, weight: Weight, where: BatchAxis | None, description: Description
+) -> SampleGradient:
     """A weight with the batch along an axis of its own (a state of each sample) has zeros outside a sample's rows."""
     if where is None:
         return gradient
-    if where.owner is not None:
-        raise UnsupportedError(f"{description} lays a weight along rows that were picked from the batch")
+    if where.owner is not None:  # of one row that is laid over the samples, any copy may stand for a sample's own
+        samples = torch.arange(gradient.batch_size, device=where.owner.sample.device)
+        if weight.tensor.stride(where.dim) or not torch.equal(where.owner.sample.sort().values, samples):
+            raise UnsupportedError(f"{description} lays a weight along rows that were picked from the batch")
     return Block(gradient.dense(), where.dim, where.outer, where.inner)
 
 
@@ -472,7 +476,8 @@ def _by_generic_rule(use: Use) -> Computation:
         grad = _first(grad, axis, batch_size, fill=False)
         found = generic_rule(function, args, kwargs, batched, frozenset(owners), grad)
         return [
-            (owners[place], _placed(Dense(gradient), axes.get(place), description)) for place, gradient in found.items()
+            (owners[place], _placed(Dense(gradient), owners[place], axes.get(place), description))
+            for place, gradient in found.items()
         ]
 
     return compute

@@ -309,6 +309,9 @@ class Dispatcher(Collector):
                 outputs = tuple(output for output in outputs if all(output is not tensor for tensor, _ in marked))
             if not outputs:
                 return result
+            if op == "index_select" and BatchAxis not in kinds and _is_of_copies(args, kwargs, marked, outputs[0]):
+                op, function, saved, kwargs = "clone", torch.clone, (tensors[0],), {}
+                marked, marks = marked[:1], marks[:1]
             written = frozenset(id(tensor) for tensor, version in versions if version_of(tensor) != version)
             beside, replaced = BatchAxis in kinds, {id(tensor) for tensor in tensors_in(kwargs.get("out"))}
             counted = op in _INDEXES and bool(kinds & {BatchAxis, Weight})
@@ -436,7 +439,9 @@ class Dispatcher(Collector):
             leaf if not isinstance(leaf, Tensor) else self.keep(leaf) if id(leaf) in data else without_data(leaf)
             for leaf in leaves
         )
-        text, operands = call.describe(), [operand.tensor for operand in call.operands]
+        text, tensors = call.describe(), [operand.tensor for operand in call.operands]
+        seen = {key: parent.tensor for key, parent in involved.items() if not parent.hidden}  # (where it is one row)
+        operands = [seen.get(id(tensor), tensor) for tensor in tensors]
         versions: list[int | None] = [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in detached]
         if call.inplace and 0 in parents and _can_be_made_again(parents[0]):
             versions[0] = None
@@ -631,6 +636,19 @@ def _place_of(tensor: Tensor, mark: Mark | None, replaced: set[int], beside: boo
 def _is_entry(tensor: Tensor, mark: Mark | None) -> bool:
     """Whether it is one number of those that occur in the batch, which a program goes through one by one."""
     return isinstance(mark, Lost) and mark.listed and tensor.dim() == 0
+
+
+def _is_of_copies(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], marked: Sequence[tuple[Tensor, Mark | None]], picked: Tensor
+) -> bool:
+    """Whether as many rows as there are were picked from copies of one row, as a state of packed sequences is."""
+    source, mark = marked[0]
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    if picked.shape != source.shape or not picked.numel() or not isinstance(mark, (Weight, Constant, type(None))):
+        return False
+    if isinstance(mark, Weight):
+        return not mark.hidden and (mark.tensor.stride(dim) == 0 or source.size(dim) == 1)
+    return torch.equal(source, source.narrow(dim, 0, 1).expand_as(source))
 
 
 def _can_be_made_again(mark: Mark | None) -> bool:

@@ -199,10 +199,14 @@ def with_part(base: Tensor, part: Tensor, places: Tensor) -> Tensor:
 
 
 def in_one_row(value: Tensor, op: object, operands: Sequence[Tensor]) -> Tensor:
-    """The output of a pointwise op, in memory of one row where one row of each operand is laid over an axis."""
-    for dim in range(value.dim()) if op in POINTWISE else ():
-        if value.size(dim) > 1 and all(
-            operand.dim() == 0 or (operand.shape == value.shape and operand.stride(dim) == 0) for operand in operands
-        ):
+    """The output of a pointwise op or repeat, in memory of one row where one row of each is laid over an axis."""
+
+    def is_laid(operand: Tensor, dim: int) -> bool:
+        if op == "repeat":
+            return operand.dim() <= (behind := value.dim() - 1 - dim) or operand.size(-1 - behind) == 1
+        return operand.dim() == 0 or (operand.shape == value.shape and operand.stride(dim) == 0)
+
+    for dim in range(value.dim()) if op in POINTWISE or op == "repeat" else ():
+        if value.size(dim) > 1 and all(is_laid(operand, dim) for operand in operands):
             return value.narrow(dim, 0, 1).clone().expand_as(value)
     return value

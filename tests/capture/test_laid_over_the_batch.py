@@ -265,3 +265,74 @@ def test_rows_that_may_be_of_any_sample_are_named(name: str) -> None:
         reasons = " ".join([*record.unsupported.values(), *record.axis_lost])
         named = "`cat` puts rows of the batch beside rows that belong to no sample" in reasons
         assert named == (joined is REFUSED[name])
+
+
+INITIAL = {
+    "expand": lambda m, size: m.r.expand(-1, size, -1),
+    "contiguous": lambda m, size: m.r.expand(-1, size, -1).contiguous(),
+    "repeat": lambda m, size: m.r.repeat(1, size, 1),
+    "computed": lambda m, size: m.r.exp().expand(-1, size, -1).contiguous().tanh().clone(),
+    "constant": lambda m, size: torch.full((len(m.r), size, m.r.size(-1)), 0.3),
+}
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "gru": nn.GRU,
+    "lstm": nn.LSTM,
+    "rnn": nn.RNN,
+    "lstm-deep": lambda *args, **options: nn.LSTM(*args, num_layers=2, bidirectional=True, **options),
+    "gru-deep": lambda *args, **options: nn.GRU(*args, num_layers=2, bidirectional=True, **options),
+}
+
+
+@pytest.mark.parametrize("lengths", [[2, 4, 3, 1], [4, 3, 3, 1], [1, 2, 3, 4], [3]])
+@pytest.mark.parametrize("initial", INITIAL)
+@pytest.mark.parametrize("kind", KINDS)
+def test_learned_state_of_packed_sequences_in_any_order(kind: str, initial: str, lengths: list[int]) -> None:
+    step = nn.Module()
+    step.a = KINDS[kind](3, 2, batch_first=True)
+    step.r = parameter(4 if "deep" in kind else 1, 1, 2)
+    x = torch.randn(len(lengths), 4, 3)
+
+    def loss(m: Any, x: Tensor, lengths: Tensor, *, listed: bool = False) -> Tensor:
+        state = INITIAL[initial](m, len(x))
+        state = (state, INITIAL[initial](m, len(x)) * 2) if isinstance(m.a, nn.LSTM) else state
+        many = lengths.tolist() if listed else lengths
+        packed = nn.utils.rnn.pack_padded_sequence(x, many, batch_first=True, enforce_sorted=False)
+        out, last = m.a(packed, state)
+        last = sum(last) if isinstance(last, tuple) else last
+        padded = nn.utils.rnn.pad_packed_sequence(out, batch_first=True, total_length=4)[0]
+        return (padded.square().sum((1, 2)) + last.transpose(0, 1).flatten(1).exp().sum(1)).mean()
+
+    expected = loop(step, loss, (x, torch.tensor(lengths)))
+    for listed in (False, True):
+        record = record_of(step, lambda *args, listed=listed: loss(*args, listed=listed), x, torch.tensor(lengths))
+        assert (record.unsupported, record.mixing, record.why_no_factor) == ({}, (), "")
+        assert_values(record, expected)
+
+
+def test_a_state_with_a_row_of_its_own_for_each_place_is_named() -> None:
+    """Rows that are equal by chance: which of them a sample gets depends on the other samples."""
+    step = nn.Module()
+    step.a, step.t = nn.GRU(3, 2, batch_first=True), nn.Parameter(torch.zeros(1, 4, 2))
+
+    def loss(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return m.a(packed, m.t)[1][-1].square().sum(1).mean()
+
+    record = record_of(step, loss, torch.randn(4, 4, 3), torch.tensor([2, 4, 3, 1]))
+    assert "`sort` works along the batch axis" in record.unsupported["t"]
+
+
+def test_a_laid_over_state_that_was_overwritten_without_gradient_is_not_of_copies() -> None:
+    step = nn.Module()
+    step.a, step.r = nn.GRU(3, 2, batch_first=True), parameter(1, 1, 2)
+    lengths = torch.tensor([2, 4, 3, 1])
+
+    def loss(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        state = m.r.expand(1, len(x), 2).contiguous()
+        with torch.no_grad():
+            state[:, :1] = 0.7
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return m.a(packed, state.tanh())[1][-1].square().sum(1).mean()
+
+    record = record_of(step, loss, torch.randn(4, 4, 3), lengths)
+    assert "r" in record.unsupported
