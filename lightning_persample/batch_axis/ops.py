@@ -1,8 +1,8 @@
 """Every op that the package knows by name: its family, and what is true of it whatever the values.
 
 A row is a family and its ops that are alike in all else. To add an op, put its canonical name (see
-`rules.canonical_op`) into the row that fits; a new family needs a propagation rule, `@propagates("name")` in the file
-of the family. An op that stands nowhere is tried on single samples.
+`rules.canonical_op`) into the row that fits; a new family needs a propagation rule, `@propagation_rule("name")` in the
+file of the family. An op that stands nowhere is tried on single samples.
 
 What a row may say of its ops:
 

@@ -108,9 +108,9 @@ def unseen_text(node: Node, differentiated: str) -> str:
         )
     if not isinstance(node, BackwardCFunction):
         return (
-            f"its gradient also arrives through {node.name()}, which is not a torch call that can be seen: it is of a "
-            "tensor from before the step or of a forward outside it (run that in the step), or of a transform of "
-            "torch.func (which engine='loop' in the callback computes, or loop_per_sample_grads)"
+            f"its gradient also arrives through {node.name()}, a node of no torch call that can be followed: it is of "
+            "a tensor from before the step or of a forward outside it (run that in the step), or of torch.vmap or "
+            "another transform of torch.func (which engine='loop' in the callback computes, or loop_per_sample_grads)"
         )
     if node.name() == REENTRANT:
         return (

@@ -38,9 +38,10 @@ class Call:
 
     Attributes:
         batch_size: number of samples B.
-        arguments: value of every argument that was passed, by name. A tensor named in `Rule.batched` is batch-first,
-            (B, *shape): ``shape`` is the shape the op saw, with the batch axis reduced to the k rows that belong to
-            one sample (k = 1 unless samples were flattened together with another axis). All else is as it was passed.
+        arguments: value of every argument that was passed, by name. A tensor named in `Rule.batched` is batch-first
+            where it depends on the batch in this call, (B, *shape): ``shape`` is the shape the op saw, with the batch
+            axis reduced to the k rows that belong to one sample (k = 1 unless samples were flattened together with
+            another axis). All else, also a tensor that all samples share, is as it was passed.
         weights: names of the arguments whose per-sample gradients are asked for.
         counts: for a batched argument of which samples have unequal numbers of rows, the number of each sample's rows
             (B,); the rows beyond it only fill up.
