@@ -135,10 +135,16 @@ def _factors_within(call: ObservedCall) -> Iterator[tuple[float, bool]]:
         node = node.next_functions[places[0]][0]
 
 
+def _is_of_all(node: Any) -> bool:
+    """Whether a slice is the whole axis, as that of ``x[:, None]`` in torch 2.6."""
+    size = node._saved_self_sym_sizes[node._saved_dim]
+    return not node._saved_start and node._saved_step == 1 and (node._saved_end is None or node._saved_end >= size)
+
+
 def _factor_at(node: Any, place: int) -> Tensor | None:
     """What a node multiplies its one input by, apart from the sign; None where that is not known."""
     name = node.name()
-    if name.startswith(_MOVES_ENTRIES):
+    if name.startswith(_MOVES_ENTRIES) or (name == "SliceBackward0" and _is_of_all(node)):
         return torch.ones(())
     if name == "MulBackward0":
         return node._saved_other if node._saved_self is None else node._saved_self

@@ -133,20 +133,20 @@ def vmap_per_sample_grads(
     over_samples = vmap(with_grads, in_dims=(None, *(0 for _ in places)), chunk_size=chunk_size, randomness=randomness)
     with torch.no_grad(), recurrent_layers_kept(module), batch_statistics_explained(module):
         rows = [leaves[place].detach() for place in places]
-        last = [row[-1].clone() for row in rows]
+        last = [row[-1:].clone() for row in rows]
         grads, losses = over_samples(parameters, *rows)
-        _check_last(with_grads, parameters, last, grads)
+        _check_last(over_samples, parameters, last, grads)
     return losses, grads
 
 
 def _check_last(
-    with_grads: Callable[..., Any], parameters: dict[str, Tensor], last: list[Tensor], grads: dict[str, Tensor]
+    over_samples: Callable[..., Any], parameters: dict[str, Tensor], last: list[Tensor], grads: dict[str, Tensor]
 ) -> None:
     """The last sample is run alone, too: a batching rule of torch may be wrong (that of the backward of `cdist` is)."""
     devices = [row.device for row in last[:1] if row.is_cuda]
     with torch.random.fork_rng(devices=devices), other_generators_kept() as drawn:
         before = random_states(devices)
-        alone, _ = with_grads(parameters, *last)
+        alone, _ = over_samples(parameters, *last)
         if drawn() or not all(map(torch.equal, before, random_states(devices))):
             return  # other random numbers, another gradient
     norms = {name: vector_norm(grad.to(wide_dtype(grad))) for name, grad in alone.items()}
@@ -155,7 +155,7 @@ def _check_last(
     for name, grad in alone.items():
         half = any_autocast_is_on() or torch.finfo(grad.dtype).eps > 1e-4
         bound = (0.1 if half else 1e-3) * (norms[name] + total)  # of a gradient that is zero but for rounding, too
-        if vector_norm(grads[name][-1].to(wide_dtype(grad)) - grad.to(wide_dtype(grad))) > bound:
+        if vector_norm(grads[name][-1:].to(wide_dtype(grad)) - grad.to(wide_dtype(grad))) > bound:
             differ.append(name)
     if differ:
         raise UnsupportedError(

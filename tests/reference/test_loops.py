@@ -26,16 +26,17 @@ from lightning_persample import (
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError
 from tests.capture.model_cases import CASES, Model, parameter
 from tests.capture.reference import loop
+from tests.torch_release import OLDEST, RELEASE
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
 B = 4
 
 # What torch.func cannot run: shapes that depend on the data, recurrent kernels, sparse gradients, writes into buffers,
-# a linear map by a vector.
+# a linear map by a vector; in torch 2.6 also grids.
 BEYOND_VMAP = re.compile(
     r"(twice-in-a-call-)?(rnn|gru|lstm)(-|$)|tokens-picked|experts|embedding-(max_norm|sparse)|embedding-bag-.*(uneven|empty|max-norm|sparse)|"
-    r"instance-norm|time-major|linear-vector"
+    r"instance-norm|time-major|linear-vector" + ("|spatial-transformer" if RELEASE <= OLDEST else "")
 )
 
 
