@@ -25,6 +25,7 @@ from lightning_persample.gradients.cost import current_options, halved
 from lightning_persample.rules import (
     Call,
     Pull,
+    agree,
     find_rule,
     other_generators_kept,
     pull_each,
@@ -409,8 +410,7 @@ def _check_repeats(derivation: Derivation, value: Tensor, inputs: Sequence[Tenso
         if not recorded.numel() or not recorded.is_floating_point() or torch.equal(value, recorded):
             return
         exact = _REPEATS.get(recorded.dtype, 1e-2)  # (autocast, under which a call may have run, is off by now)
-        tolerance = exact * float(recorded.abs().max())
-        if torch.allclose(value, recorded.to(value.dtype), rtol=exact, atol=tolerance, equal_nan=True):
+        if agree(value, recorded, exact):
             return
     raise UnsupportedError(
         f"{derivation.text} computes a weight, but gives another value when it is repeated: it is random, or its "

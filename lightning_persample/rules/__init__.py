@@ -47,13 +47,14 @@ from lightning_persample.rules.registry import (
     supported_ops,
     watched,
 )
-from lightning_persample.rules.vector_jacobian import Pull, pull_each, vector_jacobian
+from lightning_persample.rules.vector_jacobian import Pull, agree, pull_each, vector_jacobian
 
 __all__ = [
     "Call",
     "Pull",
     "Rule",
     "RuleFunction",
+    "agree",
     "canonical_op",
     "convolution",
     "elementwise",

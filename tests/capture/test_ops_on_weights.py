@@ -245,3 +245,30 @@ def test_the_second_engine_refuses_what_torch_computes_wrongly_in_batches(name):
     module, loss_fn = distances(name)
     with pytest.raises(UnsupportedError, match="another gradient of `z` for the last sample in the batch"):
         vmap_per_sample_grads(module, loss_fn, torch.randn(6, 4))
+
+
+TOP = torch.eye(4, 3) > 0
+# Weights with entries that are infinite or nan on the way, and one cut at places that a tensor holds.
+ODD: dict[str, Callable[[Tensor], Tensor]] = {
+    "infinite": lambda w: (w + torch.where(TOP, -torch.inf, 0.0)).softmax(1),
+    "infinite-powers": lambda w: w.masked_fill(TOP, -torch.inf).exp(),
+    "nan": lambda w: (w - 10).log().nan_to_num(0.0) + w,
+    "all-nan": lambda w: torch.where(TOP | ~TOP, w, (w - 100).log()),
+    "tensor-split": lambda w: torch.cat(torch.tensor_split(w, torch.tensor([1, 3]))),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_entries_that_are_not_finite_on_the_way(name):
+    module = Model(lambda m, x: x @ ODD[name](m.w), w=parameter(4, 3))
+    x = torch.randn(5, 4)
+    record = record_of(module, mean_of_squares, x)
+    assert record.unsupported == {}
+    assert_values(record, loop(module, mean_of_squares, (x,)))
+
+
+def test_an_infinite_entry_does_not_hide_that_an_op_draws():
+    far = torch.where(torch.arange(6) > 4, torch.inf, 0.0)
+    module = Model(lambda m, x: x * doubled_with_noise(m.w + far, "forward python").clamp(max=9.0), w=parameter(6))
+    record = record_of(module, mean_of_squares, torch.randn(5, 6))
+    assert "gives another value when it is repeated" in record.unsupported["w"]
