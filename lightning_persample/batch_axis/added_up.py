@@ -32,7 +32,7 @@ MEAN = 1  # the number by which torch's primitives know reduction="mean"
 
 def _averages(call: ObservedCall) -> bool:
     """Whether the call takes a mean over everything it is given."""
-    return call.op in ("mean", "nanmean") or (reduction_of(call) == MEAN)
+    return call.op in ("mean", "nanmean") or reduction_of(call) == MEAN
 
 
 def reduction_of(call: ObservedCall) -> int | None:

@@ -52,8 +52,11 @@ def after_reduction(call: ObservedCall) -> Followed:
         for place, mark in enumerate(followed.outputs)
     ]
     followed = replace(followed, outputs=tuple(places))
-    learned = any(operand.axis is None and operand.tensor.requires_grad for operand in call.operands)
-    return _by_sample(call, followed) if learned and torch.is_grad_enabled() else followed
+    return _by_sample(call, followed) if _meets_a_weight(call) and torch.is_grad_enabled() else followed
+
+
+def _meets_a_weight(call: ObservedCall) -> bool:
+    return any(operand.axis is None and operand.tensor.requires_grad for operand in call.operands)
 
 
 def _multiplies(call: ObservedCall) -> bool:
@@ -293,8 +296,7 @@ def _factors(call: ObservedCall) -> list[float] | None:
         if not call.lost[0][1].apart:
             return None
         return [call.outputs[0].numel() / max(call.lost[0][0].numel(), 1)]
-    learned = any(operand.axis is None and operand.tensor.requires_grad for operand in call.operands)
-    found = factors_beside(call, 64) if call.op not in ("sum", "nansum") and not learned else None
+    found = factors_beside(call, 64) if call.op not in ("sum", "nansum") and not _meets_a_weight(call) else None
     return [1 / each if each else 0.0 for each in found] if found and call.op == "div" else found
 
 

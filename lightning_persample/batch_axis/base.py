@@ -24,6 +24,7 @@ __all__ = [
     "broadcast",
     "crossed",
     "dims_argument",
+    "has_equal_rows",
     "is_plain",
     "keep",
     "listed",
@@ -157,6 +158,11 @@ def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
 def is_plain(tensor: Tensor) -> bool:
     """Whether this is an ordinary tensor: neither sparse, nested nor wrapped by a torch.func transform."""
     return tensor.layout is _STRIDED and not tensor.is_nested and not is_wrapped_by_transform(tensor)
+
+
+def has_equal_rows(tensor: Tensor, dim: int) -> bool:
+    """Whether all rows along an axis of one entry at least hold the same numbers."""
+    return torch.equal(tensor, tensor.narrow(dim, 0, 1).expand_as(tensor))
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -46,7 +46,7 @@ def _follow(call: ObservedCall) -> Followed:
 
 
 def _laid_over(followed: Followed, call: ObservedCall) -> Followed:
-    """The answer of a propagation_rule, where the rows of one sample alone may have been repeated by broadcasting."""
+    """The answer of a propagation rule, where the rows of one sample alone may have been repeated by broadcasting."""
     outputs = tuple(
         place.laid_over(output.size(place.dim), call.batch_size)
         if isinstance(place, BatchAxis) and place.dim < output.dim()

@@ -23,7 +23,7 @@ from lightning_persample.batch_axis.axis import BatchAxis, Computed, Lost, Root,
 from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place
 from lightning_persample.gradients.precision import without_autocast
-from lightning_persample.rules import other_generators_kept
+from lightning_persample.rules import generators_kept
 from lightning_persample.torch_internals import tree_flatten, tree_unflatten
 
 __all__ = ["by_what_samples_give"]
@@ -156,7 +156,7 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
     if key in _NO_SUM:
         return None
     try:
-        with torch.random.fork_rng(devices=_cuda_devices(computed)), other_generators_kept(), without_autocast(kind):
+        with generators_kept(_cuda_devices(computed)), without_autocast(kind):
             number = _Number(computed, call.batch_size)
             found = number.as_a_sum(splits=1 if key in _SUMS else None)
     except Exception:  # whatever a function of the user's raises with other values
@@ -179,8 +179,7 @@ def _multiple(call: ObservedCall, computed: Computed, of: Lost) -> Followed | No
     """What is known of a number computed from one that is a sum over the samples: a multiple of it, or None."""
     number = computed.roots[0].values
     try:
-        devices = _cuda_devices(computed)
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), other_generators_kept():
+        with torch.no_grad(), generators_kept(_cuda_devices(computed)):
             at = [float(computed.run([number * (1 + step * _NEAR)], False)) for step in (0, -2, -1, 1, 2)]
     except Exception:  # whatever a function of the user's raises with other values
         return None

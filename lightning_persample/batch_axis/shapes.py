@@ -15,6 +15,7 @@ from lightning_persample.batch_axis.base import (
     broadcast,
     crossed,
     dims_argument,
+    has_equal_rows,
     keep,
     lost,
     propagation_rule,
@@ -161,7 +162,7 @@ def _of_each(call: ObservedCall, tensor: Tensor, dim: int) -> BatchAxis | None:
     if tensor.requires_grad:  # (rows of a weight that are equal now may differ after a step, unless they are one)
         laid = tensor.stride(dim) == 0 and all(axis.owner is None for _, axis in call.located)
         return beside[0] if laid else None
-    return beside[0] if torch.equal(tensor, tensor.narrow(dim, 0, 1).expand_as(tensor)) else None
+    return beside[0] if has_equal_rows(tensor, dim) else None
 
 
 def _rows(call: ObservedCall, axis: BatchAxis, dim: int, owners: Tensor) -> Followed:

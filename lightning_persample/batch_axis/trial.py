@@ -11,7 +11,7 @@ from lightning_persample.batch_axis.axis import BatchAxis, one_entry
 from lightning_persample.batch_axis.base import Followed, beside_lost, keep, lost, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
 from lightning_persample.batch_axis.ops import having
-from lightning_persample.rules import other_generators_kept
+from lightning_persample.rules import generators_kept
 from lightning_persample.torch_internals import tree_map
 
 __all__ = ["try_on_one_sample"]
@@ -81,7 +81,7 @@ def _try_on(call: ObservedCall, axis: BatchAxis, entry: int, laid: bool) -> tupl
         return one_entry(leaf, where, call.batch_size, entry).detach()
 
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(call)), other_generators_kept():
+        with torch.no_grad(), generators_kept(_cuda_devices(call)):
             result = call.function(*tree_map(alone, call.args), **tree_map(alone, dict(call.kwargs)))
     except Exception as error:  # whatever an op of the user's raises, which the reason names
         return f"cannot be followed ({type(error).__name__} on one sample alone)"

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_persample.batch_axis.added_up import UNKNOWN, scaled
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
-from lightning_persample.batch_axis.base import is_plain, memory_of
+from lightning_persample.batch_axis.base import has_equal_rows, is_plain, memory_of
 from lightning_persample.batch_axis.follow import follow
 from lightning_persample.batch_axis.observed import (
     ObservedCall,
@@ -648,7 +648,7 @@ def _is_of_copies(
         return False
     if isinstance(mark, Weight):
         return not mark.hidden and (mark.tensor.stride(dim) == 0 or source.size(dim) == 1)
-    return torch.equal(source, source.narrow(dim, 0, 1).expand_as(source))
+    return has_equal_rows(source, dim)
 
 
 def _can_be_made_again(mark: Mark | None) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, row_owners
-from lightning_persample.batch_axis.base import Followed
+from lightning_persample.batch_axis.base import Followed, has_equal_rows
 from lightning_persample.batch_axis.follow import follow
 from lightning_persample.batch_axis.observed import Description, ObservedCall, Operand, tensors_in, version_of
 from lightning_persample.batch_axis.ops import POINTWISE, having
@@ -27,9 +27,9 @@ from lightning_persample.rules import (
     Pull,
     agree,
     find_rule,
+    generators_kept,
     other_generators_kept,
     pull_each,
-    random_states,
     vector_jacobian,
 )
 from lightning_persample.torch_internals import tree_unflatten
@@ -292,7 +292,7 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             parents[0].add(kept)
             return
     devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), other_generators_kept(derivation.function) as others_drawn:
+    with generators_kept(devices, derivation.function) as drawn:
         derivation = _as_read(derivation)
         one = _of_one_row(derivation, gradient) if isinstance(gradient, Block) else None
         rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) and one is None else None
@@ -305,10 +305,9 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             return
         (value,), pull = vector_jacobian(lambda *inputs: [derivation.compute(*inputs)], inputs)
         _check_repeats(derivation, value, inputs)
-        before = random_states(devices)
-        others_drawn()
+        drawn()
         pulled = _pulled(value, pull, gradient if one is None else Dense(block.tensors()[0]), _kind(derivation))
-        if others_drawn() or not all(map(torch.equal, before, random_states(devices))):
+        if drawn():
             raise UnsupportedError(
                 f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op away "
                 "from the weights"
@@ -390,16 +389,16 @@ def _of_one_row(derivation: Derivation, gradient: Block) -> Derivation | None:
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or (leaf.numel() == 1 and place not in derivation.parents):
             continue
-        if leaf.shape != value.shape or not _has_equal_rows(leaf, dim):
+        if leaf.shape != value.shape or not _is_of_one_row(leaf, dim):
             return None
         leaves[place] = leaf.narrow(dim, 0, 1)
-    if not _has_equal_rows(value, dim):
+    if not _is_of_one_row(value, dim):
         return None
     return replace(derivation, leaves=tuple(leaves), value=value.narrow(dim, 0, 1))
 
 
-def _has_equal_rows(tensor: Tensor, dim: int) -> bool:
-    return tensor.stride(dim) == 0 or torch.equal(tensor, tensor.narrow(dim, 0, 1).expand_as(tensor))
+def _is_of_one_row(tensor: Tensor, dim: int) -> bool:
+    return tensor.stride(dim) == 0 or has_equal_rows(tensor, dim)
 
 
 def _check_repeats(derivation: Derivation, value: Tensor, inputs: Sequence[Tensor]) -> None:

@@ -16,7 +16,7 @@ from lightning_persample.capture.parameters import by_place, check_module, recur
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.options import check_option, is_none_or_int
-from lightning_persample.rules import other_generators_kept, random_states
+from lightning_persample.rules import generators_kept
 from lightning_persample.torch_internals import (
     BatchNormBase,
     NormBase,
@@ -144,10 +144,9 @@ def _check_last(
 ) -> None:
     """The last sample is run alone, too: a batching rule of torch may be wrong (that of the backward of `cdist` is)."""
     devices = [row.device for row in last[:1] if row.is_cuda]
-    with torch.random.fork_rng(devices=devices), other_generators_kept() as drawn:
-        before = random_states(devices)
+    with generators_kept(devices) as drawn:
         alone, _ = over_samples(parameters, *last)
-        if drawn() or not all(map(torch.equal, before, random_states(devices))):
+        if drawn():
             return  # other random numbers, another gradient
     norms = {name: vector_norm(grad.to(wide_dtype(grad))) for name, grad in alone.items()}
     total = vector_norm(torch.stack([*norms.values()])) if norms else 0.0

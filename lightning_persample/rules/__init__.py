@@ -33,7 +33,7 @@ float32.
 """
 
 from lightning_persample.rules import convolution, elementwise, embedding, linear, normalization, recurrent
-from lightning_persample.rules.generators import other_generators_kept, random_states
+from lightning_persample.rules.generators import generators_kept, other_generators_kept
 from lightning_persample.rules.generic import generic_rule
 from lightning_persample.rules.registry import (
     Call,
@@ -60,13 +60,13 @@ __all__ = [
     "elementwise",
     "embedding",
     "find_rule",
+    "generators_kept",
     "generic_rule",
     "linear",
     "normalization",
     "op_name",
     "other_generators_kept",
     "pull_each",
-    "random_states",
     "recurrent",
     "register_rule",
     "rule_of",

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["other_generators_kept", "random_states"]
-
+__all__ = ["generators_kept", "other_generators_kept"]
 
 # Functions without a line of Python, which draws from neither; to read NumPy's state takes longer than most of them.
 _COMPILED = (
@@ -58,6 +57,19 @@ def other_generators_kept(function: object = None) -> Iterator[Callable[[], bool
             numpy.random.set_state(numpy_state)
 
 
-def random_states(devices: Sequence[torch.device]) -> list[Tensor]:
-    """The states of torch's generators, that of the host and those of some devices."""
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+@contextmanager
+def generators_kept(devices: Sequence[torch.device], function: object = None) -> Iterator[Callable[[], bool]]:
+    """As `other_generators_kept`, with torch's generators: that of the host and those of some CUDA devices."""
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+    with torch.random.fork_rng(devices=devices), other_generators_kept(function) as others_drawn:
+        seen = states()
+
+        def drawn() -> bool:
+            nonlocal seen
+            before, seen = seen, states()
+            return others_drawn() or not all(map(torch.equal, before, seen))
+
+        yield drawn

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.rules.elementwise import widen
-from lightning_persample.rules.generators import other_generators_kept, random_states
+from lightning_persample.rules.generators import generators_kept, other_generators_kept
 from lightning_persample.rules.registry import canonical_op, op_name
 from lightning_persample.rules.vector_jacobian import vector_jacobian
 from lightning_persample.torch_internals import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -121,8 +121,7 @@ def _one_after_another(
     """The slow way, for an op that torch cannot run on samples in a batch (a mask decides its sizes)."""
     found = []
     devices = [cotangents[0].device] if cotangents[0].is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices), other_generators_kept() as others_drawn:
-        states = random_states(devices)
+    with torch.no_grad(), generators_kept(devices) as drawn:
         for sample in range(len(cotangents[0])):
             values = {leaf: value[sample] for leaf, value in sample_leaves.items()}
             try:
@@ -132,8 +131,7 @@ def _one_after_another(
             except Exception as error:  # whatever an op of the user's raises, which the reason names
                 reason = f"running it on one sample alone raised {type(error).__name__}"
                 raise UnsupportedError(call.complaint(reason)) from error
-        after = random_states(devices)
-        if others_drawn() or not all(map(torch.equal, states, after)):
+        if drawn():
             raise UnsupportedError(call.complaint(_RANDOM))
     return {leaf: torch.stack([gradients[leaf] for gradients in found]) for leaf in found[0]}
 
