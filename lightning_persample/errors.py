@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "BatchSizeError",
-    "OptionError",
-    "PerSampleError",
-    "PerSampleWarning",
-    "RuleRegistrationError",
-    "UnsupportedError",
-    "VerificationError",
-]
-
 
 class PerSampleError(RuntimeError):
     """Base of every error of this package."""

@@ -10,19 +10,6 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError
 
-__all__ = [
-    "CAPTURE_DEFAULTS",
-    "QUANTITIES",
-    "CaptureOptions",
-    "check_option",
-    "check_options",
-    "checked_capture_options",
-    "is_int",
-    "is_none_or_int",
-    "is_none_or_positive",
-    "shown",
-]
-
 QUANTITIES = ("sq_norm", "grad_sample", "dot", "square_sum", "projection")
 
 

@@ -15,8 +15,6 @@ from lightning_persample.batch_axis.base import Followed, dims_argument, is_plai
 from lightning_persample.batch_axis.observed import ObservedCall, user_line, version_of
 from lightning_persample.batch_axis.ops import OPS
 
-__all__ = ["MEAN", "MOST_KEPT", "UNKNOWN", "absent", "added_up", "factors_beside", "reduction_of", "scaled"]
-
 _MOST_FACTORS = 65536  # numbers that are read to tell whether they are alike
 MOST_KEPT = 1 << 16  # numbers that are kept for those who ask what each sample adds to their sum
 _MOST = 1 << 22  # numbers in data of the batch that are added up once more

@@ -27,8 +27,6 @@ from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, us
 from lightning_persample.batch_axis.ops import LOSSES, POINTWISE, having
 from lightning_persample.torch_internals import tree_flatten, tree_unflatten
 
-__all__ = ["after_reduction"]
-
 _ADDS, _SUMS, _PICKS, _BOUNDS = having("adds", "chooses"), having("sums"), having("picks"), having("bounds")
 _MOVES = having("same", "casts", "moves", "picks", "joins", "passes")
 _ENTRYWISE_LOSSES = having("entrywise")

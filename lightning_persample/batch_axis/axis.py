@@ -19,21 +19,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BatchAxis",
-    "Computed",
-    "Lost",
-    "Owner",
-    "Root",
-    "batch_first",
-    "by_entries",
-    "entry_owners",
-    "one_entry",
-    "picked",
-    "reshaped",
-    "row_owners",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Owner:

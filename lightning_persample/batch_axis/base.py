@@ -14,26 +14,6 @@ from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.torch_internals import is_wrapped_by_transform
 
-__all__ = [
-    "BY_LAYOUT",
-    "PROPAGATION_RULES",
-    "Entries",
-    "Followed",
-    "alone",
-    "beside_lost",
-    "broadcast",
-    "crossed",
-    "dims_argument",
-    "has_equal_rows",
-    "is_plain",
-    "keep",
-    "listed",
-    "lists",
-    "lost",
-    "meet",
-    "memory_of",
-]
-
 _STRIDED = torch.strided
 
 Alignment = Callable[[Tensor], BatchAxis | None]

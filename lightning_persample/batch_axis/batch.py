@@ -14,21 +14,6 @@ from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
 from lightning_persample.errors import BatchSizeError
 from lightning_persample.torch_internals import tree_leaves
 
-__all__ = [
-    "BatchLayout",
-    "EmptyBatchError",
-    "batch_tensors",
-    "count_samples",
-    "declared_place",
-    "is_alike",
-    "lay_out",
-    "mark_samples",
-    "packed_owners",
-    "places_of_rows",
-    "read_batch_size",
-    "with_samples_at",
-]
-
 Place = BatchAxis | Lost | None
 Path = tuple[Any, ...]
 

@@ -18,8 +18,6 @@ from lightning_persample.batch_axis.observed import ObservedCall
 from lightning_persample.batch_axis.separable import by_what_samples_give
 from lightning_persample.batch_axis.trial import try_on_one_sample
 
-__all__ = ["follow"]
-
 _FAMILIES = (indexing, layers, losses, recurrence, reductions, shapes)  # imported for the rules that they register
 
 

@@ -12,8 +12,6 @@ from lightning_persample.batch_axis.base import Followed, alone, beside_lost, cr
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.trial import try_on_one_sample
 
-__all__ = ["rows_filled"]
-
 _WHOLE = slice(None)
 
 

@@ -12,8 +12,6 @@ from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
 from lightning_persample.batch_axis.base import Followed, beside_lost, broadcast, keep, lost, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall
 
-__all__ = []
-
 _MEET = "meets two tensors of the batch with their batch axes at different places"
 
 

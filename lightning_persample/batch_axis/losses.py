@@ -17,8 +17,6 @@ from lightning_persample.batch_axis.observed import ObservedCall, Operand, user_
 from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.torch_internals import tree_map
 
-__all__ = ["READ_BY_SAMPLE", "every_target_counts"]
-
 _CLASS_LOSSES, _ROW_LOSSES = having("classes"), having("rows")
 _MOST_LINES = 4096
 # Lines of losses of which it is asked what each sample adds, so that each of their calls keeps it.

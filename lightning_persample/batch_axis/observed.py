@@ -17,22 +17,6 @@ from torch import Tensor
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.torch_internals import TORCH_FOLDER, version_counter
 
-__all__ = [
-    "Description",
-    "ObservedCall",
-    "Operand",
-    "OwnBackward",
-    "describe",
-    "has_history",
-    "line_of",
-    "operands_of",
-    "tensors_in",
-    "user_line",
-    "user_place",
-    "version_of",
-    "without_data",
-]
-
 _OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (TORCH_FOLDER, Path(__file__).parent.parent))
 
 

@@ -31,8 +31,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LOSSES", "OPS", "POINTWISE", "Op", "add_ops", "having"]
-
 
 @dataclass(frozen=True)
 class Op:

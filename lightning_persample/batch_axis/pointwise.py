@@ -10,8 +10,6 @@ from lightning_persample.batch_axis.axis import BatchAxis
 from lightning_persample.batch_axis.base import Followed, broadcast, is_plain, listed, lists, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall
 
-__all__ = ["common_axis"]
-
 
 def common_axis(tensors: Sequence[Tensor], marks: Sequence[object]) -> tuple[BatchAxis | None, int]:
     """The axis along which operands that are laid over each other all hold the samples, where it is the same."""

@@ -11,8 +11,6 @@ from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
 from lightning_persample.batch_axis.base import Followed, lost, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
 
-__all__ = []
-
 
 @propagation_rule("recurrent_layer")
 def _follow_layer(call: ObservedCall) -> Followed:

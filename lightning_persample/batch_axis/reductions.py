@@ -9,8 +9,6 @@ from lightning_persample.batch_axis.base import Followed, broadcast, dims_argume
 from lightning_persample.batch_axis.observed import ObservedCall
 from lightning_persample.batch_axis.ops import having
 
-__all__ = []
-
 _TOTALS = having("totals")
 
 

@@ -26,8 +26,6 @@ from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import generators_kept
 from lightning_persample.torch_internals import tree_flatten, tree_unflatten
 
-__all__ = ["by_what_samples_give"]
-
 _MOST = 1 << 16  # entries of what a number is computed from
 _NEAR = 1e-3  # a change of a number around which it may be bent
 _STEP, _SAME = 1e-5, 1e-10  # a change of the values, and one of their gradient that is rounding

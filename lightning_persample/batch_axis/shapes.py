@@ -22,8 +22,6 @@ from lightning_persample.batch_axis.base import (
 )
 from lightning_persample.batch_axis.observed import ObservedCall
 
-__all__ = []
-
 
 @propagation_rule("reshape", by_layout=True)
 def _follow_reshape(call: ObservedCall) -> Followed:

@@ -14,8 +14,6 @@ from lightning_persample.batch_axis.ops import having
 from lightning_persample.rules import generators_kept
 from lightning_persample.torch_internals import tree_map
 
-__all__ = ["try_on_one_sample"]
-
 _UNSEEN = having("unseen")
 _SHOWN: dict[Hashable, Followed] = {}  # by layout
 _MOST = 4096

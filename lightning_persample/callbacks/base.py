@@ -16,8 +16,6 @@ from lightning_persample.capture.failure import fault_of, guard, run_all
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.options import CAPTURE_DEFAULTS, CaptureOptions, check_options, checked_capture_options
 
-__all__ = ["PerSampleCallback"]
-
 
 class PerSampleCallback(Callback):
     """Receives the per-sample gradients of captured training steps; subclass it and override `on_per_sample_gradients`.

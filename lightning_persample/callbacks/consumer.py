@@ -17,8 +17,6 @@ from lightning_persample.capture.record import PerSampleRecord, warn_user, warni
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.options import CAPTURE_DEFAULTS, CaptureOptions
 
-__all__ = ["Consumer", "Reports", "check_options_agree", "why_unsupported"]
-
 
 class Consumer(Protocol):
     """A `PerSampleCallback`, as far as the capture goes: its options, what it asks for and where records go."""

@@ -34,8 +34,6 @@ from lightning_persample.reference.samples import (
 )
 from lightning_persample.reference.untouched import without_dropout
 
-__all__ = ["NOT_COMPARED", "NOT_ONE_BY_ONE", "SecondEngine", "SumsDifferError"]
-
 _NO_FACTOR = "the samples run in a pass of their own, with random numbers of its own"
 
 NOT_ONE_BY_ONE = (

@@ -18,8 +18,6 @@ from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.torch_internals import without_torch_function
 
-__all__ = ["NOT_VERIFIED", "NO_BACKWARD", "NO_FALLBACK", "OUTSIDE_STEP", "ManualStep", "unseen", "why_not_manual"]
-
 NO_BACKWARD = (
     "an optimizer stepped in training_step, but no backward pass that can be seen reached a trainable parameter in it: "
     "this step is not reported"

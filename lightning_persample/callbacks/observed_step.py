@@ -17,8 +17,6 @@ from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError
 from lightning_persample.options import CaptureOptions
 
-__all__ = ["ObservedStep", "SampleChoice", "SumCheck"]
-
 
 class SampleChoice:
     """Chooses samples at random, with random numbers of its own, so that training draws what it would draw.

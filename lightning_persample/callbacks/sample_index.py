@@ -33,17 +33,6 @@ from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError
 from lightning_persample.torch_internals import MAKE_ITERATORS, collate_of, collates_rows, pin_memory, tree_unflatten
 
-__all__ = [
-    "BatchIndices",
-    "Drawn",
-    "RowOrder",
-    "TaggedLoader",
-    "checked_index",
-    "is_followed",
-    "last_drawn",
-    "why_no_keys",
-]
-
 _BATCHES = 3  # that are looked at: a function that sorts does so from the first
 _ENTRIES = 16  # of each row that are compared
 _PLAIN = (int, float, bool, str)

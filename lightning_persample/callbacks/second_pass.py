@@ -21,8 +21,6 @@ from lightning_persample.reference.untouched import ModuleState, untouched
 from lightning_persample.reference.verify import RANDOM, check_per_sample_gradients
 from lightning_persample.torch_internals import COLLECTIVES, TorchDispatchMode
 
-__all__ = ["NoLossError", "muted", "on_other_batches", "second_pass", "verify_values"]
-
 _MUTED = ("log", "log_dict", "print")
 _ABSENT = object()
 

@@ -56,8 +56,6 @@ from lightning_persample.errors import BatchSizeError, PerSampleError, Unsupport
 from lightning_persample.options import CaptureOptions
 from lightning_persample.reference.samples import loss_of
 
-__all__ = ["SharedCapture", "is_logging_step", "shared_capture"]
-
 
 def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
     """Whether the optimizer step that the current batch belongs to is logged."""

@@ -26,21 +26,6 @@ from lightning_persample.capture.observing import is_composite
 from lightning_persample.capture.weight import Weight, base_of, places_in
 from lightning_persample.rules import canonical_op
 
-__all__ = [
-    "CONSTANT",
-    "DATA_SOURCES",
-    "KNOWN",
-    "REWRITTEN",
-    "Constant",
-    "Kind",
-    "Mark",
-    "Marks",
-    "adds_a_term",
-    "data_of",
-    "in_parts",
-    "kind_of",
-]
-
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 _ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of the call, in its order
     nn.functional.cross_entropy: "cross_entropy_loss",

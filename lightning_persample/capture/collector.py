@@ -11,17 +11,16 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.batch_axis.observed import Description, line_of, version_of
 from lightning_persample.capture.annotations import KNOWN, Marks
 from lightning_persample.capture.failure import FAULT, OverwrittenError, fault_of, guard, in_smaller_chunks, reason_of
-from lightning_persample.capture.graph import Edges, Node, boundary, edges_between, ends_below, leaf_of, on_gradient
+from lightning_persample.capture.graph import Edges, boundary, edges_between, ends_below, leaf_of, on_gradient
 from lightning_persample.capture.pull_back import settle_one
 from lightning_persample.capture.weight import Computation, Weight
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
-
-__all__ = ["USED_AGAIN", "Collector", "Kind", "Notes", "Observes", "Part", "WatchedNodes"]
 
 _PRODUCTS = frozenset({"AddmmBackward0", "MmBackward0"})
 

@@ -23,17 +23,6 @@ from lightning_persample.rules import Call, Rule, generic_rule, op_name
 from lightning_persample.rules.elementwise import widen
 from lightning_persample.torch_internals import saved_results, tree_flatten, tree_unflatten, version_counter
 
-__all__ = [
-    "ByRule",
-    "Placement",
-    "Use",
-    "check_unchanged",
-    "computation",
-    "not_tensors",
-    "placement_of",
-    "wrong_answer",
-]
-
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 
 from lightning_persample.batch_axis.added_up import UNKNOWN, scaled
@@ -46,7 +47,7 @@ from lightning_persample.capture.collector import Collector, Part
 from lightning_persample.capture.contributions import Use
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.fused import fused_call
-from lightning_persample.capture.graph import REENTRANT, Node, boundary, on_gradient, reaches, unseen_text
+from lightning_persample.capture.graph import REENTRANT, boundary, on_gradient, reaches, unseen_text
 from lightning_persample.capture.observing import decomposed
 from lightning_persample.capture.plan import Plan, layout_of, note_as_planned, recall, remember, remember_as
 from lightning_persample.capture.record import OUTSIDE
@@ -61,8 +62,6 @@ from lightning_persample.capture.reporting import (
 from lightning_persample.capture.weight import Derivation, Weight, base_of, in_one_row, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
 from lightning_persample.torch_internals import is_view, tree_flatten, view_base
-
-__all__ = ["Dispatcher"]
 
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}

@@ -28,21 +28,6 @@ from lightning_persample.errors import (
 )
 from lightning_persample.gradients.cost import halved_memory_budget
 
-__all__ = [
-    "FAULT",
-    "Once",
-    "OverwrittenError",
-    "attempt",
-    "fault_of",
-    "guard",
-    "in_smaller_chunks",
-    "of_user",
-    "once",
-    "reason_of",
-    "run_all",
-    "stop",
-]
-
 FAULT = "this is a fault of lightning_persample"
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _HALVINGS = 3

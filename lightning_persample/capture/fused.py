@@ -23,8 +23,6 @@ from lightning_persample.rules import Rule
 from lightning_persample.rules.convolution import per_axis, resolve_padding
 from lightning_persample.torch_internals import calls_run_as_written, without_torch_function
 
-__all__ = ["FusedCall", "fused_call"]
-
 Sums: TypeAlias = "Mapping[str, Tensor]"
 Gradients: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
 Wanted: TypeAlias = "tuple[bool, bool, bool]"

@@ -14,24 +14,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from lightning_persample.capture.failure import guard
 from lightning_persample.torch_internals import AccumulateGrad, is_view, view_base
 
-__all__ = [
-    "REENTRANT",
-    "Edges",
-    "Node",
-    "accumulator",
-    "boundary",
-    "detached",
-    "edges_between",
-    "ends_below",
-    "gradient_reader",
-    "hooked_tensor",
-    "leaf_of",
-    "node_below",
-    "on_gradient",
-    "reaches",
-    "unseen_text",
-]
-
 Nodes: TypeAlias = set[Node]
 Edges: TypeAlias = dict[Node, list[Node]]
 

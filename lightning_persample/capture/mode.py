@@ -40,8 +40,6 @@ from lightning_persample.gradients import KernelOptions, kernel_options
 from lightning_persample.options import check_option, check_options
 from lightning_persample.torch_internals import current_backward, is_recomputing, parameters_and_buffers
 
-__all__ = ["Capture", "expanded_weights"]
-
 _UNSUPPORTED = ("warn", "error", "ignore")
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 _CLOSED = "this capture is closed; make a new one with expanded_weights for every training step"

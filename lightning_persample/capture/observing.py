@@ -29,15 +29,6 @@ from lightning_persample.torch_internals import (
     torch_function_is_enabled,
 )
 
-__all__ = [
-    "ObservingMode",
-    "decomposed",
-    "decomposed_backward",
-    "is_composite",
-    "modules_do_not_see",
-    "without_compilation",
-]
-
 
 class ObservingMode(TorchFunctionMode):
     """Offers every torch call to a capture.

@@ -32,21 +32,6 @@ from lightning_persample.torch_internals import (
     version_counter,
 )
 
-__all__ = [
-    "ShardedParameters",
-    "WatchedParameters",
-    "adds_up",
-    "by_place",
-    "check_module",
-    "default_tolerance",
-    "is_sharded",
-    "recurrent_layers_kept",
-    "sharded_elsewhere",
-    "size_of_terms",
-    "trainable",
-    "unwrapped",
-]
-
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The user's module, where ``fabric.setup`` has wrapped it: parameters have the names that they have in it."""

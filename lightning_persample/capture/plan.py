@@ -22,8 +22,6 @@ from lightning_persample.capture.reporting import Report, wait
 from lightning_persample.capture.weight import Weight
 from lightning_persample.rules import Rule, op_name, rule_of
 
-__all__ = ["Plan", "layout_of", "note_as_planned", "recall", "remember", "remember_as"]
-
 _MOST = 4096  # plans that are kept; a model has some hundreds
 _COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 _INDEXING = frozenset({Tensor.__getitem__})  # an index that is a tensor counts by its values

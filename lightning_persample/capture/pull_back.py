@@ -34,8 +34,6 @@ from lightning_persample.rules import (
 )
 from lightning_persample.torch_internals import tree_unflatten
 
-__all__ = ["copied", "looked_up", "pull_back", "row_by_row", "settle", "settle_one"]
-
 _JOINS, _COPIES = having("joins"), having("same", "moves", "picks", "joins")
 
 

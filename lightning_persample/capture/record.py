@@ -21,25 +21,6 @@ from lightning_persample.gradients import Projection, SampleGradient, kernel_opt
 from lightning_persample.gradients.cost import current_options
 from lightning_persample.torch_internals import divide_each, multiply_each, version_counter
 
-__all__ = [
-    "OF_KEPT",
-    "OUTSIDE",
-    "UNEQUAL_WEIGHTS",
-    "Coverage",
-    "KeptGradients",
-    "OwnScale",
-    "PerSampleRecord",
-    "SampleIndex",
-    "Weighting",
-    "classify",
-    "in_dtype_of",
-    "listed",
-    "say",
-    "summed",
-    "warn_user",
-    "warning_texts",
-]
-
 OF_KEPT = frozenset({"dot", "projection"})
 """The quantities for which gradients are kept after the backward."""
 

@@ -32,18 +32,6 @@ from lightning_persample.torch_internals import (
     without_torch_function,
 )
 
-__all__ = [
-    "LINEAR",
-    "Report",
-    "RowsOfLinear",
-    "attach",
-    "note_rows",
-    "note_term",
-    "refuse_where_used",
-    "rows_of_linear",
-    "wait",
-]
-
 _FREED = (
     "a second backward goes through it, but the first one was to free the graph; pass retain_graph=True to the first"
 )

@@ -19,8 +19,6 @@ from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients import SampleGradient, add_up
 from lightning_persample.torch_internals import multiply_each
 
-__all__ = ["Values", "has_value", "read_values", "why_no_factor"]
-
 
 @dataclass
 class Values:

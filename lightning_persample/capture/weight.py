@@ -18,18 +18,6 @@ from lightning_persample.batch_axis.ops import POINTWISE
 from lightning_persample.gradients import Block, Dense, SampleGradient, Sum, add_up
 from lightning_persample.torch_internals import TreeSpec, tree_unflatten, view_base
 
-__all__ = [
-    "Computation",
-    "Contributions",
-    "Derivation",
-    "Weight",
-    "base_of",
-    "in_one_row",
-    "part_of",
-    "places_in",
-    "with_part",
-]
-
 Contributions: TypeAlias = "list[tuple[Weight, SampleGradient]]"
 Computation: TypeAlias = Callable[[Sequence["Tensor | None"]], Contributions]
 

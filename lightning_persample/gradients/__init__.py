@@ -5,7 +5,8 @@ from lightning_persample.gradients.cost import KernelOptions, kernel_options
 from lightning_persample.gradients.fused import convolution_is_fused, linear_is_fused, sq_norms_and_sum
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.projection import Projection
-from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
+from lightning_persample.gradients.sample_gradient import SampleGradient
+from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches
 from lightning_persample.gradients.together import sq_norms
 
 __all__ = [

@@ -13,9 +13,8 @@ from torch import Tensor
 from lightning_persample.gradients import norms, precision, projected
 from lightning_persample.gradients.cost import chunks, memory_budget
 from lightning_persample.gradients.projection import Factors
-from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches, SampleGradient
-
-__all__ = ["Block", "Sum", "add_up"]
+from lightning_persample.gradients.sample_gradient import SampleGradient
+from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,31 +14,6 @@ import torch
 
 from lightning_persample.gradients.geometry import PatchGeometry
 
-__all__ = [
-    "CPU_MEMORY_BUDGET",
-    "LEAST_MEMORY_BUDGET",
-    "MEMORY_BUDGET",
-    "KernelOptions",
-    "MatrixKernel",
-    "PatchKernel",
-    "PatchSizes",
-    "chunks",
-    "current_options",
-    "fits",
-    "forming_kernel",
-    "halved",
-    "halved_memory_budget",
-    "held_by_use",
-    "kernel_options",
-    "memory_budget",
-    "outer_forms_gradients",
-    "outer_inner_kernel",
-    "outer_kernel",
-    "patch_costs",
-    "patch_kernel",
-    "patches_form_gradients",
-]
-
 
 @dataclass(frozen=True)
 class KernelOptions:

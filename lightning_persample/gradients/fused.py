@@ -22,9 +22,8 @@ from lightning_persample.gradients.cost import (
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.patches import patches_sq_norm_and_sum
 from lightning_persample.gradients.precision import accumulation_dtype, without_autocast
-from lightning_persample.gradients.structure import Dense, Outer, Patches, SampleGradient
-
-__all__ = ["convolution_is_fused", "linear_is_fused", "sq_norms_and_sum"]
+from lightning_persample.gradients.sample_gradient import SampleGradient
+from lightning_persample.gradients.structure import Dense, Outer, Patches
 
 _IN_CACHE = 4 * 2**20  # bytes of gradients that are squared and summed before the next ones take their place
 

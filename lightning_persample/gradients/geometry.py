@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-__all__ = ["PatchGeometry"]
-
 
 @dataclass(frozen=True)
 class PatchGeometry:

@@ -22,8 +22,6 @@ from lightning_persample.gradients.norms import (
 )
 from lightning_persample.gradients.precision import accumulation_dtype
 
-__all__ = ["dense_indexed_inner", "indexed_dense", "indexed_inner", "indexed_outer_inner", "indexed_sq_norm"]
-
 
 def _number_groups(index: Tensor) -> Tensor:
     """Number the distinct indices of all samples: (b, T) int64 to (b, T) in range(b T)."""

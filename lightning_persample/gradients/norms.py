@@ -14,33 +14,6 @@ from lightning_persample.gradients.cost import MatrixKernel, chunks, fits, memor
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.precision import accumulation_dtype
 
-__all__ = [
-    "LONGEST_ROW",
-    "by_chunks",
-    "bytes_of_sample",
-    "bytes_to_widen",
-    "convolved",
-    "dense_dot",
-    "dense_inner",
-    "dense_outer_inner",
-    "dense_sq_norm",
-    "dot_sum",
-    "indexed_dot",
-    "outer_direct_sq_norm",
-    "outer_dot",
-    "outer_gram_inner",
-    "outer_gram_sq_norm",
-    "outer_inner",
-    "outer_parts",
-    "outer_terms_sq_norm",
-    "patches_dot",
-    "row_norms",
-    "row_sq_norms",
-    "sq_sum",
-    "sum_and_trace",
-    "zeros",
-]
-
 LONGEST_ROW = 4096
 """Numbers that are added up in a row; longer sums in float32 are split, for their error grows with the length."""
 

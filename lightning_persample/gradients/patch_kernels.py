@@ -17,8 +17,6 @@ from torch import Tensor
 from lightning_persample.gradients.cost import PatchKernel, PatchSizes
 from lightning_persample.gradients.geometry import PatchGeometry
 
-__all__ = ["DENSE", "GRAM", "Rows", "layer_products"]
-
 
 @dataclass(frozen=True, eq=False)
 class Rows:

@@ -18,8 +18,6 @@ from lightning_persample.gradients.norms import dense_sq_norm, sum_and_trace, ze
 from lightning_persample.gradients.patch_kernels import DENSE, GRAM, Rows, layer_products
 from lightning_persample.gradients.precision import accumulation_dtype, suspect, wide_dtype
 
-__all__ = ["patches_dense", "patches_sq_norm", "patches_sq_norm_and_sum", "patches_terms_sq_norm"]
-
 
 @lru_cache(4096)
 def _bytes_each(kernel: PatchKernel, sizes: PatchSizes, dense: bool) -> int:

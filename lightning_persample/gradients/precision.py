@@ -7,8 +7,6 @@ import contextlib
 import torch
 from torch import Tensor
 
-__all__ = ["accumulation_dtype", "autocast_is_on", "suspect", "wide_dtype", "without_autocast"]
-
 _CANCELLATION = 1e-2  # a result smaller than this part of what was added up is computed again another way
 _AS_IT_IS = contextlib.nullcontext()
 

@@ -20,8 +20,6 @@ from lightning_persample.gradients.patch_kernels import Rows
 from lightning_persample.gradients.patches import patches_dense
 from lightning_persample.gradients.projection import Factors
 
-__all__ = ["block_projected", "dense_projected", "indexed_projected", "outer_projected", "patches_projected"]
-
 _WRITTEN = 32  # one number of a projected side, written and read again, in multiply-adds
 
 

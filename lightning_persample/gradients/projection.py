@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError
 
-__all__ = ["Factors", "Projection"]
-
 Kind = Literal["normal", "rademacher"]
 _Key = tuple[str, str, int, int, torch.dtype, torch.device]
 

@@ -23,8 +23,6 @@ from lightning_persample.gradients.cost import chunks, held_by_use
 from lightning_persample.gradients.projected import dense_projected
 from lightning_persample.gradients.projection import Factors, Projection
 
-__all__ = ["SampleGradient"]
-
 AnyGradient = TypeVar("AnyGradient", bound="SampleGradient")
 
 

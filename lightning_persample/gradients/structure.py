@@ -17,8 +17,6 @@ from lightning_persample.gradients.patches import patches_dense, patches_sq_norm
 from lightning_persample.gradients.projection import Factors
 from lightning_persample.gradients.sample_gradient import SampleGradient
 
-__all__ = ["Dense", "Indexed", "Outer", "Patches", "SampleGradient"]
-
 
 def _shapes(**tensors: Tensor) -> str:
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())

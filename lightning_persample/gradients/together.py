@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_persample.gradients import norms, precision
-from lightning_persample.gradients.structure import Dense, Outer, SampleGradient
-
-__all__ = ["sq_norms"]
+from lightning_persample.gradients.sample_gradient import SampleGradient
+from lightning_persample.gradients.structure import Dense, Outer
 
 
 def sq_norms(gradients: Sequence[SampleGradient]) -> list[Tensor]:

@@ -27,13 +27,6 @@ from lightning_persample.rules import Call, Rule, canonical_op, find_rule, op_na
 from lightning_persample.rules.elementwise import align_rank
 from lightning_persample.torch_internals import tree_map, version_counter
 
-__all__ = [
-    "RuleCheck",
-    "RuleReport",
-    "check_rule",
-    "relative_error",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class _Samples:

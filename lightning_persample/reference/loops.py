@@ -26,8 +26,6 @@ from lightning_persample.torch_internals import (
     tree_unflatten,
 )
 
-__all__ = ["batch_statistics_explained", "loop_per_sample_grads", "vmap_per_sample_grads"]
-
 _KEPT, _ONE_VALUE = "running_mean or running_var", "more than 1 value per channel"
 _INSTEAD = "; what a sample contributes to the gradient of the batch is given by expanded_weights and engine='expanded'"
 

@@ -14,8 +14,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from lightning_persample.batch_axis.batch import batch_tensors, is_alike
 from lightning_persample.errors import OptionError, PerSampleError
 
-__all__ = ["Weighting", "has_ragged_samples", "loss_of", "own_loss", "take", "tensors_of", "with_tensors"]
-
 Weighting: TypeAlias = Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
 
 _PLAIN = (str, bytes, int, float, complex, type, type(None))

@@ -18,8 +18,6 @@ from lightning_persample.capture.observing import ObservingMode
 from lightning_persample.errors import PerSampleError
 from lightning_persample.torch_internals import DropoutBase
 
-__all__ = ["ModuleState", "untouched", "without_dropout"]
-
 _LONGEST_SEARCHED = 10_000  # items: what is longer is data, not state
 
 

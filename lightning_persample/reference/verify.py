@@ -24,16 +24,6 @@ from lightning_persample.options import check_option, check_options, is_int, is_
 from lightning_persample.reference.samples import Weighting, loss_of, own_loss, take
 from lightning_persample.reference.untouched import ModuleState, untouched, without_dropout
 
-__all__ = [
-    "PENALTY",
-    "RANDOM",
-    "Comparison",
-    "ParameterCheck",
-    "VerificationReport",
-    "check_per_sample_gradients",
-    "table",
-]
-
 PENALTY = (
     "apart from one term, the same in every one-sample loss: a penalty on the parameters, or another term of the loss "
     "that belongs to no sample, is in no sample's own gradient"

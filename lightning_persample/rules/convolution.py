@@ -13,8 +13,6 @@ from lightning_persample.gradients import Dense, Patches, PatchGeometry, SampleG
 from lightning_persample.rules.elementwise import sum_to_shape
 from lightning_persample.rules.registry import Call, register_rule
 
-__all__ = ["convolution", "per_axis", "resolve_padding"]
-
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _OPTIONS = (("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
 

@@ -22,8 +22,6 @@ from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense
 from lightning_persample.rules.registry import Call, register_rule
 
-__all__ = ["align_rank", "sum_to_shape", "widen"]
-
 _EITHER = ("input", "other")
 _of_two = partial(register_rule, batched=_EITHER, weights=_EITHER, per_sample=_EITHER)
 

@@ -10,8 +10,6 @@ from lightning_persample.gradients import Indexed
 from lightning_persample.rules.elementwise import widen
 from lightning_persample.rules.registry import Call, register_rule
 
-__all__ = ["embedding", "embedding_bag"]
-
 _SUM, _MEAN, _MAX = range(3)
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["generators_kept", "other_generators_kept"]
-
 # Functions without a line of Python, which draws from neither; to read NumPy's state takes longer than most of them.
 _COMPILED = (
     types.BuiltinFunctionType,

@@ -16,8 +16,6 @@ from lightning_persample.rules.registry import canonical_op, op_name
 from lightning_persample.rules.vector_jacobian import vector_jacobian
 from lightning_persample.torch_internals import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["generic_rule"]
-
 _RANDOM = "it draws random numbers"
 
 _IN_PLACE_OPERATORS = frozenset({

@@ -11,8 +11,6 @@ from lightning_persample.gradients import Dense, Outer, SampleGradient
 from lightning_persample.rules.elementwise import align_rank, sum_to_shape, widen
 from lightning_persample.rules.registry import Call, register_rule
 
-__all__ = ["linear", "matmul", "mm"]
-
 
 @register_rule(F.linear, arguments=("input", "weight", "bias"), batched=("input",), weights=("weight", "bias"))
 def linear(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:

@@ -26,8 +26,6 @@ from lightning_persample.rules.elementwise import sum_to_shape, widen
 from lightning_persample.rules.registry import Call, register_rule
 from lightning_persample.torch_internals import without_torch_function
 
-__all__ = ["batch_norm", "group_norm", "instance_norm", "layer_norm", "rms_norm"]
-
 _STATISTICS = ("result1", "result2")  # mean and reciprocal standard deviation, as torch's nodes call them
 
 

@@ -21,8 +21,6 @@ from lightning_persample.gradients import Dense, Outer, SampleGradient
 from lightning_persample.rules.registry import Call, register_rule
 from lightning_persample.torch_internals import recurrent_functions
 
-__all__ = ["recurrent_cell", "recurrent_layer"]
-
 _LAYER = ("input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
 _PACKED = ("input", "batch_sizes", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
 _CELL = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")

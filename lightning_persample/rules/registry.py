@@ -18,19 +18,6 @@ from lightning_persample.errors import RuleRegistrationError
 from lightning_persample.gradients import SampleGradient
 from lightning_persample.torch_internals import is_torch_op, name_of_custom_op
 
-__all__ = [
-    "Call",
-    "Rule",
-    "RuleFunction",
-    "canonical_op",
-    "find_rule",
-    "op_name",
-    "register_rule",
-    "rule_of",
-    "supported_ops",
-    "watched",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Call:

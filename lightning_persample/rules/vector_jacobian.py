@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-__all__ = ["Pull", "agree", "pull_each", "vector_jacobian"]
-
 Pull: TypeAlias = Callable[[list[Tensor]], tuple[Tensor, ...]]
 
 # An autograd.Function whose `forward` fills the context, as that of every custom op does and most in use do; a function

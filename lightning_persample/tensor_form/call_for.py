@@ -26,10 +26,6 @@ from lightning_persample.tensor_form.delivery import DeliveringDispatcher, stand
 from lightning_persample.tensor_form.expanded_weight import ExpandedWeight, check_batch_size, check_loss_reduction
 from lightning_persample.torch_internals import tree_leaves
 
-__all__ = [
-    "call_for_per_sample_grads",
-]
-
 # Arguments of torch's own layers that hold no samples, or hold them along an axis of their own, whatever the layout of
 # the others: masks and initial states. The ops that read them know where the samples are.
 _MASKS = ("attn_mask", "mask", "src_mask", "tgt_mask", "memory_mask")

@@ -32,8 +32,6 @@ from lightning_persample.errors import BatchSizeError, UnsupportedError
 from lightning_persample.gradients import SampleGradient, add_up
 from lightning_persample.torch_internals import after_backward, current_backward, without_torch_function
 
-__all__ = ["DeliveringDispatcher", "Target", "stand_in"]
-
 _OF_BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 

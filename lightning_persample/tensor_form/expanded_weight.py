@@ -20,8 +20,6 @@ from lightning_persample.rules import find_rule
 from lightning_persample.tensor_form.delivery import DeliveringDispatcher, Target, stand_in
 from lightning_persample.torch_internals import make_subclass, tree_map_only, without_subclasses
 
-__all__ = ["ExpandedWeight", "check_batch_size", "check_loss_reduction"]
-
 _Function: TypeAlias = Callable[..., Any]
 
 _PRODUCTS = frozenset({"matmul", "mm"})
