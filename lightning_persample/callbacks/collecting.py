@@ -26,16 +26,8 @@ from lightning_persample.capture.record import PerSampleRecord, warn_user, warni
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.projection import Projection
-from lightning_persample.influence.files import MANIFEST, FolderLock
-from lightning_persample.influence.shards import (
-    ParameterColumns,
-    StoreManifest,
-    StoreWriter,
-    open_store,
-    read_store_manifest,
-    shards_of,
-    write_store_manifest,
-)
+from lightning_persample.influence.dataset import FolderLock
+from lightning_persample.influence.shards import ParameterColumns, Shards, StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore
 from lightning_persample.reference.samples import Weighting, loss_of
 from lightning_persample.reference.untouched import without_dropout
@@ -414,7 +406,7 @@ class _Collecting(_Base):
         self._options = options
         self._requires_grad = requires_grad
         self._gradients = BatchGradients(module, manifest.parameters, options)
-        self._dirpath = dirpath
+        self._dirpath, self._shards = dirpath, Shards(dirpath)
         self._manifest = manifest
         self._rows_per_shard = rows_per_shard
         self._overwrite = overwrite
@@ -462,7 +454,7 @@ class _Collecting(_Base):
         """Say in the manifest how many rows complete the store, and no fewer than were to be there before."""
         promised = rows if rows < 0 else max(rows, self._manifest.rows or 0)
         self._manifest = replace(self._manifest, rows=promised)
-        self._write(write_store_manifest, self._dirpath, self._manifest)
+        self._write(self._shards.write_manifest, self._manifest)
 
     def _warn_of_kept(self) -> None:
         """Nobody knows whether the rows that are kept are of these data, or of these callables."""
@@ -490,7 +482,7 @@ class _Collecting(_Base):
                 continued: dict[str, int] | None = {} if self._overwrite else None
                 self._lock = FolderLock(self._dirpath)
                 new = self._described(trainer)
-                manifest = open_store(self._dirpath, new, continued, overwrite=self._overwrite)
+                manifest = self._shards.open(new, continued, overwrite=self._overwrite)
             except PerSampleError as error:  # said to the other processes, which would wait for this one
                 refusal = error
             except OSError as error:
@@ -507,8 +499,8 @@ class _Collecting(_Base):
         """The manifest of these data and checkpoints, which says no more of them than that of rows that are there."""
         data = self._samples.fingerprint()
         checkpoints = self._checkpoints.described(trainer, self.module, self._options.direction == "adam")
-        if not self._overwrite and (self._dirpath / MANIFEST).exists() and shards_of(self._dirpath):
-            there = read_store_manifest(self._dirpath)
+        there = None if self._overwrite else self._shards.manifest_if_there()
+        if there is not None and self._shards.parts():
             data = data if there.settings.get("data") is not None else None
             before: list[Mapping[str, Any]] = [*there.checkpoints, *checkpoints[len(there.checkpoints) :]]
             checkpoints = tuple(_as_before(now, was) for now, was in zip(checkpoints, before, strict=False))

@@ -19,21 +19,9 @@ from lightning_persample.capture.failure import guard, of_user
 from lightning_persample.capture.record import PerSampleRecord, listed
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients.projection import Projection
-from lightning_persample.influence.files import MANIFEST, remove_partial_files
 from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
 from lightning_persample.influence.optional_packages import arrow
-from lightning_persample.influence.shards import (
-    ParameterColumns,
-    StoreManifest,
-    StoreWriter,
-    columns_for,
-    difference,
-    open_store,
-    read_store_manifest,
-    remove_store,
-    shards_of,
-    write_store_manifest,
-)
+from lightning_persample.influence.shards import ParameterColumns, Shards, StoreManifest, StoreWriter, columns_for
 
 __all__ = [
     "CapturedRows",
@@ -43,7 +31,6 @@ __all__ = [
     "columns_of",
     "layout_of",
     "quantity_for",
-    "settle_gradients",
     "table_of",
     "values_of",
 ]
@@ -319,22 +306,6 @@ def values_of(record: PerSampleRecord, layout: Sequence[ParameterColumns], proje
     return values
 
 
-def settle_gradients(dirpath: Path, continued: Mapping[str, int], *, overwrite: bool) -> None:
-    """Leave no gradient beside a ledger that is not of a row of it; of several processes one alone calls this."""
-    # The store of a run that goes on keeps the rows of its earlier steps. That of another run is removed.
-    if not dirpath.is_dir():
-        return
-    manifest = dirpath / MANIFEST
-    found = read_store_manifest(dirpath) if manifest.exists() else None
-    if found is not None and (found.run in continued or (shards_of(dirpath) and not overwrite)):
-        open_store(dirpath, found, continued)
-        return
-    remove_partial_files(dirpath)
-    remove_store(dirpath)
-    if not any(dirpath.iterdir()):
-        dirpath.rmdir()
-
-
 class _Captured(NamedTuple):
     """What is kept of a backward until its batch ends."""
 
@@ -369,14 +340,11 @@ class GradientRows:
 
     def prepare(self, continued: Mapping[str, int], *, overwrite: bool) -> StoreManifest | None:
         """Make the folder ready; of several processes one alone calls this."""
-        manifest = self._dirpath / MANIFEST
-        found = read_store_manifest(self._dirpath) if manifest.exists() else None
-        if found is None or found.run not in continued:
-            settle_gradients(self._dirpath, continued, overwrite=overwrite)
-            self._dirpath.mkdir(parents=True, exist_ok=True)
-            return None
-        alike = replace(found, projection=self._projection.settings(), dtype=self._dtype)
-        return open_store(self._dirpath, alike, continued, overwrite=overwrite)
+        shards = Shards(self._dirpath)
+        there, alike = shards.manifest_if_there(), None
+        if there is not None and there.run in continued:
+            alike = replace(there, projection=self._projection.settings(), dtype=self._dtype)
+        return shards.open(alike, continued, overwrite=overwrite)
 
     def start(self, found: StoreManifest | None, fields: Mapping[str, Any], module: nn.Module) -> None:
         """Note what goes on and the manifest's fields; it is written as soon as the parameters are known."""
@@ -429,7 +397,7 @@ class GradientRows:
         manifest = StoreManifest(
             parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, **self._fields
         )
-        differing = None if self._found is None else difference(self._found, manifest)
+        differing = None if self._found is None else Shards(self._dirpath).difference(self._found, manifest)
         if differing is not None:
             raise OptionError(
                 f"dirpath={str(self._dirpath)!r} holds gradients of this run that were written with {differing[0]}, "
@@ -437,7 +405,7 @@ class GradientRows:
             )
         self._writer = StoreWriter(self._dirpath, manifest, self._rank)
         if self._rank == 0:
-            self._try(partial(write_store_manifest, self._dirpath, manifest))
+            self._try(partial(Shards(self._dirpath).write_manifest, manifest))
 
     def end_batch(self) -> None:
         """Take what was captured of the batch as rows, which wait for the end of the optimizer step."""

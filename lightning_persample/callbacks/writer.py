@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,27 +24,16 @@ from lightning_persample.callbacks.rows import (
     LearningRates,
     checked_types,
     columns_of,
-    settle_gradients,
     table_of,
 )
 from lightning_persample.callbacks.statistics import is_path
 from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
-from lightning_persample.influence.files import GRADIENTS, MANIFEST, FolderLock
-from lightning_persample.influence.ledger import (
-    Manifest,
-    Parts,
-    check_ledger,
-    open_ledger,
-    promise_rows,
-    read_manifest,
-    remove_empty,
-    write_manifest,
-)
+from lightning_persample.influence.dataset import GRADIENTS, FolderLock
+from lightning_persample.influence.ledger import Ledger, LedgerWriter, Manifest
 from lightning_persample.influence.optional_packages import arrow
-from lightning_persample.influence.shards import read_store_manifest, write_store_manifest
-from lightning_persample.influence.store import GradientStore
+from lightning_persample.influence.shards import Shards
 from lightning_persample.options import CaptureOptions, check_option, check_options, is_int
 
 __all__ = ["PerSampleGradientWriter"]
@@ -129,6 +117,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         check_options(per_layer=per_layer, overwrite=overwrite)
         self.dirpath = Path(dirpath)
         self._folder = self.dirpath.absolute()  # wherever the process works later
+        self._ledger, self._store = Ledger(self._folder), Shards(self._folder / GRADIENTS)
         self.columns = columns
         self.per_layer = per_layer
         self.projection, self.dtype = projection, dtype
@@ -141,7 +130,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._forget_rows()
 
     def _forget_rows(self) -> None:
-        self._parts: Parts | None = None
+        self._parts: LedgerWriter | None = None
         self._gradients: GradientRows | None = None
         self._rates: LearningRates | None = None
         self._current: list[CapturedRows] = []  # of the batch that is running
@@ -217,19 +206,21 @@ class PerSampleGradientWriter(PerSampleCallback):
             else:
                 self._batches, self._last_step, self._has_stepped = 0, -1, True
         if self.projection is not None:
-            folder, rank = self._folder / GRADIENTS, trainer.global_rank
+            folder, rank = self._store.dirpath, trainer.global_rank
             self._gradients = GradientRows(folder, self.projection, self.dtype, rank, self._warn)
         manifest, found, refusal = self._manifest, None, ""
         if trainer.is_global_zero:
             try:
                 self._lock = FolderLock(self._folder)
                 new = self._new_manifest(trainer, pl_module)
-                check_ledger(self._folder, new, self._loaded, overwrite=self.overwrite)  # before anything is removed
-                if self._gradients is None:
-                    settle_gradients(self._folder / GRADIENTS, self._loaded, overwrite=self.overwrite)
-                else:
+                self._ledger.check(new, self._loaded, overwrite=self.overwrite)  # before anything is removed
+                if self._gradients is not None:
                     found = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
-                manifest = open_ledger(self._folder, new, self._loaded, overwrite=self.overwrite)
+                elif self._store.dirpath.is_dir():
+                    self._store.open(None, self._loaded, overwrite=self.overwrite)
+                    with suppress(OSError):  # it is not empty
+                        self._store.dirpath.rmdir()
+                manifest = self._ledger.open(new, self._loaded, overwrite=self.overwrite)
             except PerSampleError as error:  # said to the other processes, which would wait for this one
                 refusal = str(error)
             except OSError as error:
@@ -243,7 +234,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             fields = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
             fields["settings"] = {name: manifest.settings[name] for name in ("loss_reduction", "step_unit")}
             self._gradients.start(found, fields, pl_module)
-        self._parts = Parts(self._folder, trainer.global_rank)
+        self._parts = LedgerWriter(self._folder, trainer.global_rank)
         self._follow(trainer, pl_module)
 
     def _follow(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -260,7 +251,9 @@ class PerSampleGradientWriter(PerSampleCallback):
         unit = "optimizer steps" if pl_module.automatic_optimization else "batches"
         settings = {"loss_reduction": named, "step_unit": unit, **{name: getattr(self, name) for name in others}}
         names = tuple(name for name, _ in pl_module.named_parameters())
-        return Manifest(uuid.uuid4().hex, {}, names, settings, libraries, trainer.world_size)
+        return Manifest(
+            uuid.uuid4().hex, {}, names, settings=settings, libraries=libraries, processes=trainer.world_size
+        )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Count the runs of an optimizer's closure."""
@@ -359,7 +352,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         try:
             if trainer.is_global_zero and self._types and not manifest.columns:
                 manifest = Manifest(**{**vars(manifest), "columns": self._types})
-                write_manifest(self._folder, manifest)
+                self._ledger.write_manifest(manifest)
                 self._manifest = manifest
             parts.write()
         except OSError as error:
@@ -372,7 +365,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         """Whether another run has taken the folder since, whose manifest says nothing of the rows of this one."""
         own = "" if self._manifest is None else self._manifest.run
         try:
-            run = read_manifest(self._folder).run
+            run = self._ledger.manifest().run
         except (PerSampleError, OSError):  # writing says what is wrong
             return False
         if run != own:
@@ -403,7 +396,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         trainer.strategy.barrier("PerSampleGradientWriter.on_train_end")
         if is_open and trainer.is_global_zero and self._manifest is not None:
             with suppress(PerSampleError, OSError):  # then nothing is promised
-                self._promise(self._manifest.run)
+                self._ledger.promise(self._manifest.run)  # so that it is seen where files are missing later
+                self._store.promise(self._manifest.run)
         self._release()
 
     def _release(self) -> None:
@@ -411,22 +405,12 @@ class PerSampleGradientWriter(PerSampleCallback):
         if lock is not None:
             lock.release()
 
-    def _promise(self, run: str) -> None:
-        """Let the manifests say how many rows there are, so that it is seen where files are missing later."""
-        promise_rows(self._folder, run)
-        gradients = self._folder / GRADIENTS
-        if (gradients / MANIFEST).exists():
-            manifest = read_store_manifest(gradients)
-            if manifest.run == run:
-                rows = len(GradientStore(gradients, complete=False))
-                write_store_manifest(gradients, replace(manifest, rows=rows))
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write what there is; the rows of a batch that was not completed are left out."""
         is_open = self._parts is not None
         self._finish(trainer)
         if is_open and self._manifest is not None and trainer.world_size == 1:
-            remove_empty(self._folder, self._manifest.run)
+            self._ledger.remove_if_empty(self._manifest.run)
         self._release()
 
     def _fail(self, trainer: Trainer | None, error: Exception) -> None:

@@ -5,46 +5,25 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["arrow", "compute", "dask_array", "delayed", "parquet"]
+__all__ = ["arrow", "dask"]
 
 
-def arrow() -> Any:
-    """Import pyarrow."""
+def arrow(module: str = "") -> Any:
+    """Import pyarrow, or a module of it."""
+    return _imported("pyarrow", "influence", "a ledger is written and read by pyarrow", module)
+
+
+def dask(module: str = "") -> Any:
+    """Import dask, or a module of it."""
+    return _imported("dask", "dask", "the array is one of dask", module)
+
+
+def _imported(package: str, extra: str, why: str, module: str) -> Any:
     try:
-        return importlib.import_module("pyarrow")
+        importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "a ledger is written and read by pyarrow, which is not installed: "
-            "pip install 'lightning-persample[influence]', or '.[influence]' in a checkout",
-            name="pyarrow",
+            f"{why}, which is not installed: pip install 'lightning-persample[{extra}]', or '.[{extra}]' in a checkout",
+            name=package,
         ) from error
-
-
-def parquet() -> Any:
-    """The module ``pyarrow.parquet``."""
-    arrow()
-    return importlib.import_module("pyarrow.parquet")
-
-
-def compute() -> Any:
-    """The module ``pyarrow.compute``."""
-    arrow()
-    return importlib.import_module("pyarrow.compute")
-
-
-def dask_array() -> Any:
-    """Import dask.array."""
-    try:
-        return importlib.import_module("dask.array")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the array is one of dask, which is not installed: "
-            "pip install 'lightning-persample[dask]', or '.[dask]' in a checkout",
-            name="dask",
-        ) from error
-
-
-def delayed() -> Any:
-    """The function ``dask.delayed``."""
-    dask_array()
-    return importlib.import_module("dask").delayed
+    return importlib.import_module(f"{package}.{module}" if module else package)

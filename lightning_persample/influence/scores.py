@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.influence.ledger import read_ledger
-from lightning_persample.influence.optional_packages import arrow, compute
+from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.options import check_option
 
 __all__ = ["SampleScores", "el2n", "extremes", "grand", "ranked", "self_influence"]
@@ -227,7 +227,7 @@ class _Rows:
                 )
         table = table.select(list(dict.fromkeys(needed)))
         if steps is not None:
-            table = table.filter(compute().is_in(table["step"], arrow().array(list(steps), arrow().int64())))
+            table = table.filter(arrow("compute").is_in(table["step"], arrow().array(list(steps), arrow().int64())))
         keys = table["sample_index"]
         self.unknown = keys.null_count
         if table.num_rows == 0:

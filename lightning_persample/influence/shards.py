@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,36 +18,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError
-from lightning_persample.influence.files import (
-    MANIFEST,
+from lightning_persample.influence.dataset import (
+    BaseManifest,
+    Dataset,
+    Part,
+    PartWriter,
     broken_files_named,
-    force_names,
-    read_json,
-    refuse_ledger,
-    remove_partial_files,
+    difference,
+    plain,
     write_atomically,
-    write_json,
 )
 
 __all__ = [
     "ParameterColumns",
+    "Shards",
     "StoreManifest",
     "StoreWriter",
     "columns_for",
-    "difference",
-    "drop_rows",
-    "open_store",
-    "read_records",
-    "read_store_manifest",
     "read_values",
     "record_dtype",
-    "remove_store",
-    "shards_of",
-    "write_shard",
-    "write_store_manifest",
 ]
 
-_NAME = re.compile(r"shard-(\d+)-(\d+)(\.rows)?\.npy")
 _DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 _BASE_FIELDS = {
     "sample_index": "<i8",
@@ -67,46 +56,90 @@ _TOP_EXPONENT = 15  # of the largest entry of a float16 row: in [2**14, 2**15)
 _LEAST_EXPONENT = -1059  # the scale is a float64 then, and no entry that is not 0 is less than 1 of it
 
 
-class _Shard(NamedTuple):
-    """The two files of a shard, by the process that wrote them and their order."""
+@dataclass(frozen=True)
+class ParameterColumns:
+    """Which columns of a store are those of a parameter.
 
-    rank: int
-    counter: int
-    values: Path
-    rows: Path
+    Attributes:
+        name: of the parameter in the module.
+        shape: of the parameter.
+        start: the first column.
+        stop: the first column behind them.
+    """
 
-    @classmethod
-    def at(cls, dirpath: Path, rank: int, counter: int) -> _Shard:
-        """The shard of a process with this number."""
-        name = f"shard-{rank:05d}-{counter:06d}"
-        return cls(rank, counter, dirpath / f"{name}.npy", dirpath / f"{name}.rows.npy")
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
 
-
-def _found(dirpath: Path) -> dict[tuple[int, int], set[bool]]:
-    found: dict[tuple[int, int], set[bool]] = {}
-    for path in dirpath.iterdir():
-        match = _NAME.fullmatch(path.name)
-        if match is not None:
-            found.setdefault((int(match[1]), int(match[2])), set()).add(match[3] is not None)
-    return found
+    def __str__(self) -> str:
+        return f"{self.name!r} of shape {self.shape} in {self.stop - self.start} numbers"
 
 
-def shards_of(dirpath: Path) -> list[_Shard]:
-    """The shards of a folder of which both files are there, by process and in the order of writing."""
-    return [_Shard.at(dirpath, *key) for key, files in sorted(_found(dirpath).items()) if len(files) == 2]
+def columns_for(sizes: Mapping[str, tuple[tuple[int, ...], int]]) -> tuple[ParameterColumns, ...]:
+    """Columns for parameters, one after the other."""
+    found: list[ParameterColumns] = []
+    for name, (shape, size) in sizes.items():
+        start = found[-1].stop if found else 0
+        found.append(ParameterColumns(name, tuple(shape), start, start + size))
+    return tuple(found)
 
 
-def _next_counter(dirpath: Path, rank: int) -> int:
-    """The number of the next shard of a process: none that any file has."""
-    return 1 + max((counter for found, counter in _found(dirpath) if found == rank), default=-1)
+@dataclass(frozen=True)
+class StoreManifest(BaseManifest):
+    """What the rows of a store of gradients are.
 
+    Attributes:
+        run: names the run; a checkpoint of it has the same.
+        parameters: the parameters and their columns, which follow one another from 0 on.
+        projection: the settings of the projection; None where gradients are stored in full, entry by entry.
+        dtype: "float16", "float32" or "float64".
+        columns: the names of what the user adds to a row.
+        settings: further options that tell what the values are.
+        libraries: the versions of what wrote them.
+        samples: size of the dataset, or None if that is not known.
+        checkpoints: of each checkpoint "step", "learning_rate" and "path", as far as they are known; what the rows call
+            checkpoint counts these.
+        processes: number of processes of the run, or of its latest part after it was resumed.
+        rows: how many rows complete the store; -1 while that is not known yet, None where nothing is promised.
 
-def _remove_uncounted(dirpath: Path) -> None:
-    """Remove the files of shards of which one file only is there."""
-    for key, files in _found(dirpath).items():
-        if len(files) == 1:
-            shard = _Shard.at(dirpath, *key)
-            (shard.rows if True in files else shard.values).unlink()
+    Raises:
+        OptionError: a value is not allowed.
+    """
+
+    parameters: tuple[ParameterColumns, ...]
+    projection: Mapping[str, Any] | None = None
+    dtype: str = "float32"
+    columns: tuple[str, ...] = ()
+    samples: int | None = None
+    checkpoints: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise OptionError(f"dtype={self.dtype!r}; allowed is one of {', '.join(map(repr, _DTYPES))}")
+        taken = sorted(set(self.columns) & set(_RESERVED))
+        if taken or len(set(self.columns)) < len(self.columns):
+            raise OptionError(
+                f"columns={self.columns!r}: each needs a name of its own, other than {', '.join(_RESERVED)}"
+            )
+        at = 0
+        for each in self.parameters:
+            full = prod(each.shape)
+            is_too_short = each.stop < at or (each.stop == at and full > 0)
+            if each.start != at or is_too_short or (self.projection is None and each.stop - at != full):
+                number = f"{full}, all entries as there is no projection" if self.projection is None else "one at least"
+                raise OptionError(
+                    f"parameters: {each.name!r} of shape {each.shape} has columns {each.start} to {each.stop}; they "
+                    f"must start at {at} and be {number}"
+                )
+            at = each.stop
+        if at == 0:
+            raise OptionError("parameters=(); a store needs one at least")
+
+    @property
+    def num_columns(self) -> int:
+        """K, how many numbers a row has."""
+        return self.parameters[-1].stop
 
 
 def record_dtype(columns: Sequence[str]) -> np.dtype[Any]:
@@ -114,37 +147,102 @@ def record_dtype(columns: Sequence[str]) -> np.dtype[Any]:
     return np.dtype([*_BASE_FIELDS.items(), *((name, "<f8") for name in columns)])
 
 
-def write_shard(shard: _Shard, values: Sequence[NDArray[Any]], records: NDArray[Any]) -> None:
-    """Write a shard, in place of the one that is there; records (sum of m,)."""
-    checksums = np.concatenate([_checksums(part) for part in values])
-    kept = [(_POSITION, "<i8"), (_CHECKSUM, "<u4", checksums.shape[1:])]
-    rows = np.empty(len(records), np.dtype([*kept, *records.dtype.descr]))
-    rows[_POSITION], rows[_CHECKSUM] = np.arange(len(records)), checksums
-    for name in records.dtype.names or ():
-        rows[name] = records[name]
-    shape = (len(records), values[0].shape[1])
-    write_atomically(shard.values, _header(values[0].dtype, shape), *map(np.ascontiguousarray, values))
-    try:
-        _write_rows(shard, rows)
-    except OSError:
-        if not shard.rows.exists():  # values alone do not count
-            with suppress(OSError):
-                shard.values.unlink()
-        raise
+@dataclass(eq=False)
+class _Rows:
+    """Rows of a shard: their values, each (m, K), and what they are, each (m,)."""
+
+    values: list[NDArray[Any]]
+    records: list[NDArray[Any]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.records))
 
 
-def _write_rows(shard: _Shard, rows: NDArray[Any]) -> None:
-    content = _header(rows.dtype, rows.shape) + rows.tobytes()
-    write_atomically(shard.rows, content, zlib.crc32(content).to_bytes(4, "little"))
+class Shards(Dataset[StoreManifest]):
+    """A folder of pairs of .npy files: the values of rows, and what each row is, with a checksum at the end."""
 
+    manifest_type, kind, version, title, rows_are = StoreManifest, "gradients", 2, "store of gradients", "gradients"
+    remedy = (
+        "its collection was broken off or goes on, or files were removed. Put them back, or repeat the call of "
+        "collect_gradients, which adds what is missing; GradientStore(..., complete=False) reads what there is"
+    )
+    prefix, suffixes = "shard", (".rows.npy", ".npy")
 
-def _read_rows(shard: _Shard) -> NDArray[Any]:
-    with broken_files_named(shard.rows):
-        content = shard.rows.read_bytes()
-        if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
-            raise ValueError("the checksum is another one")
-        rows: NDArray[Any] = np.load(io.BytesIO(content))
-    return rows
+    def restored(self, values: dict[str, Any]) -> StoreManifest:
+        """The manifest with these values."""
+        parameters = tuple(
+            ParameterColumns(each["name"], tuple(each["shape"]), each["start"], each["stop"])
+            for each in values["parameters"]
+        )
+        tuples = {name: tuple(values[name]) for name in ("columns", "checkpoints")}
+        return super().restored({**values, "parameters": parameters, **tuples})
+
+    def read(self, part: Part) -> NDArray[Any]:
+        """What the rows of a part are, (rows,), and the places and checksums of their values."""
+        path = part.files[0]
+        with broken_files_named(path):
+            content = path.read_bytes()
+            if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
+                raise ValueError("the checksum is another one")
+            rows: NDArray[Any] = np.load(io.BytesIO(content))
+        return rows
+
+    def records(self, part: Part, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint32]]:
+        """What the rows of a part are, where their values are, and the checksums of those."""
+        rows = self.read(part)
+        records = np.empty(len(rows), dtype)
+        for name in dtype.names or ():
+            records[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan
+        return records, rows[_POSITION], rows[_CHECKSUM]
+
+    def steps(self, part: Part) -> NDArray[np.int64]:
+        """The step of each row of a part, (rows,)."""
+        steps: NDArray[np.int64] = self.read(part)["step"]
+        return steps
+
+    def count(self, part: Part) -> int:
+        """How many rows a part has."""
+        return len(self.read(part))
+
+    def keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
+        """Leave some rows of a part, (rows,); their values stay on the disk with those of the others."""
+        self._write_records(part, self.read(part)[kept])
+
+    def write(self, part: Part, rows: Any) -> None:
+        """Write a part, in place of the one that is there."""
+        values, records = rows.values, np.concatenate(rows.records)
+        checksums = np.concatenate([_checksums(each) for each in values])
+        kept = [(_POSITION, "<i8"), (_CHECKSUM, "<u4", checksums.shape[1:])]
+        written = np.empty(len(records), np.dtype([*kept, *records.dtype.descr]))
+        written[_POSITION], written[_CHECKSUM] = np.arange(len(records)), checksums
+        for name in records.dtype.names or ():
+            written[name] = records[name]
+        header = _header(values[0].dtype, (len(records), values[0].shape[1]))
+        write_atomically(part.files[1], header, *map(np.ascontiguousarray, values))
+        try:
+            self._write_records(part, written)
+        except OSError:
+            with suppress(OSError):  # values alone do not count
+                part.files[1].unlink()
+            raise
+
+    def _write_records(self, part: Part, rows: NDArray[Any]) -> None:
+        content = _header(rows.dtype, rows.shape) + rows.tobytes()
+        write_atomically(part.files[0], content, zlib.crc32(content).to_bytes(4, "little"))
+
+    def difference(self, there: StoreManifest, new: StoreManifest) -> tuple[str, str] | None:
+        """Where the rows of two manifests are not of the same values."""
+        settings = dict.fromkeys((*there.settings, *new.settings))
+        differing = difference(there, new, ("projection", "parameters", "dtype", "columns", "samples"), [*settings])
+        if differing is None:
+            for i, (a, b) in enumerate(zip(there.checkpoints, new.checkpoints, strict=False)):
+                if plain(a) != plain(b):
+                    return f"checkpoint {i} {dict(a)!r}", f"checkpoint {i} {dict(b)!r}"
+        return differing
+
+    def continued(self, there: StoreManifest, new: StoreManifest) -> StoreManifest:
+        """The manifest of rows that go on with those that are there; of two lists of checkpoints the longer counts."""
+        return replace(new, run=there.run, checkpoints=max(there.checkpoints, new.checkpoints, key=len))
 
 
 def _checksums(values: NDArray[Any]) -> NDArray[np.uint32]:
@@ -162,33 +260,6 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_2_0(written, description)
     return written.getvalue()
-
-
-def read_records(shard: _Shard, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint32]]:
-    """What the rows of a shard are, where their values are, and the checksums of those."""
-    found = _read_rows(shard)
-    records = np.empty(len(found), dtype)
-    for name in dtype.names or ():
-        records[name] = found[name] if name in (found.dtype.names or ()) else np.nan
-    return records, found[_POSITION], found[_CHECKSUM]
-
-
-def drop_rows(dirpath: Path, step: int) -> None:
-    """Remove the rows of an optimizer step and of all later ones."""
-    # Killed at any moment, it leaves shards that are whole, in which every earlier row is once; the latest are removed
-    # first, so that none is missing in between. The values of a shard that keeps some of its rows stay on the disk.
-    for shard in reversed(shards_of(dirpath)):
-        rows = _read_rows(shard)
-        kept = rows[rows["step"] < step]
-        if len(kept) == len(rows):
-            continue
-        if len(kept):
-            _write_rows(shard, kept)
-        else:
-            shard.rows.unlink()  # first: from here on the shard does not count
-            force_names(dirpath)
-            shard.values.unlink()
-    force_names(dirpath)
 
 
 def _to_storage(values: Tensor, dtype: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
@@ -297,231 +368,11 @@ def _as_slice(places: NDArray[np.int64]) -> Any:
     return slice(int(places[0]), int(places[-1]) + 1) if follow else places
 
 
-FORMAT_VERSION = 2
-_KIND = "gradients"
-_MEANING = ("projection", "parameters", "dtype", "columns", "samples")  # what a run cannot change on its way
-
-
-@dataclass(frozen=True)
-class ParameterColumns:
-    """Which columns of a store are those of a parameter.
-
-    Attributes:
-        name: of the parameter in the module.
-        shape: of the parameter.
-        start: the first column.
-        stop: the first column behind them.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def columns_for(sizes: Mapping[str, tuple[tuple[int, ...], int]]) -> tuple[ParameterColumns, ...]:
-    """Columns for parameters, one after the other."""
-    found: list[ParameterColumns] = []
-    for name, (shape, size) in sizes.items():
-        start = found[-1].stop if found else 0
-        found.append(ParameterColumns(name, tuple(shape), start, start + size))
-    return tuple(found)
-
-
-@dataclass(frozen=True)
-class StoreManifest:
-    """What the rows of a store of gradients are.
-
-    Attributes:
-        run: names the run; a checkpoint of it has the same.
-        parameters: the parameters and their columns, which follow one another from 0 on.
-        projection: the settings of the projection; None where gradients are stored in full, entry by entry.
-        dtype: "float16", "float32" or "float64".
-        columns: the names of what the user adds to a row.
-        settings: further options that tell what the values are.
-        libraries: the versions of what wrote them.
-        samples: size of the dataset, or None if that is not known.
-        checkpoints: of each checkpoint "step", "learning_rate" and "path", as far as they are known; what the rows call
-            checkpoint counts these.
-        processes: number of processes of the run, or of its latest part after it was resumed.
-        rows: how many rows complete the store; -1 while that is not known yet, None where nothing is promised.
-
-    Raises:
-        OptionError: a value is not allowed.
-    """
-
-    run: str
-    parameters: tuple[ParameterColumns, ...]
-    projection: Mapping[str, Any] | None = None
-    dtype: str = "float32"
-    columns: tuple[str, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    libraries: Mapping[str, str] = field(default_factory=dict)
-    samples: int | None = None
-    checkpoints: tuple[Mapping[str, Any], ...] = ()
-    processes: int = 1
-    rows: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise OptionError(f"dtype={self.dtype!r}; allowed is one of {', '.join(map(repr, _DTYPES))}")
-        taken = sorted(set(self.columns) & set(_RESERVED))
-        if taken or len(set(self.columns)) < len(self.columns):
-            raise OptionError(
-                f"columns={self.columns!r}: each needs a name of its own, other than {', '.join(_RESERVED)}"
-            )
-        at = 0
-        for each in self.parameters:
-            full = prod(each.shape)
-            is_too_short = each.stop < at or (each.stop == at and full > 0)
-            if each.start != at or is_too_short or (self.projection is None and each.stop - at != full):
-                number = f"{full}, all entries as there is no projection" if self.projection is None else "one at least"
-                raise OptionError(
-                    f"parameters: {each.name!r} of shape {each.shape} has columns {each.start} to {each.stop}; they "
-                    f"must start at {at} and be {number}"
-                )
-            at = each.stop
-        if at == 0:
-            raise OptionError("parameters=(); a store needs one at least")
-
-    @property
-    def num_columns(self) -> int:
-        """K, how many numbers a row has."""
-        return self.parameters[-1].stop
-
-
-def read_store_manifest(dirpath: str | os.PathLike[str]) -> StoreManifest:
-    """The manifest of a store; a folder without one, or with one of another format, is refused."""
-    refuse_ledger(Path(dirpath))
-    found = read_json(Path(dirpath), _KIND, FORMAT_VERSION)
-    with broken_files_named(Path(dirpath) / MANIFEST):
-        values = {field.name: found[field.name] for field in fields(StoreManifest) if field.name != "rows"}
-        values["rows"] = found.get("rows")
-        parameters = tuple(
-            ParameterColumns(each["name"], tuple(each["shape"]), each["start"], each["stop"])
-            for each in values["parameters"]
-        )
-        tuples = {name: tuple(values[name]) for name in ("columns", "checkpoints")}
-        return StoreManifest(**{**values, "parameters": parameters, **tuples})
-
-
-def write_store_manifest(dirpath: Path, manifest: StoreManifest) -> None:
-    """Write the manifest of a store, in place of the one that is there."""
-    write_json(dirpath, _KIND, FORMAT_VERSION, asdict(manifest))
-
-
-def open_store(
-    dirpath: Path, manifest: StoreManifest, continued: Mapping[str, int] | None = None, *, overwrite: bool = False
-) -> StoreManifest:
-    """Make a folder ready for rows; of several processes one alone calls this, before the others write."""
-    # A store that goes on keeps its name of the run. Its checkpoints may be more, or fewer, than those of `manifest`,
-    # but those that both have must be the same: the longer list counts. One of `continued` keeps its columns where
-    # `manifest` names none, as a run may not know them before its first row.
-    dirpath.mkdir(parents=True, exist_ok=True)
-    remove_partial_files(dirpath)
-    found = read_store_manifest(dirpath) if (dirpath / MANIFEST).exists() else None
-    shards = shards_of(dirpath)
-    goes_on = found is not None and (continued is None or found.run in continued)
-    if found is not None and goes_on and continued is not None and not manifest.columns:
-        manifest = replace(manifest, columns=found.columns)
-    differing = difference(found, manifest) if found is not None and goes_on else None
-    if found is not None and goes_on and differing is None:
-        _remove_uncounted(dirpath)
-        if continued is not None:
-            drop_rows(dirpath, continued[found.run])
-        checkpoints = max(found.checkpoints, manifest.checkpoints, key=len)
-        promised = found.rows if continued is None else None
-        manifest = replace(manifest, run=found.run, checkpoints=checkpoints, rows=promised)
-    elif shards and not overwrite:
-        if differing is not None:
-            raise OptionError(
-                f"dirpath={os.fspath(dirpath)!r} holds gradients that were written with {differing[0]}, but now there "
-                f"is {differing[1]}: go on with what there was, pass another dirpath, or remove them with "
-                "overwrite=True"
-            )
-        known = "a run without manifest" if found is None else f"run {found.run}"
-        new = f"continues run {' or '.join(continued)}" if continued else "starts a new run"
-        raise OptionError(
-            f"dirpath={os.fspath(dirpath)!r} holds the gradients of {known} ({len(shards)} shards), but this one "
-            f"{new}: pass another dirpath, go on from a checkpoint of that run, or remove its rows with overwrite=True"
-        )
-    else:
-        remove_store(dirpath)
-        if continued is not None and len(continued) == 1:
-            manifest = replace(manifest, run=next(iter(continued)))
-    write_store_manifest(dirpath, manifest)
-    return manifest
-
-
-def remove_store(dirpath: Path) -> None:
-    """Remove the manifest and all shards of a folder; other files stay."""
-    (dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a part of a store is not taken for the whole
-    for shard in shards_of(dirpath):
-        shard.rows.unlink()
-    _remove_uncounted(dirpath)
-
-
-def difference(
-    one: StoreManifest, other: StoreManifest, names: tuple[str, ...] | None = None
-) -> tuple[str, str] | None:
-    """Where the values of two stores are not alike."""
-    for name in _MEANING if names is None else names:
-        if name == "parameters":
-            found = _different_parameter(one, other)
-            if found is not None:
-                return found
-        elif _plain(getattr(one, name)) != _plain(getattr(other, name)):
-            return f"{name}={getattr(one, name)!r}", f"{name}={getattr(other, name)!r}"
-    if names is not None:
-        return None
-    for name in dict.fromkeys((*one.settings, *other.settings)):
-        before, now = one.settings.get(name), other.settings.get(name)
-        if _plain(before) != _plain(now):
-            return f"{name}={before!r}", f"{name}={now!r}"
-    for i, (a, b) in enumerate(zip(one.checkpoints, other.checkpoints, strict=False)):
-        if _plain(a) != _plain(b):
-            return f"checkpoint {i} {dict(a)!r}", f"checkpoint {i} {dict(b)!r}"
-    return None
-
-
-def _different_parameter(one: StoreManifest, other: StoreManifest) -> tuple[str, str] | None:
-    if one.parameters == other.parameters:
-        return None
-    for a, b in zip((*one.parameters, None), (*other.parameters, None), strict=False):
-        if a != b:
-            break
-    return _said(one, a), _said(other, b)
-
-
-def _said(manifest: StoreManifest, parameter: ParameterColumns | None) -> str:
-    count = f"{len(manifest.parameters)} parameters"
-    if parameter is None:
-        return f"{count} and no further one"
-    size = parameter.stop - parameter.start
-    return f"{count}, where they differ first {parameter.name!r} of shape {parameter.shape} in {size} numbers"
-
-
-def _plain(value: Any) -> str:
-    """A value as a manifest has it, in which a tuple is a list and nan is nan."""
-    return json.dumps(value, sort_keys=True)
-
-
 _SHARD_BYTES = 1 << 26
 _DEFAULTS = {"sample_index": -1, "checkpoint": 0, "step": -1}
 
 
-class _Waiting:
-    """Rows that are to be a shard."""
-
-    def __init__(self) -> None:
-        self.values: list[NDArray[Any]] = []
-        self.records: list[NDArray[Any]] = []
-
-    def __len__(self) -> int:
-        return sum(map(len, self.records))
-
-
-class StoreWriter:
+class StoreWriter(PartWriter[StoreManifest]):
     """Writes the shards of one process, and keeps rows that could not be written for the next try.
 
     A shard is written when it has all of its rows, and by `flush`. Where that fails, ``OSError`` says so, and all rows
@@ -559,19 +410,11 @@ class StoreWriter:
         for name, value in (("rows_per_shard", rows_per_shard), ("most_waiting", most_waiting)):
             if value is not None and value < 1:
                 raise OptionError(f"{name}={value!r}; allowed is an int >= 1")
-        self._dirpath, self._manifest, self._rank = Path(dirpath), manifest, rank
+        super().__init__(Shards(dirpath), rank, most_waiting)
+        self._manifest = manifest
         row_bytes = manifest.num_columns * np.dtype(manifest.dtype).itemsize
         self._rows_per_shard = max(1, _SHARD_BYTES // row_bytes) if rows_per_shard is None else rows_per_shard
-        self._most_waiting = most_waiting
         self._dtype = record_dtype(manifest.columns)
-        self._counter = _next_counter(self._dirpath, rank)
-        self._waiting: list[_Waiting] = []
-        self.lost = 0
-
-    @property
-    def waiting(self) -> int:
-        """How many rows are not written yet."""
-        return sum(map(len, self._waiting))
 
     def add(self, values: Tensor, rows: Mapping[str, Any]) -> None:
         """Take rows, and write the shards that they complete; where that fails, ``OSError`` says so, and all rows wait.
@@ -596,9 +439,7 @@ class StoreWriter:
         failure: OSError | None = None
         while len(records):
             if not self._waiting or len(self._waiting[-1]) >= self._rows_per_shard:
-                self._waiting.append(_Waiting())
-                if len(self._waiting) > self._most_waiting:
-                    self.lost += len(self._waiting.pop(0))
+                self._wait(_Rows([], []))
             last = self._waiting[-1]
             room = self._rows_per_shard - len(last)
             last.values.append(stored[:room])
@@ -641,8 +482,5 @@ class StoreWriter:
 
     def _write(self, *, only_complete: bool) -> None:
         while self._waiting and (not only_complete or len(self._waiting[0]) >= self._rows_per_shard):
-            first = self._waiting[0]
-            shard = _Shard.at(self._dirpath, self._rank, self._counter)
-            write_shard(shard, first.values, np.concatenate(first.records))
-            self._counter += 1
-            del self._waiting[0]
+            self._write_next()
+        self.settle()

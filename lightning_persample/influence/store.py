@@ -19,17 +19,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError
-from lightning_persample.influence.optional_packages import dask_array, delayed
+from lightning_persample.influence.dataset import difference
+from lightning_persample.influence.optional_packages import dask
 from lightning_persample.influence.shards import (
     ParameterColumns,
+    Shards,
     StoreManifest,
     columns_for,
-    difference,
-    read_records,
-    read_store_manifest,
     read_values,
     record_dtype,
-    shards_of,
 )
 
 __all__ = ["GradientStore", "check_comparable"]
@@ -65,30 +63,24 @@ class GradientStore:
 
     def __init__(self, dirpath: str | os.PathLike[str], *, complete: bool = True) -> None:
         self.dirpath = Path(dirpath).absolute()
-        self.manifest = read_store_manifest(dirpath)
-        shards = shards_of(self.dirpath)
-        dtype = record_dtype(self.manifest.columns)
-        found = [read_records(shard, dtype) for shard in shards]
+        self.manifest = Shards(dirpath).manifest()
+        shards = Shards(self.dirpath)
+        parts, dtype = shards.parts(), record_dtype(self.manifest.columns)
+        found = [shards.records(part, dtype) for part in parts]
         rows = np.concatenate([np.empty(0, dtype), *(records for records, _, _ in found)])
-        lengths = [len(records) for records, _, _ in found]
         order = np.argsort(rows["checkpoint"], kind="stable")
         self.rows = rows[order]
-        self._paths = tuple(os.fspath(shard.values) for shard in shards)
-        self._shard = np.repeat(np.arange(len(shards)), lengths)[order]
+        self._paths = tuple(os.fspath(part.files[1]) for part in parts)
+        self._shard = np.repeat(np.arange(len(parts)), [len(records) for records, _, _ in found])[order]
         self._position = np.concatenate([np.empty(0, np.int64), *(places for _, places, _ in found)])[order]
         checksums = [each for _, _, each in found] or [np.empty((0, 0), np.uint32)]
         if len({each.shape[1] for each in checksums}) > 1:
             raise PerSampleError(f"the shards in {os.fspath(self.dirpath)!r} are of several stores, with other columns")
         self._checksums = np.concatenate(checksums)[order]
         self._ranges: tuple[tuple[int, int], ...] = ((0, self.manifest.num_columns),)
-        promised = self.manifest.rows
-        if complete and promised is not None and not 0 <= promised <= len(rows):
-            of = "rows, and not all" if promised < 0 else f"of {promised} rows"
-            raise PerSampleError(
-                f"the store in {os.fspath(self.dirpath)!r} holds {len(rows)} {of}: its collection was broken off or "
-                "goes on, or files were removed. Put them back, or repeat the call of collect_gradients, which adds "
-                "what is missing; GradientStore(..., complete=False) reads what there is"
-            )
+        missing = shards.lacking(self.manifest, len(rows)) if complete else ""
+        if missing:
+            raise PerSampleError(shards.incomplete(missing))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -293,9 +285,9 @@ class GradientStore:
         Returns:
             A ``dask.array.Array`` (rows, K) in float32, float64 for a store of that type; nothing is read yet.
         """
-        array = dask_array()
+        array, delayed = dask("array"), dask().delayed
         name = self._result_type(None)
-        read = delayed()(read_values, pure=False)
+        read = delayed(read_values, pure=False)
         chunks = []
         for start, stop in self._cut(max_memory, name, held=1):
             values = read(*self._read(start, stop, name))
@@ -313,7 +305,7 @@ def check_comparable(one: GradientStore, other: GradientStore) -> None:
     Raises:
         PerSampleError: they differ in the projection or in the parameters; the text shows both.
     """
-    found = difference(one.manifest, other.manifest, ("projection", "parameters"))
+    found = difference(one.manifest, other.manifest, ("projection", "parameters"), ())
     if found is not None:
         raise PerSampleError(
             f"gradients of these stores cannot be compared: {os.fspath(one.dirpath)!r} has {found[0]}, and "

@@ -49,7 +49,7 @@ class SaveEach(SaveAfter):
 def train(folder: Path, kill_at_call: int) -> None:
     """A fit from the latest checkpoint, which ends itself at one of its calls."""
     calls = die_at_call(kill_at_call)
-    write = ledger.Parts.write
+    write = ledger.LedgerWriter.write
 
     def write_and_say(parts):
         steps = [step for table in parts._waiting for step in table["step"].to_pylist()]
@@ -57,7 +57,7 @@ def train(folder: Path, kill_at_call: int) -> None:
         if steps:
             say(folder / "log", {"flushed": max(steps)})
 
-    ledger.Parts.write = write_and_say
+    ledger.LedgerWriter.write = write_and_say
     checkpoint = folder / "latest.ckpt"
     say(folder / "log", {"from": torch.load(checkpoint)["global_step"] if checkpoint.exists() else 0})
     writer = PerSampleGradientWriter(folder / "ledger", flush_every=2, overwrite=True)

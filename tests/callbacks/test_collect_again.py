@@ -70,7 +70,9 @@ def test_an_interrupted_collection_goes_on(times, rows_per_shard, tmp_path):
         collect_gradients(Net(), loader(), tmp_path, loss=StopsAt(times), **options)
     done = len(GradientStore(tmp_path, complete=False))
     assert done == (4 * times if times <= 5 else 4 * times - 2)
-    with pytest.raises(PerSampleError, match=f"holds {done} of {2 * COUNT} rows: its collection was broken off"):
+    with pytest.raises(
+        PerSampleError, match=f"lacks {2 * COUNT - done} of {2 * COUNT} rows: its collection was broken off"
+    ):
         GradientStore(tmp_path)
     data, rest = loader(), StopsAt(-1)
     with warns_of_kept(done, 2 * COUNT) if done else nullcontext():

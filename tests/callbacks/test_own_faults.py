@@ -33,7 +33,7 @@ from lightning_persample.callbacks import (
 from lightning_persample.capture import annotations, dispatch, mode, observing, plan, record, reporting
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning
-from lightning_persample.influence import ledger
+from lightning_persample.influence import dataset, ledger
 from tests.callbacks.runs import Classifier as Plain
 from tests.callbacks.runs import Recorder, fit, make_trainer
 from tests.callbacks.ways import Classifier, Manual, traces
@@ -86,15 +86,15 @@ AUTOMATIC: list[Callable[..., Any]] = [
     record.classify,
     dispatch.Dispatcher._note,
     annotations.kind_of,
-    ledger.check_ledger,
-    ledger.open_ledger,
+    dataset.Dataset.check,
+    dataset.Dataset.open,
     plan.layout_of,
     annotations.Marks.of_operand,
     mode.Capture.attach_loss,
     mode.Capture.close,
     mode.Capture._finish,
-    ledger.Parts.add,
-    ledger.Parts.write,
+    ledger.LedgerWriter.add,
+    ledger.LedgerWriter.write,
     PerSampleRecord.norms,
     reporting.Report.note_gradient,
 ]

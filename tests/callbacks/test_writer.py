@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
 from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter, PerSampleWarning
-from lightning_persample.influence import ledger, read_ledger, read_manifest, self_influence
+from lightning_persample.influence import dataset, ledger, read_ledger, read_manifest, self_influence
 from tests.callbacks.indexed_data import ByName, Follows, Names
 from tests.callbacks.ledger_runs import NAMES, Noted, SaveAfter, StopAfter, WithDropout, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
@@ -29,8 +29,8 @@ def assert_whole(folder):
     """Nothing but whole files of one schema, and the manifest that tells it."""
     names = sorted(path.name for path in folder.iterdir())
     assert [name for name in names if not name.startswith("rows-")] == ["_manifest.json"]
-    for part in ledger.parts_of(folder):
-        schema = ledger.read_part(part.path).schema
+    for part in ledger.Ledger(folder).parts():
+        schema = ledger.Ledger(folder).read(part).schema
         assert {field.name: str(field.type) for field in schema} == dict(read_manifest(folder).columns)
 
 
@@ -46,14 +46,14 @@ def test_a_row_for_each_sample_of_each_step(folder, flush_every):
     assert all(row["weight"] == pytest.approx(1 / sizes[row["step"]]) for row in table.to_pylist())
     assert set(table["coverage"].to_pylist()) == {1.0}
     assert_whole(folder)
-    assert len(ledger.parts_of(folder)) == {1: 12, 4: 3, 100: 1}[flush_every]
+    assert len(ledger.Ledger(folder).parts()) == {1: 12, 4: 3, 100: 1}[flush_every]
 
 
 def test_the_manifest_tells_what_the_rows_are(folder):
     module = fit(PerSampleGradientWriter(folder, per_layer=2))
     found = json.loads((folder / "_manifest.json").read_text())
     assert found["format"] == "lightning_persample ledger"
-    assert found["format_version"] == 1
+    assert found["format_version"] == 2
     assert found["parameters"] == [name for name, _ in module.named_parameters()]
     assert found["settings"]["loss_reduction"] == "mean"
     assert found["libraries"]["torch"] == torch.__version__
@@ -286,7 +286,7 @@ class FullDisk:
 
     def __init__(self, monkeypatch, full) -> None:
         self.calls, self.full, self.fsync = 0, full, os.fsync
-        monkeypatch.setattr(ledger.os, "fsync", self)
+        monkeypatch.setattr(dataset.os, "fsync", self)
 
     def __call__(self, number):
         self.calls += 1
@@ -319,13 +319,13 @@ def test_a_disk_that_stays_full_loses_rows_and_says_how_many(folder, monkeypatch
 
 def test_names_are_forced_to_the_disk_before_a_checkpoint_and_at_the_end(folder, tmp_path, monkeypatch):
     """Each file's content is forced when it is written; the names, which cost as much, once for all that are new."""
-    forced, force_names = [], ledger.force_names
+    forced, force_names = [], dataset.force_names
 
     def noted(dirpath):
-        forced.append(len(ledger.parts_of(dirpath)))
+        forced.append(len(ledger.Ledger(dirpath).parts()))
         force_names(dirpath)
 
-    monkeypatch.setattr(ledger, "force_names", noted)
+    monkeypatch.setattr(dataset, "force_names", noted)
     writer, saves = PerSampleGradientWriter(folder, flush_every=2), SaveAfter(5, tmp_path / "middle.ckpt")
     fit(writer, callbacks=[saves], max_epochs=2)
     assert forced == [3, 7]
@@ -338,7 +338,7 @@ def test_names_that_cannot_be_forced_to_the_disk_give_one_warning_and_double_no_
     def fails(dirpath):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(ledger, "force_names", fails)
+    monkeypatch.setattr(dataset, "force_names", fails)
     with pytest.warns(PerSampleWarning, match="Input/output error .of the names of its files") as said:
         module = fit(PerSampleGradientWriter(folder), callbacks=[SaveAfter(3, folder.with_name("middle.ckpt"))])
     assert len([each for each in said if each.category is PerSampleWarning]) == 1

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleWarning, Projection
 from lightning_persample.influence import GradientStore, read_ledger, shards
-from lightning_persample.influence.files import GRADIENTS
+from lightning_persample.influence.dataset import GRADIENTS
 from tests.callbacks.collect_runs import projected
 from tests.callbacks.indexed_data import ByName, Follows, Names
 from tests.callbacks.ledger_runs import Noted, SaveAfter, StopAfter, WithDropout, data, fit
@@ -347,7 +347,7 @@ def test_manual_optimization_has_a_row_for_each_backward(folder):
 
 
 def test_a_full_disk_is_said_once_and_rows_wait(folder, monkeypatch):
-    write, calls = shards.write_shard, []
+    write, calls = shards.Shards.write, []
 
     def full(*args, **kwargs):
         calls.append(args)
@@ -355,7 +355,7 @@ def test_a_full_disk_is_said_once_and_rows_wait(folder, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(*args, **kwargs)
 
-    monkeypatch.setattr("lightning_persample.influence.shards.write_shard", full)
+    monkeypatch.setattr(shards.Shards, "write", full)
     with pytest.warns(PerSampleWarning, match="gradients in .* cannot be written: .*No space left on device.*goes on"):
         module = fit(writer_of(folder, flush_every=1), Kept())
     assert_kept(folder, module.kept)

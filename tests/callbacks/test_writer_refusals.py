@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleWarning
 from lightning_persample.gradients import Projection
-from lightning_persample.influence import GradientStore, files, read_ledger, read_manifest
+from lightning_persample.influence import GradientStore, dataset, read_ledger, read_manifest
 from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
 from tests.processes import run_alone
@@ -44,9 +44,7 @@ def test_another_run_is_refused(folder):
     run = read_manifest(folder).run
     with pytest.raises(OptionError) as refused:
         fit(PerSampleGradientWriter(folder))
-    text = (
-        f"dirpath={str(folder)!r} holds the ledger of run {run} (1 files, steps 0 to 5), but this fit starts a new run"
-    )
+    text = f"dirpath={str(folder)!r} holds the ledger of run {run} (1 files), but this one starts a new run"
     assert text in str(refused.value)
     assert "overwrite=True" in str(refused.value)
     module = fit(PerSampleGradientWriter(folder, overwrite=True), max_epochs=2)
@@ -68,7 +66,7 @@ def test_a_checkpoint_of_another_run_or_of_other_settings_is_refused(folder, tmp
     with pytest.warns(UserWarning, match="callbacks used to create"), pytest.raises(OptionError) as refused:
         fit(PerSampleGradientWriter(tmp_path / "moved"), ckpt_path=tmp_path / "other.ckpt", max_epochs=2)
     assert f"holds the ledger of run {runs[0]}" in str(refused.value)
-    assert f"this fit continues run {runs[1]}" in str(refused.value)
+    assert f"this one continues run {runs[1]}" in str(refused.value)
 
 
 class FitsInBetween(Callback):
@@ -106,7 +104,7 @@ def test_a_fit_that_fails_holds_the_folder_until_its_last_rows_are_written(folde
 
     def watched(self, trainer):
         with pytest.raises(OptionError) as error:
-            files.FolderLock(folder)
+            dataset.FolderLock(folder)
         refused.append(str(error.value))
         flush(self, trainer)
 
@@ -116,7 +114,7 @@ def test_a_fit_that_fails_holds_the_folder_until_its_last_rows_are_written(folde
     assert len(refused) == 1
     assert "is being written to by another fit" in refused[0]
     assert read_ledger(folder).num_rows > 0
-    files.FolderLock(folder).release()
+    dataset.FolderLock(folder).release()
 
 
 def test_a_writer_that_has_failed_lets_go_of_its_folder(folder, monkeypatch):
@@ -127,7 +125,7 @@ def test_a_writer_that_has_failed_lets_go_of_its_folder(folder, monkeypatch):
     writer = PerSampleGradientWriter(folder)
     with pytest.warns(PerSampleWarning, match="gives nothing more in this fit"):
         make_trainer([writer]).fit(Noted(), data())
-    files.FolderLock(folder).release()
+    dataset.FolderLock(folder).release()
 
 
 def test_the_folder_of_a_run_that_was_killed_before_its_first_row_is_free(folder):
@@ -143,7 +141,7 @@ def test_a_fit_whose_folder_another_one_takes_stops_writing_and_goes_on(folder, 
     def unknown(file):
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
-    monkeypatch.setattr(files, "_lock", unknown)
+    monkeypatch.setattr(dataset, "_lock", unknown)
     projection = Projection(dim=4)
     between = FitsInBetween(folder, overwrite=True, projection=projection)
     with pytest.warns(PerSampleWarning, match="was taken by run") as caught:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lightning_persample.influence import GradientStore, StoreWriter
-from lightning_persample.influence.shards import open_store
+from lightning_persample.influence.shards import Shards
 from tests import killed_processes
 from tests.influence.stores import MANIFEST, K, by_numpy
 from tests.killed_processes import die_at_call, say
@@ -37,7 +37,7 @@ def write(folder: Path, kill_at_call: int) -> None:
     saved = folder / "saved"
     start = int(saved.read_text()) if saved.exists() else 0
     say(folder / "log", {"from": start})
-    manifest = open_store(folder / "store", OWN, {"first": start})
+    manifest = Shards(folder / "store").open(OWN, {"first": start})
     writer = StoreWriter(folder / "store", manifest, rows_per_shard=4)
     for step in range(start, STEPS):
         writer.add(values_of(step), {"step": step, "sample_index": torch.arange(ROWS)})

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_persample.influence.shards import StoreManifest, StoreWriter, columns_for, write_store_manifest
+from lightning_persample.influence.shards import Shards, StoreManifest, StoreWriter, columns_for
 from lightning_persample.influence.store import GradientStore
 
 
@@ -62,7 +62,7 @@ def store_of(
     settings = {"dtype": "float64", **manifest}
     found = StoreManifest("run", columns_for(sizes), checkpoints=tuple(checkpoints), **settings)
     folder.mkdir()
-    write_store_manifest(folder, found)
+    Shards(folder).write_manifest(found)
     writer = StoreWriter(folder, found, rows_per_shard=rows_per_shard)
     for values, rows in parts:
         writer.add(values, rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_persample.influence.shards import StoreManifest, StoreWriter, columns_for, write_store_manifest
+from lightning_persample.influence.shards import Shards, StoreManifest, StoreWriter, columns_for
 
 SIZES = {"weight": ((4, 3), 12), "bias": ((4,), 4), "scale": ((2, 2), 4)}
 PARAMETERS = columns_for(SIZES)
@@ -31,7 +31,7 @@ def write(folder: Path, values: torch.Tensor, rank: int = 0, manifest: StoreMani
 
 def made(folder: Path, manifest: StoreManifest = MANIFEST) -> Path:
     folder.mkdir(exist_ok=True)
-    write_store_manifest(folder, manifest)
+    Shards(folder).write_manifest(manifest)
     return folder
 
 

@@ -22,7 +22,7 @@ from lightning_persample.influence import (
     tracin_cp,
     trak,
 )
-from lightning_persample.influence.ledger import Manifest, write_manifest
+from lightning_persample.influence.ledger import Ledger, Manifest
 from tests.influence.loops import simple, store_of
 
 SCORES = {score.__name__: score for score in (grad_dot, grad_cos, tracin, tracin_cp, trak, logra, less)}
@@ -43,7 +43,7 @@ def test_folders_in_place_of_stores(tmp_path, name, kind):
 
 @pytest.mark.parametrize("name", SCORES)
 def test_the_folder_of_a_ledger_is_refused_with_where_its_gradients_are(tmp_path, name):
-    write_manifest(tmp_path, Manifest("run", {}, ("weight",), {}, {}, 1))
+    Ledger(tmp_path).write_manifest(Manifest("run", {}, ("weight",)))
     text = (
         f"{str(tmp_path)!r} is a ledger and no store of gradients: its gradients, if it was written with `projection`, "
         f"are in {str(tmp_path / '_gradients')!r}; its rows are read with read_ledger"

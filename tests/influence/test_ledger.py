@@ -16,22 +16,12 @@ import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import Manifest, as_tensors, read_ledger, read_manifest
-from lightning_persample.influence.files import write_atomically
-from lightning_persample.influence.ledger import (
-    BASE_COLUMNS,
-    Parts,
-    check_ledger,
-    drop_rows,
-    open_ledger,
-    parts_of,
-    promise_rows,
-    remove_empty,
-    schema_of,
-    write_manifest,
-)
+from lightning_persample.influence.dataset import write_atomically
+from lightning_persample.influence.ledger import BASE_COLUMNS, Ledger, LedgerWriter, schema_of
 
 COLUMNS = {**BASE_COLUMNS, "loss": "double"}
-MANIFEST = Manifest("first", COLUMNS, ("weight", "bias"), {"loss_reduction": "mean", "per_layer": 1}, {"torch": "2"}, 2)
+SETTINGS = {"loss_reduction": "mean", "per_layer": 1}
+MANIFEST = Manifest("first", COLUMNS, ("weight", "bias"), settings=SETTINGS, libraries={"torch": "2"}, processes=2)
 
 
 def table(steps, rank=0, **values):
@@ -42,7 +32,7 @@ def table(steps, rank=0, **values):
 
 
 def write(folder, rank, *parts):
-    parts_of_rank = Parts(folder, rank)
+    parts_of_rank = LedgerWriter(folder, rank)
     for steps in parts:
         parts_of_rank.add(table(steps, rank))
         parts_of_rank.write()
@@ -50,7 +40,7 @@ def write(folder, rank, *parts):
 
 @pytest.fixture
 def folder(tmp_path):
-    write_manifest(tmp_path, MANIFEST)
+    Ledger(tmp_path).write_manifest(MANIFEST)
     return tmp_path
 
 
@@ -58,23 +48,23 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_file_names_tell_process_steps_and_order(folder):
+def test_file_names_tell_process_and_order(folder):
     write(folder, 0, [0, 1], [2, 5])
     write(folder, 1, [0, 1])
     write(folder, 0, [6])
     assert names(folder) == [
         "_manifest.json",
-        "rows-00000-0000000000-0000000001-000000.parquet",
-        "rows-00000-0000000002-0000000005-000001.parquet",
-        "rows-00000-0000000006-0000000006-000002.parquet",
-        "rows-00001-0000000000-0000000001-000000.parquet",
+        "rows-00000-000000.parquet",
+        "rows-00000-000001.parquet",
+        "rows-00000-000002.parquet",
+        "rows-00001-000000.parquet",
     ]
 
 
 def test_all_processes_are_read_in_the_order_of_steps(folder):
     write(folder, 1, [0, 1], [2])
     write(folder, 0, [0], [1, 2])
-    (folder / ".rows-00000-0000000003-0000000003-000002.parquet.tmp").write_bytes(b"half of a")
+    (folder / ".rows-00000-000002.parquet.tmp").write_bytes(b"half of a")
     (folder / "notes.txt").write_text("of the user")
     found = read_ledger(folder)
     assert found["step"].to_pylist() == [0] * 4 + [1] * 4 + [2] * 4
@@ -93,7 +83,7 @@ def test_the_folder_is_read_as_it_is(folder):
 def test_a_ledger_without_rows_has_columns(folder):
     found = read_ledger(folder)
     assert (found.num_rows, found.column_names) == (0, list(COLUMNS))
-    write_manifest(folder, replace(MANIFEST, columns={}))
+    Ledger(folder).write_manifest(replace(MANIFEST, columns={}))
     assert read_ledger(folder).column_names == list(BASE_COLUMNS)
 
 
@@ -116,39 +106,29 @@ def test_columns_as_tensors(folder):
 def test_rows_after_a_step_are_dropped(folder):
     write(folder, 0, [0, 1], [2, 3, 4], [5, 6])
     write(folder, 1, [0], [1, 3], [4])
-    drop_rows(folder, 3)
-    assert [(part.rank, part.first, part.last) for part in parts_of(folder)] == [
-        (0, 0, 1),
-        (0, 2, 2),
-        (1, 0, 0),
-        (1, 1, 1),
+    Ledger(folder).drop_rows(3)
+    parts = Ledger(folder).parts()
+    assert [(part.rank, Ledger(folder).read(part)["step"].to_pylist()) for part in parts] == [
+        (0, [0, 0, 1, 1]),
+        (0, [2, 2]),
+        (1, [0, 0]),
+        (1, [1, 1]),
     ]
     assert sorted(set(read_ledger(folder)["step"].to_pylist())) == [0, 1, 2]
     before = names(folder)
-    drop_rows(folder, 3)
+    Ledger(folder).drop_rows(3)
     assert names(folder) == before
     write(folder, 0, [3])
-    assert parts_of(folder)[2].counter == 2  # behind those that were kept
-    drop_rows(folder, 0)
+    assert Ledger(folder).parts()[2].counter == 2  # behind those that were kept
+    Ledger(folder).drop_rows(0)
     assert names(folder) == ["_manifest.json"]
-
-
-def test_a_name_that_promises_too_much_does_no_harm(folder):
-    """As a process leaves it that is killed between the rewriting and the renaming."""
-    write(folder, 0, [0, 1, 2])
-    (part,) = parts_of(folder)
-    pyarrow.parquet.write_table(table([0, 1]), part.path)
-    assert read_ledger(folder).num_rows == 4
-    drop_rows(folder, 2)
-    assert [(part.first, part.last) for part in parts_of(folder)] == [(0, 1)]
-    assert read_ledger(folder).num_rows == 4
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch, call):
     write(folder, 0, [0])
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    parts = Parts(folder, 0, most_waiting=2)
+    parts = LedgerWriter(folder, 0, most_waiting=2)
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -159,7 +139,7 @@ def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch, call):
         with pytest.raises(OSError, match="No space left"):
             parts.write()
     with pytest.raises(OSError, match="No space left"):
-        write_manifest(folder, replace(MANIFEST, run="second"))
+        Ledger(folder).write_manifest(replace(MANIFEST, run="second"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert (parts.waiting, parts.lost) == (4, 2)
     monkeypatch.undo()
@@ -178,7 +158,7 @@ def test_a_name_that_cannot_be_forced_to_the_disk_doubles_no_row(folder, monkeyp
         fsync(number)
 
     monkeypatch.setattr(os, "fsync", fails_second)
-    parts = Parts(folder, 0)
+    parts = LedgerWriter(folder, 0)
     parts.add(table([1]))
     parts.write()
     with pytest.raises(OSError, match="Input/output error"):
@@ -210,7 +190,7 @@ def test_what_is_no_ledger_is_refused(tmp_path):
     with pytest.raises(PerSampleError) as refused:
         read_ledger(tmp_path)
     assert "is of format 'lightning_persample ledger', version 7; this version of" in str(refused.value)
-    assert "reads format 'lightning_persample ledger', version 1" in str(refused.value)
+    assert "reads format 'lightning_persample ledger', version 2" in str(refused.value)
 
 
 SECOND = replace(MANIFEST, run="second", columns={})
@@ -218,10 +198,10 @@ SECOND = replace(MANIFEST, run="second", columns={})
 
 def test_a_run_goes_on_where_its_checkpoint_was(folder):
     write(folder, 0, [0, 1, 2])
-    (folder / ".rows-00000-0000000003-0000000003-000001.parquet.tmp").write_bytes(b"half of a")
-    found = open_ledger(folder, SECOND, {"first": 2}, overwrite=False)
+    (folder / ".rows-00000-000001.parquet.tmp").write_bytes(b"half of a")
+    found = Ledger(folder).open(SECOND, {"first": 2}, overwrite=False)
     assert found == MANIFEST
-    assert names(folder) == ["_manifest.json", "rows-00000-0000000000-0000000001-000000.parquet"]
+    assert names(folder) == ["_manifest.json", "rows-00000-000000.parquet"]
 
 
 @pytest.mark.parametrize(
@@ -234,33 +214,36 @@ def test_a_run_goes_on_where_its_checkpoint_was(folder):
         ),
         (
             replace(SECOND, parameters=("weight",)),
-            "2 parameters with 'bias' where they differ first, but now there",
+            "2 parameters, where they differ first 'bias', but now there is 1 parameters and no further one",
         ),
-        (replace(SECOND, parameters=("weight", "bias", "x")), "2 parameters with None where they differ first"),
+        (
+            replace(SECOND, parameters=("weight", "bias", "x")),
+            "2 parameters and no further one, but now there is 3 parameters, where they differ first 'x'",
+        ),
     ],
 )
 def test_a_run_that_is_not_alike_is_refused_with_both_values(folder, new, text):
     write(folder, 0, [0, 1])
     before = names(folder)
     with pytest.raises(OptionError) as refused:
-        open_ledger(folder, new, {"first": 1}, overwrite=False)
+        Ledger(folder).open(new, {"first": 1}, overwrite=False)
     assert text in str(refused.value)
     assert names(folder) == before
 
 
 def test_rows_of_another_run_are_kept_unless_told(folder):
     write(folder, 0, [0, 1])
-    with pytest.raises(OptionError, match=r"holds the ledger of run first \(1 files, steps 0 to 1\), but this fit"):
-        open_ledger(folder, SECOND, {}, overwrite=False)
+    with pytest.raises(OptionError, match=r"holds the ledger of run first \(1 files\), but this one starts a new"):
+        Ledger(folder).open(SECOND, {}, overwrite=False)
     (folder / "_manifest.json").unlink()
     with pytest.raises(OptionError, match="holds the ledger of a run without manifest"):
-        open_ledger(folder, SECOND, {"third": 4}, overwrite=False)
-    assert open_ledger(folder, SECOND, {}, overwrite=True) == SECOND
+        Ledger(folder).open(SECOND, {"third": 4}, overwrite=False)
+    assert Ledger(folder).open(SECOND, {}, overwrite=True) == SECOND
     assert names(folder) == ["_manifest.json"]
-    remove_empty(folder, "first")
+    Ledger(folder).remove_if_empty("first")
     assert names(folder) == ["_manifest.json"]
-    remove_empty(folder, "second")
-    assert open_ledger(folder, MANIFEST, {}, overwrite=False).run == "first"
+    Ledger(folder).remove_if_empty("second")
+    assert Ledger(folder).open(MANIFEST, {}, overwrite=False).run == "first"
 
 
 def test_without_pyarrow_the_extra_is_named(folder, monkeypatch):
@@ -276,23 +259,23 @@ def test_without_pyarrow_the_extra_is_named(folder, monkeypatch):
 @pytest.mark.parametrize(("lost", "said"), [(0, "file 0 of process 0, which has written 3"), (2, "2 of 6 rows")])
 def test_a_file_that_was_removed_is_noticed(folder, lost, said):
     write(folder, 0, [0], [1], [2])
-    promise_rows(folder, read_manifest(folder).run)
+    Ledger(folder).promise(read_manifest(folder).run)
     assert read_ledger(folder).num_rows == 6
-    parts_of(folder)[lost].path.unlink()
+    Ledger(folder).parts()[lost].files[0].unlink()
     with pytest.raises(PerSampleError) as refused:
         read_ledger(folder)
     text = f"lacks {said}: put the files back, or read what there is with read_ledger(..., complete=False)"
     assert text in str(refused.value)
     assert read_ledger(folder, complete=False).num_rows == 4
     with pytest.raises(OptionError, match=f"lacks {said} of this run: put the files back, or pass another dirpath"):
-        check_ledger(folder, read_manifest(folder), {read_manifest(folder).run: 3}, overwrite=False)
+        Ledger(folder).check(read_manifest(folder), {read_manifest(folder).run: 3}, overwrite=False)
 
 
 def test_a_file_in_which_one_bit_was_flipped_is_named(folder):
-    parts = Parts(folder, 0)
+    parts = LedgerWriter(folder, 0)
     parts.add(table([0, 1, 2], learning_rate=[1.5] * 6))
     parts.write()
-    path = folder / "rows-00000-0000000000-0000000002-000000.parquet"
+    path = folder / "rows-00000-000000.parquet"
     whole = path.read_bytes()
     place = whole.index(struct.pack("<d", 1.5))
     path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
@@ -300,7 +283,7 @@ def test_a_file_in_which_one_bit_was_flipped_is_named(folder):
         read_ledger(folder)
 
 
-@pytest.mark.parametrize("name", ["_manifest.json", "rows-00000-0000000000-0000000002-000000.parquet"])
+@pytest.mark.parametrize("name", ["_manifest.json", "rows-00000-000000.parquet"])
 def test_a_file_that_was_cut_off_is_named(folder, name):
     write(folder, 0, [0, 1, 2])
     path = folder / name

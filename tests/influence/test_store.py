@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_persample import OptionError, PerSampleError
-from lightning_persample.influence.shards import StoreManifest, StoreWriter, columns_for, read_store_manifest
+from lightning_persample.influence.shards import Shards, StoreManifest, StoreWriter, columns_for
 from lightning_persample.influence.store import GradientStore
 from tests.influence.stores import MANIFEST, PARAMETERS, K, by_numpy, gradients, made, names, write
 
@@ -117,7 +117,7 @@ def test_which_samples_are_there(store):
 
 def test_the_manifest_is_read_back(folder):
     manifest = replace(MANIFEST, projection={"dim": 4, "kind": "normal", "seed": 3}, settings={"a": 1.5})
-    assert read_store_manifest(made(folder, manifest)) == manifest
+    assert Shards(made(folder, manifest)).manifest() == manifest
     assert len(GradientStore(folder)) == 0
 
 

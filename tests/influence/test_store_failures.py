@@ -14,7 +14,7 @@ import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import GradientStore, StoreWriter, grad_dot
-from lightning_persample.influence.shards import columns_for, open_store, write_store_manifest
+from lightning_persample.influence.shards import Shards, columns_for
 from tests.influence.stores import MANIFEST, K, gradients, made, write
 from tests.processes import run_alone
 
@@ -131,9 +131,9 @@ def test_a_shard_that_something_else_broke_is_named(folder):
         list(GradientStore(folder).blocks())
 
 
-@pytest.mark.parametrize(("promised", "said"), [(-1, "holds 8 rows, and not all: "), (12, "holds 8 of 12 rows: ")])
+@pytest.mark.parametrize(("promised", "said"), [(-1, "lacks rows (it has 8): "), (12, "lacks 4 of 12 rows: ")])
 def test_a_store_that_lacks_rows_is_refused_by_scores_and_read_where_that_is_said(folder, promised, said):
-    write_store_manifest(folder, replace(MANIFEST, rows=promised))
+    Shards(folder).write_manifest(replace(MANIFEST, rows=promised))
     write(folder, gradients(8), sample_index=torch.arange(8))
     with pytest.raises(PerSampleError) as refused:
         grad_dot(folder, folder)
@@ -147,7 +147,7 @@ def test_a_store_that_lacks_rows_is_refused_by_scores_and_read_where_that_is_sai
 def test_a_manifest_of_more_columns_than_there_are_takes_no_memory_for_them(folder):
     write(folder, gradients(4))
     wide = columns_for({"weight": ((10**6, 10**6), 10**12)})
-    write_store_manifest(folder, replace(MANIFEST, parameters=wide))
+    Shards(folder).write_manifest(replace(MANIFEST, parameters=wide))
     with pytest.raises(PerSampleError, match=r"shape \(4, 20\), but rows up to 0 and 1000000000000 columns are"):
         list(GradientStore(folder).blocks())
 
@@ -226,6 +226,6 @@ def test_rows_that_are_not_those_written_are_refused(folder, place):
     whole = path.read_bytes()
     place = len(whole) + place if place < 0 else int(len(whole) * place)
     _changed(path, place, bytes([whole[place] ^ 1]))
-    for read in (GradientStore, lambda dirpath: open_store(dirpath, MANIFEST, {MANIFEST.run: 0})):
+    for read in (GradientStore, lambda dirpath: Shards(dirpath).open(MANIFEST, {MANIFEST.run: 0})):
         with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
             read(folder)

@@ -11,7 +11,7 @@ import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import GradientStore, StoreWriter, check_comparable
-from lightning_persample.influence.shards import columns_for, drop_rows, open_store, read_store_manifest
+from lightning_persample.influence.shards import Shards, columns_for
 from tests.influence.stores import CHECKPOINTS, MANIFEST, SIZES, by_numpy, gradients, made, names, write
 
 PROJECTED = replace(MANIFEST, projection={"dim": 256, "kind": "normal", "seed": 0}, settings={"loss_reduction": "mean"})
@@ -103,10 +103,10 @@ def test_a_run_that_is_not_alike_is_refused_with_both_values(tmp_path, changed, 
     there = {path.name: path.read_bytes() for path in folder.iterdir()}
     new = replace(PROJECTED, run="second", **changed)
     with pytest.raises(OptionError) as refused:
-        open_store(folder, new)
+        Shards(folder).open(new)
     assert f"holds gradients that were written with {before}, but now there is {now}: go on" in str(refused.value)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == there
-    assert open_store(folder, new, overwrite=True) == new
+    assert Shards(folder).open(new, {}, overwrite=True) == new
     assert names(folder) == ["_manifest.json"]
 
 
@@ -117,24 +117,24 @@ def test_any_run_of_the_same_values_goes_on(tmp_path):
     (folder / ".shard-00001-000001.rows.npy.tmp").write_bytes(b"half of a")
     before = [name for name in names(folder) if name.startswith("shard-00000")]
     further = (*CHECKPOINTS, {"step": 20, "learning_rate": 0.01, "path": "c.ckpt"})
-    found = open_store(folder, replace(PROJECTED, run="second", libraries={"torch": "3"}, checkpoints=further))
+    found = Shards(folder).open(replace(PROJECTED, run="second", libraries={"torch": "3"}, checkpoints=further))
     assert found == replace(PROJECTED, libraries={"torch": "3"}, checkpoints=further)
-    assert read_store_manifest(folder) == found
+    assert Shards(folder).manifest() == found
     assert names(folder) == ["_manifest.json", *before]
-    assert open_store(folder, replace(PROJECTED, checkpoints=CHECKPOINTS[:1])).checkpoints == further
+    assert Shards(folder).open(replace(PROJECTED, checkpoints=CHECKPOINTS[:1])).checkpoints == further
 
 
 def test_rows_of_another_run_are_kept_unless_told(tmp_path):
     folder = made(tmp_path / "one")
     write(folder, gradients(5))
-    with pytest.raises(OptionError, match=r"holds the gradients of run first \(2 shards\), but this one starts a new"):
-        open_store(folder, SECOND, {})
+    with pytest.raises(OptionError, match=r"holds the gradients of run first \(2 files\), but this one starts a new"):
+        Shards(folder).open(SECOND, {})
     (folder / "_manifest.json").unlink()
     with pytest.raises(OptionError, match=r"holds the gradients of a run without manifest .*, but this one continues"):
-        open_store(folder, SECOND, {"third": 4})
-    assert open_store(folder, SECOND, {}, overwrite=True) == SECOND
+        Shards(folder).open(SECOND, {"third": 4})
+    assert Shards(folder).open(SECOND, {}, overwrite=True) == SECOND
     assert names(folder) == ["_manifest.json"]
-    assert open_store(folder, MANIFEST, {}) == MANIFEST  # there is nothing to lose
+    assert Shards(folder).open(MANIFEST, {}) == MANIFEST  # there is nothing to lose
 
 
 def test_a_run_goes_on_where_its_checkpoint_was(tmp_path):
@@ -143,7 +143,7 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path):
     values = gradients(12)
     for rank in (0, 1):
         write(folder, values + rank, rank, step=steps, sample_index=steps)
-    assert open_store(folder, SECOND, {"first": 3}) == MANIFEST
+    assert Shards(folder).open(SECOND, {"first": 3}) == MANIFEST
     store = GradientStore(folder)
     assert store.rows["step"].tolist() == [0, 0, 1, 1, 2, 2] * 2
     assert torch.equal(next(store.blocks())[1], torch.cat([values[:6], values[:6] + 1]))
@@ -155,17 +155,8 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path):
     assert "shard-00000-000002.npy" in names(folder)
     found = [row["step"] for row in by_numpy(folder)]
     assert sorted(found) == sorted([0, 0, 1, 1, 2, 2] * 2 + [3, 3, 4, 4, 5, 5])
-    open_store(folder, SECOND, {"first": 0})
+    Shards(folder).open(SECOND, {"first": 0})
     assert names(folder) == ["_manifest.json"]
-
-
-def test_a_run_that_does_not_know_its_columns_yet_keeps_them(tmp_path):
-    folder = made(tmp_path / "one")
-    write(folder, gradients(4), step=0, loss=1.0)
-    new = replace(SECOND, columns=())
-    assert open_store(folder, new, {"first": 1}) == MANIFEST
-    with pytest.raises(OptionError, match=r"columns=\('loss',\), but now there is columns=\(\)"):
-        open_store(folder, new)
 
 
 def test_rows_are_dropped_wherever_they_are(tmp_path):
@@ -173,13 +164,13 @@ def test_rows_are_dropped_wherever_they_are(tmp_path):
     steps = torch.tensor([5, 0, 7, 1, 2, 9, 3, 8, 9, 9, 9, 9])
     values = gradients(12)
     write(folder, values, step=steps)
-    drop_rows(folder, 4)
-    drop_rows(folder, 4)
+    Shards(folder).drop_rows(4)
+    Shards(folder).drop_rows(4)
     kept = steps < 4
     store = GradientStore(folder)
     assert store.rows["step"].tolist() == steps[kept].tolist()
     assert torch.equal(next(store.blocks())[1], values[kept])
-    drop_rows(folder, 2)
+    Shards(folder).drop_rows(2)
     assert torch.equal(next(GradientStore(folder).blocks())[1], values[steps < 2])
 
 

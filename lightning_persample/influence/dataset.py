@@ -1,0 +1,463 @@
+"""A folder of rows: its manifest, files that are whole or not there, who writes, what is missing, how a run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_persample.errors import OptionError, PerSampleError
+
+__all__ = [
+    "GRADIENTS",
+    "MANIFEST",
+    "BaseManifest",
+    "Dataset",
+    "FolderLock",
+    "Part",
+    "PartWriter",
+    "broken_files_named",
+    "difference",
+    "plain",
+    "write_atomically",
+]
+
+# What reads folders of Parquet files passes over names that begin with an underscore.
+MANIFEST = "_manifest.json"
+GRADIENTS = "_gradients"  # the store of gradients in a ledger's folder
+_PARTIAL = re.compile(r"\.((rows|shard)-[\d-]+(\.rows)?\.(parquet|npy)|_manifest\.json)\.tmp")
+_ELSEWHERE = {
+    "ledger": "{dirpath!r} is a ledger and no store of gradients: its gradients, if it was written with `projection`, "
+    "are in {inside!r}; its rows are read with read_ledger",
+    "gradients": "{dirpath!r} is a store of gradients and no ledger: open it with GradientStore; its ledger, if it was "
+    f"written during training as the folder {GRADIENTS!r} of one, is in {{outside!r}}",
+}
+
+
+def write_atomically(path: Path, *contents: Any) -> None:
+    """Write a file so that it is there as a whole, or as it was before; its name is not forced to the disk yet."""
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        with partial.open("wb") as file:
+            for content in contents:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):  # what went wrong first is what is raised
+            partial.unlink()
+        raise
+
+
+def force_names(dirpath: Path) -> None:
+    """Force the names in a folder to the disk, where a system lets a folder be opened."""
+    if os.name == "posix":
+        folder = os.open(dirpath, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextmanager
+def broken_files_named(path: Path) -> Iterator[None]:
+    """Name the file that cannot be decoded, or lacks what is asked of it; one that is absent stays so."""
+    try:
+        yield
+    except (ValueError, EOFError, KeyError, TypeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system; pyarrow's own have none
+            raise
+        raise PerSampleError(
+            f"{os.fspath(path)!r} is broken: it is no whole file of its kind (cut off, or changed by something else). "
+            "Put it back from a copy, or write the folder again"
+        ) from error
+
+
+@dataclass(frozen=True)
+class BaseManifest:
+    """What the manifests of ledgers and of stores of gradients have in common."""
+
+    run: str
+    _: KW_ONLY
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 1
+    rows: int | None = None
+
+
+class Part(NamedTuple):
+    """Rows that one process wrote at once, by its rank and their order; only with all of its files it counts."""
+
+    rank: int
+    counter: int
+    files: tuple[Path, ...]  # the first says what the rows are; it is written last, and removed first
+
+
+M = TypeVar("M", bound=BaseManifest)
+
+
+class Dataset(ABC, Generic[M]):
+    """A folder of parts and a manifest; of several processes one alone opens it, and each writes parts."""
+
+    manifest_type: ClassVar[type[Any]]
+    kind: ClassVar[str]  # in the manifest
+    version: ClassVar[int]
+    title: ClassVar[str]  # in texts
+    rows_are: ClassVar[str]
+    remedy: ClassVar[str]  # where rows are missing
+    prefix: ClassVar[str]  # of the names of files
+    suffixes: ClassVar[tuple[str, ...]]
+
+    def __init__(self, dirpath: str | os.PathLike[str]) -> None:
+        self.dirpath = Path(dirpath)
+
+    @abstractmethod
+    def steps(self, part: Part) -> NDArray[np.int64]:
+        """The step of each row of a part, (rows,)."""
+
+    @abstractmethod
+    def count(self, part: Part) -> int:
+        """How many rows a part has."""
+
+    @abstractmethod
+    def keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
+        """Leave some rows of a part, (rows,)."""
+
+    @abstractmethod
+    def write(self, part: Part, rows: Any) -> None:
+        """Write a part."""
+
+    @abstractmethod
+    def difference(self, there: M, new: M) -> tuple[str, str] | None:
+        """Where the rows of two manifests are not of the same values."""
+
+    @abstractmethod
+    def continued(self, there: M, new: M) -> M:
+        """The manifest of rows that go on with those that are there."""
+
+    # The manifest
+
+    def restored(self, values: dict[str, Any]) -> M:
+        """The manifest with these values, in which a tuple is a list and a dataclass a dict."""
+        manifest: M = self.manifest_type(**{each.name: values[each.name] for each in fields(self.manifest_type)})
+        return manifest
+
+    def manifest(self) -> M:
+        """The manifest; a folder without one, or with one of another format, is refused."""
+        manifest = self.manifest_if_there()
+        if manifest is None:
+            raise PerSampleError(f"{os.fspath(self.dirpath)!r} holds no {self.title}: {MANIFEST} is missing")
+        return manifest
+
+    def manifest_if_there(self) -> M | None:
+        """The manifest; None without one."""
+        path = self.dirpath / MANIFEST
+        if not path.is_file():
+            return None
+        with broken_files_named(path):
+            values = json.loads(path.read_text(encoding="utf-8"))
+        named = (values.get("format"), values.get("format_version")) if isinstance(values, dict) else (None, None)
+        expected = f"lightning_persample {self.kind}"
+        for kind, text in _ELSEWHERE.items():
+            if kind != self.kind and named[0] == f"lightning_persample {kind}":
+                places = {"dirpath": self.dirpath, "inside": self.dirpath / GRADIENTS, "outside": self.dirpath.parent}
+                raise PerSampleError(text.format(**{name: os.fspath(place) for name, place in places.items()}))
+        if named != (expected, self.version):
+            raise PerSampleError(
+                f"{os.fspath(path)!r} is of format {named[0]!r}, version {named[1]!r}; this version of "
+                f"lightning_persample reads format {expected!r}, version {self.version}"
+            )
+        with broken_files_named(path):
+            return self.restored({"rows": None, **values})
+
+    def write_manifest(self, manifest: M) -> None:
+        """Write the manifest, in place of the one that is there."""
+        values = {"format": f"lightning_persample {self.kind}", "format_version": self.version, **asdict(manifest)}
+        write_atomically(self.dirpath / MANIFEST, json.dumps(values, indent=2).encode())
+
+    def promise(self, run: str) -> None:
+        """Let the manifest of a run that has ended say how many rows there are, so that a loss is seen later."""
+        manifest = self.manifest_if_there()
+        if manifest is not None and manifest.run == run:
+            self.write_manifest(replace(manifest, rows=sum(map(self.count, self.parts()))))
+
+    # The parts
+
+    def _files(self) -> dict[tuple[int, int], set[str]]:
+        """The suffixes of the files of each part, by rank and counter."""
+        name = re.compile(rf"{self.prefix}-(\d+)-(\d+)({'|'.join(map(re.escape, self.suffixes))})")
+        there: dict[tuple[int, int], set[str]] = {}
+        for path in self.dirpath.iterdir():
+            match = name.fullmatch(path.name)
+            if match is not None:
+                there.setdefault((int(match[1]), int(match[2])), set()).add(match[3])
+        return there
+
+    def part(self, rank: int, counter: int) -> Part:
+        """The part of a process with this number."""
+        start = f"{self.prefix}-{rank:05d}-{counter:06d}"
+        return Part(rank, counter, tuple(self.dirpath / f"{start}{suffix}" for suffix in self.suffixes))
+
+    def parts(self) -> list[Part]:
+        """The parts of which all files are there, by rank and in the order in which each process wrote them."""
+        return [self.part(*key) for key, files in sorted(self._files().items()) if len(files) == len(self.suffixes)]
+
+    def next_counter(self, rank: int) -> int:
+        """The number of the next part of a process: none that any file has."""
+        return 1 + max((counter for each, counter in self._files() if each == rank), default=-1)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a killed process left: files under a temporary name, and of parts that do not count."""
+        for path in list(self.dirpath.iterdir()):
+            if _PARTIAL.fullmatch(path.name):
+                path.unlink()
+        for key, files in self._files().items():
+            if len(files) < len(self.suffixes):
+                self._remove(self.part(*key))
+
+    @staticmethod
+    def _remove(part: Part) -> None:
+        for path in part.files:
+            path.unlink(missing_ok=True)
+
+    def drop_rows(self, step: int) -> None:
+        """Remove the rows of an optimizer step and of all later ones."""
+        # Killed at any moment, it leaves parts that are whole, in which every earlier row is once; the latest are
+        # removed first, so that none is missing in between.
+        for part in reversed(self.parts()):
+            kept = self.steps(part) < step
+            if not kept.any():
+                self._remove(part)
+            elif not kept.all():
+                self.keep(part, kept)
+        force_names(self.dirpath)
+
+    def remove(self) -> None:
+        """Remove the manifest and all parts; other files stay."""
+        (self.dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a rest is not taken for all
+        for part in self.parts():
+            self._remove(part)
+        self._remove_leftovers()
+
+    # What is missing
+
+    def gap(self, before: int | None = None) -> str:
+        """Which part of a process is not there any more, though a later one with rows before this step is; or ""."""
+        parts = self.parts()
+        for rank in dict.fromkeys(part.rank for part in parts):
+            written = [part for part in parts if part.rank == rank]
+            for place, part in enumerate(written):
+                if part.counter == place:
+                    continue
+                if before is None or self.steps(part).min(initial=before) < before:
+                    return f"file {place} of process {rank}, which has written {written[-1].counter + 1}"
+                break
+        return ""
+
+    def lacking(self, manifest: M, there: int | None = None) -> str:
+        """Which of the rows that complete it are not there; or ""."""
+        if manifest.rows is None:
+            return ""
+        there = sum(map(self.count, self.parts())) if there is None else there
+        if manifest.rows < 0:
+            return f"rows (it has {there})"
+        return f"{manifest.rows - there} of {manifest.rows} rows" if there < manifest.rows else ""
+
+    def incomplete(self, missing: str) -> str:
+        """The text of the error where something is missing."""
+        return f"the {self.title} in {os.fspath(self.dirpath)!r} lacks {missing}: {self.remedy}"
+
+    # A run that begins, or goes on
+
+    def check(self, new: M | None, continued: Mapping[str, int] | None, *, overwrite: bool) -> M | None:
+        """The manifest that rows go on with, else None; what cannot take them is refused, and nothing is written."""
+        # `continued` has the first step that each run does not have; with None whatever is there goes on.
+        if not self.dirpath.exists():
+            return None
+        dirpath, there, parts = f"dirpath={os.fspath(self.dirpath)!r}", self.manifest_if_there(), self.parts()
+        if there is not None and (continued is None or there.run in continued):
+            differing = None if new is None else self.difference(there, new)
+            missing = "" if continued is None else self.gap(continued[there.run]) or self.lacking(there)
+            if differing is not None and parts:
+                rest = "" if continued is not None else ", or remove them with overwrite=True"
+                raise OptionError(
+                    f"{dirpath} holds {self.rows_are} that were written with {differing[0]}, but now there is "
+                    f"{differing[1]}: go on with what there was, or pass another dirpath{rest}"
+                )
+            if missing:
+                raise OptionError(f"{dirpath} lacks {missing} of this run: put the files back, or pass another dirpath")
+            return there if differing is None else None
+        if parts and not overwrite:
+            known = "a run without manifest" if there is None else f"run {there.run}"
+            begins = f"continues run {' or '.join(continued)}" if continued else "starts a new run"
+            raise OptionError(
+                f"{dirpath} holds the {self.kind} of {known} ({len(parts)} files), but this one {begins}: pass another "
+                "dirpath, go on from a checkpoint of that run with trainer.fit(..., ckpt_path=...), or remove its rows "
+                "with overwrite=True"
+            )
+        return None
+
+    def open(self, new: M | None, continued: Mapping[str, int] | None = None, *, overwrite: bool = False) -> M | None:
+        """Make the folder ready for rows, see `check`; new=None writes a manifest only of what goes on."""
+        there = self.check(new, continued, overwrite=overwrite)
+        self.dirpath.mkdir(parents=True, exist_ok=True)
+        if there is None:
+            self.remove()
+            if new is not None and continued is not None and len(continued) == 1:
+                new = replace(new, run=next(iter(continued)))
+        else:
+            self._remove_leftovers()
+            if continued is not None:
+                self.drop_rows(continued[there.run])
+            new = replace(
+                self.continued(there, there if new is None else new), rows=there.rows if continued is None else None
+            )
+        if new is not None:
+            self.write_manifest(new)
+        return new
+
+    def remove_if_empty(self, run: str) -> None:
+        """Remove the manifest of a run that failed before it had a row, so that the next one may have the folder."""
+        manifest = self.manifest_if_there()
+        if manifest is not None and manifest.run == run and not self.parts():
+            (self.dirpath / MANIFEST).unlink()
+
+
+def difference(
+    there: BaseManifest, new: BaseManifest, names: Sequence[str], settings: Sequence[str]
+) -> tuple[str, str] | None:
+    """Where some fields and settings of two manifests are not alike, both as a text shows them."""
+    for name in names:
+        before, now = getattr(there, name), getattr(new, name)
+        if name == "parameters" and before != now:
+            pairs = zip((*before, None), (*now, None), strict=False)
+            first = next(pair for pair in pairs if pair[0] != pair[1])
+            return _shown(before, first[0]), _shown(now, first[1])
+        if name != "parameters" and plain(before) != plain(now):
+            return f"{name}={before!r}", f"{name}={now!r}"
+    for name in settings:
+        before, now = there.settings.get(name), new.settings.get(name)
+        if plain(before) != plain(now):
+            return f"{name}={before!r}", f"{name}={now!r}"
+    return None
+
+
+def _shown(parameters: Sequence[Any], first: Any) -> str:
+    named = repr(first) if isinstance(first, str) else str(first)
+    rest = " and no further one" if first is None else f", where they differ first {named}"
+    return f"{len(parameters)} parameters{rest}"
+
+
+def plain(value: Any) -> str:
+    """A value as a manifest has it, in which a tuple is a list and nan is nan."""
+    return json.dumps(value, sort_keys=True)
+
+
+class PartWriter(Generic[M]):
+    """Writes the parts of one process, and keeps those that could not be written for the next try."""
+
+    def __init__(self, dataset: Dataset[M], rank: int, most_waiting: int) -> None:
+        self._dataset, self._rank, self._most_waiting = dataset, rank, most_waiting
+        self._counter = dataset.next_counter(rank)
+        self._waiting: list[Any] = []
+        self._has_new_names = False
+        self.lost = 0
+
+    @property
+    def waiting(self) -> int:
+        """How many rows are not written yet."""
+        return sum(map(len, self._waiting))
+
+    def _wait(self, rows: Any) -> None:
+        """Take rows that are to be a part; of more than may wait the oldest are given up."""
+        self._waiting.append(rows)
+        if len(self._waiting) > self._most_waiting:
+            self.lost += len(self._waiting.pop(0))
+
+    def _write_next(self) -> None:
+        """Write the oldest rows as a part; where that fails, they wait for the next try."""
+        self._dataset.write(self._dataset.part(self._rank, self._counter), self._waiting[0])
+        self._counter += 1
+        self._has_new_names = True
+        del self._waiting[0]
+
+    def settle(self) -> None:
+        """Force the names of the files to the disk, once for all that are new; costs as much as a file."""
+        # Until then each file is whole whatever happens, but its name may be lost with the machine's power.
+        if self._has_new_names:
+            force_names(self._dataset.dirpath)
+            self._has_new_names = False
+
+
+class FolderLock:
+    """Keeps other writers out of a folder until it is released; where the system knows no locks, nobody is kept out."""
+
+    def __init__(self, dirpath: Path) -> None:
+        dirpath.mkdir(parents=True, exist_ok=True)
+        self._path = dirpath / "_writing.lock"
+        self._file: IO[Any] | None = None
+        while not self._is_taken():
+            pass
+
+    def _is_taken(self) -> bool:
+        """Take it; False where its last holder removed the file in the same moment: nobody else would see it."""
+        file = self._path.open("ab")
+        try:
+            _lock(file)
+        except (BlockingIOError, PermissionError):
+            file.close()
+            raise OptionError(
+                f"dirpath={os.fspath(self._path.parent)!r} is being written to by another fit or collection, in this "
+                "process or another: wait for its end, or pass another dirpath"
+            ) from None
+        except OSError:  # no locks here
+            file.close()
+            return True
+        try:
+            is_there = os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            is_there = False
+        if is_there:
+            self._file = file
+        else:
+            file.close()
+        return is_there
+
+    def release(self) -> None:
+        """Let others write."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        with suppress(OSError):  # (Windows removes no file that is open)
+            self._path.unlink()
+        if fcntl is not None:  # at once, though a forked worker may hold the file, too
+            fcntl.flock(file, fcntl.LOCK_UN)
+        file.close()
+        if fcntl is None:
+            with suppress(OSError):
+                self._path.unlink()
+
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+def _lock(file: IO[Any]) -> None:
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    import msvcrt
+
+    msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
