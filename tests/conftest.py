@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from _pytest.doctest import DoctestModule
 
-from lightning_persample.capture import reporting
-from lightning_persample.rules import registry
-
-# torch.manual_seed also asks after every kind of accelerator, which takes longer than many a test
-SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+# torch and lightning are imported below: of the processes of xdist one only hands out tests
 
 
 @pytest.hookimpl(wrapper=True)
@@ -25,7 +22,18 @@ def pytest_collect_file():
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
+    import torch
+
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def entry_points_are_read_once():
+    """Every Trainer looks for callbacks of other packages, and read the metadata of all that are installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = functools.cache(importlib.metadata.entry_points)
+        patch.setattr("lightning.fabric.utilities.registry.entry_points", read)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,14 +45,24 @@ def little_for_the_garbage_collector():
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session")
+def manual_seed():
+    """torch.manual_seed also asks after every kind of accelerator, which takes longer than many a test."""
+    import torch
+
+    return torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 @pytest.fixture(autouse=True)
-def seed():
-    SEED(0)
+def seed(manual_seed):
+    manual_seed(0)
 
 
 @pytest.fixture
 def double_precision() -> Iterator[None]:
     """New tensors are float64 during a test."""
+    import torch
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     yield
@@ -54,12 +72,16 @@ def double_precision() -> Iterator[None]:
 @pytest.fixture
 def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
+    from lightning_persample.rules import registry
+
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
 
 
 @pytest.fixture
 def general(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the gradients that went the general way."""
+    from lightning_persample.capture import reporting
+
     found: list[int] = []
     contribute = reporting.Report.contribute
 
