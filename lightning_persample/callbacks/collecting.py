@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 from lightning_persample.batch_axis.batch import count_samples, with_samples_at
 from lightning_persample.callbacks.checkpoints import AdamState, Checkpoints, adam_states, fingerprint_of_data
 from lightning_persample.callbacks.lightning_internals import is_lightning_module, lightning_module_for
-from lightning_persample.callbacks.rows import quantity_for, values_of
+from lightning_persample.callbacks.rows import opened, quantity_for, values_of
 from lightning_persample.callbacks.sample_index import TaggedLoader, checked_index, last_drawn, why_no_keys
 from lightning_persample.callbacks.second_pass import muted
 from lightning_persample.capture.mode import expanded_weights
@@ -427,7 +427,11 @@ class _Collecting(_Base):
             self.module.to(trainer.strategy.root_device)
             self.module.trainer = trainer
         self._samples.check_processes(trainer.world_size)
-        self._manifest = self._opened(trainer)
+        try:
+            self._manifest = opened(trainer, self._open, self._dirpath, "gradients")
+        except PerSampleError:
+            self.release()
+            raise
         rows = GradientStore(self._dirpath, complete=False).rows
         for place in np.unique(rows["checkpoint"]).tolist():
             self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
@@ -473,27 +477,13 @@ class _Collecting(_Base):
                 "labels, what a function does) pass another folder, or overwrite=True"
             )
 
-    def _opened(self, trainer: Trainer) -> StoreManifest:
-        manifest: StoreManifest | None = None
-        refusal: PerSampleError | None = None
-        if trainer.is_global_zero:
-            try:
-                # None goes on with what is there, and no run is one that goes on with overwrite
-                continued: dict[str, int] | None = {} if self._overwrite else None
-                self._lock = FolderLock(self._dirpath)
-                new = self._described(trainer)
-                manifest = self._shards.open(new, continued, overwrite=self._overwrite)
-            except PerSampleError as error:  # said to the other processes, which would wait for this one
-                refusal = error
-            except OSError as error:
-                refusal = OptionError(f"dirpath={str(self._dirpath)!r} cannot hold gradients: {error}")
-        manifest, refusal = trainer.strategy.broadcast((manifest, refusal))
-        if refusal is not None:
-            self.release()
-            raise refusal
-        if manifest is None:
-            raise PerSampleError("the first process has sent no manifest of the store")
-        return manifest
+    def _open(self) -> StoreManifest:
+        """Make the folder ready, in one process."""
+        # None goes on with what is there, and no run is one that goes on with overwrite
+        continued: dict[str, int] | None = {} if self._overwrite else None
+        self._lock = FolderLock(self._dirpath)
+        new = self._described(self.trainer)
+        return self._shards.open(new, continued, overwrite=self._overwrite) or new
 
     def _described(self, trainer: Trainer) -> StoreManifest:
         """The manifest of these data and checkpoints, which says no more of them than that of rows that are there."""

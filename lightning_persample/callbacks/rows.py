@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.capture.failure import guard, of_user
 from lightning_persample.capture.record import PerSampleRecord, listed
-from lightning_persample.errors import OptionError
+from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
 from lightning_persample.influence.optional_packages import arrow
@@ -30,11 +30,13 @@ __all__ = [
     "checked_types",
     "columns_of",
     "layout_of",
+    "opened",
     "quantity_for",
     "table_of",
     "values_of",
 ]
 
+T = TypeVar("T")
 _RESULTS = "per_sample"  # what training_step returns its columns under
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch does not join with other ints
@@ -42,35 +44,23 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch does not j
 
 @dataclass(eq=False, slots=True)  # not frozen: one is made at every step, and a frozen one takes far longer to make
 class CapturedRows:
-    """What is kept of a backward until its rows are written: m samples, on the device that had them.
-
-    Attributes:
-        step: of the rows, as `epoch`, `batch_idx`, `backward_index` and `coverage`.
-        keys: the samples' indices, (m,), or a list of m keys; None where they are unknown.
-        samples: their places in the batch, (m,); None where they are all, 0 to m - 1.
-        batch_size: number of samples of the batch.
-        rate: the learning rate, or that of each sample, (m,).
-        factor: the weight of a sample in the step, 0-dimensional, not yet divided by `divisor`; None if unknown.
-        divisor: what the factor has to be divided by.
-        norms: (m,).
-        groups: by group (m,).
-        columns: by name the values that the run adds, (m,), known when the batch ends.
-    """
+    """What is kept of a backward until its rows are written: m samples, on the device that had them."""
 
     step: int
     epoch: int
     batch_idx: int
     backward_index: int
     coverage: float
-    keys: Tensor | list[Any] | None
-    samples: Tensor | None
+    keys: Tensor | list[Any] | None  # the samples' indices, (m,), or a list of m keys; None where they are unknown
+    samples: Tensor | None  # their places in the batch, (m,); None where they are all, 0 to m - 1
     batch_size: int
-    rate: float | Tensor
-    factor: Tensor | None
+    rate: float | Tensor  # the learning rate, or that of each sample, (m,)
+    factor: Tensor | None  # the weight of a sample in the step times `divisor`, 0-dimensional; None if unknown
     divisor: float
-    norms: Tensor
-    groups: Mapping[str, Tensor]
-    columns: Mapping[str, Tensor]
+    norms: Tensor  # (m,)
+    groups: Mapping[str, Tensor]  # the norms over groups, each (m,)
+    columns: Mapping[str, Tensor]  # what the run adds, each (m,), known when the batch ends
+    values: Tensor | None = None  # the gradients, (m, K), until the store has them
 
     @classmethod
     def of_record(
@@ -306,49 +296,47 @@ def values_of(record: PerSampleRecord, layout: Sequence[ParameterColumns], proje
     return values
 
 
-class _Captured(NamedTuple):
-    """What is kept of a backward until its batch ends."""
-
-    values: Tensor
-    rows: dict[str, Any]
+def opened(trainer: Trainer, open_folder: Callable[[], T], dirpath: Path, what: str) -> T:
+    """What the first process alone opens, on all processes; what it refuses all of them raise."""
+    made: tuple[T | None, PerSampleError | None] = None, None
+    if trainer.is_global_zero:
+        try:
+            made = open_folder(), None
+        except PerSampleError as error:  # the other processes would wait for this one
+            made = None, error
+        except OSError as error:
+            made = None, OptionError(f"dirpath={str(dirpath)!r} cannot hold {what}: {error}")
+    found, refusal = trainer.strategy.broadcast(made)
+    if refusal is not None:
+        raise refusal
+    return found  # type: ignore[return-value]
 
 
 class GradientRows:
-    """Writes a row for each sample of each captured backward of a fit, in this process.
-
-    Args:
-        dirpath: the folder of the store.
-        projection: how gradients are projected.
-        dtype: of the stored numbers.
-        rank: this process.
-        warn: takes what went wrong.
-    """
+    """Writes the gradients of the rows of a fit, in this process; what goes wrong is a warning."""
 
     def __init__(
-        self, dirpath: Path, projection: Projection, dtype: str, rank: int, warn: Callable[[str], None]
+        self, shards: Shards, projection: Projection, dtype: str, rank: int, warn: Callable[[str], None]
     ) -> None:
-        self._dirpath, self._projection, self._dtype = dirpath, projection, dtype
+        self._shards, self._projection, self._dtype = shards, projection, dtype
         self._rank, self._warn = rank, warn
-        self._found: StoreManifest | None = None
+        self._there: StoreManifest | None = None
         self._fields: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._left_out: frozenset[str] = frozenset()
         self._writer: StoreWriter | None = None
         self._layout: tuple[ParameterColumns, ...] = ()
-        self._current: list[_Captured] = []
-        self._ended: list[_Captured] = []
 
     def prepare(self, continued: Mapping[str, int], *, overwrite: bool) -> StoreManifest | None:
         """Make the folder ready; of several processes one alone calls this."""
-        shards = Shards(self._dirpath)
-        there, alike = shards.manifest_if_there(), None
+        there, alike = self._shards.manifest_if_there(), None
         if there is not None and there.run in continued:
             alike = replace(there, projection=self._projection.settings(), dtype=self._dtype)
-        return shards.open(alike, continued, overwrite=overwrite)
+        return self._shards.open(alike, continued, overwrite=overwrite)
 
-    def start(self, found: StoreManifest | None, fields: Mapping[str, Any], module: nn.Module) -> None:
+    def start(self, there: StoreManifest | None, fields: Mapping[str, Any], module: nn.Module) -> None:
         """Note what goes on and the manifest's fields; it is written as soon as the parameters are known."""
-        self._found, self._fields = found, dict(fields)
+        self._there, self._fields = there, dict(fields)
         trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._shapes = {name: p.shape for name, p in trainable.items() if not p.is_complex()}
         self._left_out = frozenset(trainable) - frozenset(self._shapes)
@@ -356,15 +344,8 @@ class GradientRows:
             names = listed(sorted(self._left_out))
             self._warn(f"gradients of {names} are not stored: they are complex, but rows are of real numbers")
 
-    def capture(
-        self,
-        record: PerSampleRecord,
-        *,
-        step: int,
-        rate: float | Tensor,
-        divisor: float,
-    ) -> dict[str, Any] | None:
-        """Keep the gradients of a backward until its batch ends."""
+    def values_of(self, record: PerSampleRecord) -> Tensor | None:
+        """The gradients of a record, (m, K), if any are stored."""
         if self._writer is None:
             self._open(record)
         if self._writer is None:
@@ -372,20 +353,13 @@ class GradientRows:
         others = [name for name in record.names if name not in self._shapes and name not in self._left_out]
         if others:
             self._warn(f"gradients of {listed(others)} are not stored: they became trainable after the fit had started")
-        index = _keys_of(record)
-        rows: dict[str, Any] = {"step": step, "learning_rate": torch.as_tensor(rate, dtype=torch.float64)}
-        if isinstance(index, Tensor):
-            rows["sample_index"] = index
-        elif index is not None:
+        if isinstance(_keys_of(record), list):
             self._warn(
                 "the sampler draws keys that are no ints: the ledger has them, but the store of gradients has "
                 "sample_index -1, so that no score can tell its samples apart; let the sampler draw ints, or pass "
                 "sample_index=<function of the batch that returns the index of each sample>"
             )
-        if record.factor is not None:
-            rows["weight"] = record.factor.double() / divisor
-        self._current.append(_Captured(values_of(record, self._layout, self._projection), rows))
-        return rows
+        return values_of(record, self._layout, self._projection)
 
     def _open(self, record: PerSampleRecord) -> None:
         """The first record with values tells which parameters have none."""
@@ -397,33 +371,25 @@ class GradientRows:
         manifest = StoreManifest(
             parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, **self._fields
         )
-        differing = None if self._found is None else Shards(self._dirpath).difference(self._found, manifest)
-        if differing is not None:
-            raise OptionError(
-                f"dirpath={str(self._dirpath)!r} holds gradients of this run that were written with {differing[0]}, "
-                f"but now there is {differing[1]}: go on with what there was, or pass another dirpath"
-            )
-        self._writer = StoreWriter(self._dirpath, manifest, self._rank)
+        unlike = "" if self._there is None else self._shards.unlike(self._there, manifest)
+        if unlike:
+            raise OptionError(unlike)
+        self._writer = StoreWriter(self._shards.dirpath, manifest, self._rank)
         if self._rank == 0:
-            self._try(partial(Shards(self._dirpath).write_manifest, manifest))
+            self._try(partial(self._shards.write_manifest, manifest))
 
-    def end_batch(self) -> None:
-        """Take what was captured of the batch as rows, which wait for the end of the optimizer step."""
-        self._ended += self._current
-        self._current = []
-
-    def end_step(self) -> None:
-        """Hand on the rows of the batches that have ended."""
-        ended, self._ended = self._ended, []
-        writer = self._writer
-        if writer is not None:
-            for found in ended:
-                self._try(partial(writer.add, found.values, dict(found.rows)))
-                found.rows.clear()
-
-    def forget(self) -> None:
-        """Drop the rows of a step that was not completed."""
-        self._current, self._ended = [], []
+    def add(self, captured: Sequence[CapturedRows]) -> None:
+        """Hand on the rows of an optimizer step that is over."""
+        for rows in captured:
+            values, rows.values = rows.values, None
+            if values is not None and self._writer is not None:
+                described = {
+                    "step": rows.step,
+                    "learning_rate": torch.as_tensor(rows.rate, dtype=torch.float64),
+                    "weight": None if rows.factor is None else rows.factor.double() / rows.divisor,
+                    "sample_index": rows.keys if isinstance(rows.keys, Tensor) else None,
+                }
+                self._try(partial(self._writer.add, values, described))
 
     def flush(self) -> None:
         """Write the rows that were handed on."""
@@ -432,19 +398,19 @@ class GradientRows:
 
     def finish(self) -> None:
         """Write the rows that were handed on, and say what is missing."""
-        self.forget()
         self.flush()
         writer, self._writer = self._writer, None
         if writer is not None and writer.lost + writer.waiting:
-            self._warn(f"{writer.lost + writer.waiting} rows of gradients in {str(self._dirpath)!r} were not written")
+            count = writer.lost + writer.waiting
+            self._warn(f"{count} rows of gradients in {str(self._shards.dirpath)!r} were not written")
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
             write()
         except OSError as error:
             self._warn(
-                f"the gradients in {str(self._dirpath)!r} cannot be written: {error}. Training goes on; the rows "
-                "are kept in memory and tried again with the next ones"
+                f"the gradients in {str(self._shards.dirpath)!r} cannot be written: {error}. Training goes on; the "
+                "rows are kept in memory and tried again with the next ones"
             )
 
 
@@ -458,22 +424,14 @@ _LATE = (
 class _Waiting:
     """Rows whose optimizer step is still to come: their rates by group, and the groups that have not stepped yet."""
 
-    rows: object
-    correct: Callable[[float | Tensor], None]
+    rows: CapturedRows
     sq_norms: Mapping[str, Tensor]
     rates: list[float]
     places: set[int]
 
 
 class LearningRates:
-    """Reads learning rates, cheaply where all parameters have the same.
-
-    Args:
-        pl_module: the module that is trained.
-        optimizers: its optimizers; each tells of its steps until `close` is called.
-        warn: takes where rows were written with another rate than that of their step.
-        failed: takes what fails at an optimizer's step by a fault of this package.
-    """
+    """Reads learning rates, cheaply where all parameters have the same, and notes those of each optimizer step."""
 
     def __init__(
         self,
@@ -509,11 +467,11 @@ class LearningRates:
         self._last = self._now()
         return self._of_norms(record.sq_norms, self._last)
 
-    def wait(self, rows: object, record: PerSampleRecord, correct: Callable[[float | Tensor], None]) -> None:
-        """Note if the rate turns out to be another one when the optimizer steps; to be called after `of_record`."""
+    def wait(self, rows: CapturedRows, record: PerSampleRecord) -> None:
+        """Correct the rate of rows if it is another one when the optimizer steps; to be called after `of_record`."""
         places = {self._groups[name] for name in record.sq_norms if name in self._groups}
         if places and self._handles:
-            self._waiting.append(_Waiting(rows, correct, record.sq_norms, self._last, places))
+            self._waiting.append(_Waiting(rows, record.sq_norms, self._last, places))
 
     def wrote(self, others: Sequence[object]) -> None:
         """Rows have been written and cannot be corrected any more: all that wait but `others`."""
@@ -561,7 +519,7 @@ class LearningRates:
             if any(each.rates[place] != rates[place] for place in places):
                 each.rates = [rates[n] if n in places else rate for n, rate in enumerate(each.rates)]
                 with torch.no_grad():
-                    each.correct(self._of_norms(each.sq_norms, each.rates))
+                    each.rows.rate = self._of_norms(each.sq_norms, each.rates)
         self._waiting = [each for each in self._waiting if each.places]
 
     def _places(self) -> dict[str, int]:

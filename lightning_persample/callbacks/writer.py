@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -24,6 +23,7 @@ from lightning_persample.callbacks.rows import (
     LearningRates,
     checked_types,
     columns_of,
+    opened,
     table_of,
 )
 from lightning_persample.callbacks.statistics import is_path
@@ -33,7 +33,7 @@ from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.dataset import GRADIENTS, FolderLock
 from lightning_persample.influence.ledger import Ledger, LedgerWriter, Manifest
 from lightning_persample.influence.optional_packages import arrow
-from lightning_persample.influence.shards import Shards
+from lightning_persample.influence.shards import Shards, StoreManifest
 from lightning_persample.options import CaptureOptions, check_option, check_options, is_int
 
 __all__ = ["PerSampleGradientWriter"]
@@ -206,36 +206,33 @@ class PerSampleGradientWriter(PerSampleCallback):
             else:
                 self._batches, self._last_step, self._has_stepped = 0, -1, True
         if self.projection is not None:
-            folder, rank = self._store.dirpath, trainer.global_rank
-            self._gradients = GradientRows(folder, self.projection, self.dtype, rank, self._warn)
-        manifest, found, refusal = self._manifest, None, ""
-        if trainer.is_global_zero:
-            try:
-                self._lock = FolderLock(self._folder)
-                new = self._new_manifest(trainer, pl_module)
-                self._ledger.check(new, self._loaded, overwrite=self.overwrite)  # before anything is removed
-                if self._gradients is not None:
-                    found = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
-                elif self._store.dirpath.is_dir():
-                    self._store.open(None, self._loaded, overwrite=self.overwrite)
-                    with suppress(OSError):  # it is not empty
-                        self._store.dirpath.rmdir()
-                manifest = self._ledger.open(new, self._loaded, overwrite=self.overwrite)
-            except PerSampleError as error:  # said to the other processes, which would wait for this one
-                refusal = str(error)
-            except OSError as error:
-                refusal = f"dirpath={str(self.dirpath)!r} cannot hold a ledger: {error}"
-        manifest, found, refusal = trainer.strategy.broadcast((manifest, found, refusal))
-        if refusal or manifest is None:
+            rank = trainer.global_rank
+            self._gradients = GradientRows(self._store, self.projection, self.dtype, rank, self._warn)
+        open_folder = partial(self._open, self._new_manifest(trainer, pl_module))
+        try:
+            manifest, there = opened(trainer, open_folder, self.dirpath, "a ledger")
+        except PerSampleError:
             self._release()
-            raise OptionError(refusal)
+            raise
         self._manifest, self._types = manifest, dict(manifest.columns)
         if self._gradients is not None:
             fields = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
             fields["settings"] = {name: manifest.settings[name] for name in ("loss_reduction", "step_unit")}
-            self._gradients.start(found, fields, pl_module)
+            self._gradients.start(there, fields, pl_module)
         self._parts = LedgerWriter(self._folder, trainer.global_rank)
         self._follow(trainer, pl_module)
+
+    def _open(self, new: Manifest) -> tuple[Manifest, StoreManifest | None]:
+        """Make the folder ready, in one process: what the ledger's rows are, and what gradients go on."""
+        self._lock, there = FolderLock(self._folder), None
+        self._ledger.check(new, self._loaded, overwrite=self.overwrite)  # before anything is removed
+        if self._gradients is not None:
+            there = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
+        elif self._store.dirpath.is_dir():
+            self._store.open(None, self._loaded, overwrite=self.overwrite)
+            with suppress(OSError):  # it is not empty
+                self._store.dirpath.rmdir()
+        return self._ledger.open(new, self._loaded, overwrite=self.overwrite) or new, there
 
     def _follow(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what rows are made with."""
@@ -275,14 +272,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
         rows = CapturedRows.of_record(record, step, trainer.current_epoch, batch_idx, rate, divisor, self.per_layer)
         self._current.append(rows)
-        kept = None if gradients is None else gradients.capture(record, step=step, rate=rate, divisor=divisor)
-
-        def correct(rate: float | Tensor) -> None:
-            rows.rate = rate
-            if kept is not None:
-                kept["learning_rate"] = torch.as_tensor(rate, dtype=torch.float64)
-
-        rates.wait(rows, record, correct)
+        rows.values = None if gradients is None else gradients.values_of(record)
+        rates.wait(rows, record)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -295,10 +286,10 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._backwards = 0
         if automatic and window_continues(trainer):  # an epoch that is broken off leaves it without its step
             return
+        if self._gradients is not None:
+            self._gradients.add(self._held)
         self._captured += self._held
         self._held = []
-        if self._gradients is not None:
-            self._gradients.end_step()
         if self._rates is not None and automatic:
             self._rates.forget()
         elif self._rates is not None and self._gradients is not None:
@@ -324,15 +315,11 @@ class PerSampleGradientWriter(PerSampleCallback):
             for rows, values in zip(current, own, strict=True):
                 rows.columns = values
         self._held += current
-        if self._gradients is not None:
-            self._gradients.end_batch()
         self._last_step = max(self._last_step, current[0].step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget what the last epoch left without an optimizer step: Lightning drops its gradients, too."""
         self._held = []
-        if self._gradients is not None:
-            self._gradients.forget()
         if self._rates is not None and pl_module.automatic_optimization:
             self._rates.forget()
 
@@ -437,12 +424,5 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._warn(f"{parts.lost + parts.waiting} rows of the ledger in {str(self.dirpath)!r} were not written")
 
     def __getstate__(self) -> dict[str, Any]:
-        copied = {
-            **super().__getstate__(),
-            "_parts": None,
-            "_rates": None,
-            "_precision": None,
-            "_gradients": None,
-            "_lock": None,
-        }
-        return {**copied, "_current": [], "_held": [], "_captured": []}
+        left_out = dict.fromkeys(("_parts", "_rates", "_precision", "_gradients", "_lock"))
+        return {**super().__getstate__(), **left_out, "_current": [], "_held": [], "_captured": []}

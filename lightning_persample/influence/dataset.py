@@ -279,6 +279,16 @@ class Dataset(ABC, Generic[M]):
 
     # A run that begins, or goes on
 
+    def unlike(self, there: M, new: M) -> str:
+        """The text of the error where rows of two manifests are not of the same values; or ""."""
+        differing = self.difference(there, new)
+        if differing is None:
+            return ""
+        return (
+            f"dirpath={os.fspath(self.dirpath)!r} holds {self.rows_are} that were written with {differing[0]}, but now "
+            f"there is {differing[1]}: go on with what there was, or pass another dirpath"
+        )
+
     def check(self, new: M | None, continued: Mapping[str, int] | None, *, overwrite: bool) -> M | None:
         """The manifest that rows go on with, else None; what cannot take them is refused, and nothing is written."""
         # `continued` has the first step that each run does not have; with None whatever is there goes on.
@@ -286,17 +296,13 @@ class Dataset(ABC, Generic[M]):
             return None
         dirpath, there, parts = f"dirpath={os.fspath(self.dirpath)!r}", self.manifest_if_there(), self.parts()
         if there is not None and (continued is None or there.run in continued):
-            differing = None if new is None else self.difference(there, new)
-            missing = "" if continued is None else self.gap(continued[there.run]) or self.lacking(there)
-            if differing is not None and parts:
-                rest = "" if continued is not None else ", or remove them with overwrite=True"
-                raise OptionError(
-                    f"{dirpath} holds {self.rows_are} that were written with {differing[0]}, but now there is "
-                    f"{differing[1]}: go on with what there was, or pass another dirpath{rest}"
-                )
+            unlike = "" if new is None else self.unlike(there, new)
+            if unlike and parts:
+                raise OptionError(unlike + (", or remove them with overwrite=True" if continued is None else ""))
+            missing = "" if continued is None or unlike else self.gap(continued[there.run]) or self.lacking(there)
             if missing:
                 raise OptionError(f"{dirpath} lacks {missing} of this run: put the files back, or pass another dirpath")
-            return there if differing is None else None
+            return None if unlike else there
         if parts and not overwrite:
             known = "a run without manifest" if there is None else f"run {there.run}"
             begins = f"continues run {' or '.join(continued)}" if continued else "starts a new run"
