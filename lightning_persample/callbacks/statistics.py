@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -17,24 +17,18 @@ from lightning_persample.callbacks.optimizer_steps import entries, is_distribute
 from lightning_persample.capture.record import PerSampleRecord, group_name
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients.precision import wide_dtype
-from lightning_persample.metrics import PerSampleNorm
-from lightning_persample.metrics.functional import (
-    cosine_to_mean,
-    diversity_of_sums,
-    quantiles_of_sorted,
-    ratio_of_sums,
-    simple_noise_scale,
-    terms_of_sums,
-)
-from lightning_persample.torch_internals import hooks_after_accumulation, version_counter
+from lightning_persample.metrics import GradientDiversity, GradientNoiseScale, PerSampleNorm
+from lightning_persample.metrics.functional import cosine_to_mean, percent, ratio_of_sums, statistics_of_values
+from lightning_persample.metrics.steps import MeanOverSteps
+from lightning_persample.torch_internals import hooks_after_accumulation, parameters_and_buffers, version_counter
 
 __all__ = [
     "STATISTICS",
     "CapturedBatch",
+    "LoggedMetrics",
     "MeanGradient",
     "NormsOfAllProcesses",
     "Part",
-    "Statistics",
     "StepNorms",
     "Window",
     "are_quantiles",
@@ -106,7 +100,8 @@ class MeanGradient:
         if first:
             self.start()
             # A fit may unfreeze parameters, and make new ones.
-            self._parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+            named, _ = parameters_and_buffers(self._module)
+            self._parameters = {name: p for name, p in named.items() if p.requires_grad}
             self._refuse(self._why_not())
             self._refuse(_why_hooked(self._parameters))
         elif again:
@@ -191,10 +186,8 @@ class MeanGradient:
         if self.reason or not grads:
             self.reason = self.reason or _NOTHING
             return numbers
-        shares = _shares(grads.values(), self.processes)
         squares = _sq_norms(grads.values()).cpu()  # first: groups are then summed without further transfers
-        if any(share != 1 for share in shares):
-            squares = squares / torch.tensor(shares, dtype=torch.float32)
+        squares = squares / torch.tensor(_shares(grads.values(), self.processes), dtype=squares.dtype)
         if self._scale is not None:
             numbers[_OF_MEAN:_HEAD] = torch.tensor([1.0, float(self._scale), float(squares.sum())], dtype=torch.float64)
         self.reason = next((text for holds, text in self._of_samples if not bool(holds)), "")
@@ -203,7 +196,7 @@ class MeanGradient:
             self.reason = self.reason or _NOTHING
             return numbers
         squares = squares[[place for place, name in enumerate(grads) if name in counted]]
-        parts = [squares.sum(), *(squares[own].sum() for own in self._members(counted))]
+        parts = [squares.sum(), *[squares[own].sum() for own in self._members(counted)]]
         kind = zlib.crc32("\n".join(self._unsupported or ()).encode())
         head = [1.0, float(self._factor), self._samples, self._share or 1.0, kind]
         numbers[:_OF_MEAN] = torch.tensor(head, dtype=torch.float64)
@@ -238,8 +231,8 @@ class MeanGradient:
                 count = wide.new_tensor(self._samples)
                 ratios[name] = ratio_of_sums(sums, wide, count, torch.finfo(squares[0].dtype).eps).flatten()
         every = list(ratios.values())
-        groups = (_finite_mean(every[place] for place in own) for own in self._members(ratios))
-        return torch.stack([_finite_mean(every), *groups])
+        groups = [[every[place] for place in own] for own in self._members(ratios)]
+        return torch.stack([_finite_mean(part) for part in (every, *groups)])
 
 
 def is_known(numbers: Tensor) -> bool:
@@ -251,14 +244,16 @@ def is_known(numbers: Tensor) -> bool:
     )
 
 
-def _joined_sq_norms(numbers: Tensor) -> Tensor:
-    """Squared norm of the mean gradient over the samples of all processes."""
-    if not is_known(numbers):
-        return numbers.new_full((numbers.shape[1] - _HEAD,), math.nan)
+def _joined_sq_norms(numbers: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """Squared norms of the mean gradient over the samples of all processes, nan where unknown, and their number."""
+    if not numbers.shape[1]:
+        return numbers.new_full((groups,), math.nan), numbers.new_tensor(math.nan)
     _, factor, samples, *_ = numbers[:, :_OF_MEAN].unbind(1)
-    scale = numbers.shape[0] / (factor[0] * samples.sum())
-    joined: Tensor = numbers[:, _HEAD:].sum(0) * scale.square()
-    return joined
+    size = samples.sum()
+    if not is_known(numbers):
+        return numbers.new_full((groups,), math.nan), size
+    scale = numbers.shape[0] / (factor[0] * size)
+    return numbers[:, _HEAD:].sum(0) * scale.square(), size
 
 
 def _without_mean(numbers: Tensor) -> Tensor:
@@ -354,9 +349,9 @@ class StepNorms:
     samples: int
     batches: int
     coverage: float
-    gradient: Tensor = field(default_factory=lambda: torch.empty(1, 0, dtype=torch.float64))
-    cosines: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
-    sq_sum: float = 0.0
+    gradient: Tensor
+    cosines: Tensor
+    sq_sum: float
 
     @classmethod
     def of_window(
@@ -377,11 +372,10 @@ class StepNorms:
             sums = torch.stack([finite.sum(1), counted.sum(1).double(), (finite * weights).square().sum(1)], dim=1)
         coverage = min((captured.coverage for captured in window), default=math.inf)
         samples = sum(captured.batch_size for captured in window)
-        step = cls(norms, sums, samples, len(window), coverage, sq_sum=sq_sum)
-        if gradient is None:
-            return step
-        joined = torch.cat([each.cpu().double() for each in cosines]) if cosines else step.cosines
-        return replace(step, gradient=gradient[None], cosines=joined)
+        nothing = norms.new_empty(1, 0)
+        joined = torch.cat([each.cpu().double() for each in cosines]) if cosines else nothing[0]
+        gradient = nothing if gradient is None else gradient[None]
+        return cls(norms, sums, samples, len(window), coverage, gradient, joined, sq_sum)
 
 
 class NormsOfAllProcesses:
@@ -442,11 +436,6 @@ def _joined(rows: Tensor, own: StepNorms) -> StepNorms:
     )
 
 
-def _percent(quantile: float) -> str:
-    """The name of a quantile."""
-    return f"p{100 * quantile:.10g}"
-
-
 def _to_host(window: Sequence[CapturedBatch], groups: Sequence[str]) -> Tensor:
     """Norms of all samples, below them those of each group, and weights, (1 + groups + 1, samples), in one transfer."""
     blocks = []
@@ -462,53 +451,26 @@ def _to_host(window: Sequence[CapturedBatch], groups: Sequence[str]) -> Tensor:
 
 
 STATISTICS = ("noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
-_DECAY = 0.95
 _TOGETHER = 64  # steps whose norms are taken in for the epoch in one go
 
 
-@dataclass
-class _NoiseScale:
-    """S and |G|^2 over several steps, of which the noise scale is the ratio; both are sums, the older steps less.
-
-    A step weighs by its number of samples: |G|^2 of a small batch is mostly noise.
-    """
-
-    S: float = 0.0
-    G2: float = 0.0
-    samples: float = 0.0
-
-    def update(self, S: float, G2: float, samples: float, decay: float) -> None:
-        if math.isfinite(S) and math.isfinite(G2):
-            self.S, self.G2 = decay * self.S + samples * S, decay * self.G2 + samples * G2
-            self.samples = decay * self.samples + samples
-
-
-def _ratios(scales: Sequence[_NoiseScale]) -> list[float]:
-    S, G2 = torch.tensor([[each.S for each in scales], [each.G2 for each in scales]], dtype=torch.float64)
-    return simple_noise_scale(S, G2).tolist()
-
-
-class Statistics:
-    """The statistics of the steps of one optimizer, or of all.
-
-    Args:
-        chosen: of `STATISTICS`.
-        quantiles: of the norms.
-        groups: names of the groups of parameters.
-    """
+class LoggedMetrics:
+    """The metrics behind what is logged of one optimizer's steps, of all parameters and of each group."""
 
     def __init__(self, chosen: Collection[str], quantiles: Sequence[float], groups: Sequence[str]) -> None:
         self._chosen, self._quantiles, self._groups = frozenset(chosen), tuple(quantiles), tuple(groups)
-        self._running = [_NoiseScale() for _ in range(1 + len(groups))]
+        self._running = GradientNoiseScale(decay=0.95, sync_on_compute=False)
+        self._norms = PerSampleNorm(self._quantiles, sync_on_compute=False)
+        of_epoch = {"norm_mean": MeanOverSteps, "noise_scale": GradientNoiseScale, "diversity": GradientDiversity}
+        kept = [name for name in ("norm_mean", *STATISTICS) if name in self._chosen or (name == "norm_mean" and groups)]
+        self._of_steps = {name: of_epoch.get(name, MeanOverSteps)(sync_on_compute=False) for name in kept}
         self.start_epoch()
 
     def start_epoch(self) -> None:
         """Forget the steps of the last epoch."""
-        self._epoch_norms: PerSampleNorm | None = None  # made when it is needed: epochs can be short
         self._waiting: list[Tensor] = []
-        self._epoch_scales = [_NoiseScale() for _ in self._running]
-        self._epoch_sums: dict[str, list[float]] = {}
-        self._epoch_groups: dict[str, list[float]] = {}
+        for metric in (self._norms, *self._of_steps.values()):
+            metric.reset()
 
     def of_step(self, step: StepNorms, signal_to_noise: Tensor | None = None) -> dict[str, float]:
         """What is logged of a step, by name without prefix."""
@@ -517,97 +479,88 @@ class Statistics:
         self._waiting.append(step.norms)
         if len(self._waiting) >= _TOGETHER:
             self._settle()
-        values = _describe(norms, self._quantiles)
+        statistics = statistics_of_values(norms, self._quantiles)
+        values = {f"norm_{name}": value.item() for name, value in statistics.items()}
         values["coverage"] = step.coverage
-        values["nonfinite"] = float((~finite).sum())
-        for group, (total, count, _) in zip(self._groups, step.group_sums.tolist(), strict=True):
-            values[f"{group}/norm_mean"] = total / count if count else math.nan
-            sums = self._epoch_groups.setdefault(group, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + total, sums[1] + count
+        values["nonfinite"] = float(finite.numel() - norms.numel())
+        totals, counts, sq_sums = step.group_sums.unbind(1)
+        if self._groups:
+            values |= self._add("norm_mean", totals / counts, counts)
         if self._chosen:
-            self._add_of_mean(values, step, norms)
+            sums = torch.cat([torch.tensor([step.sq_sum], dtype=torch.float64), sq_sums])
+            values |= self._of_mean(step, sums, norms.numel())
         if "signal_to_noise" in self._chosen:
-            found = [math.nan] * len(self._running) if signal_to_noise is None else signal_to_noise.tolist()
-            values |= dict(zip(self._named("signal_to_noise"), found, strict=True))
-        for name, value in values.items():
-            if name.rpartition("/")[2] in ("diversity", "cosine_to_mean", "signal_to_noise") and math.isfinite(value):
-                self._epoch_sums.setdefault(name, []).append(value)
+            absent = torch.full((1 + len(self._groups),), math.nan, dtype=torch.float64)
+            values |= self._add("signal_to_noise", absent if signal_to_noise is None else signal_to_noise)
         return values
+
+    def _of_mean(self, step: StepNorms, sums: Tensor, samples: int) -> dict[str, float]:
+        """Statistics of the mean gradient, from sums of squared norms over the samples captured, (1 + groups,)."""
+        # A sample that is not finite is in the mean gradient, too, which is then not finite either.
+        # (A sample whose batch has no use of a group has a gradient of zero there.)
+        values = {}
+        means, size = _joined_sq_norms(step.gradient, len(sums))
+        if "cosine_to_mean" in self._chosen:
+            cosines = step.cosines[step.cosines.isfinite() & means[0].isfinite()]
+            found = statistics_of_values(cosines)
+            values = self._add("cosine_to_mean", found["mean"][None])
+            values["cosine_to_mean_min"] = found["min"].item()
+        if self._chosen & {"noise_scale", "diversity"}:
+            values["norm_of_mean"] = _norm_of_loss_gradient(step.gradient)
+        if "noise_scale" in self._chosen:
+            terms = self._running.update_sums(sums, means, size, samples)
+            self._of_steps["noise_scale"].fold(terms, size)
+            ratios = self._running.compute().where(terms.isfinite().all(0), math.nan)
+            values |= self._named("noise_scale", ratios)
+        if "diversity" in self._chosen:
+            (diversity,) = self._of_steps["diversity"].update_sums(sums, means, size, samples)
+            values |= self._named("diversity", diversity)
+        return values
+
+    def _add(self, name: str, values: Tensor, weight: Tensor | float = 1.0) -> dict[str, float]:
+        """Add values of a step to their mean over steps."""
+        self._of_steps[name].fold(values[None], weight)
+        return self._named(name, values)
+
+    def _named(self, name: str, values: Tensor) -> dict[str, float]:
+        """Values of groups, (groups,), or of all parameters and of groups, (1 + groups,), by their names."""
+        numbers = values.reshape(-1).tolist()
+        names = [name, *(f"{group}/{name}" for group in self._groups)]
+        return dict(zip(names[1:] if name == "norm_mean" else names, numbers, strict=False))
 
     def _settle(self) -> None:
         """Take in the norms that wait, for the values of the epoch."""
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            if self._epoch_norms is None:
-                self._epoch_norms = PerSampleNorm(quantiles=self._quantiles, sync_on_compute=False)
-            self._epoch_norms.update(torch.cat(waiting))
+        if self._waiting:
+            self._norms.update(torch.cat(self._waiting))
+            self._waiting = []
 
     def of_epoch(self) -> dict[str, float]:
         """What is logged at the end of an epoch, of all samples of its logged steps, by name without prefix."""
         self._settle()
-        if self._epoch_norms is None:
+        if not self._norms.update_called:
             return {}
-        found = {name: float(value) for name, value in self._epoch_norms.compute().items()}
-        count = found.pop("count")
-        nonfinite = found.pop("nonfinite")
-        values = {f"norm_{name}": value if count else math.nan for name, value in found.items()}
-        values["nonfinite"] = nonfinite
-        for group, (total, number) in self._epoch_groups.items():
-            values[f"{group}/norm_mean"] = total / number if number else math.nan
-        if "noise_scale" in self._chosen:
-            values |= dict(zip(self._named("noise_scale"), _ratios(self._epoch_scales), strict=True))
-        for name in ("diversity", "cosine_to_mean", "signal_to_noise"):
-            if name in self._chosen:
-                for each in self._named(name) if name != "cosine_to_mean" else [name]:
-                    terms = self._epoch_sums.get(each, [])
-                    values[each] = sum(terms) / len(terms) if terms else math.nan
+        found = {name: float(value) for name, value in self._norms.compute().items() if name != "count"}
+        values = {name if name == "nonfinite" else f"norm_{name}": value for name, value in found.items()}
+        for name, metric in self._of_steps.items():
+            values |= self._named(name, metric.compute())
         return {f"{name}_epoch": value for name, value in values.items()}
 
     @cached_property
     def names(self) -> list[str]:
         """The names that `of_step` gives."""
-        shadow = Statistics(self._chosen, self._quantiles, self._groups)
+        shadow = LoggedMetrics(self._chosen, self._quantiles, self._groups)
         return list(shadow.of_step(StepNorms.of_window([], self._groups)))
 
     def state_dict(self) -> list[list[float]]:
         """The running sums, in plain containers."""
-        return [[each.S, each.G2, each.samples] for each in self._running]
+        sums: list[list[float]] = self._running.folded.tolist() if self._running.folded.dim() else []
+        return sums
 
     def load_state_dict(self, state: list[list[float]]) -> None:
         """Go on from sums that `state_dict` gave for as many groups."""
-        if len(state) == len(self._running):
-            self._running = [_NoiseScale(*each) for each in state]
-
-    def _named(self, name: str) -> list[str]:
-        return [name, *(f"{group}/{name}" for group in self._groups)]
-
-    def _add_of_mean(self, values: dict[str, float], step: StepNorms, norms: Tensor) -> None:
-        numbers = step.gradient
-        size = numbers[:, 2].sum() if numbers.shape[1] else torch.tensor(math.nan)
-        empty = torch.full((len(self._running),), math.nan, dtype=torch.float64)
-        means = _joined_sq_norms(numbers) if numbers.shape[1] else empty
-        sums = torch.cat([torch.tensor([step.sq_sum], dtype=torch.float64), step.group_sums[:, 2]])
-        # A sample that is not finite is in the mean gradient, too, which is then not finite either.
-        # (A sample whose batch has no use of a group has a gradient of zero there.)
-        of_batch = sums / norms.numel() * size  # of some of the samples alone (max_samples), an unbiased estimate
-        if "cosine_to_mean" in self._chosen:
-            cosines = step.cosines[step.cosines.isfinite()] if means[0].isfinite() else step.cosines[:0]
-            values["cosine_to_mean"] = cosines.mean().item() if cosines.numel() else math.nan
-            values["cosine_to_mean_min"] = cosines.min().item() if cosines.numel() else math.nan
-        if self._chosen & {"noise_scale", "diversity"}:
-            values["norm_of_mean"] = _norm_of_loss_gradient(numbers)
-        if "noise_scale" in self._chosen:
-            terms, count = torch.stack(terms_of_sums(of_batch, size, size, means), dim=1).tolist(), float(size)
-            for place, (S, G2) in enumerate(terms):
-                if norms.numel() == count:  # a variance, which only rounding makes negative
-                    S = max(S, 0.0) if math.isfinite(S) else S
-                self._running[place].update(S, G2, count, _DECAY)
-                self._epoch_scales[place].update(S, G2, count, 1.0)
-            ratios = zip(self._named("noise_scale"), terms, _ratios(self._running), strict=True)
-            values |= {name: ratio if math.isfinite(S) else math.nan for name, (S, _), ratio in ratios}
-        if "diversity" in self._chosen:
-            found = diversity_of_sums(of_batch, size, means).tolist()
-            values |= dict(zip(self._named("diversity"), found, strict=True))
+        sums = torch.tensor(state, dtype=torch.float64)
+        if sums.dim() == 2 and sums.shape[1] == 1 + len(self._groups):
+            self._running.folded = sums
 
 
 @dataclass(frozen=True)
@@ -616,17 +569,7 @@ class Part:
 
     prefix: str
     groups: tuple[str, ...]
-    statistics: Statistics
-
-
-def _describe(norms: Tensor, quantiles: Sequence[float]) -> dict[str, float]:
-    names = ["norm_mean", "norm_std", "norm_min", "norm_max", *(f"norm_{_percent(q)}" for q in quantiles)]
-    if norms.numel() == 0:
-        return dict.fromkeys(names, math.nan)
-    std = norms.std() if norms.numel() > 1 else torch.tensor(math.nan)
-    ordered = norms.sort().values
-    parts = [norms.mean(), std, ordered[0], ordered[-1], *quantiles_of_sorted(ordered, quantiles)]
-    return {name: part.item() for name, part in zip(names, parts, strict=True)}
+    metrics: LoggedMetrics
 
 
 _MANUAL = "optimization is manual"
@@ -767,7 +710,7 @@ def are_quantiles(quantiles: object) -> bool:
         return False
     if not all(isinstance(quantile, (int, float)) and 0 < quantile < 1 for quantile in quantiles):
         return False
-    return len({_percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
+    return len({percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
 
 
 def are_statistics(statistics: object) -> bool:

@@ -19,11 +19,6 @@ They take numbers, wherever these come from; here from a record, and the mean gr
 after DDP's average, before clipping, and divided by the loss scale of mixed precision.
 """
 
-# Metrics: torchmetrics.Metric, with states that several processes and several calls add up in
-from lightning_persample.metrics.cosine import CosineToMean
-from lightning_persample.metrics.diversity import GradientDiversity
-
-# The formulas
 from lightning_persample.metrics.functional import (
     cosine_to_mean,
     gradient_diversity,
@@ -31,9 +26,9 @@ from lightning_persample.metrics.functional import (
     noise_scale_terms,
     simple_noise_scale,
 )
-from lightning_persample.metrics.noise_scale import GradientNoiseScale
-from lightning_persample.metrics.norm import PerSampleNorm
+from lightning_persample.metrics.samples import CosineToMean, PerSampleNorm
 from lightning_persample.metrics.signal_to_noise import GradientSignalToNoise
+from lightning_persample.metrics.steps import GradientDiversity, GradientNoiseScale
 
 __all__ = [
     "CosineToMean",

@@ -20,10 +20,7 @@ __all__ = [
     "cosine_to_mean",
     "gradient_diversity",
     "gradient_signal_to_noise",
-    "merge_moments",
-    "moments",
     "noise_scale_terms",
-    "quantiles_of_sorted",
     "simple_noise_scale",
 ]
 
@@ -71,7 +68,8 @@ def terms_of_sums(
     size = torch.as_tensor(batch_size, dtype=sum_of_sq_norms.dtype, device=sum_of_sq_norms.device)
     S = (sum_of_sq_norms - samples * sq_norm_of_mean) / (size - 1)
     S = S.where(size > 1, math.nan)
-    return S, (samples * sq_norm_of_mean - S) / size
+    G2 = (samples * sq_norm_of_mean - S) / size
+    return S.clamp(min=0).where(size == samples, S), G2  # a variance, which only rounding makes negative
 
 
 def simple_noise_scale(S: Tensor, G2: Tensor) -> Tensor:
@@ -201,14 +199,7 @@ def ratio_of_sums(sums: Tensor, sq_sums: Tensor, count: Tensor, eps: Tensor | fl
 
 
 def moments(values: Tensor) -> Tensor:
-    """Number, mean and sum of squared deviations of the finite values.
-
-    Args:
-        values: numbers (n,), of which some may be inf or nan.
-
-    Returns:
-        Their three moments (3,); a mean of 0 if no value is finite.
-    """
+    """Number, mean and sum of squared deviations of the finite values of (n,), (3,); a mean of 0 if there is none."""
     finite = values.isfinite()
     count = finite.sum().to(values.dtype)
     mean = values.where(finite, 0.0).sum() / count.clamp(min=1)
@@ -216,38 +207,42 @@ def moments(values: Tensor) -> Tensor:
 
 
 def merge_moments(parts: Tensor) -> Tensor:
-    """Join moments of disjoint sets of values, without the cancellation that sums of squares have.
-
-    Args:
-        parts: a row of `moments` for each set, (k, 3).
-
-    Returns:
-        The moments of the union (3,).
-
-    Reference:
-        Chan, Golub, LeVeque 1983, Algorithms for Computing the Sample Variance, equation 2.1.
-    """
+    """Join `moments` of disjoint sets, (k, 3), without the cancellation that sums of squares have, to (3,)."""
+    # Chan, Golub, LeVeque 1983, Algorithms for Computing the Sample Variance, equation 2.1
     counts, means, deviations = parts.unbind(1)
     count = counts.sum()
     mean = (counts * means).sum() / count.clamp(min=1)
     return torch.stack([count, mean, (deviations + counts * (means - mean).square()).sum()])
 
 
-def quantiles_of_sorted(values: Tensor, quantiles: Sequence[float]) -> list[Tensor]:
-    """Quantiles with linear interpolation, as NumPy's and torch's default, of any number of values.
+def statistics_of_moments(moments: Tensor, smallest: Tensor, largest: Tensor) -> dict[str, Tensor]:
+    """Mean, unbiased standard deviation and extremes from `moments`; nan where there are none."""
+    count, mean, deviations = moments
+    found = {"mean": mean, "std": (deviations / (count - 1)).sqrt(), "min": smallest, "max": largest}
+    return {name: value.where(count > (name == "std"), math.nan) for name, value in found.items()}
 
-    Args:
-        values: sorted numbers (n,); torch.quantile takes no more than 16 million.
-        quantiles: each from 0 to 1.
 
-    Returns:
-        A tensor without axes for each quantile; nan if there is no value.
-    """
-    last = values.numel() - 1
-    if last < 0:
-        return [values.new_tensor(math.nan) for _ in quantiles]
-    below = [math.floor(quantile * last) for quantile in quantiles]
-    return [
-        torch.lerp(values[at], values[min(at + 1, last)], quantile * last - at)
-        for at, quantile in zip(below, quantiles, strict=True)
-    ]
+def statistics_of_values(values: Tensor, quantiles: Sequence[float] = ()) -> dict[str, Tensor]:
+    """Those of finite values (n,), and quantiles of them."""
+    ordered = values.sort().values
+    ends = ordered[[0, -1]] if len(ordered) else ordered.new_zeros(2)
+    return statistics_of_moments(moments(ordered), *ends) | quantiles_of_sorted(ordered, quantiles)
+
+
+def quantiles_of_sorted(values: Tensor, quantiles: Sequence[float]) -> dict[str, Tensor]:
+    """Quantiles of sorted numbers (n,), interpolated linearly, named by percent; nan if there is no number."""
+    last = values.numel() - 1  # torch.quantile takes no more than 16 million
+    found = {}
+    for quantile in quantiles:
+        at = math.floor(quantile * last)
+        found[percent(quantile)] = (
+            torch.lerp(values[at], values[min(at + 1, last)], quantile * last - at)
+            if last >= 0
+            else values.new_tensor(math.nan)
+        )
+    return found
+
+
+def percent(quantile: float) -> str:
+    """The name of a quantile."""
+    return f"p{100 * quantile:.10g}"

@@ -1,7 +1,8 @@
-"""Metrics of optimizer steps, of which a call may hold a part: which parts make up a step, and which steps count.
+"""Metrics that average over optimizer steps, of which a call may hold a part.
 
 Sums over samples add up over parts. What depends on a whole step does not (whether it is left out, the sign of an
-estimate, its place in a moving average), so that parts are kept until `compute`, and joined to steps there.
+estimate, its place in a moving average), so that parts are kept until `compute`, and joined to steps there. A step
+that is given whole, as sums over all its samples, is added to the averages at once.
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError
-from lightning_persample.metrics.base import PerSampleMetric, as_batch_size, as_scalar, as_vector
+from lightning_persample.metrics.base import (
+    PerSampleMetric,
+    as_batch_size,
+    as_scalar,
+    as_vector,
+    is_number_below_one,
+)
+from lightning_persample.metrics.functional import diversity_of_sums, simple_noise_scale, terms_of_sums
 
-__all__ = ["StepMetric", "Steps"]
+__all__ = ["GradientDiversity", "GradientNoiseScale", "MeanOverSteps"]
 
 _COLUMNS = _STEP, _SAMPLES, _NONFINITE, _SUM, _SIZE, _SQ_NORM_OF_MEAN = range(6)  # of a part
 _LOOSE_PARTS = 1024  # parts kept as tensors of their own: a small tensor takes many times its numbers
@@ -25,31 +33,62 @@ _AGREE = 1e-3  # how far the squared norms of one averaged gradient may differ b
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The steps that count, in order, and how many do not.
+class _Steps:
+    """The steps that count, in order, each number (k,), and how many do not."""
 
-    Attributes:
-        share: n / B, the share of the step's samples that were given, (k,); 1 once all parts are there.
-        samples: n, (k,).
-        batch_size: B, (k,).
-        sum_of_sq_norms: sum of ||g_i||^2 over the samples given, (k,).
-        sq_norm_of_mean: ||gbar||^2, (k,).
-        skipped: number of steps left out for a sample or a mean that is not finite.
-        undefined: number of steps left out because the quantity has no value there.
-        nonfinite: number of samples that are not finite.
-    """
-
-    share: Tensor
-    samples: Tensor
-    batch_size: Tensor
-    sum_of_sq_norms: Tensor
+    share: Tensor  # n / B, the share of the step's samples that were given; 1 once all parts are there
+    samples: Tensor  # n
+    batch_size: Tensor  # B
+    sum_of_sq_norms: Tensor  # of the samples given
     sq_norm_of_mean: Tensor
-    skipped: Tensor
-    undefined: Tensor
-    nonfinite: Tensor
+    skipped: Tensor  # number of steps left out for a sample or a mean that is not finite
+    undefined: Tensor  # number of steps left out because the quantity has no value there
+    nonfinite: Tensor  # number of samples that are not finite
 
 
-class StepMetric(PerSampleMetric):
+class _AverageOverSteps(PerSampleMetric):
+    """Base of the metrics whose terms are averaged over steps, in a state of one size."""
+
+    decay: float | None = None
+    folded: Tensor
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._new_state(0.0, "sum", "folded")
+
+    def fold(self, terms: Tensor, weight: Tensor | float) -> None:
+        """Add a step by its terms (terms, ...); where one of them is not finite, it does not count."""
+        self._update_count += 1
+        counted = terms.isfinite().all(0)
+        rows = weight * torch.cat([terms, torch.ones_like(terms[:1])])
+        before = self.folded if self.decay is None else self.decay * self.folded
+        self.folded = torch.where(counted, before + rows, self.folded)
+
+    def _totals(self) -> Tensor:
+        """Weighted sums of the terms, and below them of the weights, (terms + 1, ...)."""
+        return self.folded if self.folded.dim() else self.folded.new_zeros(2)
+
+    def _averages(self) -> Tensor:
+        """The average of each term, (terms, ...); nan where no step counts."""
+        totals = self._totals()
+        return (totals[:-1] / totals[-1]).where(totals[-1] > 0, math.nan)
+
+
+class MeanOverSteps(_AverageOverSteps):
+    """Mean over steps of any values, (...), each of the steps where it is finite."""
+
+    _title, _axis = "Mean over steps", "mean"
+
+    def update(self, values: Tensor, weight: Tensor | float = 1.0) -> None:
+        """Add the values of a step, (...)."""
+        self.fold(values[None], weight)
+
+    def compute(self) -> Tensor:
+        """The means, (...)."""
+        return self._averages()[0]
+
+
+class _StepMetric(_AverageOverSteps):
     """Base of the metrics that have one value for each optimizer step."""
 
     parts: list[Tensor]
@@ -99,6 +138,28 @@ class StepMetric(PerSampleMetric):
             self.parts[:] = [torch.cat(self.parts)]
         self.parts.append(part)
 
+    def update_sums(
+        self, sum_of_sq_norms: Tensor, sq_norm_of_mean: Tensor, batch_size: Tensor | float, samples: int
+    ) -> Tensor:
+        """Add a whole step from sums over the samples of all processes, each given once, in memory of one size.
+
+        Nothing is exchanged with other processes, and `counts` leaves the step out. Its place in a moving average is
+        before the steps of `update`. Sums of several groups of parameters give a value for each.
+
+        Args:
+            sum_of_sq_norms: sum of ||g_i||^2, (...), for example one for each group of parameters.
+            sq_norm_of_mean: ||gbar||^2, of the same shape.
+            batch_size: number of samples B of the effective batch.
+            samples: of how many of them, chosen at random, the sum is; what it lacks is estimated.
+
+        Returns:
+            The step's own terms, (terms, ...), which are averaged over steps; not finite where it does not count.
+        """
+        size = sum_of_sq_norms.new_tensor(float(batch_size))
+        terms = self._terms(sum_of_sq_norms, samples, size, sq_norm_of_mean) * (size / samples)
+        self.fold(terms, self._weight(size))
+        return terms
+
     def counts(self) -> dict[str, Tensor]:
         """What the value rests on, over all processes.
 
@@ -120,11 +181,35 @@ class StepMetric(PerSampleMetric):
     def _is_defined(self, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
         """Whether finite steps have a value, (k,)."""
 
+    @abstractmethod
+    def _terms(self, sums: Tensor, samples: Tensor | int, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
+        """What is averaged over steps, (terms, ...), of parts of steps their share."""
+
+    def _weight(self, batch_size: Tensor) -> Tensor:
+        """How much each step weighs."""
+        return torch.ones_like(batch_size)
+
+    def _totals(self) -> Tensor:
+        if self.folded.dim() and len(self.parts) == 0:
+            return self.folded
+        steps = self._steps()
+        terms = self._terms(steps.sum_of_sq_norms, steps.samples, steps.batch_size, steps.sq_norm_of_mean)
+        decay = steps.share.new_tensor(1.0 if self.decay is None else self.decay)
+        ages = torch.arange(len(steps.share), device=decay.device).flip(0)
+        weights = self._weight(steps.batch_size) * decay.pow(ages)
+        added = (weights * torch.cat([terms, steps.share[None]])).sum(1)
+        return decay.pow(len(ages)) * self.folded + added.view(-1, *[1] * (self.folded.dim() - 1))
+
     def _sync_dist(self, *args: Any, **kwargs: Any) -> None:
         self.parts = [_numbered(self._joined("parts"))]  # while it is known which parts are of this process
-        super()._sync_dist(*args, **kwargs)
+        reductions = self._reductions
+        self._reductions = {"parts": reductions["parts"]}  # what is folded is of all processes
+        try:
+            super()._sync_dist(*args, **kwargs)
+        finally:
+            self._reductions = reductions
 
-    def _steps(self) -> Steps:
+    def _steps(self) -> _Steps:
         columns = _numbered(self._joined("parts")).unbind(1)
         numbers, step = columns[_STEP].unique(return_inverse=True)
         zeros = columns[_STEP].new_zeros(numbers.numel())
@@ -148,7 +233,7 @@ class StepMetric(PerSampleMetric):
         share = samples / size.clamp(min=1)
         defined = self._is_defined(size, mean)
         used = ~skipped & defined & (samples > 0)
-        return Steps(
+        return _Steps(
             share[used],
             samples[used],
             size[used],
@@ -158,6 +243,145 @@ class StepMetric(PerSampleMetric):
             undefined=share[~skipped & ~defined].sum(),
             nonfinite=nonfinite.sum(),
         )
+
+
+class GradientNoiseScale(_StepMetric):
+    """The simple noise scale ``B_simple = S / |G|^2``, in samples: a ratio of averages over optimizer steps.
+
+    S estimates the variance of a sample's gradient, tr(Sigma), and |G|^2 the squared norm of the true gradient, both
+    unbiased, see `noise_scale_terms`. Both are averaged over steps before the ratio is taken: a ratio of single steps
+    is neither unbiased nor tame. A step weighs by the size of its batch, because |G|^2 of a small one is mostly noise:
+    the short last batch of an epoch counts for as many samples as it has.
+
+    >>> import torch
+    >>> metric = GradientNoiseScale()
+    >>> for grads in torch.tensor([[[3.0, 0.0], [1.0, 0.0]], [[2.0, 1.0], [2.0, -1.0]]]):
+    ...     metric.update(grads.square().sum(1), grads.mean(0).square().sum())
+    >>> round(metric.compute().item(), 4)  # S is 2 and 2, |G|^2 is 3 and 3
+    0.6667
+
+    Under DDP and gradient accumulation `update` gets the samples at hand, the squared norm of the averaged gradient of
+    the step and the size of its effective batch, see there; the result is that of one process with all samples in one
+    call. `forward` gives the value of its call alone.
+
+    Not finite: a step with a sample or a mean that is not finite is left out as a whole and counted in
+    ``counts()["skipped_steps"]``. B = 1: a step of one sample has no variance; it is left out and counted in
+    ``counts()["undefined_steps"]``. Without any step that counts, and where the averaged |G|^2 is not positive, the
+    result is nan; more steps are then needed.
+
+    Memory: 48 bytes for each call of `update` since the last `reset`, none for `update_sums`.
+
+    Args:
+        decay: how much of its weight a step keeps at each later one, at least 0 and less than 1, for exponential moving
+            averages; None weighs all samples equally.
+        **kwargs: those of `torchmetrics.Metric`.
+
+    Raises:
+        OptionError: `decay` has a value that is not allowed.
+
+    Reference:
+        McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162, equation 2.9 and
+        appendix A.1.
+    """
+
+    plot_lower_bound = 0.0
+    _title = "Gradient noise scale"
+    _axis = r"noise scale $B_\mathrm{simple}$ (samples)"
+
+    def __init__(self, decay: float | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if decay is not None and not is_number_below_one(decay):
+            raise OptionError(f"decay is {decay!r}; allowed is None or a number of at least 0 and less than 1")
+        self.decay = decay
+
+    def compute(self) -> Tensor:
+        """The noise scale.
+
+        Returns:
+            The ratio of the averages of S and |G|^2, shape (); nan where there is none.
+        """
+        return simple_noise_scale(*self._averages())
+
+    def terms(self) -> dict[str, Tensor]:
+        """Both averages, over all processes.
+
+        Returns:
+            ``S``, the estimate of tr(Sigma), and ``G2``, that of the squared norm of the true gradient, which may be
+            negative; nan without any step that counts.
+        """
+        with self._synced():
+            return dict(zip(("S", "G2"), self._averages(), strict=True))
+
+    def counts(self) -> dict[str, Tensor]:
+        """What the value rests on, over all processes.
+
+        Returns:
+            ``steps`` that count; ``negative_steps``, those of them whose own |G|^2 is negative; ``skipped_steps`` with
+            a sample or a mean that is not finite; ``undefined_steps`` of one sample; and ``nonfinite`` samples. A step
+            of which only a part was given counts as that part of one.
+        """
+        with self._synced():
+            steps = self._steps()
+        _, G2 = self._terms(steps.sum_of_sq_norms, steps.samples, steps.batch_size, steps.sq_norm_of_mean)
+        return super().counts() | {"negative_steps": steps.share[G2 < 0].sum()}
+
+    def _is_defined(self, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
+        return batch_size > 1
+
+    def _terms(self, sums: Tensor, samples: Tensor | int, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
+        return torch.stack(terms_of_sums(sums, samples, batch_size, sq_norm_of_mean))
+
+    def _weight(self, batch_size: Tensor) -> Tensor:
+        return batch_size
+
+
+class GradientDiversity(_StepMetric):
+    """Gradient diversity ``sum_i ||g_i||^2 / ||sum_i g_i||^2`` of a batch, averaged over optimizer steps.
+
+    It is 1/B if all gradients of a batch of B samples are equal, 1 if they are orthogonal, and larger if they cancel.
+
+    >>> import torch
+    >>> metric = GradientDiversity()
+    >>> for grads in (torch.eye(2), torch.ones(2, 2)):
+    ...     metric.update(grads.square().sum(1), grads.mean(0).square().sum())
+    >>> metric.compute().item()
+    0.75
+
+    Under DDP and gradient accumulation `update` gets the samples at hand, the squared norm of the averaged gradient of
+    the step and the size of its effective batch, see there; the result is that of one process with all samples in one
+    call. `forward` gives the value of its call alone.
+
+    Not finite: a step with a sample or a mean that is not finite is left out as a whole and counted in
+    ``counts()["skipped_steps"]``. B = 1: the diversity of one sample is 1 whatever its gradient; such a step says
+    nothing, is left out and counted in ``counts()["undefined_steps"]``, as is one whose gradients cancel to exactly
+    zero. Without any step that counts the result is nan.
+
+    Memory: 48 bytes for each call of `update` since the last `reset`, none for `update_sums`.
+
+    Args:
+        **kwargs: those of `torchmetrics.Metric`.
+
+    Reference:
+        Yin et al. 2018, Gradient Diversity, arXiv 1706.05699, definition 1.
+    """
+
+    plot_lower_bound = 0.0
+    _title = "Gradient diversity"
+    _axis = r"diversity $\Sigma_i\,\|g_i\|^2 \;/\; \|\Sigma_i\,g_i\|^2$"
+
+    def compute(self) -> Tensor:
+        """The diversity.
+
+        Returns:
+            The average over steps, shape (); nan where there is none.
+        """
+        return self._averages()[0]
+
+    def _is_defined(self, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
+        return (batch_size > 1) & (sq_norm_of_mean > 0)
+
+    def _terms(self, sums: Tensor, samples: Tensor | int, batch_size: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
+        return diversity_of_sums(sums, batch_size, sq_norm_of_mean)[None]
 
 
 def _numbered(parts: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
-from lightning_persample.callbacks.statistics import CapturedBatch, Statistics, StepNorms
+from lightning_persample.callbacks.statistics import CapturedBatch, LoggedMetrics, StepNorms
 from lightning_persample.errors import PerSampleWarning
 from tests.callbacks import known_noise_scale
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged, make_trainer
@@ -23,7 +23,7 @@ from tests.processes import run_ranks
 
 @pytest.mark.parametrize("quantiles", [(0.5, 0.95), ()])
 def test_an_epoch_of_many_steps_has_the_norms_of_all(quantiles):
-    statistics, norms = Statistics((), quantiles, ()), np.random.default_rng(0).lognormal(size=(150, 7))
+    statistics, norms = LoggedMetrics((), quantiles, ()), np.random.default_rng(0).lognormal(size=(150, 7))
     norms[[3, 100], [0, 6]] = math.inf, math.nan
     for row in torch.from_numpy(norms):
         captured = CapturedBatch(7, row, {}, 1.0)

@@ -70,3 +70,14 @@ def test_a_step_that_is_not_finite_is_left_out(value):
     assert counts_of(metric) == {"steps": 1, "skipped_steps": 2, "undefined_steps": 0, "nonfinite": 1}
     assert gradient_diversity(torch.tensor([1.0, value]), 0.5).isnan()
     assert gradient_diversity(torch.tensor([1.0, 1.0]), value).isnan()
+
+
+def test_steps_given_as_sums():
+    grads = [reference.flat(each) for each in reference.model_grads()]
+    metric = GradientDiversity()
+    for each in (*grads, torch.tensor([[1.0], [-1.0]], dtype=torch.float64)):  # the last one cancels
+        norms, mean = sq_norms(each)
+        (own,) = metric.update_sums(norms.sum(), mean, len(each), len(each))
+        assert own.item() == pytest.approx(reference.diversity(each.numpy()) if mean else math.nan, nan_ok=True)
+    expected = np.mean([reference.diversity(each.numpy()) for each in grads])
+    assert metric.compute().item() == pytest.approx(expected, rel=1e-12)

@@ -248,3 +248,62 @@ def test_a_step_weighs_by_its_number_of_samples() -> None:
     for each, weights in ((metric, sizes), (decayed, sizes * 0.9 ** np.arange(3, -1, -1))):
         S, G2 = np.average(terms, axis=0, weights=weights)
         assert each.compute().item() == pytest.approx(S / G2, rel=1e-12)
+
+
+def sums_of(grads, groups):
+    """Sums over the samples of the squared norms of each group of columns, and squared norms of their means."""
+    sums = torch.stack([grads[:, columns].square().sum() for columns in groups])
+    return sums, torch.stack([grads[:, columns].mean(0).square().sum() for columns in groups])
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_steps_given_as_sums_take_no_memory_and_have_a_value_for_each_group(decay):
+    grads, groups = some_grads(), [slice(None), slice(0, 1), slice(1, None)]
+    metric = GradientNoiseScale(decay)
+    for each in (*grads[:2], torch.full_like(grads[0], math.nan), *grads[2:]):
+        own = metric.update_sums(*sums_of(each, groups), len(each), len(each))
+        wanted = [reference.noise_scale_terms(each[:, columns].numpy()) for columns in groups]
+        assert own.T.numpy() == pytest.approx(np.array(wanted), rel=1e-12, nan_ok=True)
+    assert metric.folded.shape == (3, 3)
+    assert metric.parts == []
+    for place, columns in enumerate(groups):
+        each = [reference.noise_scale_terms(grad[:, columns].numpy()) for grad in grads]
+        S, G2 = np.average(each, axis=0, weights=[1.0] * 5 if decay is None else 0.9 ** np.arange(4, -1, -1))
+        assert metric.terms()["S"][place].item() == pytest.approx(S, rel=1e-12)
+        ratio = S / G2 if G2 > 0 else math.nan
+        assert metric.compute()[place].item() == pytest.approx(ratio, rel=1e-12, nan_ok=True)
+    metric.reset()
+    metric.update(*sq_norms(grads[0]))
+    S, G2 = reference.noise_scale_terms(grads[0].numpy())
+    assert metric.compute().item() == pytest.approx(S / G2 if G2 > 0 else math.nan, nan_ok=True)
+
+
+def test_sums_over_some_of_the_samples_stand_for_the_whole_step():
+    (grads,) = some_grads(1)
+    norms, mean = sq_norms(grads)
+    variance = 6 / 5 * (norms[:4].mean() - mean).item()
+    found = GradientNoiseScale().update_sums(norms[:4].sum(), mean, 6, 4)
+    assert found.tolist() == pytest.approx([variance, mean.item() - variance / 6], rel=1e-12)
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_steps_given_as_sums_come_before_those_of_update_and_are_not_exchanged(decay):
+    grads = some_grads()
+    metric, sent = GradientNoiseScale(decay), []
+    for each in grads[:2]:
+        metric.update_sums(*(part[0] for part in sums_of(each, [slice(None)])), len(each), len(each))
+    for each in grads[2:]:
+        metric.update(*sq_norms(each))
+    whole = [value.item() for value in metric_of(grads, decay).terms().values()]
+    assert [value.item() for value in metric.terms().values()] == pytest.approx(whole, rel=1e-12)
+    metric._sync_dist(lambda state, group: sent.append(state.shape) or [state])
+    assert sent == [(3, 6)]
+    assert [value.item() for value in metric.terms().values()] == pytest.approx(whole, rel=1e-12)
+
+
+def test_equal_samples_have_no_negative_variance():
+    grads = torch.full((6, 3), 0.1, dtype=torch.float64)
+    norms, mean = sq_norms(grads)
+    for scale in (1.0, 1 + 1e-15):
+        S, _ = noise_scale_terms(norms, mean * scale)
+        assert 0 <= S.item() < 1e-15
