@@ -34,7 +34,7 @@ __all__ = [
 # What reads folders of Parquet files passes over names that begin with an underscore.
 MANIFEST = "_manifest.json"
 GRADIENTS = "_gradients"  # the store of gradients in a ledger's folder
-_PARTIAL = re.compile(r"\.((rows|shard)-[\d-]+(\.rows)?\.(parquet|npy)|_manifest\.json)\.tmp")
+_PARTIAL = re.compile(r"\.((rows|shard)-[\d-]+\.(parquet|npy)|_manifest\.json)\.tmp")
 _ELSEWHERE = {
     "ledger": "{dirpath!r} is a ledger and no store of gradients: its gradients, if it was written with `projection`, "
     "are in {inside!r}; its rows are read with read_ledger",
@@ -96,11 +96,11 @@ class BaseManifest:
 
 
 class Part(NamedTuple):
-    """Rows that one process wrote at once, by its rank and their order; only with all of its files it counts."""
+    """A file of rows that one process wrote at once, by its rank and their order."""
 
     rank: int
     counter: int
-    files: tuple[Path, ...]  # the first says what the rows are; it is written last, and removed first
+    path: Path
 
 
 M = TypeVar("M", bound=BaseManifest)
@@ -116,7 +116,7 @@ class Dataset(ABC, Generic[M]):
     rows_are: ClassVar[str]
     remedy: ClassVar[str]  # where rows are missing
     prefix: ClassVar[str]  # of the names of files
-    suffixes: ClassVar[tuple[str, ...]]
+    suffix: ClassVar[str]
 
     def __init__(self, dirpath: str | os.PathLike[str]) -> None:
         self.dirpath = Path(dirpath)
@@ -193,42 +193,25 @@ class Dataset(ABC, Generic[M]):
 
     # The parts
 
-    def _files(self) -> dict[tuple[int, int], set[str]]:
-        """The suffixes of the files of each part, by rank and counter."""
-        name = re.compile(rf"{self.prefix}-(\d+)-(\d+)({'|'.join(map(re.escape, self.suffixes))})")
-        there: dict[tuple[int, int], set[str]] = {}
-        for path in self.dirpath.iterdir():
-            match = name.fullmatch(path.name)
-            if match is not None:
-                there.setdefault((int(match[1]), int(match[2])), set()).add(match[3])
-        return there
-
     def part(self, rank: int, counter: int) -> Part:
         """The part of a process with this number."""
-        start = f"{self.prefix}-{rank:05d}-{counter:06d}"
-        return Part(rank, counter, tuple(self.dirpath / f"{start}{suffix}" for suffix in self.suffixes))
+        return Part(rank, counter, self.dirpath / f"{self.prefix}-{rank:05d}-{counter:06d}{self.suffix}")
 
     def parts(self) -> list[Part]:
-        """The parts of which all files are there, by rank and in the order in which each process wrote them."""
-        return [self.part(*key) for key, files in sorted(self._files().items()) if len(files) == len(self.suffixes)]
+        """The parts, by rank and in the order in which each process wrote them."""
+        name = re.compile(rf"{self.prefix}-(\d+)-(\d+){re.escape(self.suffix)}")
+        matches = filter(None, (name.fullmatch(path.name) for path in self.dirpath.iterdir()))
+        return [self.part(*key) for key in sorted((int(match[1]), int(match[2])) for match in matches)]
 
     def next_counter(self, rank: int) -> int:
-        """The number of the next part of a process: none that any file has."""
-        return 1 + max((counter for each, counter in self._files() if each == rank), default=-1)
+        """The number of the next part of a process."""
+        return 1 + max((part.counter for part in self.parts() if part.rank == rank), default=-1)
 
-    def _remove_leftovers(self) -> None:
-        """Remove what a killed process left: files under a temporary name, and of parts that do not count."""
+    def _remove_partial_files(self) -> None:
+        """Remove what a killed process left under a temporary name."""
         for path in list(self.dirpath.iterdir()):
             if _PARTIAL.fullmatch(path.name):
                 path.unlink()
-        for key, files in self._files().items():
-            if len(files) < len(self.suffixes):
-                self._remove(self.part(*key))
-
-    @staticmethod
-    def _remove(part: Part) -> None:
-        for path in part.files:
-            path.unlink(missing_ok=True)
 
     def drop_rows(self, step: int) -> None:
         """Remove the rows of an optimizer step and of all later ones."""
@@ -237,7 +220,7 @@ class Dataset(ABC, Generic[M]):
         for part in reversed(self.parts()):
             kept = self.steps(part) < step
             if not kept.any():
-                self._remove(part)
+                part.path.unlink()
             elif not kept.all():
                 self.keep(part, kept)
         force_names(self.dirpath)
@@ -246,8 +229,7 @@ class Dataset(ABC, Generic[M]):
         """Remove the manifest and all parts; other files stay."""
         (self.dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a rest is not taken for all
         for part in self.parts():
-            self._remove(part)
-        self._remove_leftovers()
+            part.path.unlink()
 
     # What is missing
 
@@ -317,12 +299,12 @@ class Dataset(ABC, Generic[M]):
         """Make the folder ready for rows, see `check`; new=None writes a manifest only of what goes on."""
         there = self.check(new, continued, overwrite=overwrite)
         self.dirpath.mkdir(parents=True, exist_ok=True)
+        self._remove_partial_files()
         if there is None:
             self.remove()
             if new is not None and continued is not None and len(continued) == 1:
                 new = replace(new, run=next(iter(continued)))
         else:
-            self._remove_leftovers()
             if continued is not None:
                 self.drop_rows(continued[there.run])
             new = replace(

@@ -79,7 +79,7 @@ class Ledger(Dataset[Manifest]):
 
     manifest_type, kind, version, title, rows_are = Manifest, "ledger", 2, "ledger", "rows of this run"
     remedy = "put the files back, or read what there is with read_ledger(..., complete=False)"
-    prefix, suffixes = "rows", (".parquet",)
+    prefix, suffix = "rows", ".parquet"
 
     def restored(self, values: dict[str, Any]) -> Manifest:
         """The manifest with these values."""
@@ -87,21 +87,21 @@ class Ledger(Dataset[Manifest]):
 
     def read(self, part: Part) -> Any:
         """The rows of a part, as a ``pyarrow.Table``."""
-        (path,) = part.files
-        with broken_files_named(path), arrow("parquet").ParquetFile(path, page_checksum_verification=True) as file:
+        with (
+            broken_files_named(part.path),
+            arrow("parquet").ParquetFile(part.path, page_checksum_verification=True) as file,
+        ):
             return file.read()
 
     def steps(self, part: Part) -> NDArray[np.int64]:
         """The step of each row of a part, (rows,)."""
-        (path,) = part.files
-        with broken_files_named(path), arrow("parquet").ParquetFile(path) as file:
+        with broken_files_named(part.path), arrow("parquet").ParquetFile(part.path) as file:
             steps: NDArray[np.int64] = file.read(["step"])["step"].to_numpy()
             return steps
 
     def count(self, part: Part) -> int:
         """How many rows a part has."""
-        (path,) = part.files
-        with broken_files_named(path), arrow("parquet").ParquetFile(path) as file:
+        with broken_files_named(part.path), arrow("parquet").ParquetFile(part.path) as file:
             rows: int = file.metadata.num_rows
             return rows
 
@@ -117,7 +117,7 @@ class Ledger(Dataset[Manifest]):
         compressed = {name: "zstd" for name in rows.column_names if name not in repeated or name == "row"}
         options = {"compression": compressed, "use_dictionary": repeated, "write_page_checksum": True}
         arrow("parquet").write_table(rows, sink, **options)
-        write_atomically(part.files[0], sink.getvalue())
+        write_atomically(part.path, sink.getvalue())
 
     def difference(self, there: Manifest, new: Manifest) -> tuple[str, str] | None:
         """Where the rows of two manifests are not of the same values."""

@@ -6,7 +6,6 @@ import io
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -48,10 +47,9 @@ _BASE_FIELDS = {
     "weight": "<f8",
     "scale": "<f8",
 }
-_POSITION = "position"  # where the values of a row are in its shard
 _CHECKSUM = "crc32"  # of the values of a row, one for each 16 KiB
 _CHECKED_BYTES = 1 << 14
-_RESERVED = (*_BASE_FIELDS, _POSITION, _CHECKSUM)
+_RESERVED = (*_BASE_FIELDS, _CHECKSUM)
 _TOP_EXPONENT = 15  # of the largest entry of a float16 row: in [2**14, 2**15)
 _LEAST_EXPONENT = -1059  # the scale is a float64 then, and no entry that is not 0 is less than 1 of it
 
@@ -159,14 +157,14 @@ class _Rows:
 
 
 class Shards(Dataset[StoreManifest]):
-    """A folder of pairs of .npy files: the values of rows, and what each row is, with a checksum at the end."""
+    """A folder of .npy files: of each the values of rows, then an array of what each row is, and its checksum."""
 
-    manifest_type, kind, version, title, rows_are = StoreManifest, "gradients", 2, "store of gradients", "gradients"
+    manifest_type, kind, version, title, rows_are = StoreManifest, "gradients", 3, "store of gradients", "gradients"
     remedy = (
         "its collection was broken off or goes on, or files were removed. Put them back, or repeat the call of "
         "collect_gradients, which adds what is missing; GradientStore(..., complete=False) reads what there is"
     )
-    prefix, suffixes = "shard", (".rows.npy", ".npy")
+    prefix, suffix = "shard", ".npy"
 
     def restored(self, values: dict[str, Any]) -> StoreManifest:
         """The manifest with these values."""
@@ -178,22 +176,24 @@ class Shards(Dataset[StoreManifest]):
         return super().restored({**values, "parameters": parameters, **tuples})
 
     def read(self, part: Part) -> NDArray[Any]:
-        """What the rows of a part are, (rows,), and the places and checksums of their values."""
-        path = part.files[0]
-        with broken_files_named(path):
-            content = path.read_bytes()
+        """What the rows of a part are, (rows,), with the checksums of their values; the values are passed over."""
+        with broken_files_named(part.path), part.path.open("rb") as file:
+            np.lib.format.read_magic(file)
+            shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+            file.seek(prod(shape) * dtype.itemsize, os.SEEK_CUR)
+            content = file.read()
             if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
                 raise ValueError("the checksum is another one")
             rows: NDArray[Any] = np.load(io.BytesIO(content))
         return rows
 
-    def records(self, part: Part, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.uint32]]:
-        """What the rows of a part are, where their values are, and the checksums of those."""
+    def records(self, part: Part, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.uint32]]:
+        """What the rows of a part are, and the checksums of their values."""
         rows = self.read(part)
         records = np.empty(len(rows), dtype)
         for name in dtype.names or ():
             records[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan
-        return records, rows[_POSITION], rows[_CHECKSUM]
+        return records, rows[_CHECKSUM]
 
     def steps(self, part: Part) -> NDArray[np.int64]:
         """The step of each row of a part, (rows,)."""
@@ -205,30 +205,27 @@ class Shards(Dataset[StoreManifest]):
         return len(self.read(part))
 
     def keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
-        """Leave some rows of a part, (rows,); their values stay on the disk with those of the others."""
-        self._write_records(part, self.read(part)[kept])
+        """Leave some rows of a part, (rows,)."""
+        rows = self.read(part)[kept]  # with their checksums: values that something else has changed stay noticed
+        with broken_files_named(part.path):
+            values = np.load(part.path)[kept]
+        self._write(part, [values], rows)
 
     def write(self, part: Part, rows: Any) -> None:
-        """Write a part, in place of the one that is there."""
-        values, records = rows.values, np.concatenate(rows.records)
-        checksums = np.concatenate([_checksums(each) for each in values])
-        kept = [(_POSITION, "<i8"), (_CHECKSUM, "<u4", checksums.shape[1:])]
-        written = np.empty(len(records), np.dtype([*kept, *records.dtype.descr]))
-        written[_POSITION], written[_CHECKSUM] = np.arange(len(records)), checksums
+        """Write a part."""
+        records = np.concatenate(rows.records)
+        checksums = np.concatenate([_checksums(each) for each in rows.values])
+        written = np.empty(len(records), [*records.dtype.descr, (_CHECKSUM, "<u4", checksums.shape[1:])])
         for name in records.dtype.names or ():
             written[name] = records[name]
-        header = _header(values[0].dtype, (len(records), values[0].shape[1]))
-        write_atomically(part.files[1], header, *map(np.ascontiguousarray, values))
-        try:
-            self._write_records(part, written)
-        except OSError:
-            with suppress(OSError):  # values alone do not count
-                part.files[1].unlink()
-            raise
+        written[_CHECKSUM] = checksums
+        self._write(part, rows.values, written)
 
-    def _write_records(self, part: Part, rows: NDArray[Any]) -> None:
-        content = _header(rows.dtype, rows.shape) + rows.tobytes()
-        write_atomically(part.files[0], content, zlib.crc32(content).to_bytes(4, "little"))
+    def _write(self, part: Part, values: Sequence[NDArray[Any]], rows: NDArray[Any]) -> None:
+        described = _header(rows.dtype, rows.shape) + rows.tobytes()
+        header = _header(values[0].dtype, (len(rows), values[0].shape[1]))
+        checksum = zlib.crc32(described).to_bytes(4, "little")
+        write_atomically(part.path, header, *map(np.ascontiguousarray, values), described, checksum)
 
     def difference(self, there: StoreManifest, new: StoreManifest) -> tuple[str, str] | None:
         """Where the rows of two manifests are not of the same values."""

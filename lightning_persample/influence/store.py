@@ -67,13 +67,14 @@ class GradientStore:
         shards = Shards(self.dirpath)
         parts, dtype = shards.parts(), record_dtype(self.manifest.columns)
         found = [shards.records(part, dtype) for part in parts]
-        rows = np.concatenate([np.empty(0, dtype), *(records for records, _, _ in found)])
+        rows = np.concatenate([np.empty(0, dtype), *(records for records, _ in found)])
+        lengths = [len(records) for records, _ in found]
         order = np.argsort(rows["checkpoint"], kind="stable")
         self.rows = rows[order]
-        self._paths = tuple(os.fspath(part.files[1]) for part in parts)
-        self._shard = np.repeat(np.arange(len(parts)), [len(records) for records, _, _ in found])[order]
-        self._position = np.concatenate([np.empty(0, np.int64), *(places for _, places, _ in found)])[order]
-        checksums = [each for _, _, each in found] or [np.empty((0, 0), np.uint32)]
+        self._paths = tuple(os.fspath(part.path) for part in parts)
+        self._shard = np.repeat(np.arange(len(parts)), lengths)[order]
+        self._position = np.concatenate([np.empty(0, np.int64), *map(np.arange, lengths)])[order]
+        checksums = [each for _, each in found] or [np.empty((0, 0), np.uint32)]
         if len({each.shape[1] for each in checksums}) > 1:
             raise PerSampleError(f"the shards in {os.fspath(self.dirpath)!r} are of several stores, with other columns")
         self._checksums = np.concatenate(checksums)[order]

@@ -89,7 +89,7 @@ def test_an_interrupted_collection_goes_on(times, rows_per_shard, tmp_path):
 def test_what_a_killed_process_left_in_part_is_made_anew(tmp_path):
     options = {"checkpoints": SOURCES, "rows_per_shard": 3, **FULL}
     store = collect_gradients(Net(), loader(), tmp_path, **options)
-    names = sorted(path.name for path in tmp_path.iterdir() if path.name.endswith(".rows.npy"))
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name.endswith(".npy"))
     (tmp_path / names[2]).unlink()
     (tmp_path / ".shard-00000-000099.npy.tmp").write_bytes(b"in part")
     assert len(GradientStore(tmp_path, complete=False)) == len(store) - 3

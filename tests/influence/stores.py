@@ -43,9 +43,10 @@ def by_numpy(folder: Path) -> list[dict]:
     """Every row that counts, from the files alone: its fields, and its values in float64."""
     json.loads((folder / "_manifest.json").read_text())
     found = []
-    for path in sorted(folder.glob("shard-*.rows.npy")):
-        values = np.load(path.with_name(path.name.replace(".rows", "")))
-        for record in np.load(path):
+    for path in sorted(folder.glob("shard-*.npy")):
+        with path.open("rb") as file:  # two arrays, one after the other
+            values, records = np.load(file), np.load(file)
+        for row, record in zip(values, records, strict=True):
             own = dict(zip(record.dtype.names, record.item(), strict=True))
-            found.append({**own, "values": values[own["position"]].astype(np.float64) * own["scale"]})
+            found.append({**own, "values": row.astype(np.float64) * own["scale"]})
     return found

@@ -261,7 +261,7 @@ def test_a_file_that_was_removed_is_noticed(folder, lost, said):
     write(folder, 0, [0], [1], [2])
     Ledger(folder).promise(read_manifest(folder).run)
     assert read_ledger(folder).num_rows == 6
-    Ledger(folder).parts()[lost].files[0].unlink()
+    Ledger(folder).parts()[lost].path.unlink()
     with pytest.raises(PerSampleError) as refused:
         read_ledger(folder)
     text = f"lacks {said}: put the files back, or read what there is with read_ledger(..., complete=False)"

@@ -58,8 +58,8 @@ def test_rows_are_ordered_by_checkpoint_process_and_writing(store):
 
 def test_shards_have_the_rows_they_were_given(folder, store):
     shards = [name for name in names(folder) if name.startswith("shard-00000")]
-    assert shards == [f"shard-00000-{i:06d}{kind}.npy" for i in range(6) for kind in ("", ".rows")]
-    assert [len(np.load(folder / name)) for name in shards[::2]] == [4, 4, 2] * 2
+    assert shards == [f"shard-00000-{i:06d}.npy" for i in range(6)]
+    assert [len(np.load(folder / name)) for name in shards] == [4, 4, 2] * 2
     found = by_numpy(folder)
     assert len(found) == 32
     for row in found:

@@ -15,7 +15,7 @@ import torch
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import GradientStore, StoreWriter, grad_dot
 from lightning_persample.influence.shards import Shards, columns_for
-from tests.influence.stores import MANIFEST, K, gradients, made, write
+from tests.influence.stores import MANIFEST, gradients, made, write
 from tests.processes import run_alone
 
 
@@ -66,6 +66,7 @@ def test_a_full_disk_loses_nothing_that_was_written(folder, monkeypatch, call, f
         read = torch.cat([block for _, block in GradientStore(folder).blocks()])
         assert torch.equal(read, torch.cat([gradients(8), values])[: len(read)])
     assert failed == ["[Errno 28] No space left on device"] * 3
+    writer.flush()
     assert (writer.waiting, writer.lost) == (0, 0)
     (_, read), *_ = GradientStore(folder).blocks()
     assert torch.equal(read, torch.cat([gradients(8), values]))
@@ -101,7 +102,7 @@ def test_limits_of_the_system(tmp_path):
     said = json.loads(ended.outputs[0].splitlines()[-1])
     assert said["refused"] == f"[Errno {errno.EFBIG}] File too large"
     assert (said["waiting"], said["rows"], said["whole"], said["later"]) == (999, 200, True, 1199)
-    files = [f"shard-00000-00000{i}{kind}.npy" for i in (0, 1) for kind in ("", ".rows")]
+    files = [f"shard-00000-00000{i}.npy" for i in (0, 1)]
     assert said["files"] == ["_manifest.json", *files]
     assert said["limit"] < said["store"]
     blocks = ("blocks", "in another order", "of two parameters")
@@ -111,24 +112,19 @@ def test_limits_of_the_system(tmp_path):
     )
 
 
-def test_a_shard_counts_when_both_files_are_there(folder):
-    write(folder, gradients(8))
-    (folder / "shard-00000-000001.rows.npy").unlink()
-    assert torch.equal(next(GradientStore(folder).blocks())[1], gradients(8)[:4])
-    (folder / "shard-00000-000002.rows.npy").write_bytes((folder / "shard-00000-000000.rows.npy").read_bytes())
-    assert len(GradientStore(folder)) == 4
-
-
-def test_a_shard_that_something_else_broke_is_named(folder):
+@pytest.mark.parametrize("harm", ["cut off", "values alone", "empty"])
+def test_a_shard_that_something_else_broke_is_named(folder, harm):
     write(folder, gradients(4))
     path = folder / "shard-00000-000000.npy"
-    content = path.read_bytes()
-    path.write_bytes(content[:-8])
-    with pytest.raises(PerSampleError, match=r"shard-00000-000000\.npy' is broken: it is no whole file of its kind"):
-        list(GradientStore(folder).blocks())
-    np.save(path, np.zeros((3, K), np.float32))
-    with pytest.raises(PerSampleError, match=r"holds values of shape \(3, 20\), but rows up to 3 and 20 columns are"):
-        list(GradientStore(folder).blocks())
+    values, content = np.load(path), path.read_bytes()
+    path.write_bytes(content[:-8] if harm == "cut off" else b"")
+    if harm == "values alone":
+        np.save(path, values)
+    for complete in (True, False):
+        with pytest.raises(
+            PerSampleError, match=r"shard-00000-000000\.npy' is broken: it is no whole file of its kind"
+        ):
+            GradientStore(folder, complete=complete)
 
 
 @pytest.mark.parametrize(("promised", "said"), [(-1, "lacks rows (it has 8): "), (12, "lacks 4 of 12 rows: ")])
@@ -183,6 +179,12 @@ def test_options_of_the_writer_are_checked(folder, option):
         StoreWriter(folder, MANIFEST, **{option: 0})
 
 
+def values_of(path) -> tuple[int, int]:
+    """Where the values of a shard start and end."""
+    values = np.load(path, mmap_mode="r")
+    return values.offset, values.offset + values.nbytes
+
+
 def _changed(path, place: int, content: bytes) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:place] + content + whole[place + len(content) :])
@@ -199,10 +201,12 @@ def test_values_that_are_not_those_written_are_refused_when_they_are_read(tmp_pa
     folder = tmp_path / "one"
     path = folder / "shard-00000-000001.npy"
     whole, row = path.read_bytes(), columns * np.dtype(dtype).itemsize
+    start, end = values_of(path)
+    others = (tmp_path / "other" / path.name).read_bytes()[start:end]
     first, place, content = {
-        "a zeroed tail": (6, len(whole) - row - 8, bytes(row + 8)),
-        "one flipped bit": (7, len(whole) - row // 2, bytes([whole[-row // 2] ^ 4])),
-        "rows of another run": (4, 0, (tmp_path / "other" / path.name).read_bytes()),
+        "a zeroed tail": (6, end - row - 8, bytes(row + 8)),
+        "one flipped bit": (7, end - row // 2, bytes([whole[end - row // 2] ^ 4])),
+        "rows of another run": (4, start, others),
     }[harm]
     _changed(path, place, content)
     store = GradientStore(folder)
@@ -222,9 +226,9 @@ def test_values_that_are_not_those_written_are_refused_when_they_are_read(tmp_pa
 @pytest.mark.parametrize("place", [0.4, 0.6, 0.9, -1])
 def test_rows_that_are_not_those_written_are_refused(folder, place):
     write(folder, gradients(4), sample_index=torch.arange(4))
-    path = folder / "shard-00000-000000.rows.npy"
-    whole = path.read_bytes()
-    place = len(whole) + place if place < 0 else int(len(whole) * place)
+    path = folder / "shard-00000-000000.npy"
+    whole, (_, start) = path.read_bytes(), values_of(path)
+    place = len(whole) + place if place < 0 else start + int((len(whole) - start) * place)
     _changed(path, place, bytes([whole[place] ^ 1]))
     for read in (GradientStore, lambda dirpath: Shards(dirpath).open(MANIFEST, {MANIFEST.run: 0})):
         with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):

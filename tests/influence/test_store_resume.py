@@ -89,11 +89,11 @@ def test_what_two_stores_have_in_common_is_compared(tmp_path):
 def test_another_version_is_refused_with_both(tmp_path):
     folder = made(tmp_path / "one")
     found = json.loads((folder / "_manifest.json").read_text())
-    (folder / "_manifest.json").write_text(json.dumps({**found, "format_version": 1}))
+    (folder / "_manifest.json").write_text(json.dumps({**found, "format_version": 2}))
     with pytest.raises(PerSampleError) as refused:
         GradientStore(folder)
-    assert "is of format 'lightning_persample gradients', version 1; this version of" in str(refused.value)
-    assert "reads format 'lightning_persample gradients', version 2" in str(refused.value)
+    assert "is of format 'lightning_persample gradients', version 2; this version of" in str(refused.value)
+    assert "reads format 'lightning_persample gradients', version 3" in str(refused.value)
 
 
 @pytest.mark.parametrize(("changed", "before", "now"), DIFFERENT_RUN)
@@ -113,8 +113,7 @@ def test_a_run_that_is_not_alike_is_refused_with_both_values(tmp_path, changed, 
 def test_any_run_of_the_same_values_goes_on(tmp_path):
     folder = made(tmp_path / "one", PROJECTED)
     write(folder, gradients(5), manifest=PROJECTED)
-    (folder / "shard-00001-000000.npy").write_bytes(b"values alone")
-    (folder / ".shard-00001-000001.rows.npy.tmp").write_bytes(b"half of a")
+    (folder / ".shard-00001-000001.npy.tmp").write_bytes(b"half of a")
     before = [name for name in names(folder) if name.startswith("shard-00000")]
     further = (*CHECKPOINTS, {"step": 20, "learning_rate": 0.01, "path": "c.ckpt"})
     found = Shards(folder).open(replace(PROJECTED, run="second", libraries={"torch": "3"}, checkpoints=further))
@@ -147,10 +146,7 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path):
     store = GradientStore(folder)
     assert store.rows["step"].tolist() == [0, 0, 1, 1, 2, 2] * 2
     assert torch.equal(next(store.blocks())[1], torch.cat([values[:6], values[:6] + 1]))
-    assert [name for name in names(folder) if "00000-" in name and "rows" in name] == [
-        "shard-00000-000000.rows.npy",
-        "shard-00000-000001.rows.npy",
-    ]
+    assert [name for name in names(folder) if "00000-" in name] == ["shard-00000-000000.npy", "shard-00000-000001.npy"]
     write(folder, values[6:], 0, step=steps[6:])
     assert "shard-00000-000002.npy" in names(folder)
     found = [row["step"] for row in by_numpy(folder)]
@@ -185,9 +181,9 @@ def test_a_column_that_an_earlier_shard_does_not_have_is_nan(tmp_path):
 def test_a_writer_counts_on(tmp_path):
     folder = made(tmp_path / "one")
     write(folder, gradients(5), 1)
-    (folder / "shard-00001-000007.npy").write_bytes(b"values alone")
+    (folder / "shard-00001-000001.npy").rename(folder / "shard-00001-000007.npy")
     writer = StoreWriter(folder, MANIFEST, 1)
     writer.add(gradients(1), {})
     writer.flush()
-    assert "shard-00001-000008.rows.npy" in names(folder)
+    assert "shard-00001-000008.npy" in names(folder)
     assert len(GradientStore(folder)) == 6
