@@ -346,7 +346,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
         shared = shared_capture(trainer)
         steps = {} if shared is None else shared.steps_for(self)
         return [
-            StepNorms.of_window([captured(record, self.per_layer) for record in steps.get(place, ())], part.groups)
+            StepNorms.of_window(
+                [captured(record, self.per_layer, part.groups) for record in steps.get(place, ())], part.groups
+            )
             for place, part in enumerate(self._parts)
         ]
 

@@ -18,7 +18,7 @@ from lightning_persample.capture.record import PerSampleRecord, group_name
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.metrics import GradientDiversity, GradientNoiseScale, PerSampleNorm
-from lightning_persample.metrics.functional import cosine_to_mean, percent, ratio_of_sums, statistics_of_values
+from lightning_persample.metrics.functional import cosine_to_mean, percent, ratio_of_sums, spacing, statistics_of_values
 from lightning_persample.metrics.steps import MeanOverSteps
 from lightning_persample.torch_internals import hooks_after_accumulation, parameters_and_buffers, version_counter
 
@@ -52,19 +52,7 @@ _NOTHING = "`.grad` was empty after the backward, or the last batch of the step 
 
 
 class MeanGradient:
-    """Follows ``.grad`` through the backward passes of each optimizer step.
-
-    Args:
-        pl_module: the module that is trained.
-        depth: how many leading parts of a parameter's module path name its group; None makes no groups.
-        groups: the names of the groups.
-        processes: number of processes whose gradients are averaged.
-        why_not: why ``.grad`` does not hold the mean over the processes, or "".
-
-    Attributes:
-        processes: as given.
-        reason: why the mean of the step was not known when `numbers` was asked for, or "".
-    """
+    """Follows ``.grad`` through the backward passes of each optimizer step: the mean of the samples' gradients."""
 
     def __init__(
         self,
@@ -74,57 +62,54 @@ class MeanGradient:
         processes: int,
         why_not: Callable[[], str] = str,
     ) -> None:
-        self._module, self._why_not = pl_module, why_not
+        self._module, self._why_not = pl_module, why_not  # why ``.grad`` is not the mean over the processes, or ""
         self._depth, self._groups, self.processes = depth, tuple(groups), processes
         self.start()
 
     def start(self) -> None:
         """An optimizer step begins."""
-        self._checks: list[tuple[Tensor, str]] = []  # what must hold, and what is wrong where it does not
-        self._of_samples: list[
-            tuple[Tensor, str]
-        ] = []  # the same, where the gradient of the loss is known all the same
+        # What must hold, what is wrong where it does not, and whether the gradient of the loss is known all the same
+        self._checks: list[tuple[Tensor | bool, str, bool]] = []
         self._scale: Tensor | None = None
         self._parameters: dict[str, Tensor] = {}
         self._last: list[tuple[Tensor, int]] = []
-        self._sizes: Tensor | None = None
+        self._last_sq_norms: Tensor | None = None
         self._factor: Tensor | None = None
         self._unsupported: tuple[str, ...] | None = None
         self._samples = 0
         self._share: float | None = None
-        self.reason = _NOTHING
+        self.reason = _NOTHING  # why the mean was not known when `numbers` was asked for, or ""
         self._records: list[PerSampleRecord] = []
 
     def before_backward(self, *, first: bool, again: bool) -> None:
         """Look at what ``.grad`` holds; to be called right before the backward itself."""
         if first:
             self.start()
-            # A fit may unfreeze parameters, and make new ones.
-            named, _ = parameters_and_buffers(self._module)
+            named, _ = parameters_and_buffers(self._module)  # a fit may unfreeze parameters, and make new ones
             self._parameters = {name: p for name, p in named.items() if p.requires_grad}
             self._refuse(self._why_not())
             self._refuse(_why_hooked(self._parameters))
         elif again:
             self._refuse(_AGAIN)
-        held = [p.grad for p in self._parameters.values() if p.grad is not None]
-        if first and held:
-            self._checks.append((_sq_norms(held).sum() == 0, _NOT_EMPTY))
+        grads = list(self._grads().values())
+        if first and grads:
+            self._refuse(_NOT_EMPTY, unless=_sq_norms(grads).sum() == 0)
         if not first:
-            unchanged = len(held) == len(self._last) and all(
+            unchanged = len(grads) == len(self._last) and all(
                 grad is before and version_counter(grad) == version
-                for grad, (before, version) in zip(held, self._last, strict=True)
+                for grad, (before, version) in zip(grads, self._last, strict=True)
             )
-            self._refuse("" if unchanged else _CHANGED)
-            if unchanged and self._sizes is not None:  # what is done to ``.grad.data`` changes no version
-                self._checks.append(((_sq_norms(held) == self._sizes).all(), _CHANGED))
+            self._refuse(_CHANGED, unless=unchanged)
+            if unchanged and self._last_sq_norms is not None:  # what is done to ``.grad.data`` changes no version
+                self._refuse(_CHANGED, unless=(_sq_norms(grads) == self._last_sq_norms).all())
 
     def after_backward(self, record: PerSampleRecord | None, *, keep: bool, is_last: bool) -> None:
         """Take note of a backward that has run; to be called before anything else can change ``.grad``."""
         if record is not None:
             self._count(record)
-        held = [p.grad for p in self._parameters.values() if p.grad is not None]
-        self._last = [(grad, version_counter(grad)) for grad in held]
-        self._sizes = None if is_last else _sq_norms(held)
+        grads = self._grads().values()
+        self._last = [(grad, version_counter(grad)) for grad in grads]
+        self._last_sq_norms = None if is_last else _sq_norms(grads)
         if keep and record is not None:
             self._records.append(record)
 
@@ -133,18 +118,19 @@ class MeanGradient:
         samples = record.batch_size if record.in_loss is None else record.in_loss
         self._samples += samples
         share = record.num_values / max(samples, 1)
-        self._refuse_mean(_SHARES if self._share not in (None, share) else "")
+        self._refuse(_SHARES, unless=self._share in (None, share), of_mean=True)
         self._share = share
         unsupported = tuple(record.unsupported)
-        self._refuse_mean(_DIFFERENT if self._unsupported not in (None, unsupported) else "")
+        self._refuse(_DIFFERENT, unless=self._unsupported in (None, unsupported), of_mean=True)
         self._unsupported = unsupported
         factor, scale = record._mean_factor, record._loss_scale
         if factor is None:
-            self._refuse_mean(record.why_no_factor)
+            self._refuse(record.why_no_factor, of_mean=True)
         elif self._factor is None:
             self._factor = factor
         else:
-            self._of_samples.append((torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0), _UNEQUAL))
+            agree = torch.isclose(factor, self._factor.to(factor), rtol=1e-5, atol=0)
+            self._refuse(_UNEQUAL, unless=agree, of_mean=True)
         if scale is not None:
             self._scale = scale if self._scale is None else self._scale + scale.to(self._scale)
 
@@ -152,27 +138,30 @@ class MeanGradient:
         """Note that another record took the place of the backward's own."""
         self.reason = record.why_no_factor
 
-    def _refuse_mean(self, reason: str) -> None:
-        if reason:
-            self._of_samples.append((torch.tensor(False), reason))
+    def _refuse(self, reason: str, *, unless: Tensor | bool = False, of_mean: bool = False) -> None:
+        """Note why the gradient of the loss, or only the mean `of_mean` of the samples, is not known."""
+        if reason and unless is not True:
+            self._checks.append((unless, reason, of_mean))
 
-    def _refuse(self, reason: str) -> None:
-        if reason:
-            self._checks.append((torch.tensor(False), reason))
+    def _refused(self, *, of_mean: bool) -> str:
+        return next((reason for holds, reason, each in self._checks if each == of_mean and not bool(holds)), "")
 
     def _grads(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+
+    def _counted(self) -> dict[str, Tensor]:
         """The gradients that the samples' add up to."""
         left_out = frozenset(self._unsupported or ())
-        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None and name not in left_out}
+        return {name: grad for name, grad in self._grads().items() if name not in left_out}
 
     def _members(self, names: Iterable[str]) -> list[list[int]]:
         """The places of the parameters of each group."""
-        found: dict[str, list[int]] = {group: [] for group in self._groups}
-        for place, name in enumerate(names if found else ()):
+        places: dict[str, list[int]] = {group: [] for group in self._groups}
+        for place, name in enumerate(names if places else ()):
             group = group_name(name, self._depth or 1)
-            if group in found:  # a layer that was made in the middle of the fit is in none
-                found[group].append(place)
-        return list(found.values())
+            if group in places:  # a layer that was made in the middle of the fit is in none
+                places[group].append(place)
+        return list(places.values())
 
     def nothing(self) -> Tensor:
         """What `numbers` gives where nothing is known."""
@@ -180,46 +169,41 @@ class MeanGradient:
 
     def numbers(self) -> Tensor:
         """What this process knows, on the host in double precision, to be joined by `_joined_sq_norms`."""
-        numbers = self.nothing()
-        grads = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-        self.reason = next((text for holds, text in self._checks if not bool(holds)), "")
-        if self.reason or not grads:
-            self.reason = self.reason or _NOTHING
+        numbers, grads = self.nothing(), self._grads()
+        self.reason = self._refused(of_mean=False) or ("" if grads else _NOTHING)
+        if self.reason:
             return numbers
         squares = _sq_norms(grads.values()).cpu()  # first: groups are then summed without further transfers
-        squares = squares / torch.tensor(_shares(grads.values(), self.processes), dtype=squares.dtype)
+        squares = squares / torch.tensor(_copies(grads.values(), self.processes), dtype=squares.dtype)
         if self._scale is not None:
             numbers[_OF_MEAN:_HEAD] = torch.tensor([1.0, float(self._scale), float(squares.sum())], dtype=torch.float64)
-        self.reason = next((text for holds, text in self._of_samples if not bool(holds)), "")
-        counted = self._grads()
-        if self.reason or self._factor is None or not counted:
-            self.reason = self.reason or _NOTHING
+        counted, factor = self._counted(), self._factor
+        self.reason = self._refused(of_mean=True) or ("" if counted and factor is not None else _NOTHING)
+        if self.reason or factor is None:
             return numbers
         squares = squares[[place for place, name in enumerate(grads) if name in counted]]
-        parts = [squares.sum(), *[squares[own].sum() for own in self._members(counted)]]
         kind = zlib.crc32("\n".join(self._unsupported or ()).encode())
-        head = [1.0, float(self._factor), self._samples, self._share or 1.0, kind]
+        head = [1.0, float(factor), self._samples, self._share or 1.0, kind]
         numbers[:_OF_MEAN] = torch.tensor(head, dtype=torch.float64)
-        numbers[_HEAD:] = torch.stack(parts)
+        numbers[_HEAD:] = torch.stack([squares.sum(), *[squares[own].sum() for own in self._members(counted)]])
         return numbers
 
     def cosines(self) -> list[Tensor]:
         """Cosines of the samples with the mean gradient, g_i . gbar / (||g_i|| ||gbar||)."""
-        grads = {name: grad for name, grad in self._grads().items() if not is_distributed(grad)}
+        grads = {name: grad for name, grad in self._counted().items() if not is_distributed(grad)}
         total = _sq_norms(grads.values()).sum()
-        found = []
+        cosines = []
         for record in self._records:
             vectors = {name: local(grads[name]).to_dense() for name in record.names if name in grads}
-            if not vectors or self._factor is None:
-                continue
-            sign = self._factor.sign().to(total.device)
-            found.append(cosine_to_mean(record.dot(vectors).to(total.device) * sign, record.norms().square(), total))
-        return found
+            if vectors and self._factor is not None:
+                dots = record.dot(vectors).to(total.device) * self._factor.sign().to(total.device)
+                cosines.append(cosine_to_mean(dots, record.norms().square(), total))
+        return cosines
 
     def signal_to_noise(self) -> Tensor:
-        """Mean over all entries of the parameters of the gradient signal to noise ratio, and that of each group."""
+        """Mean over the entries of all parameters, and of each group, of the gradient signal to noise ratio."""
         ratios: dict[str, Tensor] = {}
-        for name, grad in self._grads().items():
+        for name, grad in self._counted().items():
             squares = [
                 record._weighted_square_sums.get(name, record.square_sums[name])
                 for record in self._records
@@ -228,8 +212,7 @@ class MeanGradient:
             if squares and self._factor is not None:
                 sums = local(grad).to_dense().double() / self._factor.to(grad.device).double()
                 wide = torch.stack([each.double() for each in squares]).sum(0) / (self._share or 1.0)
-                count = wide.new_tensor(self._samples)
-                ratios[name] = ratio_of_sums(sums, wide, count, torch.finfo(squares[0].dtype).eps).flatten()
+                ratios[name] = ratio_of_sums(sums, wide, wide.new_tensor(self._samples), spacing(squares[0])).flatten()
         every = list(ratios.values())
         groups = [[every[place] for place in own] for own in self._members(ratios)]
         return torch.stack([_finite_mean(part) for part in (every, *groups)])
@@ -272,9 +255,8 @@ def _norm_of_loss_gradient(numbers: Tensor) -> float:
 
 
 def _finite_mean(parts: Iterable[Tensor]) -> Tensor:
-    values = [part[part.isfinite()].cpu() for part in parts]
-    joined = torch.cat(values) if values else torch.empty(0, dtype=torch.float64)
-    return joined.mean() if joined.numel() else torch.tensor(math.nan, dtype=torch.float64)
+    nothing = torch.empty(0, dtype=torch.float64)
+    return torch.cat([nothing, *(part[part.isfinite()].cpu() for part in parts)]).mean()
 
 
 def _sq_norms(grads: Collection[Tensor]) -> Tensor:
@@ -289,8 +271,8 @@ def _sq_norms(grads: Collection[Tensor]) -> Tensor:
     return torch.stack(norms).to(wide).square()
 
 
-def _shares(grads: Iterable[Tensor], processes: int) -> list[int]:
-    """In how many processes each gradient is held alike."""
+def _copies(grads: Iterable[Tensor], processes: int) -> list[int]:
+    """In how many processes each gradient is the same."""
     copies = []
     for grad in grads:
         if is_distributed(grad):
@@ -315,43 +297,38 @@ _ROOM = 1024  # norms of a process that the first exchange has room for
 
 @dataclass(frozen=True)
 class CapturedBatch:
-    """What is kept of one batch: norms (B,), or None if no parameter was captured, and norms (B,) by group.
-
-    `batch_size` counts the samples that have values, `weights` are B times theirs in the loss, (B,), where they differ.
-    """
+    """What is kept of one batch of `batch_size` samples."""
 
     batch_size: int
-    norms: Tensor | None
-    groups: Mapping[str, Tensor]
+    norms: Tensor | None  # (1 + groups, B), of all parameters and of groups; None if no parameter was captured
     coverage: float
-    weights: Tensor | None = None
+    weights: Tensor | None = None  # B times the samples' weights in the loss, (B,), where they differ
+
+
+def captured(record: PerSampleRecord, depth: int | None, groups: Sequence[str]) -> CapturedBatch:
+    """What is kept of a record."""
+    norms = None
+    if record.names:
+        norms, of_group = record.norms(), {} if depth is None else record.group_norms(depth)
+        absent = torch.full_like(norms, math.nan) if groups else norms
+        norms = torch.stack([norms, *[of_group.get(group, absent).to(norms.dtype) for group in groups]])
+    return CapturedBatch(record.num_values, norms, record.coverage, record._relative_weights)
 
 
 @dataclass(frozen=True, eq=False)
 class StepNorms:
-    """The norms of the samples of one optimizer step, on the host in double precision.
+    """The norms of the samples of one optimizer step, on the host in double precision."""
 
-    Attributes:
-        norms: of each sample, over all parameters, (samples,).
-        group_sums: for each group the sum of its finite norms, their number and the sum of their squares, (groups, 3),
-            of samples whose norm over all parameters is finite; the squares times that of the samples' weights.
-        samples: number of samples captured, those without a norm included.
-        batches: number of batches captured.
-        coverage: the least of the batches; infinite where there is none.
-        gradient: what each process knows of the mean gradient, see `MeanGradient.numbers`, (processes, numbers); no
-            numbers where it is not asked for.
-        cosines: of each sample with the mean gradient, (samples,); empty where they are not asked for.
-        sq_sum: sum of the squares of the finite norms, times the samples' weights.
-    """
-
-    norms: Tensor
+    norms: Tensor  # of each sample, over all parameters, (samples,)
+    # For each group the sum of its finite norms, their number and the sum of their squares times the samples' weights,
+    # (groups, 3), of samples whose norm over all parameters is finite
     group_sums: Tensor
-    samples: int
-    batches: int
-    coverage: float
-    gradient: Tensor
-    cosines: Tensor
-    sq_sum: float
+    samples: int  # captured, those without a norm included
+    batches: int  # captured
+    coverage: float  # the least of the batches; infinite where there is none
+    gradient: Tensor  # `MeanGradient.numbers` of each process, (processes, numbers); no numbers where not asked for
+    cosines: Tensor  # of each sample with the mean gradient, (samples,); empty where not asked for
+    sq_sum: float  # of the finite norms times the samples' weights
 
     @classmethod
     def of_window(
@@ -362,30 +339,38 @@ class StepNorms:
         cosines: Sequence[Tensor] = (),
     ) -> StepNorms:
         """Join the batches of this process, in one transfer from their device."""
-        rows = _to_host(window, groups)
+        blocks = [torch.empty(2 + len(groups), 0, dtype=torch.float64)]
+        for each in window:
+            if each.norms is not None:
+                weights = torch.ones_like(each.norms[0]) if each.weights is None else each.weights.to(each.norms)
+                blocks.append(torch.cat([each.norms, weights[None]]))
+        rows = torch.cat(blocks[1:] or blocks, dim=1).cpu().double()
         norms, by_group, weights = rows[0], rows[1:-1], rows[-1]
-        sq_sum = float((norms * weights)[norms.isfinite()].square().sum())
         sums = norms.new_empty(0, 3)
         if groups:
             counted = norms.isfinite() & ~by_group.isnan()
             finite = by_group.where(counted, 0.0)
             sums = torch.stack([finite.sum(1), counted.sum(1).double(), (finite * weights).square().sum(1)], dim=1)
-        coverage = min((captured.coverage for captured in window), default=math.inf)
-        samples = sum(captured.batch_size for captured in window)
         nothing = norms.new_empty(1, 0)
-        joined = torch.cat([each.cpu().double() for each in cosines]) if cosines else nothing[0]
-        gradient = nothing if gradient is None else gradient[None]
-        return cls(norms, sums, samples, len(window), coverage, gradient, joined, sq_sum)
+        return cls(
+            norms,
+            sums,
+            samples=sum(each.batch_size for each in window),
+            batches=len(window),
+            coverage=min((each.coverage for each in window), default=math.inf),
+            gradient=nothing if gradient is None else gradient[None],
+            cosines=torch.cat([each.cpu().double() for each in cosines]) if cosines else nothing[0],
+            sq_sum=float((norms * weights)[norms.isfinite()].square().sum()),
+        )
 
 
 class NormsOfAllProcesses:
-    """Joins the norms of all processes with one collective for each step.
+    """Joins the norms of all processes with one collective for each step."""
 
-    Quantiles need every norm, so each process sends its own in a tensor with room for as many as any process has had
-    so far, 1024 at first, together with everything else. Where a process has more, all of them learn it from what they
-    receive, and exchange once more with enough room: only a step that is larger than all before costs two collectives.
-    """
-
+    # Quantiles need every norm, so each process sends its own in a tensor with room for as many as any process has had
+    # so far, together with everything else. Where a process has more, all of them learn it from what they receive, and
+    # exchange once more with enough room: only a step that is larger than all before costs two collectives. An exchange
+    # by torchmetrics would take a collective for each state, and the norms one more for their number.
     def __init__(self) -> None:
         self._room = _ROOM
 
@@ -408,46 +393,27 @@ class NormsOfAllProcesses:
 
     def _numbers(self, own: StepNorms) -> Tensor:
         counts = [own.norms.numel(), own.cosines.numel(), own.samples, own.batches, own.coverage, own.sq_sum]
-        head = own.norms.new_tensor(counts)
-        fixed = torch.cat([head, own.group_sums.flatten(), own.gradient.flatten()])
-        whole = torch.cat([fixed, own.norms, own.cosines])
-        numbers = torch.zeros(fixed.numel() + self._room, dtype=torch.float64)
-        numbers[: whole.numel()] = whole[: numbers.numel()]
-        return numbers
+        fixed = torch.cat([own.norms.new_tensor(counts), own.group_sums.flatten(), own.gradient.flatten()])
+        sent = torch.cat([fixed, own.norms, own.cosines, fixed.new_zeros(self._room)])
+        return sent[: fixed.numel() + self._room]
 
 
 def _joined(rows: Tensor, own: StepNorms) -> StepNorms:
     groups, known = own.group_sums.shape, own.gradient.shape[1]
-    behind = _HEAD_OF_NORMS + groups.numel()
-    norms, cosines = [], []
-    for row in rows:
-        values, ends = row[behind + known :], int(row[0])
-        norms.append(values[:ends])
-        cosines.append(values[ends : ends + int(row[1])])
-    return StepNorms(
-        norms=torch.cat(norms),
-        group_sums=rows[:, _HEAD_OF_NORMS:behind].sum(0).view(groups),
-        samples=int(rows[:, 2].sum()),
-        batches=int(rows[:, 3].sum()),
-        coverage=float(rows[:, 4].min()),
-        gradient=rows[:, behind : behind + known],
-        cosines=torch.cat(cosines),
-        sq_sum=float(rows[:, 5].sum()),
+    head, sums, gradient, values = rows.split(
+        [_HEAD_OF_NORMS, groups.numel(), known, rows.shape[1] - _HEAD_OF_NORMS - groups.numel() - known], dim=1
     )
-
-
-def _to_host(window: Sequence[CapturedBatch], groups: Sequence[str]) -> Tensor:
-    """Norms of all samples, below them those of each group, and weights, (1 + groups + 1, samples), in one transfer."""
-    blocks = []
-    for captured in window:
-        if captured.norms is not None:
-            absent = torch.full_like(captured.norms, math.nan)
-            weights = torch.ones_like(absent) if captured.weights is None else captured.weights.to(absent)
-            rows = [captured.norms, *(captured.groups.get(g, absent).to(absent.dtype) for g in groups), weights]
-            blocks.append(torch.stack(rows))
-    if not blocks:
-        return torch.empty(1 + len(groups) + 1, 0, dtype=torch.float64)
-    return torch.cat(blocks, dim=1).cpu().double()
+    ends = [(row, int(norms), int(norms + cosines)) for row, (norms, cosines, *_) in zip(values, head, strict=True)]
+    return StepNorms(
+        norms=torch.cat([row[:norms] for row, norms, _ in ends]),
+        group_sums=sums.sum(0).view(groups),
+        samples=int(head[:, 2].sum()),
+        batches=int(head[:, 3].sum()),
+        coverage=float(head[:, 4].min()),
+        gradient=gradient,
+        cosines=torch.cat([row[norms:end] for row, norms, end in ends]),
+        sq_sum=float(head[:, 5].sum()),
+    )
 
 
 STATISTICS = ("noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
@@ -576,28 +542,14 @@ _MANUAL = "optimization is manual"
 _MAY_PASS = (_UNEQUAL, _DEVICES_DIFFER, _NOTHING)  # reasons that the last batch of an epoch has, and that alone
 
 
-def captured(record: PerSampleRecord, depth: int | None) -> CapturedBatch:
-    """What is kept of a record."""
-    groups = {} if depth is None else record.group_norms(depth)
-    norms = record.norms() if record.names else None
-    return CapturedBatch(record.num_values, norms, groups, record.coverage, record._relative_weights)
-
-
 class Window:
-    """Gathers the batches whose gradients are accumulated for one optimizer step.
-
-    Args:
-        depth: how many leading parts of a parameter's module path name its group; None makes no groups.
-        groups: the names of the groups.
-        mean: follows the mean gradient, where a statistic needs it.
-        statistics: the statistics that are chosen.
-    """
+    """Gathers the batches whose gradients are accumulated for one optimizer step."""
 
     def __init__(
         self, depth: int | None, groups: Sequence[str], mean: MeanGradient | None, statistics: Sequence[str]
     ) -> None:
         self._depth, self._groups, self._mean = depth, tuple(groups), mean
-        self._keeps = bool({"cosine_to_mean", "signal_to_noise"} & set(statistics)) and mean is not None
+        self._keeps = bool({"cosine_to_mean", "signal_to_noise"} & set(statistics))
         self._has_said, self._unknown_steps, self._cosines_absent = False, 0, ""
         self._cosines = "cosine_to_mean" in statistics
         self._ratios = "signal_to_noise" in statistics and mean is not None and mean.processes == 1
@@ -676,7 +628,7 @@ class Window:
 
     def add(self, batch_idx: int, record: PerSampleRecord) -> None:
         """Take the record of a batch; of several (a closure that runs again) the last one counts."""
-        self._batches[batch_idx] = captured(record, self._depth)
+        self._batches[batch_idx] = captured(record, self._depth, self._groups)
         if self._mean is not None and record._mean_factor is None:  # that of another engine, perhaps
             self._mean.refuse_record(record)
             self._numbers = None if self._numbers is None else _without_mean(self._numbers)
