@@ -36,13 +36,11 @@ def entry_points_are_read_once():
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def little_for_the_garbage_collector():
-    """What is there before the first test stays: many a test collects garbage, which took a second of looking at it."""
+    """What is there before the tests of a file stays: many a test collects garbage, which took a second of looking."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
