@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import importlib.metadata
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,19 +19,13 @@ def pytest_collect_file():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread():
+def torch_of_small_tests():
     import torch
 
+    from tests.startup import look_once
+
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def entry_points_are_read_once():
-    """Every Trainer looks for callbacks of other packages, and read the metadata of all that are installed."""
-    with pytest.MonkeyPatch.context() as patch:
-        read = functools.cache(importlib.metadata.entry_points)
-        patch.setattr("lightning.fabric.utilities.registry.entry_points", read)
-        yield
+    look_once()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,17 +35,11 @@ def little_for_the_garbage_collector():
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def manual_seed():
-    """torch.manual_seed also asks after every kind of accelerator, which takes longer than many a test."""
+@pytest.fixture(autouse=True)
+def seed():
     import torch
 
-    return torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-
-
-@pytest.fixture(autouse=True)
-def seed(manual_seed):
-    manual_seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

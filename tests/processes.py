@@ -86,10 +86,11 @@ def _run_module(module: str, arguments: tuple[str, ...], environment: dict[str, 
     os.environ.clear()
     os.environ.update(environment)
     warnings.resetwarnings()
-    from lightning.fabric.utilities import registry
     from lightning.pytorch.utilities import rank_zero_only
 
-    registry.entry_points = functools.cache(registry.entry_points)  # every Trainer reads them
+    from tests.startup import look_once
+
+    look_once()
     rank_zero_only.rank = int(environment.get("RANK", 0))  # lightning reads it when it is imported
     sys.argv = [module, *arguments]
     if module.endswith(".py"):

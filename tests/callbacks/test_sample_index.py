@@ -48,7 +48,8 @@ def test_the_index_is_what_the_rows_carry(name):
         module, _, _ = train(LOADERS[name], [recorder])
         batches, records = module.batches, recorder.records
     else:
-        batches, records = watch(LOADERS[name], max_epochs=1 if "spawned" in name else 2)  # starting them takes long
+        again = "workers" not in name or name in ("2 workers", "2 workers, persistent")  # starting them takes long
+        batches, records = watch(LOADERS[name], max_epochs=2 if again else 1)
     assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
     for record in records:
         if name == "names":
@@ -69,7 +70,7 @@ def test_the_index_is_that_of_the_dataset_that_the_loader_has(name):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", COMBINED)
 def test_several_loaders_have_an_index_each(mode, workers):
-    batches, records = watch(lambda: combined(mode, workers))
+    batches, records = watch(lambda: combined(mode, workers), max_epochs=1 if workers else 2)
     assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
     exhausted = [record for record in records if record.sample_index["short"] is None]
     assert bool(exhausted) == (mode == "max_size")
@@ -114,8 +115,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "shuffled", "2 workers", "batch_sampler without a length"])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        pytest.param(setting, name, marks=[pytest.mark.slow] if "workers" in name and "limit" not in setting else [])
+        for setting in SETTINGS
+        for name in ("plain", "shuffled", "2 workers", "batch_sampler without a length")
+    ],
+)
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train dataloader shuffling")
 def test_settings_of_the_trainer(setting, name):
     if setting == "a share of the batches" and "without" in name:
@@ -140,12 +147,14 @@ class Validates(Follows):
         return DataLoader(Indexed(8, 1000), 4)
 
     def on_train_batch_start(self, batch, batch_idx):
-        next(iter(self.trainer.train_dataloader))
+        if batch_idx in (0, 4):
+            next(iter(self.trainer.train_dataloader))
 
 
 @pytest.mark.parametrize("name", ["shuffled", "2 workers", "batch_sampler without a length"])
 def test_validation_in_mid_epoch_and_other_iterators_of_the_same_loader(name):
-    batches, records = watch(LOADERS[name], kind=Validates, val_check_interval=2, num_sanity_val_steps=1)
+    settings = {"val_check_interval": 2, "num_sanity_val_steps": 1, "max_epochs": 1 if "workers" in name else 2}
+    batches, records = watch(LOADERS[name], kind=Validates, **settings)
     assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
 
 
@@ -241,7 +250,8 @@ def test_loader_and_dataset_are_as_before(kind, workers, monkeypatch):
     found = []
     for callbacks in ([], [Recorder(1)]):
         seed_all()
-        loader, trainer = DataLoader(Indexed(), 4, num_workers=workers), make_trainer(callbacks, max_epochs=2)
+        loader = DataLoader(Indexed(), 4, num_workers=workers)
+        trainer = make_trainer(callbacks, max_epochs=1 if workers else 2)
         before = dict(vars(loader)), dict(vars(loader.dataset))
         with pytest.raises(RuntimeError, match="a mistake") if kind is Stops else nullcontext():
             trainer.fit(kind(), loader)
