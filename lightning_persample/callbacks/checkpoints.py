@@ -33,73 +33,19 @@ __all__ = [
     "requiring_gradients",
 ]
 
-_LENGTH = 16
 
-
-def _fingerprint_of_weights(weights: Mapping[str, Any]) -> str:
-    """The fingerprint of the tensors of a state dict."""
+def _fingerprint(value: Any) -> str:
+    """The fingerprint of tensors, and of what mappings and lists of them hold."""
     digest = hashlib.sha256()
-    for name, value in sorted(weights.items()):
-        if isinstance(value, Tensor):
-            digest.update(f"{name} ".encode())
-            _add_tensor(digest, value)
-    return digest.hexdigest()[:_LENGTH]
-
-
-def _fingerprint_of_states(states: Any) -> str:
-    """The fingerprint of the state dicts of optimizers."""
-    digest = hashlib.sha256()
-    _add(digest, states)
-    return digest.hexdigest()[:_LENGTH]
-
-
-def fingerprint_of_data(dataset: Any) -> str | None:
-    """The fingerprint of a dataset whose content can be known cheaply and exactly."""
-    kind = type(dataset)  # a subclass may give other rows
-    if kind is TensorDataset:
-        return _of_tensors(dataset.tensors)
-    if kind is Subset:
-        return _of_subset(dataset)
-    if kind is ConcatDataset:
-        parts = [fingerprint_of_data(part) for part in dataset.datasets]
-        return None if None in parts else f"concat {_hashed(repr(parts).encode())}"
-    fingerprint = getattr(dataset, "_fingerprint", None)
-    return fingerprint if kind.__module__.partition(".")[0] == "datasets" and isinstance(fingerprint, str) else None
-
-
-def _of_tensors(tensors: Sequence[Any]) -> str | None:
-    digest = hashlib.sha256()
-    for each in tensors:
-        if not isinstance(each, Tensor) or each.layout is not torch.strided or each.is_quantized:
-            return None
-        _add_tensor(digest, each)
-    return f"tensors {digest.hexdigest()[:_LENGTH]}"
-
-
-def _of_subset(dataset: Subset[Any]) -> str | None:
-    whole = fingerprint_of_data(dataset.dataset)
-    indices = np.asarray(dataset.indices)
-    if whole is None or indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
-        return None
-    return f"subset {_hashed(whole.encode(), indices.astype(np.int64).tobytes())}"
-
-
-def _hashed(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:_LENGTH]
-
-
-def _add_tensor(digest: Any, value: Tensor) -> None:
-    digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+    _add(digest, value)
+    return digest.hexdigest()[:16]
 
 
 def _add(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
-        _add_tensor(digest, value)
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping):
         for key, each in value.items():
             digest.update(f"{key!r}:".encode())
@@ -110,6 +56,27 @@ def _add(digest: Any, value: Any) -> None:
             _add(digest, each)
     else:
         digest.update(f"{value!r} ".encode())
+
+
+def fingerprint_of_data(dataset: Any) -> str | None:
+    """The fingerprint of a dataset whose content can be known cheaply and exactly."""
+    kind = type(dataset)  # a subclass may give other rows
+    if kind is TensorDataset:
+        are_plain = all(
+            isinstance(each, Tensor) and each.layout is torch.strided and not each.is_quantized
+            for each in dataset.tensors
+        )
+        return f"tensors {_fingerprint(dataset.tensors)}" if are_plain else None
+    if kind is Subset:
+        of_all, indices = fingerprint_of_data(dataset.dataset), np.asarray(dataset.indices)
+        if of_all is None or indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+            return None
+        return f"subset {_fingerprint([of_all, torch.from_numpy(indices.astype(np.int64))])}"
+    if kind is ConcatDataset:
+        parts = [fingerprint_of_data(part) for part in dataset.datasets]
+        return None if None in parts else f"concat {_fingerprint(parts)}"
+    fingerprint = getattr(dataset, "_fingerprint", None)
+    return fingerprint if kind.__module__.partition(".")[0] == "datasets" and isinstance(fingerprint, str) else None
 
 
 @contextmanager
@@ -125,7 +92,7 @@ def requiring_gradients(module: nn.Module, wanted: Mapping[str, bool]) -> Iterat
             parameter.requires_grad_(required)
 
 
-_PARAMETERS_NAMED = 8
+_NAMED = 4
 # What torch's Adam and AdamW keep, and what no other optimizer does: RAdam has their state, but other options.
 _REQUIRED = {"step", "exp_avg", "exp_avg_sq"}
 _STATE = {*_REQUIRED, "max_exp_avg_sq"}
@@ -134,40 +101,23 @@ _OPTIONS = {"betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "c
 
 @dataclass(frozen=True, eq=False)
 class AdamState:
-    """What Adam knows of one parameter after some steps.
-
-    Attributes:
-        exp_avg: the mean of its gradients.
-        exp_avg_sq: the mean of their squares.
-        max_exp_avg_sq: the largest such mean, with ``amsgrad=True``, else None.
-        step: how many steps it has made.
-        betas: the optimizer's.
-        eps: the optimizer's.
-        weight_decay: what the optimizer adds to a gradient, as a factor of the weights; 0 for AdamW.
-    """
+    """What Adam knows of one parameter after some steps."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
+    max_exp_avg_sq: Tensor | None  # with ``amsgrad=True``
     step: float
     betas: tuple[float, float]
     eps: float
-    weight_decay: float
+    weight_decay: float  # what the optimizer adds to a gradient, as a factor of the weights; 0 for AdamW
 
     def direction(self, grads: Tensor, parameter: Tensor) -> Tensor:
         """What the next step would go along, were a sample's gradient that of the step."""
         # grads (B, *shape) -> (B, *shape)
         if self.weight_decay:
             grads = grads + self.weight_decay * parameter.detach().to(grads.dtype)
-        return adam_direction(
-            grads,
-            self.exp_avg,
-            self.exp_avg_sq,
-            self.step,
-            self.betas,
-            self.eps,
-            max_exp_avg_sq=self.max_exp_avg_sq,
-        )
+        state = (self.exp_avg, self.exp_avg_sq, self.step, self.betas, self.eps)
+        return adam_direction(grads, *state, max_exp_avg_sq=self.max_exp_avg_sq)
 
 
 def adam_states(
@@ -204,10 +154,8 @@ def adam_states(
                     found[name] = _state_of(name, state["state"][number], group, parameters[name])
     missing = [name for name in names if name not in found]
     if missing:
-        shown = ", ".join(f"`{name}`" for name in missing[:_PARAMETERS_NAMED])
-        more = f" and {len(missing) - _NAMED} more" if missing[_PARAMETERS_NAMED:] else ""
         raise UnsupportedError(
-            f"direction='adam': the optimizer of the checkpoint has no state of {shown}{more}, which it has not "
+            f"direction='adam': the optimizer of the checkpoint has no state of {_shown(missing)}, which it has not "
             "stepped yet, or does not have: leave them out with parameters=[...]"
         )
     return found
@@ -218,11 +166,7 @@ def _orders(
 ) -> list[list[list[str]]]:
     """By optimizer and group the names of the parameters, in the order of the state."""
     if all("param_names" in group for state in states for group in state["param_groups"]):
-        names = [list(group["param_names"]) for state in states for group in state["param_groups"]]
-        own = _names_of_module(names, module)
-        counts = [len(state["param_groups"]) for state in states]
-        starts = [sum(counts[:place]) for place in range(len(counts))]
-        return [own[start : start + count] for start, count in zip(starts, counts, strict=True)]
+        return [[_names_of_module(group["param_names"], module) for group in state["param_groups"]] for state in states]
     places = {id(parameter): name for name, parameter in module.named_parameters()}
     optimizers = [each for each in trainer.optimizers if _is_of(each, places)]
     if not optimizers and is_lightning_module(module):
@@ -264,22 +208,19 @@ def _is_of(optimizer: Any, places: Mapping[int, str]) -> bool:
     return all(id(parameter) in places for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _names_of_module(groups: list[list[str]], module: nn.Module) -> list[list[str]]:
+def _names_of_module(names: Sequence[str], module: nn.Module) -> list[str]:
     """The names as the module has them: an optimizer may have been given those of a part of it."""
     known = [name for name, _ in module.named_parameters()]
-    found = []
-    for group in groups:
-        places = []
-        for name in group:
-            same = [each for each in known if each == name] or [each for each in known if each.endswith(f".{name}")]
-            if len(same) != 1:
-                raise UnsupportedError(
-                    f"direction='adam': the optimizer of the checkpoint names a parameter `{name}`, which is "
-                    f"{'none' if not same else f'one of {len(same)}'} of the module"
-                )
-            places += same
-        found.append(places)
-    return found
+    places = []
+    for name in names:
+        same = [each for each in known if each == name] or [each for each in known if each.endswith(f".{name}")]
+        if len(same) != 1:
+            raise UnsupportedError(
+                f"direction='adam': the optimizer of the checkpoint names a parameter `{name}`, which is "
+                f"{'none' if not same else f'one of {len(same)}'} of the module"
+            )
+        places += same
+    return places
 
 
 def _state_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], parameter: Tensor) -> AdamState:
@@ -302,10 +243,14 @@ def _state_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], par
             "Adam or of AdamW (torch < 2.7): take one of a newer torch"
         )
     largest = state.get("max_exp_avg_sq") if group.get("amsgrad") else None
+
+    def there(each: Tensor) -> Tensor:
+        return each.detach().to(parameter.device)
+
     return AdamState(
-        _on(state["exp_avg"], parameter),
-        _on(state["exp_avg_sq"], parameter),
-        None if largest is None else _on(largest, parameter),
+        there(state["exp_avg"]),
+        there(state["exp_avg_sq"]),
+        None if largest is None else there(largest),
         float(state["step"]),
         (float(group["betas"][0]), float(group["betas"][1])),
         float(group["eps"]),
@@ -313,22 +258,11 @@ def _state_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], par
     )
 
 
-def _on(state: Tensor, parameter: Tensor) -> Tensor:
-    return state.detach().to(parameter.device)
-
-
-_NAMED = 4
-
 Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
 
 
 class Checkpoints:
-    """Reads checkpoints, one at a time.
-
-    Args:
-        sources: paths and state dicts; None is the module as it is, alone.
-        weights_only: whether a file may hold nothing but tensors and plain values; None is Lightning's own choice.
-    """
+    """Reads checkpoints, one at a time: paths and state dicts; None is the module as it is."""
 
     def __init__(self, sources: tuple[Source, ...] | None, weights_only: bool | None) -> None:
         self._sources = sources
@@ -412,10 +346,10 @@ class Checkpoints:
                 "step": None if checkpoint is None else checkpoint.get("global_step"),
                 "learning_rate": None if checkpoint is None else _learning_rate_of(checkpoint),
                 "path": None if source is None or isinstance(source, Mapping) else str(Path(source)),
-                "weights": _fingerprint_of_weights(weights),
+                "weights": _fingerprint(dict(sorted(each for each in weights.items() if isinstance(each[1], Tensor)))),
             })  # fmt: skip
             if has_optimizer and checkpoint is not None:
-                found[-1]["optimizer"] = _fingerprint_of_states(checkpoint.get("optimizer_states"))
+                found[-1]["optimizer"] = _fingerprint(checkpoint.get("optimizer_states"))
         return tuple(found)
 
 
@@ -434,7 +368,7 @@ def _weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     return checkpoint["state_dict"] if _is_of_a_trainer(checkpoint) else checkpoint
 
 
-def _shown(weights: Mapping[str, Any]) -> str:
+def _shown(weights: Collection[str]) -> str:
     names = [f"`{name}`" for name in weights]
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
 

@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_NUMBERS = ("step", "epoch", "batch_idx", "backward_index", "coverage")  # of all rows of a backward
+_DTYPES: dict[str, type] = {"int64": np.int64, "double": np.float64, "bool": np.bool_}
 _RESULTS = "per_sample"  # what training_step returns its columns under
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch does not join with other ints
@@ -185,88 +187,65 @@ def checked_types(
 def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str], rank: int) -> Any:
     """The rows as a ``pyarrow.Table``; values leave their device here, a column at a time."""
     counts = [len(rows) for rows in captured]
-    own = {
-        name: _array(np.repeat([getattr(rows, name) for rows in captured], counts), kind)
-        for name, kind in types.items()
-        if name in ("step", "epoch", "batch_idx", "backward_index", "coverage")
+    places: list[Any] = [
+        torch.arange(n) if r.samples is None else r.samples for r, n in zip(captured, counts, strict=True)
+    ]
+    numbers = {name: [getattr(rows, name) for rows in captured] for name in _NUMBERS}
+    parts: dict[str, list[Any]] = {
+        **numbers,
+        "rank": [rank] * len(captured),
+        "row": places,
+        "learning_rate": [rows.rate for rows in captured],
+        "weight": [rows.factor for rows in captured],
+        "norm": [rows.norms for rows in captured],
     }
-    own["rank"] = _array(np.full(sum(counts), rank), "int64")
-    own["row"] = _array(_places(captured, counts), "int64")
-    own["sample_index"] = _keys(captured, types["sample_index"])
-    own["learning_rate"] = _array(_rates(captured, counts), "double")
-    own["weight"] = _weights(captured, counts)
-    own["norm"] = _array(_joined([rows.norms for rows in captured]), "double")
+    columns = []
     for name, kind in types.items():
-        if name.startswith("norm/"):
-            group = name.removeprefix("norm/")
-            own[name] = _optional([rows.groups.get(group) for rows in captured], counts, kind)
-        elif name not in own:
-            own[name] = _optional([rows.columns.get(name) for rows in captured], counts, kind)
-    return arrow().Table.from_arrays([own[name] for name in types], schema=schema_of(types))
+        if name == "sample_index" and kind == "string":
+            columns.append(_names(captured))
+            continue
+        if name == "sample_index":
+            of_rows: list[Any] = [rows.keys if isinstance(rows.keys, Tensor) else None for rows in captured]
+        elif name.startswith("norm/"):
+            of_rows = [rows.groups.get(name.removeprefix("norm/")) for rows in captured]
+        else:
+            of_rows = parts[name] if name in parts else [rows.columns.get(name) for rows in captured]
+        values = _joined(of_rows, counts)
+        if name == "weight":
+            values = values / np.repeat([rows.divisor for rows in captured], counts)
+        missing = np.repeat([part is None for part in of_rows], counts)
+        columns.append(arrow().array(values.astype(_DTYPES[kind]), mask=missing if missing.any() else None))
+    return arrow().Table.from_arrays(columns, schema=schema_of(types))
 
 
-def _places(captured: Sequence[CapturedRows], counts: Sequence[int]) -> np.ndarray[Any, Any]:
-    if all(rows.samples is None for rows in captured):
-        return np.concatenate([np.arange(count) for count in counts])
-    pairs = zip(captured, counts, strict=True)
-    return _joined([torch.arange(count) if rows.samples is None else rows.samples for rows, count in pairs])
+def _names(captured: Sequence[CapturedRows]) -> Any:
+    listed: list[str | None] = []
+    for rows in captured:
+        keys = rows.keys.tolist() if isinstance(rows.keys, Tensor) else rows.keys
+        listed += [None] * len(rows) if keys is None else [str(key) for key in keys]
+    return arrow().array(listed, arrow().string())
 
 
-def _rates(captured: Sequence[CapturedRows], counts: Sequence[int]) -> np.ndarray[Any, Any]:
-    if not any(isinstance(rows.rate, Tensor) for rows in captured):
-        return np.repeat([rows.rate for rows in captured], counts)
-    pairs = zip(captured, counts, strict=True)
-    return _joined([torch.as_tensor(rows.rate, dtype=torch.float64).expand(count) for rows, count in pairs])
-
-
-def _weights(captured: Sequence[CapturedRows], counts: Sequence[int]) -> Any:
-    missing = np.array([rows.factor is None for rows in captured])
-    factors = [rows.factor for rows in captured if rows.factor is not None]
-    weights = np.zeros(len(captured))
-    if factors:
-        weights[~missing] = _joined(factors, torch.stack)
-    weights /= [rows.divisor for rows in captured]
-    return _array(np.repeat(weights, counts), "double", np.repeat(missing, counts))
-
-
-def _keys(captured: Sequence[CapturedRows], kind: str) -> Any:
-    if kind == "string":
-        listed: list[str | None] = []
-        for rows in captured:
-            keys = rows.keys.tolist() if isinstance(rows.keys, Tensor) else rows.keys
-            listed += [None] * len(rows) if keys is None else [str(key) for key in keys]
-        return arrow().array(listed, arrow().string())
-    keys = [rows.keys if isinstance(rows.keys, Tensor) else None for rows in captured]
-    return _optional(keys, [len(rows) for rows in captured], kind)
-
-
-def _optional(parts: Sequence[Tensor | None], counts: Sequence[int], kind: str) -> Any:
-    """A column in which the rows of some backward passes have no value."""
-    missing = np.repeat([part is None for part in parts], counts)
-    dtype = next((part.dtype for part in parts if part is not None), torch.float64)
-    pairs = zip(parts, counts, strict=True)
-    filled = [torch.zeros(count, dtype=dtype) if part is None else part for part, count in pairs]
-    return _array(_joined(filled), kind, missing)
-
-
-def _joined(parts: list[Tensor], join: Callable[[list[Tensor]], Tensor] = torch.cat) -> np.ndarray[Any, Any]:
-    on_device = {part.device for part in parts} | {torch.device("cpu")}
-    if len(on_device) > 1:  # in one go from where most of them are
-        device = max(on_device, key=lambda each: sum(part.device == each for part in parts))
-        parts = [part.to(device) for part in parts]
+def _joined(parts: Sequence[Any], counts: Sequence[int]) -> np.ndarray[Any, Any]:
+    """One value for each row, of numbers and tensors of one or of all rows of a backward; 0 where there is None."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if not tensors:
+        return np.repeat([0 if part is None else part for part in parts], counts)
+    # In one go from where most of them are; ints are joined with floats in float64, which a narrow dtype would round.
+    devices = [part.device for part in tensors]
+    device = max(set(devices), key=devices.count)
+    is_real = any(part.is_floating_point() for part in tensors)
+    dtype = (
+        tensors[0].dtype if len({part.dtype for part in tensors}) == 1 else torch.float64 if is_real else torch.int64
+    )
     with torch.no_grad():
-        if len({part.dtype for part in parts}) > 1 and any(part.is_floating_point() for part in parts):
-            parts = [part.double() for part in parts]  # before they are joined, which rounds ints to a narrow dtype
-        joined = join(parts).cpu()
-    if joined.is_floating_point():
-        joined = joined.double()  # numpy has no bfloat16
-    values: np.ndarray[Any, Any] = joined.numpy()
+        filled = [
+            torch.as_tensor(0 if part is None else part, dtype=dtype, device=device).expand(count)
+            for part, count in zip(parts, counts, strict=True)
+        ]
+        joined = torch.cat(filled).cpu()
+    values: np.ndarray[Any, Any] = (joined.double() if is_real else joined).numpy()  # numpy has no bfloat16
     return values
-
-
-def _array(values: np.ndarray[Any, Any], kind: str, missing: np.ndarray[Any, Any] | None = None) -> Any:
-    dtypes: dict[str, type] = {"int64": np.int64, "double": np.float64, "bool": np.bool_}
-    return arrow().array(values.astype(dtypes[kind]), mask=missing)
 
 
 def layout_of(shapes: Mapping[str, Sequence[int]], projection: Projection | None) -> tuple[ParameterColumns, ...]:
