@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch import __version__ as torch_version
 
 from lightning_persample.callbacks.checkpoints import Checkpoints, Source, requiring_gradients
-from lightning_persample.callbacks.collecting import GradientOptions, SamplesOnce, WritesInAnyCase, collecting_with
+from lightning_persample.callbacks.collecting import Collection, SamplesOnce, WritesInAnyCase, collecting_with
 from lightning_persample.callbacks.lightning_internals import borrowed, is_a, is_lightning_module, quiet_trainer
 from lightning_persample.callbacks.rows import layout_of
 from lightning_persample.callbacks.statistics import is_path
@@ -152,18 +152,21 @@ def collect_gradients(
     folder = Path(dirpath).absolute()  # wherever a loader goes
     for name, given in {"loss": loss, "sample_index": sample_index}.items():
         check_option(name, given, given is None or callable(given), "None or a callable")
-    _check_options(
+    check_options(
         loss_reduction=loss_reduction,
         batch_dim=batch_dim,
         batch_size=batch_size,
-        direction=direction,
-        projection=projection,
-        rows_per_shard=rows_per_shard,
         max_memory=max_memory,
-        columns=columns,
-        weights_only=weights_only,
         overwrite=overwrite,
     )
+    check_option("direction", direction, direction in (None, "adam"), "None or 'adam'")
+    is_projection = projection is None or isinstance(projection, Projection)
+    check_option("projection", projection, is_projection, "None (in full) or a Projection as Projection(dim=64)")
+    check_option("rows_per_shard", rows_per_shard, is_none_or_int(rows_per_shard, 1), "None or an int >= 1")
+    by_name: Any = {} if columns is None else columns
+    are_columns = isinstance(by_name, Mapping) and all(map(callable, by_name.values()))
+    check_option("columns", columns, are_columns, "None or a dict of callables (outputs, batch)")
+    check_option("weights_only", weights_only, weights_only in (None, True, False), "None, True or False")
     module = getattr(module, COMPILED, module)  # what torch.compile wraps
     if loss is None and not is_lightning_module(module):
         raise OptionError("loss=None takes module.training_step: pass a LightningModule, or loss=...")
@@ -217,52 +220,30 @@ def collect_gradients(
         untouched(module),
         requiring_gradients(module, required),
     ):
-        collecting = collecting_with(trainer)(
-            module,
-            samples,
-            Checkpoints(places, weights_only),
-            GradientOptions(loss, columns, projection, direction, loss_reduction, batch_dim, batch_size, max_memory),
-            requires_grad=trainable,
+        asked = Collection(
+            module=module,
+            samples=samples,
+            checkpoints=Checkpoints(places, weights_only),
             dirpath=folder,
             manifest=manifest,
-            rows_per_shard=rows_per_shard,
-            overwrite=overwrite,
-            sample_index=sample_index,
+            trainable=trainable,
             not_compared=[name for name, each in {**callables, **columns_of}.items() if not _is_known_by_name(each)],
+            loss=loss,
+            columns=columns,
+            projection=projection,
+            direction=direction,
+            loss_reduction=loss_reduction,
+            batch_dim=batch_dim,
+            batch_size=batch_size,
+            sample_index=sample_index,
+            rows_per_shard=rows_per_shard,
+            max_memory=max_memory,
+            overwrite=overwrite,
         )
-        trainer.predict(collecting, return_predictions=False)
+        trainer.predict(collecting_with(trainer)(asked), return_predictions=False)
     store = GradientStore(folder, complete=False)
     samples.check_complete(store.rows, len(places or (None,)))
     return store
-
-
-def _check_options(
-    *,
-    loss_reduction: Any,
-    batch_dim: Any,
-    batch_size: Any,
-    direction: Any,
-    projection: Any,
-    rows_per_shard: Any,
-    max_memory: Any,
-    columns: Any,
-    weights_only: Any,
-    overwrite: Any,
-) -> None:
-    check_options(
-        loss_reduction=loss_reduction,
-        batch_dim=batch_dim,
-        batch_size=batch_size,
-        max_memory=max_memory,
-        overwrite=overwrite,
-    )
-    check_option("direction", direction, direction in (None, "adam"), "None or 'adam'")
-    is_projection = projection is None or isinstance(projection, Projection)
-    check_option("projection", projection, is_projection, "None (in full) or a Projection as Projection(dim=64)")
-    check_option("rows_per_shard", rows_per_shard, is_none_or_int(rows_per_shard, 1), "None or an int >= 1")
-    are_columns = columns is None or (isinstance(columns, Mapping) and all(map(callable, columns.values())))
-    check_option("columns", columns, are_columns, "None or a dict of callables (outputs, batch)")
-    check_option("weights_only", weights_only, weights_only in (None, True, False), "None, True or False")
 
 
 def _places(checkpoints: Any) -> tuple[Source, ...] | None:

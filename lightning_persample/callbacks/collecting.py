@@ -27,7 +27,7 @@ from lightning_persample.errors import OptionError, PerSampleError, UnsupportedE
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.dataset import FolderLock
-from lightning_persample.influence.shards import ParameterColumns, Shards, StoreManifest, StoreWriter
+from lightning_persample.influence.shards import Shards, StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore
 from lightning_persample.reference.samples import Weighting, loss_of
 from lightning_persample.reference.untouched import without_dropout
@@ -35,7 +35,7 @@ from lightning_persample.reference.untouched import without_dropout
 __all__ = [
     "BatchGradients",
     "Collecting",
-    "GradientOptions",
+    "Collection",
     "SamplesOnce",
     "WritesInAnyCase",
     "collecting_with",
@@ -46,40 +46,21 @@ _REMEDY = "pass sample_index=<function of the batch that returns the index of ea
 
 
 class _Fetched(NamedTuple):
-    """A batch on its way to the step.
+    """A batch on its way to the step."""
 
-    Attributes:
-        place: which checkpoint it is for.
-        number: which batch of the checkpoint it is, in this process.
-        batch: the batch.
-        keys: the index of each sample; None where the batch tells it.
-        places: see `Drawn`.
-    """
-
-    place: int
-    number: int
+    place: int  # which checkpoint it is for
+    number: int  # which batch of the checkpoint it is, in this process
     batch: Any
-    keys: list[int] | None
-    places: tuple[Any, ...] | None
+    keys: list[int] | None  # the index of each sample; None where the batch tells it
+    places: tuple[Any, ...] | None  # see `Drawn`
 
 
 class SamplesOnce:
-    """The samples of a loader, each once, split among processes.
+    """The samples of a loader, each once, split among processes; where they have no indices it is refused."""
 
-    A DataLoader of a dataset with a length is made again: what its sampler would draw plays no part, so that shuffling,
-    weights and ``drop_last`` change nothing; the sampler of a subset alone is asked for its indices. Other data are
-    taken as they come, by one process, and have to tell the samples' indices themselves.
-
-    Args:
-        loader: the DataLoader, or whatever gives batches.
-        has_index: whether the batch tells the index of its samples.
-
-    Attributes:
-        size: number of samples of the dataset, None where it has no length.
-
-    Raises:
-        UnsupportedError: the samples have no indices.
-    """
+    # A DataLoader of a dataset with a length is made again: what its sampler would draw plays no part, so that
+    # shuffling, weights and ``drop_last`` change nothing; the sampler of a subset alone is asked for its indices. Other
+    # data are taken as they come, by one process, and have to tell the samples' indices themselves (`has_index`).
 
     def __init__(self, loader: Iterable[Any], has_index: bool) -> None:
         self._loader = loader
@@ -198,9 +179,16 @@ def _checked(drawn: Any) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class GradientOptions:
-    """How gradients are computed; see `collect_gradients` for each."""
+class Collection:
+    """What `collect_gradients` was asked for, see there, and what it has made of it."""
 
+    module: nn.Module
+    samples: SamplesOnce
+    checkpoints: Checkpoints
+    dirpath: Path
+    manifest: StoreManifest  # as far as it is known before the processes are there
+    trainable: Mapping[str, bool]  # by parameter whether the module as it was given trains it
+    not_compared: Sequence[str]  # the options that are callables which their names do not tell from others
     loss: Callable[[Any, Any], Any] | None
     columns: Mapping[str, Callable[[Any, Any], Tensor]]
     projection: Projection | None
@@ -208,7 +196,10 @@ class GradientOptions:
     loss_reduction: Weighting
     batch_dim: int
     batch_size: int | None
+    sample_index: Callable[[Any], Any] | None
+    rows_per_shard: int | None
     max_memory: int | None
+    overwrite: bool
 
 
 class _Found(NamedTuple):
@@ -220,18 +211,10 @@ class _Found(NamedTuple):
 
 
 class BatchGradients:
-    """Computes the gradients of one batch after the other.
+    """Computes the gradients of one batch after the other, at the weights that the module has."""
 
-    Args:
-        module: the module, in the state that it has.
-        layout: the parameters and their columns.
-        options: how.
-    """
-
-    def __init__(self, module: nn.Module, layout: Sequence[ParameterColumns], options: GradientOptions) -> None:
-        self._module = module
-        self._layout = layout
-        self._options = options
+    def __init__(self, asked: Collection) -> None:
+        self._module, self._layout, self._asked = asked.module, asked.manifest.parameters, asked
         self._has_warned = False
 
     def of(
@@ -245,17 +228,17 @@ class BatchGradients:
         adam: Mapping[str, AdamState],
     ) -> _Found:
         """The gradients of a batch."""
-        options = self._options
-        quantity = "grad_sample" if options.direction else quantity_for(options.projection)
+        asked = self._asked
+        quantity = "grad_sample" if asked.direction else quantity_for(asked.projection)
         capture = expanded_weights(
             self._module,
             view,
-            loss_reduction="sum" if callable(options.loss_reduction) else options.loss_reduction,
-            batch_dim=options.batch_dim,
+            loss_reduction="sum" if callable(asked.loss_reduction) else asked.loss_reduction,
+            batch_dim=asked.batch_dim,
             batch_size=size,
             quantities=("sq_norm", quantity),
             unsupported="ignore",  # said by us, as an error
-            max_memory=options.max_memory,
+            max_memory=asked.max_memory,
             samples=None if len(samples) == size else samples,
         )
         try:
@@ -270,9 +253,9 @@ class BatchGradients:
                         f"{self._said_loss} gave a loss of shape {tuple(loss.shape)}; allowed is one number, the loss "
                         "of the batch: reduce it, with .mean() for loss_reduction='mean' or .sum() for 'sum'"
                     )
-                if callable(options.loss_reduction):
+                if callable(asked.loss_reduction):
                     with torch.no_grad():
-                        capture.attach_loss(loss, options.loss_reduction(outputs, batch))
+                        capture.attach_loss(loss, asked.loss_reduction(outputs, batch))
                 else:
                     capture.attach_loss(loss)
                 with torch.autocast(loss.device.type, enabled=False):
@@ -281,20 +264,20 @@ class BatchGradients:
             self._check(record)
             if record.samples is not None:
                 samples = record.samples.cpu()
-            values = self._directions(record, adam) if options.direction else None
+            values = self._directions(record, adam) if asked.direction else None
             if values is None:
-                values = values_of(record, self._layout, options.projection)
+                values = values_of(record, self._layout, asked.projection)
             return _Found(samples, values, self._columns(outputs, batch, size, samples))
         finally:
             capture.close()
 
     @property
     def _said_loss(self) -> str:
-        return f"{type(self._module).__name__}.training_step" if self._options.loss is None else "loss(module, batch)"
+        return f"{type(self._module).__name__}.training_step" if self._asked.loss is None else "loss(module, batch)"
 
     def _outputs(self, batch: Any, number: int) -> Any:
-        if self._options.loss is not None:
-            return self._options.loss(self._module, batch)
+        if self._asked.loss is not None:
+            return self._asked.loss(self._module, batch)
         step: Any = self._module.training_step
         needs_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         return step(batch, number) if needs_number else step(batch)
@@ -325,14 +308,14 @@ class BatchGradients:
             if grads is None:
                 grads = parameter.new_zeros(record.num_values, *each.shape)
             found = adam[each.name].direction(grads, parameter)
-            projection = self._options.projection
+            projection = self._asked.projection
             projected = found if projection is None else Dense(found).project(projection, each.name)
             parts.append(projected.reshape(len(grads), each.stop - each.start))
         return torch.cat(parts, 1)
 
     def _columns(self, outputs: Any, batch: Any, size: int, samples: Tensor) -> dict[str, Tensor]:
         found = {}
-        for name, column in self._options.columns.items():
+        for name, column in self._asked.columns.items():
             with torch.no_grad():
                 values: Any = column(outputs, batch)
             if not isinstance(values, Tensor) or tuple(values.shape) != (size,) or values.is_complex():
@@ -367,51 +350,25 @@ else:
     _Base = object
 
 
+def _as_the_module(hook: str) -> Callable[..., Any]:
+    """A hook that moves the batch on its way as the module does it."""
+
+    def moved(self: _Collecting, batch: _Fetched, *args: Any, **kwargs: Any) -> Any:
+        if not is_lightning_module(self.module):
+            return getattr(super(_Collecting, self), hook)(batch, *args, **kwargs)
+        return batch._replace(batch=getattr(self.module, hook)(batch.batch, *args, **kwargs))
+
+    return moved
+
+
 class _Collecting(_Base):
-    """Holds the module that gradients are of, and stores those of the batches that it is given.
+    """Holds the module that gradients are of, and stores those of the batches that it is given."""
 
-    Args:
-        module: the module.
-        samples: the data.
-        checkpoints: the weights.
-        options: how gradients are computed.
-        requires_grad: by parameter whether it is trainable in the module as it was given.
-        dirpath: the folder of the store.
-        manifest: of the store, as far as it is known before the processes are there.
-        rows_per_shard: see `StoreWriter`.
-        overwrite: remove the store that is in the folder.
-        sample_index: gives the indices of a batch's samples; None takes those of the dataset.
-        not_compared: the options that are callables which their names do not tell from others.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        samples: SamplesOnce,
-        checkpoints: Checkpoints,
-        options: GradientOptions,
-        *,
-        requires_grad: Mapping[str, bool],
-        dirpath: Path,
-        manifest: StoreManifest,
-        rows_per_shard: int | None,
-        overwrite: bool,
-        sample_index: Callable[[Any], Any] | None,
-        not_compared: Sequence[str],
-    ) -> None:
+    def __init__(self, asked: Collection) -> None:
         super().__init__()
-        self.module = module
-        self._samples = samples
-        self._checkpoints = checkpoints
-        self._options = options
-        self._requires_grad = requires_grad
-        self._gradients = BatchGradients(module, manifest.parameters, options)
-        self._dirpath, self._shards = dirpath, Shards(dirpath)
-        self._manifest = manifest
-        self._rows_per_shard = rows_per_shard
-        self._overwrite = overwrite
-        self._sample_index = sample_index
-        self._not_compared = tuple(not_compared)
+        self.module = asked.module
+        self._asked, self._gradients = asked, BatchGradients(asked)
+        self._shards, self._manifest = Shards(asked.dirpath), asked.manifest
         self._visited: dict[int, np.ndarray[Any, Any]] = {}
         self._place = -1
         self._adam: dict[str, AdamState] = {}
@@ -426,32 +383,34 @@ class _Collecting(_Base):
         if is_lightning_module(self.module):  # Lightning does it for modules under its own package name alone
             self.module.to(trainer.strategy.root_device)
             self.module.trainer = trainer
-        self._samples.check_processes(trainer.world_size)
+        self._asked.samples.check_processes(trainer.world_size)
         try:
-            self._manifest = opened(trainer, self._open, self._dirpath, "gradients")
+            self._manifest = opened(trainer, self._open, self._asked.dirpath, "gradients")
         except PerSampleError:
             self.release()
             raise
-        rows = GradientStore(self._dirpath, complete=False).rows
+        rows = GradientStore(self._asked.dirpath, complete=False).rows
         for place in np.unique(rows["checkpoint"]).tolist():
             self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
         if trainer.is_global_zero:
             self._warn_of_kept()
             self._promise(self._expected(len(rows)))
         trainer.strategy.barrier("all have read the store")  # and nobody has written to it
-        self._writer = StoreWriter(self._dirpath, self._manifest, trainer.global_rank, self._rows_per_shard)
+        self._writer = StoreWriter(self._asked.dirpath, self._manifest, trainer.global_rank, self._asked.rows_per_shard)
 
     def predict_dataloader(self) -> _Batches:
         """The batches that the store lacks, those of this process."""
         rank, processes = self.trainer.global_rank, self.trainer.world_size
-        return _Batches(lambda: self._samples.batches(len(self._checkpoints), self._visited_at, rank, processes))
+        return _Batches(
+            lambda: self._asked.samples.batches(len(self._asked.checkpoints), self._visited_at, rank, processes)
+        )
 
     def _expected(self, there: int) -> int:
         """How many rows the store is going to have; -1 where only the batches tell it."""
-        indices = self._samples.indices()
+        indices = self._asked.samples.indices()
         if indices is None:
             return -1
-        lacking = (np.setdiff1d(indices, self._visited_at(place)) for place in range(len(self._checkpoints)))
+        lacking = (np.setdiff1d(indices, self._visited_at(place)) for place in range(len(self._asked.checkpoints)))
         return there + sum(map(len, lacking))
 
     def _promise(self, rows: int) -> None:
@@ -463,16 +422,16 @@ class _Collecting(_Base):
     def _warn_of_kept(self) -> None:
         """Nobody knows whether the rows that are kept are of these data, or of these callables."""
         unknown = ["the data"] if self._manifest.settings["data"] is None else []
-        unknown += [f"{name} (a lambda, or an object)" for name in self._not_compared]
+        unknown += [f"{name} (a lambda, or an object)" for name in self._asked.not_compared]
         if not unknown:
             return
-        indices = self._samples.indices()
-        visited = [self._visited_at(place) for place in range(len(self._checkpoints))]
+        indices = self._asked.samples.indices()
+        visited = [self._visited_at(place) for place in range(len(self._asked.checkpoints))]
         kept = sum(len(there) if indices is None else int(np.isin(indices, there).sum()) for there in visited)
         if kept:
             of = "" if indices is None else f" of the {len(indices) * len(visited)}"
             warn_user(
-                f"dirpath={str(self._dirpath)!r} holds {kept}{of} rows already, which are kept; "
+                f"dirpath={str(self._asked.dirpath)!r} holds {kept}{of} rows already, which are kept; "
                 f"{', '.join(unknown)} are not compared with those that they are of: after a change of them (inputs, "
                 "labels, what a function does) pass another folder, or overwrite=True"
             )
@@ -480,16 +439,16 @@ class _Collecting(_Base):
     def _open(self) -> StoreManifest:
         """Make the folder ready, in one process."""
         # None goes on with what is there, and no run is one that goes on with overwrite
-        continued: dict[str, int] | None = {} if self._overwrite else None
-        self._lock = FolderLock(self._dirpath)
+        continued: dict[str, int] | None = {} if self._asked.overwrite else None
+        self._lock = FolderLock(self._asked.dirpath)
         new = self._described(self.trainer)
-        return self._shards.open(new, continued, overwrite=self._overwrite) or new
+        return self._shards.open(new, continued, overwrite=self._asked.overwrite) or new
 
     def _described(self, trainer: Trainer) -> StoreManifest:
         """The manifest of these data and checkpoints, which says no more of them than that of rows that are there."""
-        data = self._samples.fingerprint()
-        checkpoints = self._checkpoints.described(trainer, self.module, self._options.direction == "adam")
-        there = None if self._overwrite else self._shards.manifest_if_there()
+        data = self._asked.samples.fingerprint()
+        checkpoints = self._asked.checkpoints.described(trainer, self.module, self._asked.direction == "adam")
+        there = None if self._asked.overwrite else self._shards.manifest_if_there()
         if there is not None and self._shards.parts():
             data = data if there.settings.get("data") is not None else None
             before: list[Mapping[str, Any]] = [*there.checkpoints, *checkpoints[len(there.checkpoints) :]]
@@ -510,10 +469,10 @@ class _Collecting(_Base):
             return 0
         if fetched.place != self._place:
             self._move_to(fetched.place)
-        batch, options = fetched.batch, self._options
+        batch, asked = fetched.batch, self._asked
         view = batch if fetched.places is None else with_samples_at(batch, fetched.places)
-        drawn = None if fetched.keys is None or self._sample_index is not None else len(fetched.keys)
-        size = count_samples(view, options.batch_dim, options.batch_size, drawn)
+        drawn = None if fetched.keys is None or self._asked.sample_index is not None else len(fetched.keys)
+        size = count_samples(view, asked.batch_dim, asked.batch_size, drawn)
         index = self._index_of(fetched, size)
         wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
         if not len(wanted):
@@ -539,16 +498,16 @@ class _Collecting(_Base):
 
     def _move_to(self, place: int) -> None:
         """Give the module the weights of a checkpoint."""
-        checkpoint = self._checkpoints.read(self.trainer, place)
-        self._checkpoints.load(place, checkpoint, self.module)
-        if self._options.direction == "adam":
+        checkpoint = self._asked.checkpoints.read(self.trainer, place)
+        self._asked.checkpoints.load(place, checkpoint, self.module)
+        if self._asked.direction == "adam":
             names = [each.name for each in self._manifest.parameters]
-            self._adam = adam_states(checkpoint, self.module, self.trainer, names, self._requires_grad)
+            self._adam = adam_states(checkpoint, self.module, self.trainer, names, self._asked.trainable)
         self._place = place
 
     def _index_of(self, fetched: _Fetched, size: int) -> torch.Tensor:
-        if self._sample_index is not None:
-            return checked_index(self._sample_index(fetched.batch), size)
+        if self._asked.sample_index is not None:
+            return checked_index(self._asked.sample_index(fetched.batch), size)
         return torch.tensor(fetched.keys, dtype=torch.int64)
 
     def on_predict_end(self) -> None:
@@ -556,7 +515,7 @@ class _Collecting(_Base):
         self.write()
         self.trainer.strategy.barrier("all gradients are written")
         if self.trainer.is_global_zero:
-            self._promise(len(GradientStore(self._dirpath, complete=False)))
+            self._promise(len(GradientStore(self._asked.dirpath, complete=False)))
         self.release()
 
     def release(self) -> None:
@@ -575,27 +534,13 @@ class _Collecting(_Base):
             write(*given)
         except OSError as error:
             raise PerSampleError(
-                f"the gradients in dirpath={str(self._dirpath)!r} cannot be written: {error}. What was written before "
-                "is whole: make room and repeat the call, which goes on there"
+                f"the gradients in dirpath={str(self._asked.dirpath)!r} cannot be written: {error}. What was written "
+                "before is whole: make room and repeat the call, which goes on there"
             ) from error
 
-    def on_before_batch_transfer(self, batch: _Fetched, dataloader_idx: int) -> Any:
-        """As the module does it."""
-        if not is_lightning_module(self.module):
-            return super().on_before_batch_transfer(batch, dataloader_idx)
-        return batch._replace(batch=self.module.on_before_batch_transfer(batch.batch, dataloader_idx))
-
-    def transfer_batch_to_device(self, batch: _Fetched, device: torch.device, dataloader_idx: int) -> Any:
-        """As the module does it."""
-        if not is_lightning_module(self.module):
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return batch._replace(batch=self.module.transfer_batch_to_device(batch.batch, device, dataloader_idx))
-
-    def on_after_batch_transfer(self, batch: _Fetched, dataloader_idx: int) -> Any:
-        """As the module does it."""
-        if not is_lightning_module(self.module):
-            return super().on_after_batch_transfer(batch, dataloader_idx)
-        return batch._replace(batch=self.module.on_after_batch_transfer(batch.batch, dataloader_idx))
+    on_before_batch_transfer = _as_the_module("on_before_batch_transfer")
+    transfer_batch_to_device = _as_the_module("transfer_batch_to_device")
+    on_after_batch_transfer = _as_the_module("on_after_batch_transfer")
 
 
 def _as_before(now: dict[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
