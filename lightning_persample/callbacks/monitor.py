@@ -22,7 +22,6 @@ from lightning_persample.callbacks.statistics import (
     LoggedMetrics,
     MeanGradient,
     NormsOfAllProcesses,
-    Part,
     StepNorms,
     Window,
     are_quantiles,
@@ -149,7 +148,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self.worst_samples = worst_samples
         self._norms, self._logged = SampleNorms(), False
         self._loaded_norms: dict[str, Any] = {}
-        self._parts: tuple[Part, ...] = ()
+        self._parts: tuple[LoggedMetrics, ...] = ()
         self._window: Window | None = None
         self._joined: NormsOfAllProcesses | None = None
         self._of_all: list[StepNorms] | None = None
@@ -189,7 +188,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """The sums that `worst` ranks, of all processes (each saves a checkpoint), and those of the noise scale."""
-        averages = {part.prefix: part.metrics.state_dict() for part in self._parts}
+        averages = {part.prefix: part.state_dict() for part in self._parts}
         return {"samples": self._norms_of_all().state(), "noise_scale": averages or self._loaded_averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,7 +197,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._norms.start_after(self._loaded_norms)
         self._loaded_averages = state_dict["noise_scale"]
         for part in self._parts:
-            part.metrics.load_state_dict(self._loaded_averages.get(part.prefix, []))
+            part.load_state_dict(self._loaded_averages.get(part.prefix, []))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the table of the worst samples, if it is asked for; say so where no step was logged."""
@@ -239,11 +238,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
         else:
             groups, prefixes = [self._groups_of(names)], [self.prefix]
         self._parts = tuple(
-            Part(prefix, own, LoggedMetrics(chosen, self.quantiles, own))
-            for prefix, own in zip(prefixes, groups, strict=True)
+            LoggedMetrics(prefix, chosen, self.quantiles, own) for prefix, own in zip(prefixes, groups, strict=True)
         )
         for part in self._parts:
-            part.metrics.load_state_dict(self._loaded_averages.get(part.prefix, []))
+            part.load_state_dict(self._loaded_averages.get(part.prefix, []))
         why_not = partial(why_no_mean_gradient, trainer)
         mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size, why_not) if chosen else None
         if "signal_to_noise" in chosen and trainer.world_size > 1:
@@ -278,7 +276,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if self._window is not None:
             self._window.start()
         for part in self._parts:
-            part.metrics.start_epoch()
+            part.start_epoch()
 
     def needs(self, trainer: Trainer) -> set[str]:
         """Squared norms, and what the chosen statistics need beside them."""
@@ -335,7 +333,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the statistics of all logged steps of the epoch."""
-        found = {f"{part.prefix}/{n}": value for part in self._parts for n, value in part.metrics.of_epoch().items()}
+        found = {f"{part.prefix}/{n}": value for part in self._parts for n, value in part.of_epoch().items()}
         if found:
             log_metrics(trainer, found, found, step=logging_step(trainer) - 1)
 
@@ -378,10 +376,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
         for place, part in enumerate(self._parts):
             step = steps.get(place)
             if step is None:  # this optimizer rests
-                values = dict.fromkeys(part.metrics.names, math.nan)
+                values = dict.fromkeys(part.names, math.nan)
             else:
                 ratios = None if self._window is None else self._window.signal_to_noise
-                values = part.metrics.of_step(step, ratios)
+                values = part.of_step(step, ratios)
             if self._joined is not None:
                 values["samples"] = 0.0 if step is None else float(step.samples)
             named = {f"{part.prefix}/{name}": value for name, value in values.items()}

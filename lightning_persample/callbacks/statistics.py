@@ -28,7 +28,6 @@ __all__ = [
     "LoggedMetrics",
     "MeanGradient",
     "NormsOfAllProcesses",
-    "Part",
     "StepNorms",
     "Window",
     "are_quantiles",
@@ -300,19 +299,21 @@ class CapturedBatch:
     """What is kept of one batch of `batch_size` samples."""
 
     batch_size: int
-    norms: Tensor | None  # (1 + groups, B), of all parameters and of groups; None if no parameter was captured
+    # Norms over all parameters, those of each group, and B times the samples' weights in the loss, (1 + groups + 1, B);
+    # None if no parameter was captured
+    rows: Tensor | None
     coverage: float
-    weights: Tensor | None = None  # B times the samples' weights in the loss, (B,), where they differ
 
 
 def captured(record: PerSampleRecord, depth: int | None, groups: Sequence[str]) -> CapturedBatch:
     """What is kept of a record."""
-    norms = None
+    rows = None
     if record.names:
         norms, of_group = record.norms(), {} if depth is None else record.group_norms(depth)
-        absent = torch.full_like(norms, math.nan) if groups else norms
-        norms = torch.stack([norms, *[of_group.get(group, absent).to(norms.dtype) for group in groups]])
-    return CapturedBatch(record.num_values, norms, record.coverage, record._relative_weights)
+        absent, weights = torch.full_like(norms, math.nan), record._relative_weights
+        weights = torch.ones_like(norms) if weights is None else weights.to(norms)
+        rows = torch.stack([norms, *[of_group.get(group, absent).to(norms.dtype) for group in groups], weights])
+    return CapturedBatch(record.num_values, rows, record.coverage)
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,12 +340,8 @@ class StepNorms:
         cosines: Sequence[Tensor] = (),
     ) -> StepNorms:
         """Join the batches of this process, in one transfer from their device."""
-        blocks = [torch.empty(2 + len(groups), 0, dtype=torch.float64)]
-        for each in window:
-            if each.norms is not None:
-                weights = torch.ones_like(each.norms[0]) if each.weights is None else each.weights.to(each.norms)
-                blocks.append(torch.cat([each.norms, weights[None]]))
-        rows = torch.cat(blocks[1:] or blocks, dim=1).cpu().double()
+        blocks = [each.rows for each in window if each.rows is not None]
+        rows = torch.cat(blocks or [torch.empty(2 + len(groups), 0)], dim=1).cpu().double()
         norms, by_group, weights = rows[0], rows[1:-1], rows[-1]
         sums = norms.new_empty(0, 3)
         if groups:
@@ -423,8 +420,9 @@ _TOGETHER = 64  # steps whose norms are taken in for the epoch in one go
 class LoggedMetrics:
     """The metrics behind what is logged of one optimizer's steps, of all parameters and of each group."""
 
-    def __init__(self, chosen: Collection[str], quantiles: Sequence[float], groups: Sequence[str]) -> None:
-        self._chosen, self._quantiles, self._groups = frozenset(chosen), tuple(quantiles), tuple(groups)
+    def __init__(self, prefix: str, chosen: Collection[str], quantiles: Sequence[float], groups: Sequence[str]) -> None:
+        self.prefix, self.groups = prefix, tuple(groups)
+        self._chosen, self._quantiles = frozenset(chosen), tuple(quantiles)
         self._running = GradientNoiseScale(decay=0.95, sync_on_compute=False)
         self._norms = PerSampleNorm(self._quantiles, sync_on_compute=False)
         of_epoch = {"norm_mean": MeanOverSteps, "noise_scale": GradientNoiseScale, "diversity": GradientDiversity}
@@ -450,13 +448,13 @@ class LoggedMetrics:
         values["coverage"] = step.coverage
         values["nonfinite"] = float(finite.numel() - norms.numel())
         totals, counts, sq_sums = step.group_sums.unbind(1)
-        if self._groups:
+        if self.groups:
             values |= self._add("norm_mean", totals / counts, counts)
         if self._chosen:
             sums = torch.cat([torch.tensor([step.sq_sum], dtype=torch.float64), sq_sums])
             values |= self._of_mean(step, sums, norms.numel())
         if "signal_to_noise" in self._chosen:
-            absent = torch.full((1 + len(self._groups),), math.nan, dtype=torch.float64)
+            absent = torch.full((1 + len(self.groups),), math.nan, dtype=torch.float64)
             values |= self._add("signal_to_noise", absent if signal_to_noise is None else signal_to_noise)
         return values
 
@@ -491,7 +489,7 @@ class LoggedMetrics:
     def _named(self, name: str, values: Tensor) -> dict[str, float]:
         """Values of groups, (groups,), or of all parameters and of groups, (1 + groups,), by their names."""
         numbers = values.reshape(-1).tolist()
-        names = [name, *(f"{group}/{name}" for group in self._groups)]
+        names = [name, *(f"{group}/{name}" for group in self.groups)]
         return dict(zip(names[1:] if name == "norm_mean" else names, numbers, strict=False))
 
     def _settle(self) -> None:
@@ -514,28 +512,18 @@ class LoggedMetrics:
     @cached_property
     def names(self) -> list[str]:
         """The names that `of_step` gives."""
-        shadow = LoggedMetrics(self._chosen, self._quantiles, self._groups)
-        return list(shadow.of_step(StepNorms.of_window([], self._groups)))
+        shadow = LoggedMetrics(self.prefix, self._chosen, self._quantiles, self.groups)
+        return list(shadow.of_step(StepNorms.of_window([], self.groups)))
 
     def state_dict(self) -> list[list[float]]:
         """The running sums, in plain containers."""
-        sums: list[list[float]] = self._running.folded.tolist() if self._running.folded.dim() else []
+        sums: list[list[float]] = self._running.folded.T.tolist() if self._running.folded.dim() else []
         return sums
 
     def load_state_dict(self, state: list[list[float]]) -> None:
         """Go on from sums that `state_dict` gave for as many groups."""
-        sums = torch.tensor(state, dtype=torch.float64)
-        if sums.dim() == 2 and sums.shape[1] == 1 + len(self._groups):
-            self._running.folded = sums
-
-
-@dataclass(frozen=True)
-class Part:
-    """Names that are logged together: all, or those of one optimizer."""
-
-    prefix: str
-    groups: tuple[str, ...]
-    metrics: LoggedMetrics
+        if len(state) == 1 + len(self.groups):
+            self._running.folded = torch.tensor(state, dtype=torch.float64).T
 
 
 _MANUAL = "optimization is manual"

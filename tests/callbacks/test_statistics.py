@@ -23,10 +23,10 @@ from tests.processes import run_ranks
 
 @pytest.mark.parametrize("quantiles", [(0.5, 0.95), ()])
 def test_an_epoch_of_many_steps_has_the_norms_of_all(quantiles):
-    statistics, norms = LoggedMetrics((), quantiles, ()), np.random.default_rng(0).lognormal(size=(150, 7))
+    statistics, norms = LoggedMetrics("", (), quantiles, ()), np.random.default_rng(0).lognormal(size=(150, 7))
     norms[[3, 100], [0, 6]] = math.inf, math.nan
     for row in torch.from_numpy(norms):
-        captured = CapturedBatch(7, row[None], 1.0)
+        captured = CapturedBatch(7, torch.stack([row, torch.ones(7)]), 1.0)
         values, kept = statistics.of_step(StepNorms.of_window([captured], ())), row[row.isfinite()].numpy()
         found = [values[f"norm_p{100 * q:.0f}"] for q in quantiles]
         assert found == pytest.approx(np.quantile(kept, quantiles).tolist())
