@@ -373,7 +373,7 @@ class _Collecting(_Base):
         self._place = -1
         self._adam: dict[str, AdamState] = {}
         self._writer: StoreWriter | None = None
-        self._lock: FolderLock | None = None
+        self.lock = FolderLock(asked.dirpath)
 
     def setup(self, stage: str) -> None:
         """Open the store: all processes are there. A folder that holds another one gives an `OptionError`."""
@@ -384,11 +384,7 @@ class _Collecting(_Base):
             self.module.to(trainer.strategy.root_device)
             self.module.trainer = trainer
         self._asked.samples.check_processes(trainer.world_size)
-        try:
-            self._manifest = opened(trainer, self._open, self._asked.dirpath, "gradients")
-        except PerSampleError:
-            self.release()
-            raise
+        self._manifest = opened(trainer, self.lock, self._open, "gradients")
         rows = GradientStore(self._asked.dirpath, complete=False).rows
         for place in np.unique(rows["checkpoint"]).tolist():
             self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
@@ -440,7 +436,6 @@ class _Collecting(_Base):
         """Make the folder ready, in one process."""
         # None goes on with what is there, and no run is one that goes on with overwrite
         continued: dict[str, int] | None = {} if self._asked.overwrite else None
-        self._lock = FolderLock(self._asked.dirpath)
         new = self._described(self.trainer)
         return self._shards.open(new, continued, overwrite=self._asked.overwrite) or new
 
@@ -516,13 +511,7 @@ class _Collecting(_Base):
         self.trainer.strategy.barrier("all gradients are written")
         if self.trainer.is_global_zero:
             self._promise(len(GradientStore(self._asked.dirpath, complete=False)))
-        self.release()
-
-    def release(self) -> None:
-        """Let others write to the folder."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
+        self.lock.release()
 
     def write(self) -> None:
         """Write the rows that wait."""
@@ -570,7 +559,7 @@ class WritesInAnyCase(Callback):
             try:
                 pl_module.write()
             finally:
-                pl_module.release()
+                pl_module.lock.release()
 
 
 class _Batches:

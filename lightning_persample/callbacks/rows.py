@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from lightning_persample.capture.failure import guard, of_user
 from lightning_persample.capture.record import PerSampleRecord, listed
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
+from lightning_persample.influence.dataset import FolderLock
 from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
 from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.influence.shards import ParameterColumns, Shards, StoreManifest, StoreWriter, columns_for
@@ -275,18 +275,20 @@ def values_of(record: PerSampleRecord, layout: Sequence[ParameterColumns], proje
     return values
 
 
-def opened(trainer: Trainer, open_folder: Callable[[], T], dirpath: Path, what: str) -> T:
+def opened(trainer: Trainer, lock: FolderLock, open_folder: Callable[[], T], what: str) -> T:
     """What the first process alone opens, on all processes; what it refuses all of them raise."""
     made: tuple[T | None, PerSampleError | None] = None, None
     if trainer.is_global_zero:
         try:
+            lock.take()
             made = open_folder(), None
         except PerSampleError as error:  # the other processes would wait for this one
             made = None, error
         except OSError as error:
-            made = None, OptionError(f"dirpath={str(dirpath)!r} cannot hold {what}: {error}")
+            made = None, OptionError(f"dirpath={str(lock.dirpath)!r} cannot hold {what}: {error}")
     found, refusal = trainer.strategy.broadcast(made)
     if refusal is not None:
+        lock.release()
         raise refusal
     return found  # type: ignore[return-value]
 

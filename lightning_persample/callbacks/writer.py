@@ -118,6 +118,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self.dirpath = Path(dirpath)
         self._folder = self.dirpath.absolute()  # wherever the process works later
         self._ledger, self._store = Ledger(self._folder), Shards(self._folder / GRADIENTS)
+        self._lock = FolderLock(self._folder)
         self.columns = columns
         self.per_layer = per_layer
         self.projection, self.dtype = projection, dtype
@@ -138,7 +139,6 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._captured: list[CapturedRows] = []
         self._types: dict[str, str] = {}
         self._precision: Any = None
-        self._lock: FolderLock | None = None
         self._processes, self._was_automatic = 1, True
         self._said: set[str] = set()
         self._backwards, self._is_behind = 0, False  # runs in this batch; a checkpoint has a batch without its rows
@@ -192,7 +192,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         if self._rates is not None:  # of a fit that did not see its end
             self._rates.close()
         self._forget_rows()
-        self._release()
+        self._lock.release()
         depth, names = self.per_layer, dict(pl_module.named_parameters())
         self._groups = () if depth is None else tuple(dict.fromkeys(group_name(name, depth) for name in names))
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -209,11 +209,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             rank = trainer.global_rank
             self._gradients = GradientRows(self._store, self.projection, self.dtype, rank, self._warn)
         open_folder = partial(self._open, self._new_manifest(trainer, pl_module))
-        try:
-            manifest, there = opened(trainer, open_folder, self.dirpath, "a ledger")
-        except PerSampleError:
-            self._release()
-            raise
+        manifest, there = opened(trainer, self._lock, open_folder, "a ledger")
         self._manifest, self._types = manifest, dict(manifest.columns)
         if self._gradients is not None:
             fields = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
@@ -224,7 +220,7 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def _open(self, new: Manifest) -> tuple[Manifest, StoreManifest | None]:
         """Make the folder ready, in one process: what the ledger's rows are, and what gradients go on."""
-        self._lock, there = FolderLock(self._folder), None
+        there = None
         self._ledger.check(new, self._loaded, overwrite=self.overwrite)  # before anything is removed
         if self._gradients is not None:
             there = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
@@ -385,12 +381,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             with suppress(PerSampleError, OSError):  # then nothing is promised
                 self._ledger.promise(self._manifest.run)  # so that it is seen where files are missing later
                 self._store.promise(self._manifest.run)
-        self._release()
-
-    def _release(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
+        self._lock.release()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write what there is; the rows of a batch that was not completed are left out."""
@@ -398,10 +389,10 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._finish(trainer)
         if is_open and self._manifest is not None and trainer.world_size == 1:
             self._ledger.remove_if_empty(self._manifest.run)
-        self._release()
+        self._lock.release()
 
     def _fail(self, trainer: Trainer | None, error: Exception) -> None:
-        self._release()  # it writes nothing more in this fit, and its hooks at the end do not run
+        self._lock.release()  # it writes nothing more in this fit, and its hooks at the end do not run
         super()._fail(trainer, error)
 
     def _let_go(self) -> None:
@@ -424,5 +415,5 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._warn(f"{parts.lost + parts.waiting} rows of the ledger in {str(self.dirpath)!r} were not written")
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = dict.fromkeys(("_parts", "_rates", "_precision", "_gradients", "_lock"))
+        left_out = dict.fromkeys(("_parts", "_rates", "_precision", "_gradients"))
         return {**super().__getstate__(), **left_out, "_current": [], "_held": [], "_captured": []}

@@ -122,15 +122,11 @@ class Dataset(ABC, Generic[M]):
         self.dirpath = Path(dirpath)
 
     @abstractmethod
-    def steps(self, part: Part) -> NDArray[np.int64]:
+    def _steps(self, part: Part) -> NDArray[np.int64]:
         """The step of each row of a part, (rows,)."""
 
     @abstractmethod
-    def count(self, part: Part) -> int:
-        """How many rows a part has."""
-
-    @abstractmethod
-    def keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
+    def _keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
         """Leave some rows of a part, (rows,)."""
 
     @abstractmethod
@@ -138,19 +134,19 @@ class Dataset(ABC, Generic[M]):
         """Write a part."""
 
     @abstractmethod
-    def difference(self, there: M, new: M) -> tuple[str, str] | None:
+    def _difference(self, there: M, new: M) -> tuple[str, str] | None:
         """Where the rows of two manifests are not of the same values."""
 
     @abstractmethod
-    def continued(self, there: M, new: M) -> M:
+    def _continued(self, there: M, new: M) -> M:
         """The manifest of rows that go on with those that are there."""
 
-    # The manifest
-
-    def restored(self, values: dict[str, Any]) -> M:
+    def _restored(self, values: dict[str, Any]) -> M:
         """The manifest with these values, in which a tuple is a list and a dataclass a dict."""
         manifest: M = self.manifest_type(**{each.name: values[each.name] for each in fields(self.manifest_type)})
         return manifest
+
+    # The manifest
 
     def manifest(self) -> M:
         """The manifest; a folder without one, or with one of another format, is refused."""
@@ -178,7 +174,7 @@ class Dataset(ABC, Generic[M]):
                 f"lightning_persample reads format {expected!r}, version {self.version}"
             )
         with broken_files_named(path):
-            return self.restored({"rows": None, **values})
+            return self._restored({"rows": None, **values})
 
     def write_manifest(self, manifest: M) -> None:
         """Write the manifest, in place of the one that is there."""
@@ -189,7 +185,7 @@ class Dataset(ABC, Generic[M]):
         """Let the manifest of a run that has ended say how many rows there are, so that a loss is seen later."""
         manifest = self.manifest_if_there()
         if manifest is not None and manifest.run == run:
-            self.write_manifest(replace(manifest, rows=sum(map(self.count, self.parts()))))
+            self.write_manifest(replace(manifest, rows=self._count()))
 
     # The parts
 
@@ -218,20 +214,17 @@ class Dataset(ABC, Generic[M]):
         # Killed at any moment, it leaves parts that are whole, in which every earlier row is once; the latest are
         # removed first, so that none is missing in between.
         for part in reversed(self.parts()):
-            kept = self.steps(part) < step
+            kept = self._steps(part) < step
             if not kept.any():
                 part.path.unlink()
             elif not kept.all():
-                self.keep(part, kept)
+                self._keep(part, kept)
         force_names(self.dirpath)
 
-    def remove(self) -> None:
-        """Remove the manifest and all parts; other files stay."""
-        (self.dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a rest is not taken for all
-        for part in self.parts():
-            part.path.unlink()
-
     # What is missing
+
+    def _count(self) -> int:
+        return sum(len(self._steps(part)) for part in self.parts())
 
     def gap(self, before: int | None = None) -> str:
         """Which part of a process is not there any more, though a later one with rows before this step is; or ""."""
@@ -241,7 +234,7 @@ class Dataset(ABC, Generic[M]):
             for place, part in enumerate(written):
                 if part.counter == place:
                     continue
-                if before is None or self.steps(part).min(initial=before) < before:
+                if before is None or self._steps(part).min(initial=before) < before:
                     return f"file {place} of process {rank}, which has written {written[-1].counter + 1}"
                 break
         return ""
@@ -250,7 +243,7 @@ class Dataset(ABC, Generic[M]):
         """Which of the rows that complete it are not there; or ""."""
         if manifest.rows is None:
             return ""
-        there = sum(map(self.count, self.parts())) if there is None else there
+        there = self._count() if there is None else there
         if manifest.rows < 0:
             return f"rows (it has {there})"
         return f"{manifest.rows - there} of {manifest.rows} rows" if there < manifest.rows else ""
@@ -263,7 +256,7 @@ class Dataset(ABC, Generic[M]):
 
     def unlike(self, there: M, new: M) -> str:
         """The text of the error where rows of two manifests are not of the same values; or ""."""
-        differing = self.difference(there, new)
+        differing = self._difference(there, new)
         if differing is None:
             return ""
         return (
@@ -301,14 +294,16 @@ class Dataset(ABC, Generic[M]):
         self.dirpath.mkdir(parents=True, exist_ok=True)
         self._remove_partial_files()
         if there is None:
-            self.remove()
+            (self.dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a rest is not taken for all
+            for part in self.parts():
+                part.path.unlink()
             if new is not None and continued is not None and len(continued) == 1:
                 new = replace(new, run=next(iter(continued)))
         else:
             if continued is not None:
                 self.drop_rows(continued[there.run])
             new = replace(
-                self.continued(there, there if new is None else new), rows=there.rows if continued is None else None
+                self._continued(there, there if new is None else new), rows=there.rows if continued is None else None
             )
         if new is not None:
             self.write_manifest(new)
@@ -388,12 +383,18 @@ class PartWriter(Generic[M]):
 
 
 class FolderLock:
-    """Keeps other writers out of a folder until it is released; where the system knows no locks, nobody is kept out."""
+    """Keeps other writers out of a folder once it is taken; where the system knows no locks, nobody is kept out."""
 
     def __init__(self, dirpath: Path) -> None:
-        dirpath.mkdir(parents=True, exist_ok=True)
-        self._path = dirpath / "_writing.lock"
+        self.dirpath, self._path = dirpath, dirpath / "_writing.lock"
         self._file: IO[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_file": None}
+
+    def take(self) -> None:
+        """Keep other writers out, or refuse a folder that another one has taken."""
+        self.dirpath.mkdir(parents=True, exist_ok=True)
         while not self._is_taken():
             pass
 
@@ -405,7 +406,7 @@ class FolderLock:
         except (BlockingIOError, PermissionError):
             file.close()
             raise OptionError(
-                f"dirpath={os.fspath(self._path.parent)!r} is being written to by another fit or collection, in this "
+                f"dirpath={os.fspath(self.dirpath)!r} is being written to by another fit or collection, in this "
                 "process or another: wait for its end, or pass another dirpath"
             ) from None
         except OSError:  # no locks here
@@ -422,7 +423,7 @@ class FolderLock:
         return is_there
 
     def release(self) -> None:
-        """Let others write."""
+        """Let others write; may be called at any time."""
         file, self._file = self._file, None
         if file is None:
             return

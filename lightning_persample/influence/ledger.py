@@ -81,9 +81,8 @@ class Ledger(Dataset[Manifest]):
     remedy = "put the files back, or read what there is with read_ledger(..., complete=False)"
     prefix, suffix = "rows", ".parquet"
 
-    def restored(self, values: dict[str, Any]) -> Manifest:
-        """The manifest with these values."""
-        return super().restored({**values, "parameters": tuple(values["parameters"])})
+    def _restored(self, values: dict[str, Any]) -> Manifest:
+        return super()._restored({**values, "parameters": tuple(values["parameters"])})
 
     def read(self, part: Part) -> Any:
         """The rows of a part, as a ``pyarrow.Table``."""
@@ -93,20 +92,12 @@ class Ledger(Dataset[Manifest]):
         ):
             return file.read()
 
-    def steps(self, part: Part) -> NDArray[np.int64]:
-        """The step of each row of a part, (rows,)."""
+    def _steps(self, part: Part) -> NDArray[np.int64]:
         with broken_files_named(part.path), arrow("parquet").ParquetFile(part.path) as file:
             steps: NDArray[np.int64] = file.read(["step"])["step"].to_numpy()
             return steps
 
-    def count(self, part: Part) -> int:
-        """How many rows a part has."""
-        with broken_files_named(part.path), arrow("parquet").ParquetFile(part.path) as file:
-            rows: int = file.metadata.num_rows
-            return rows
-
-    def keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
-        """Leave some rows of a part, (rows,)."""
+    def _keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
         self.write(part, self.read(part).filter(arrow().array(kept)))
 
     def write(self, part: Part, rows: Any) -> None:
@@ -119,13 +110,11 @@ class Ledger(Dataset[Manifest]):
         arrow("parquet").write_table(rows, sink, **options)
         write_atomically(part.path, sink.getvalue())
 
-    def difference(self, there: Manifest, new: Manifest) -> tuple[str, str] | None:
-        """Where the rows of two manifests are not of the same values."""
+    def _difference(self, there: Manifest, new: Manifest) -> tuple[str, str] | None:
         settings = [name for name in _MEANING if name in new.settings]
         return difference(there, new, ("parameters",), settings)
 
-    def continued(self, there: Manifest, new: Manifest) -> Manifest:
-        """The manifest of rows that go on with those that are there."""
+    def _continued(self, there: Manifest, new: Manifest) -> Manifest:
         return replace(new, run=there.run, columns=there.columns)
 
 
@@ -195,10 +184,10 @@ def read_ledger(dirpath: str | os.PathLike[str], *, complete: bool = True) -> An
     """
     pyarrow, ledger = arrow(), Ledger(dirpath)
     manifest = ledger.manifest()
-    missing = (ledger.gap() or ledger.lacking(manifest)) if complete else ""
+    tables = [ledger.read(part) for part in ledger.parts()]
+    missing = (ledger.gap() or ledger.lacking(manifest, sum(map(len, tables)))) if complete else ""
     if missing:
         raise PerSampleError(ledger.incomplete(missing))
-    tables = [ledger.read(part) for part in ledger.parts()]
     if not tables:
         return schema_of(manifest.columns or BASE_COLUMNS).empty_table()
     table = pyarrow.concat_tables(tables, promote_options="default")

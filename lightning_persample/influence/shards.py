@@ -29,6 +29,7 @@ from lightning_persample.influence.dataset import (
 )
 
 __all__ = [
+    "CHECKSUM",
     "ParameterColumns",
     "Shards",
     "StoreManifest",
@@ -47,9 +48,9 @@ _BASE_FIELDS = {
     "weight": "<f8",
     "scale": "<f8",
 }
-_CHECKSUM = "crc32"  # of the values of a row, one for each 16 KiB
+CHECKSUM = "crc32"  # of the values of a row, one for each 16 KiB
 _CHECKED_BYTES = 1 << 14
-_RESERVED = (*_BASE_FIELDS, _CHECKSUM)
+_RESERVED = (*_BASE_FIELDS, CHECKSUM)
 _TOP_EXPONENT = 15  # of the largest entry of a float16 row: in [2**14, 2**15)
 _LEAST_EXPONENT = -1059  # the scale is a float64 then, and no entry that is not 0 is less than 1 of it
 
@@ -166,14 +167,13 @@ class Shards(Dataset[StoreManifest]):
     )
     prefix, suffix = "shard", ".npy"
 
-    def restored(self, values: dict[str, Any]) -> StoreManifest:
-        """The manifest with these values."""
+    def _restored(self, values: dict[str, Any]) -> StoreManifest:
         parameters = tuple(
             ParameterColumns(each["name"], tuple(each["shape"]), each["start"], each["stop"])
             for each in values["parameters"]
         )
         tuples = {name: tuple(values[name]) for name in ("columns", "checkpoints")}
-        return super().restored({**values, "parameters": parameters, **tuples})
+        return super()._restored({**values, "parameters": parameters, **tuples})
 
     def read(self, part: Part) -> NDArray[Any]:
         """What the rows of a part are, (rows,), with the checksums of their values; the values are passed over."""
@@ -187,25 +187,11 @@ class Shards(Dataset[StoreManifest]):
             rows: NDArray[Any] = np.load(io.BytesIO(content))
         return rows
 
-    def records(self, part: Part, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.uint32]]:
-        """What the rows of a part are, and the checksums of their values."""
-        rows = self.read(part)
-        records = np.empty(len(rows), dtype)
-        for name in dtype.names or ():
-            records[name] = rows[name] if name in (rows.dtype.names or ()) else np.nan
-        return records, rows[_CHECKSUM]
-
-    def steps(self, part: Part) -> NDArray[np.int64]:
-        """The step of each row of a part, (rows,)."""
+    def _steps(self, part: Part) -> NDArray[np.int64]:
         steps: NDArray[np.int64] = self.read(part)["step"]
         return steps
 
-    def count(self, part: Part) -> int:
-        """How many rows a part has."""
-        return len(self.read(part))
-
-    def keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
-        """Leave some rows of a part, (rows,)."""
+    def _keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
         rows = self.read(part)[kept]  # with their checksums: values that something else has changed stay noticed
         with broken_files_named(part.path):
             values = np.load(part.path)[kept]
@@ -215,10 +201,10 @@ class Shards(Dataset[StoreManifest]):
         """Write a part."""
         records = np.concatenate(rows.records)
         checksums = np.concatenate([_checksums(each) for each in rows.values])
-        written = np.empty(len(records), [*records.dtype.descr, (_CHECKSUM, "<u4", checksums.shape[1:])])
+        written = np.empty(len(records), [*records.dtype.descr, (CHECKSUM, "<u4", checksums.shape[1:])])
         for name in records.dtype.names or ():
             written[name] = records[name]
-        written[_CHECKSUM] = checksums
+        written[CHECKSUM] = checksums
         self._write(part, rows.values, written)
 
     def _write(self, part: Part, values: Sequence[NDArray[Any]], rows: NDArray[Any]) -> None:
@@ -227,8 +213,7 @@ class Shards(Dataset[StoreManifest]):
         checksum = zlib.crc32(described).to_bytes(4, "little")
         write_atomically(part.path, header, *map(np.ascontiguousarray, values), described, checksum)
 
-    def difference(self, there: StoreManifest, new: StoreManifest) -> tuple[str, str] | None:
-        """Where the rows of two manifests are not of the same values."""
+    def _difference(self, there: StoreManifest, new: StoreManifest) -> tuple[str, str] | None:
         settings = dict.fromkeys((*there.settings, *new.settings))
         differing = difference(there, new, ("projection", "parameters", "dtype", "columns", "samples"), [*settings])
         if differing is None:
@@ -237,8 +222,8 @@ class Shards(Dataset[StoreManifest]):
                     return f"checkpoint {i} {dict(a)!r}", f"checkpoint {i} {dict(b)!r}"
         return differing
 
-    def continued(self, there: StoreManifest, new: StoreManifest) -> StoreManifest:
-        """The manifest of rows that go on with those that are there; of two lists of checkpoints the longer counts."""
+    def _continued(self, there: StoreManifest, new: StoreManifest) -> StoreManifest:
+        # Of two lists of checkpoints, which are alike as far as both go, the longer one counts.
         return replace(new, run=there.run, checkpoints=max(there.checkpoints, new.checkpoints, key=len))
 
 
@@ -385,7 +370,7 @@ class StoreWriter(PartWriter[StoreManifest]):
     marked.
 
     Args:
-        dirpath: the folder, made ready by `open_store`.
+        dirpath: the folder, with the manifest.
         manifest: what the rows are.
         rank: the process.
         rows_per_shard: how many rows a shard has; None takes as many as 64 MiB hold.

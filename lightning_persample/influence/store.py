@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.influence.dataset import difference
 from lightning_persample.influence.optional_packages import dask
 from lightning_persample.influence.shards import (
+    CHECKSUM,
     ParameterColumns,
     Shards,
     StoreManifest,
@@ -64,22 +66,20 @@ class GradientStore:
     def __init__(self, dirpath: str | os.PathLike[str], *, complete: bool = True) -> None:
         self.dirpath = Path(dirpath).absolute()
         self.manifest = Shards(dirpath).manifest()
-        shards = Shards(self.dirpath)
-        parts, dtype = shards.parts(), record_dtype(self.manifest.columns)
-        found = [shards.records(part, dtype) for part in parts]
-        rows = np.concatenate([np.empty(0, dtype), *(records for records, _ in found)])
-        lengths = [len(records) for records, _ in found]
-        order = np.argsort(rows["checkpoint"], kind="stable")
-        self.rows = rows[order]
-        self._paths = tuple(os.fspath(part.path) for part in parts)
-        self._shard = np.repeat(np.arange(len(parts)), lengths)[order]
-        self._position = np.concatenate([np.empty(0, np.int64), *map(np.arange, lengths)])[order]
-        checksums = [each for _, each in found] or [np.empty((0, 0), np.uint32)]
-        if len({each.shape[1] for each in checksums}) > 1:
+        shards, dtype = Shards(self.dirpath), record_dtype(self.manifest.columns)
+        parts = shards.parts()
+        rows = [shards.read(part) for part in parts] or [np.empty(0, [*dtype.descr, (CHECKSUM, "<u4", (0,))])]
+        if len({each.dtype for each in rows}) > 1:
             raise PerSampleError(f"the shards in {os.fspath(self.dirpath)!r} are of several stores, with other columns")
-        self._checksums = np.concatenate(checksums)[order]
+        lengths, joined = list(map(len, rows)), np.concatenate(rows)
+        order = np.argsort(joined["checkpoint"], kind="stable")
+        self.rows = repack_fields(joined[order][list(dtype.names or ())])
+        self._checksums = joined[CHECKSUM][order]
+        self._paths = tuple(os.fspath(part.path) for part in parts)
+        self._shard = np.repeat(np.arange(len(lengths)), lengths)[order]
+        self._position = np.concatenate([*map(np.arange, lengths)])[order]
         self._ranges: tuple[tuple[int, int], ...] = ((0, self.manifest.num_columns),)
-        missing = shards.lacking(self.manifest, len(rows)) if complete else ""
+        missing = shards.lacking(self.manifest, len(self.rows)) if complete else ""
         if missing:
             raise PerSampleError(shards.incomplete(missing))
 

@@ -92,6 +92,12 @@ def test_the_folder_of_a_fit_that_goes_on_is_refused(folder, overwrite):
     assert not [*folder.glob("*.lock"), *other.glob("*.lock")]
 
 
+def take_and_release(folder):
+    lock = dataset.FolderLock(folder)
+    lock.take()
+    lock.release()
+
+
 class Fails(Noted):
     def training_step(self, batch, batch_idx):
         if batch_idx == 2:
@@ -104,7 +110,7 @@ def test_a_fit_that_fails_holds_the_folder_until_its_last_rows_are_written(folde
 
     def watched(self, trainer):
         with pytest.raises(OptionError) as error:
-            dataset.FolderLock(folder)
+            take_and_release(folder)
         refused.append(str(error.value))
         flush(self, trainer)
 
@@ -114,7 +120,7 @@ def test_a_fit_that_fails_holds_the_folder_until_its_last_rows_are_written(folde
     assert len(refused) == 1
     assert "is being written to by another fit" in refused[0]
     assert read_ledger(folder).num_rows > 0
-    dataset.FolderLock(folder).release()
+    take_and_release(folder)
 
 
 def test_a_writer_that_has_failed_lets_go_of_its_folder(folder, monkeypatch):
@@ -125,7 +131,7 @@ def test_a_writer_that_has_failed_lets_go_of_its_folder(folder, monkeypatch):
     writer = PerSampleGradientWriter(folder)
     with pytest.warns(PerSampleWarning, match="gives nothing more in this fit"):
         make_trainer([writer]).fit(Noted(), data())
-    dataset.FolderLock(folder).release()
+    take_and_release(folder)
 
 
 def test_the_folder_of_a_run_that_was_killed_before_its_first_row_is_free(folder):

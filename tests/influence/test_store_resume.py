@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -168,14 +167,6 @@ def test_rows_are_dropped_wherever_they_are(tmp_path):
     assert torch.equal(next(store.blocks())[1], values[kept])
     Shards(folder).drop_rows(2)
     assert torch.equal(next(GradientStore(folder).blocks())[1], values[steps < 2])
-
-
-def test_a_column_that_an_earlier_shard_does_not_have_is_nan(tmp_path):
-    folder = made(tmp_path / "one", replace(MANIFEST, columns=()))
-    write(folder, gradients(2), manifest=replace(MANIFEST, columns=()))
-    made(folder, MANIFEST)
-    write(folder, gradients(2), loss=3.0)
-    assert np.array_equal(GradientStore(folder).rows["loss"], [np.nan, np.nan, 3, 3], equal_nan=True)
 
 
 def test_a_writer_counts_on(tmp_path):
