@@ -7,6 +7,7 @@ calls that write, rename or remove a file.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 from lightning_persample.callbacks import PerSampleGradientWriter
 from lightning_persample.influence import ledger, read_ledger
 from tests import killed_processes
-from tests.callbacks.ledger_runs import Noted, SaveAfter, data, fit
+from tests.callbacks.ledger_runs import Noted, SaveAfter, assert_rows, data, fit, rows
 from tests.killed_processes import die_at_call, say
 
 BATCHES, SIZE = 8, 3  # batches of an epoch, and samples of a batch
@@ -44,6 +45,23 @@ class SaveEach(SaveAfter):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self.batches = self.batches or 5
+
+
+class Killed(Noted):
+    def training_step(self, batch, batch_idx):
+        os._exit(9)
+
+
+def free_after_a_kill_before_the_first_row(folder: Path) -> None:
+    assert not killed_processes.in_fork(lambda: fit(PerSampleGradientWriter(folder), Killed()), 60.0, interval=0.01)
+    assert (folder / "_manifest.json").exists()
+
+    def again() -> None:
+        notes = fit(PerSampleGradientWriter(folder)).notes
+        assert_rows(rows(folder, NAMES), notes)
+
+    assert killed_processes.in_fork(again, 60.0, interval=0.01)
+    print("a run killed before its first row: its folder is free")
 
 
 def train(folder: Path, kill_at_call: int) -> None:
@@ -95,9 +113,8 @@ def check(folder: Path, *, is_whole: bool) -> None:
     """Every file is readable, every row is once, and none of a step that was flushed is missing."""
     notes, flushed = logged(folder)
     is_there = (folder / "ledger" / "_manifest.json").exists()
-    rows = read_ledger(folder / "ledger").to_pylist() if is_there else []
     by_step = {}
-    for row in rows:
+    for row in read_ledger(folder / "ledger").to_pylist() if is_there else []:
         by_step.setdefault(row["step"], []).append(row)
     steps = range(EPOCHS * BATCHES if is_whole else flushed + 1)
     assert set(steps) <= by_step.keys(), (sorted(by_step), flushed)
@@ -129,6 +146,7 @@ def killed_on_its_way(folder: Path, moment: int, calls: int, duration: float, ge
 def main(folder: str, moments: str, seed: str) -> None:
     torch.set_num_threads(1)
     generator = random.Random(int(seed))
+    free_after_a_kill_before_the_first_row(Path(folder, "without rows"))
     first = Path(folder, "undisturbed")
     first.mkdir()
     started = time.monotonic()

@@ -1,13 +1,11 @@
 """Fits that write a ledger, and what their modules note of every sample by themselves.
 
-``python -m tests.callbacks.ledger_runs ranks FOLDER`` is a fit of several processes, and with ``saves`` one in which a
-process that writes its rows slowly saves a checkpoint together with the others; with ``killed`` a process ends itself
-before its first step.
+``python -m tests.callbacks.ledger_runs ranks FOLDER`` are fits of several processes: one in which a process that writes
+its rows slowly saves a checkpoint together with the others, and one that is read by itself.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -147,23 +145,13 @@ class LooksWhenSaving(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-class Killed(Noted):
-    def training_step(self, batch, batch_idx):
-        os._exit(9)
-
-
 def main(mode: str, folder: str) -> None:
     torch.set_num_threads(1)
-    if mode == "killed":
-        fit(PerSampleGradientWriter(folder), Killed())
-    if mode == "saves":
-        ledger = Path(folder) / "ledger"
-        loader = data(24, 3, sampler=DistributedSampler(range(24), 2, rank(), shuffle=False))
-        settings = {"devices": 2, "strategy": "ddp", "default_root_dir": folder, "plugins": LooksWhenSaving(ledger)}
-        fit(SlowOnOne(ledger), loader=loader, callbacks=[SaveAfter(3, Path(folder) / "middle.ckpt")], **settings)
-        return
-    writer = PerSampleGradientWriter(Path(folder) / "ledger", flush_every=2, per_layer=2)
     loader = data(24, 3, sampler=DistributedSampler(range(24), 2, rank(), shuffle=False))
+    saved = Path(folder) / "saved"
+    settings = {"devices": 2, "strategy": "ddp", "default_root_dir": folder, "plugins": LooksWhenSaving(saved)}
+    fit(SlowOnOne(saved), loader=loader, callbacks=[SaveAfter(3, Path(folder) / "middle.ckpt")], **settings)
+    writer = PerSampleGradientWriter(Path(folder) / "ledger", flush_every=2, per_layer=2)
     module = fit(writer, loader=loader, devices=2, strategy="ddp", max_epochs=2, default_root_dir=folder)
     refused = ""
     try:

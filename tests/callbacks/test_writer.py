@@ -249,27 +249,31 @@ def place(note):
     return note["epoch"], note["batch_idx"]
 
 
-def test_two_processes_write_the_rows_of_one(tmp_path):
-    ended = run_ranks("tests.callbacks.ledger_runs", "ranks", str(tmp_path), timeout=80)
+@pytest.fixture(scope="module")
+def of_two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    ended = run_ranks("tests.callbacks.ledger_runs", "ranks", str(folder), timeout=80)
     assert ended.codes == [0, 0], "\n".join(output[-3000:] for output in ended.outputs)
-    alone = tmp_path / "alone"
+    return folder
+
+
+def test_two_processes_write_the_rows_of_one(of_two_processes, tmp_path):
+    alone, together = tmp_path / "alone", of_two_processes / "ledger"
     fit(PerSampleGradientWriter(alone, per_layer=2), loader=data(24, 6), max_epochs=2)
     names = [name for name in NAMES if name not in ("rank", "row")] + ["weight"]
     order = [("step", "ascending"), ("sample_index", "ascending")]
     expected = read_ledger(alone).sort_by(order).select(names).to_pylist()
-    assert_rows(read_ledger(tmp_path / "ledger").sort_by(order).select(names).to_pylist(), expected)
-    assert_whole(tmp_path / "ledger")
+    assert_rows(read_ledger(together).sort_by(order).select(names).to_pylist(), expected)
+    assert_whole(together)
     for rank in (0, 1):
-        own = torch.load(tmp_path / f"ranks.{rank}.pt")
+        own = torch.load(of_two_processes / f"ranks.{rank}.pt")
         assert "holds the ledger of run" in own["refused"]
-        assert_rows([row for row in rows(tmp_path / "ledger") if row["rank"] == rank], own["notes"])
+        assert_rows([row for row in rows(together) if row["rank"] == rank], own["notes"])
 
 
-def test_a_checkpoint_is_saved_after_the_rows_of_all_processes(tmp_path):
+def test_a_checkpoint_is_saved_after_the_rows_of_all_processes(of_two_processes):
     """Killed right after, a process that had not written its rows yet would miss them after a resume for good."""
-    ended = run_ranks("tests.callbacks.ledger_runs", "saves", str(tmp_path), timeout=80)
-    assert ended.codes == [0, 0], "\n".join(output[-3000:] for output in ended.outputs)
-    found = [tuple(row.values()) for row in torch.load(tmp_path / "at_checkpoint.pt")]
+    found = [tuple(row.values()) for row in torch.load(of_two_processes / "at_checkpoint.pt")]
     assert found == [(step, process, row) for step in range(3) for process in (0, 1) for row in range(3)]
 
 
@@ -279,6 +283,7 @@ def test_a_killed_fit_loses_no_row_before_its_last_flush_and_doubles_none(tmp_pa
     ended = run_alone("tests.callbacks.killed_runs", str(tmp_path), str(moments), "0", timeout=110)
     assert ended.codes == [0], ended.outputs[0][-3000:]
     assert ended.outputs[0].count("times, whole") == moments
+    assert "a run killed before its first row: its folder is free" in ended.outputs[0]
 
 
 class FullDisk:

@@ -14,7 +14,6 @@ from lightning_persample.gradients import Projection
 from lightning_persample.influence import GradientStore, dataset, read_ledger, read_manifest
 from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
-from tests.processes import run_alone
 
 
 @pytest.fixture
@@ -132,13 +131,6 @@ def test_a_writer_that_has_failed_lets_go_of_its_folder(folder, monkeypatch):
     with pytest.warns(PerSampleWarning, match="gives nothing more in this fit"):
         make_trainer([writer]).fit(Noted(), data())
     take_and_release(folder)
-
-
-def test_the_folder_of_a_run_that_was_killed_before_its_first_row_is_free(folder):
-    assert run_alone("tests.callbacks.ledger_runs", "killed", str(folder)).codes == [9]
-    assert (folder / "_manifest.json").exists()
-    module = fit(PerSampleGradientWriter(folder))
-    assert_rows(rows(folder, NAMES[:-2]), module.notes)
 
 
 def test_a_fit_whose_folder_another_one_takes_stops_writing_and_goes_on(folder, monkeypatch):
