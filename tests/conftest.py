@@ -13,6 +13,16 @@ from _pytest.doctest import DoctestModule
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Everything that is made while tests are collected stays: there is nothing to find for the garbage collector."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collect_file():
     """The examples in docstrings are those of the package: no file here is searched for them."""
     return [found for found in (yield) if not isinstance(found, DoctestModule)]

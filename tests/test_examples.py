@@ -49,7 +49,12 @@ def test_digits_norms_finds_the_flipped_labels(tmp_path, started):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("data", "seeds", "least_auc"), [("digits", 2, 0.98), pytest.param("mnist", 1, 0.96, marks=pytest.mark.slow)]
+    ("data", "seeds", "least_auc"),
+    [
+        ("digits", 1, 0.98),
+        pytest.param("digits", 2, 0.98, marks=pytest.mark.slow),
+        pytest.param("mnist", 1, 0.96, marks=pytest.mark.slow),
+    ],
 )
 def test_find_mislabelled_ranks_flipped_labels_first(data, seeds, least_auc, tmp_path, started):
     pytest.importorskip("pyarrow")

@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
@@ -35,6 +36,7 @@ def table_rows(heading: str) -> list[list[str]]:
 
 def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(TQDMProgressBar, "on_train_batch_end", L.Callback.on_train_batch_end)  # drawing takes longest
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))  # what the README registers is gone afterwards
     namespace: dict[str, object] = {"__name__": "readme"}
     for number, block in enumerate(blocks("python")):

@@ -40,6 +40,7 @@ from tests.callbacks.ways import (
     compiled_submodule,
     compiled_whole,
     run,
+    traced_submodule,
     traces,
 )
 
@@ -107,6 +108,7 @@ WAYS = {
     "checkpoint": Way(lambda r: Classifier(r, lambda: Checkpointed(False))),
     "compiled module": Way(Classifier, prepare=compiled_whole, every=2),
     "compiled part": Way(Classifier, prepare=compiled_submodule, every=2),
+    "compiled part, traced only": Way(Classifier, prepare=traced_submodule, every=2),
     "WeightAveraging": Way(Classifier, beside("WeightAveraging", avg_fn=get_ema_avg_fn(0.9))),
     "EMA": Way(Classifier, beside("EMAWeightAveraging", decay=0.9)),
     "StochasticWeightAveraging": Way(

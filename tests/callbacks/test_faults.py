@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
-import subprocess
-import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -27,6 +24,8 @@ from lightning_persample.gradients.cost import CPU_MEMORY_BUDGET, memory_budget
 from lightning_persample.rules import registry
 from tests.callbacks.runs import Recorder, column, fit, logged, make_trainer
 from tests.callbacks.ways import BATCH, BATCHES, CLASSES, FEATURES, GAN, Classifier, Manual, Way, run, traces
+from tests.in_turn import in_turn
+from tests.processes import run_alone
 
 PACKAGE = f"{Path(lightning_persample.__file__).parent}{os.sep}"
 BOTH = ("sq_norm", "grad_sample")
@@ -69,8 +68,10 @@ def assert_same_training(kind, callbacks, tmp_path):
     return watched, said_in(caught)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, AssertionError, OSError, StopIteration, Unusual])
-@pytest.mark.parametrize("kind", [Classifier, Manual, GAN])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    in_turn([RuntimeError, AssertionError, OSError, StopIteration, Unusual], [Classifier, Manual, GAN]),
+)
 def test_a_rule_that_raises_is_named_and_training_goes_on(kind, error, rule_of_linear, tmp_path):
     def raising(rule, call, grad):
         raise error("broken")
@@ -389,52 +390,8 @@ def test_samples_that_are_not_finite_are_counted_named_and_left_out(engine, tmp_
     assert column(trainer, "per_sample_grad/coverage") == [1.0] * BATCHES
 
 
-INTERRUPTED = """
-import json, signal
-import torch
-from lightning_persample import PerSampleGradientMonitor
-from tests.callbacks.runs import Recorder, make_trainer
-from tests.callbacks.ways import Classifier, Manual, traces
-
-class Tells(Recorder):
-    def on_per_sample_gradients(self, *args):
-        super().on_per_sample_gradients(*args)
-        if len(self.records) == 5:
-            print("training", flush=True)
-
-for kind in (Classifier, Manual):
-    module, plain = kind(False), kind(False)
-    callback, ended = Tells(1, quantities=("sq_norm", "grad_sample")), "by itself"
-    make_trainer([], max_epochs=1).fit(plain)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # an interrupted Trainer ignores further ones
-    try:
-        make_trainer([callback, PerSampleGradientMonitor(1)], max_epochs=-1).fit(module)
-    except SystemExit:
-        ended = "SystemExit"
-    modes = len(torch.overrides._get_current_function_mode_stack())
-    again = Recorder(1)
-    same = traces(module) == traces(plain)
-    make_trainer([again], max_epochs=1).fit(module)
-    print(json.dumps([ended, same, modes, len(again.records)]), flush=True)
-"""
-
-
 @pytest.mark.skipif(os.name == "nt", reason="a process there cannot be sent SIGINT")
 def test_an_interrupt_leaves_the_module_as_it_was():
     """Under automatic and under manual optimization."""
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        cwd=root, env=environment,
-    )  # fmt: skip
-    written = []
-    try:
-        for _ in range(2):
-            assert process.stdout.readline() == "training\n"
-            process.send_signal(signal.SIGINT)
-            written.append(json.loads(process.stdout.readline()))
-    finally:
-        process.kill()
-        process.communicate()
-    assert written == [["SystemExit", True, 0, BATCHES]] * 2
+    ended = run_alone("tests.callbacks.interrupted_runs")
+    assert [json.loads(line) for line in ended.outputs[0].splitlines()] == [["SystemExit", True, 0, BATCHES]] * 2

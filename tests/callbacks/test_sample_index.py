@@ -48,7 +48,7 @@ def test_the_index_is_what_the_rows_carry(name):
         module, _, _ = train(LOADERS[name], [recorder])
         batches, records = module.batches, recorder.records
     else:
-        again = "workers" not in name or name in ("2 workers", "2 workers, persistent")  # starting them takes long
+        again = "worker" not in name or name in ("2 workers", "2 workers, persistent")  # starting them takes long
         batches, records = watch(LOADERS[name], max_epochs=2 if again else 1)
     assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
     for record in records:

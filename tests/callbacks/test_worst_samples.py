@@ -64,6 +64,7 @@ def test_many_batches_leave_the_device_in_several_goes():
         [monitor],
         kind=WithNorms,
         limit_train_batches=None,
+        max_epochs=1,
     )
     assert_same(monitor.worst(150), module.norms, 150)
 

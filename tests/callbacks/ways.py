@@ -239,6 +239,11 @@ def compiled_submodule(module: Classifier) -> Any:
     return module
 
 
+def traced_submodule(module: Classifier) -> Any:
+    module.network = torch.compile(module.network, backend="eager")
+    return module
+
+
 def compiled_whole(module: Classifier) -> Any:
     return torch.compile(module, backend="eager")
 

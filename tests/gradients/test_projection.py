@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import copy
-import hashlib
+import json
 import math
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -20,9 +17,11 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError
 from lightning_persample.gradients import Dense, Indexed, Outer, Projection, SampleGradient, Sum, add_up, cost
+from tests.gradients.projection_digests import digest
 from tests.gradients.structures import CASES, GEOMETRIES, SAME, Convolution, assert_close, block, indexed, outer
 from tests.gradients.test_memory import LargestTensor
 from tests.in_turn import in_turn
+from tests.processes import run_alone
 
 # What is kept in full, on one side, on both; with more and with less than the sizes of the cases.
 DIMS = [1, 2, 7, 20, 36, 53, 256]
@@ -171,9 +170,18 @@ SHAPES = {
     "convolution": (8, 3, 3, 3),
     "table": (90, 4),
 }
+SIZES = ("tall", "square", "table")  # of a matrix as "wide" is one
 
 
-@pytest.mark.parametrize(("name", "kind", "dim"), in_turn(product(SHAPES, ["normal", "rademacher"]), [5, 16]))
+EACH_SHAPE = [
+    pytest.param(
+        *case.values, id=case.id, marks=[*case.marks, *([pytest.mark.slow] if case.values[0] in SIZES else [])]
+    )
+    for case in in_turn(product(SHAPES, ["normal", "rademacher"]), [5, 16])
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "dim"), EACH_SHAPE)
 def test_dots_of_projected_gradients_are_in_the_mean_those_of_the_gradients(name: str, kind: Any, dim: int) -> None:
     pair = torch.randn(2, *SHAPES[name], dtype=torch.float64)
     pair[1] += pair[0]  # so that the true dot is of the size of the squared norms
@@ -213,15 +221,6 @@ def test_error_of_a_dot_shrinks_with_dim() -> None:
 
 
 # What decides a projection --------------------------------------------------------------------------------------------
-def digest(projection: Projection, names: list[str]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        for shape in ((300,), (40, 50)):
-            joined = torch.cat([matrix.flatten() for matrix in projection.matrices(name, shape)])
-            found[f"{name} {shape}"] = hashlib.sha256(joined.numpy().tobytes()).hexdigest()
-    return found
-
-
 def test_equal_seeds_agree_whatever_the_order_and_the_process() -> None:
     names, found = ["a.weight", "b.weight", "c"], {}
     for kind in ("normal", "rademacher"):
@@ -229,12 +228,8 @@ def test_equal_seeds_agree_whatever_the_order_and_the_process() -> None:
         torch.manual_seed(123)
         assert digest(Projection(kind=kind, seed=5), names[::-1]) == found[kind]  # type: ignore[arg-type]
         assert len(set(found[kind].values())) == len(found[kind])
-    code = (
-        "from tests.gradients.test_projection import Projection, digest\n"
-        f"print([digest(Projection(kind=kind, seed=5), {names[1:]}) for kind in {list(found)}])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    for here, there in zip(found.values(), ast.literal_eval(done.stdout), strict=True):
+    ended = run_alone("tests.gradients.projection_digests", "5", ",".join(found), *names[1:])
+    for here, there in zip(found.values(), json.loads(ended.outputs[0]), strict=True):
         assert there == {key: value for key, value in here.items() if not key.startswith("a")}
 
 
