@@ -215,18 +215,20 @@ def merge_moments(parts: Tensor) -> Tensor:
     return torch.stack([count, mean, (deviations + counts * (means - mean).square()).sum()])
 
 
-def statistics_of_moments(moments: Tensor, smallest: Tensor, largest: Tensor) -> dict[str, Tensor]:
-    """Mean, unbiased standard deviation and extremes from `moments`; nan where there are none."""
-    count, mean, deviations = moments
-    found = {"mean": mean, "std": (deviations / (count - 1)).sqrt(), "min": smallest, "max": largest}
-    return {name: value.where(count > (name == "std"), math.nan) for name, value in found.items()}
+def statistics_of_moments(
+    count: Tensor | int, mean: Tensor, deviations: Tensor, smallest: Tensor, largest: Tensor
+) -> dict[str, Tensor]:
+    """Mean, unbiased standard deviation (nan with one value) and extremes, from `moments`."""
+    return {"mean": mean, "std": (deviations / (count - 1)).sqrt(), "min": smallest, "max": largest}
 
 
 def statistics_of_values(values: Tensor, quantiles: Sequence[float] = ()) -> dict[str, Tensor]:
-    """Those of finite values (n,), and quantiles of them."""
-    ordered = values.sort().values
-    ends = ordered[[0, -1]] if len(ordered) else ordered.new_zeros(2)
-    return statistics_of_moments(moments(ordered), *ends) | quantiles_of_sorted(ordered, quantiles)
+    """Those of finite values (n,), and quantiles of them; nan if there is none."""
+    ordered = values.sort().values if len(values) else values.new_full((1,), math.nan)
+    mean = ordered.mean()
+    deviations = (ordered - mean).square().sum()
+    found = statistics_of_moments(len(ordered), mean, deviations, ordered[0], ordered[-1])
+    return found | quantiles_of_sorted(ordered, quantiles)
 
 
 def quantiles_of_sorted(values: Tensor, quantiles: Sequence[float]) -> dict[str, Tensor]:

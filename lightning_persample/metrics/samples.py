@@ -53,9 +53,11 @@ class _SampleMetric(PerSampleMetric):
         self.largest = torch.maximum(self.largest, values.where(finite, -math.inf).max())
 
     def _statistics(self, further: dict[str, Tensor]) -> dict[str, Tensor]:
-        count = self.moments[0]
+        count, mean, deviations = self.moments
+        found = statistics_of_moments(count, mean, deviations, self.smallest, self.largest)
+        found = {name: value.where(count > 0, math.nan) for name, value in found.items()} | further
         counts = {name: getattr(self, name).to(count.dtype) for name in self._counts if name not in {"count", *further}}
-        return statistics_of_moments(self.moments, self.smallest, self.largest) | further | {"count": count} | counts
+        return found | {"count": count} | counts
 
 
 class PerSampleNorm(_SampleMetric):
