@@ -152,13 +152,13 @@ def collect_gradients(
     folder = Path(dirpath).absolute()  # wherever a loader goes
     for name, given in {"loss": loss, "sample_index": sample_index}.items():
         check_option(name, given, given is None or callable(given), "None or a callable")
-    check_options(
-        loss_reduction=loss_reduction,
-        batch_dim=batch_dim,
-        batch_size=batch_size,
-        max_memory=max_memory,
-        overwrite=overwrite,
-    )
+    capture: dict[str, Any] = {
+        "loss_reduction": loss_reduction,
+        "batch_dim": batch_dim,
+        "batch_size": batch_size,
+        "max_memory": max_memory,
+    }
+    check_options(**capture, overwrite=overwrite)
     check_option("direction", direction, direction in (None, "adam"), "None or 'adam'")
     is_projection = projection is None or isinstance(projection, Projection)
     check_option("projection", projection, is_projection, "None (in full) or a Projection as Projection(dim=64)")
@@ -232,12 +232,9 @@ def collect_gradients(
             columns=columns,
             projection=projection,
             direction=direction,
-            loss_reduction=loss_reduction,
-            batch_dim=batch_dim,
-            batch_size=batch_size,
+            capture=capture,
             sample_index=sample_index,
             rows_per_shard=rows_per_shard,
-            max_memory=max_memory,
             overwrite=overwrite,
         )
         trainer.predict(collecting_with(trainer)(asked), return_predictions=False)

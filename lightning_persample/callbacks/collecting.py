@@ -29,7 +29,7 @@ from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.dataset import FolderLock
 from lightning_persample.influence.shards import Shards, StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore
-from lightning_persample.reference.samples import Weighting, loss_of
+from lightning_persample.reference.samples import loss_of
 from lightning_persample.reference.untouched import without_dropout
 
 __all__ = [
@@ -193,12 +193,9 @@ class Collection:
     columns: Mapping[str, Callable[[Any, Any], Tensor]]
     projection: Projection | None
     direction: Literal["adam"] | None
-    loss_reduction: Weighting
-    batch_dim: int
-    batch_size: int | None
+    capture: Mapping[str, Any]  # `loss_reduction`, `batch_dim`, `batch_size` and `max_memory`
     sample_index: Callable[[Any], Any] | None
     rows_per_shard: int | None
-    max_memory: int | None
     overwrite: bool
 
 
@@ -230,15 +227,13 @@ class BatchGradients:
         """The gradients of a batch."""
         asked = self._asked
         quantity = "grad_sample" if asked.direction else quantity_for(asked.projection)
+        reduction = asked.capture["loss_reduction"]
         capture = expanded_weights(
             self._module,
             view,
-            loss_reduction="sum" if callable(asked.loss_reduction) else asked.loss_reduction,
-            batch_dim=asked.batch_dim,
-            batch_size=size,
+            **{**asked.capture, "loss_reduction": "sum" if callable(reduction) else reduction, "batch_size": size},
             quantities=("sq_norm", quantity),
             unsupported="ignore",  # said by us, as an error
-            max_memory=asked.max_memory,
             samples=None if len(samples) == size else samples,
         )
         try:
@@ -253,9 +248,9 @@ class BatchGradients:
                         f"{self._said_loss} gave a loss of shape {tuple(loss.shape)}; allowed is one number, the loss "
                         "of the batch: reduce it, with .mean() for loss_reduction='mean' or .sum() for 'sum'"
                     )
-                if callable(asked.loss_reduction):
+                if callable(reduction):
                     with torch.no_grad():
-                        capture.attach_loss(loss, asked.loss_reduction(outputs, batch))
+                        capture.attach_loss(loss, reduction(outputs, batch))
                 else:
                     capture.attach_loss(loss)
                 with torch.autocast(loss.device.type, enabled=False):
@@ -467,7 +462,7 @@ class _Collecting(_Base):
         batch, asked = fetched.batch, self._asked
         view = batch if fetched.places is None else with_samples_at(batch, fetched.places)
         drawn = None if fetched.keys is None or self._asked.sample_index is not None else len(fetched.keys)
-        size = count_samples(view, asked.batch_dim, asked.batch_size, drawn)
+        size = count_samples(view, asked.capture["batch_dim"], asked.capture["batch_size"], drawn)
         index = self._index_of(fetched, size)
         wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
         if not len(wanted):

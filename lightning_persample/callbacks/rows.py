@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ __all__ = [
     "LearningRates",
     "checked_types",
     "columns_of",
+    "keys_of",
     "layout_of",
     "opened",
     "quantity_for",
@@ -61,37 +62,8 @@ class CapturedRows:
     divisor: float
     norms: Tensor  # (m,)
     groups: Mapping[str, Tensor]  # the norms over groups, each (m,)
-    columns: Mapping[str, Tensor]  # what the run adds, each (m,), known when the batch ends
-    values: Tensor | None = None  # the gradients, (m, K), until the store has them
-
-    @classmethod
-    def of_record(
-        cls,
-        record: PerSampleRecord,
-        step: int,
-        epoch: int,
-        batch_idx: int,
-        rate: float | Tensor,
-        divisor: float,
-        depth: int | None,
-    ) -> CapturedRows:
-        """What is kept of a record."""
-        return cls(
-            step,
-            epoch,
-            batch_idx,
-            record.backward_index,
-            record.coverage,
-            _keys_of(record),
-            record.samples,
-            record.batch_size,
-            rate,
-            record.factor,
-            divisor,
-            record.norms(),
-            {} if depth is None else record.group_norms(depth),
-            {},
-        )
+    values: Tensor | None  # the gradients, (m, K), until the store has them
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # what the run adds, each (m,), when the batch ends
 
     def __len__(self) -> int:
         return self.norms.shape[0]
@@ -113,7 +85,7 @@ class CapturedRows:
         return found
 
 
-def _keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
+def keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
     """The samples' indices, (m,), or a list of m keys; None where they are unknown, or are tensors of a loader each."""
     index = record.sample_index
     is_single = isinstance(index, Tensor) or (isinstance(index, list) and not any(map(_is_of_a_loader, index)))
@@ -334,7 +306,7 @@ class GradientRows:
         others = [name for name in record.names if name not in self._shapes and name not in self._left_out]
         if others:
             self._warn(f"gradients of {listed(others)} are not stored: they became trainable after the fit had started")
-        if isinstance(_keys_of(record), list):
+        if isinstance(keys_of(record), list):
             self._warn(
                 "the sampler draws keys that are no ints: the ledger has them, but the store of gradients has "
                 "sample_index -1, so that no score can tell its samples apart; let the sampler draw ints, or pass "

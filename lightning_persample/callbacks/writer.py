@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from lightning_persample.callbacks.rows import (
     LearningRates,
     checked_types,
     columns_of,
+    keys_of,
     opened,
     table_of,
 )
@@ -266,9 +268,23 @@ class PerSampleGradientWriter(PerSampleCallback):
         step, rate = trainer.global_step if automatic else self._batches, rates.of_record(record)
         scaler = getattr(self._precision, "scaler", None)  # of mixed precision
         divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
-        rows = CapturedRows.of_record(record, step, trainer.current_epoch, batch_idx, rate, divisor, self.per_layer)
+        rows = CapturedRows(
+            step,
+            trainer.current_epoch,
+            batch_idx,
+            record.backward_index,
+            record.coverage,
+            keys_of(record),
+            record.samples,
+            record.batch_size,
+            rate,
+            record.factor,
+            divisor,
+            record.norms(),
+            {} if self.per_layer is None else record.group_norms(self.per_layer),
+            None if gradients is None else gradients.values_of(record),
+        )
         self._current.append(rows)
-        rows.values = None if gradients is None else gradients.values_of(record)
         rates.wait(rows, record)
 
     def on_train_batch_end(
@@ -334,9 +350,8 @@ class PerSampleGradientWriter(PerSampleCallback):
             parts.add(table_of(captured, self._types, trainer.global_rank))
         try:
             if trainer.is_global_zero and self._types and not manifest.columns:
-                manifest = Manifest(**{**vars(manifest), "columns": self._types})
-                self._ledger.write_manifest(manifest)
-                self._manifest = manifest
+                self._ledger.write_manifest(replace(manifest, columns=self._types))
+                self._manifest = replace(manifest, columns=self._types)
             parts.write()
         except OSError as error:
             self._warn(
