@@ -278,7 +278,7 @@ def test_a_checkpoint_is_saved_after_the_rows_of_all_processes(of_two_processes)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fits are killed in forks of a process that imports once")
-@pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_killed_fit_loses_no_row_before_its_last_flush_and_doubles_none(tmp_path, moments):
     ended = run_alone("tests.callbacks.killed_runs", str(tmp_path), str(moments), "0", timeout=110)
     assert ended.codes == [0], ended.outputs[0][-3000:]

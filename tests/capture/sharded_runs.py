@@ -1,6 +1,7 @@
-"""Models under ``fully_shard``, observed by two processes; run as ``python -m tests.capture.sharded_runs FOLDER``.
+"""Models under ``fully_shard``, observed by two processes.
 
-What each process found goes to ``FOLDER/<rank>.pt``. `tests.processes` starts the processes.
+Run as ``python -m tests.capture.sharded_runs FOLDER KEY...``; `tests.processes` starts the processes. What each found
+goes to ``FOLDER/<rank>.pt``.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,17 @@ def compared(model: Model, mesh: DeviceMesh, reference: Model | None = None, **o
     return found
 
 
+def of_case(name: str, mesh: DeviceMesh, reshard: bool) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    return compared(CASES[name](), mesh, reshard_after_forward=reshard)
+
+
+def replicated_and_sharded() -> list[dict[str, Any]]:
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    return compared(MODELS["gpt"](), replicas)
+
+
 def in_half_precision(mesh: DeviceMesh) -> list[dict[str, Any]]:
     """Weights and inputs are cast to bfloat16 inside the forward."""
     torch.manual_seed(0)
@@ -221,24 +234,21 @@ def tensor_parallel(also_sharded: bool) -> dict[str, Any]:
     return {**result, **observed(model, model.module, model.make_batch(3))}
 
 
-def main(folder: str) -> None:
-    """Do every case and save what was found."""
+def main(folder: str, *keys: str) -> None:
+    """Do the named cases and save what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    found: dict[str, Any] = {}
-    for name, make in CASES.items():
-        torch.manual_seed(0)
-        model = make()
-        for reshard in (True, False):
-            found[f"{name}, {reshard}"] = compared(model, mesh, reshard_after_forward=reshard)
-    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    torch.manual_seed(0)
-    found["replicated and sharded"] = compared(MODELS["gpt"](), replicas)
-    found["half precision"] = in_half_precision(mesh)
-    found["tensor parallel"] = tensor_parallel(also_sharded=False)
-    found["tensor parallel, sharded"] = tensor_parallel(also_sharded=True)
-    torch.save(found, Path(folder, f"{dist.get_rank()}.pt"))
+    runs: dict[str, Callable[[], Any]] = {
+        f"{name}, {reshard}": functools.partial(of_case, name, mesh, reshard)
+        for name in CASES
+        for reshard in (True, False)
+    }
+    runs["replicated and sharded"] = replicated_and_sharded
+    runs["half precision"] = functools.partial(in_half_precision, mesh)
+    runs["tensor parallel"] = functools.partial(tensor_parallel, also_sharded=False)
+    runs["tensor parallel, sharded"] = functools.partial(tensor_parallel, also_sharded=True)
+    torch.save({key: runs[key]() for key in keys}, Path(folder, f"{dist.get_rank()}.pt"))
     dist.destroy_process_group()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
 from tests.capture.sharded_runs import BATCHES, CASES
+from tests.in_turn import in_turn
 from tests.processes import run_ranks
 from tests.torch_release import not_in_the_oldest
 
@@ -14,24 +17,38 @@ pytestmark = [
     not_in_the_oldest,
 ]
 
-KEYS = [f"{name}, {reshard}" for name in CASES for reshard in (True, False)]
-EXACT = [key for key in KEYS if not key.startswith("hidden")] + ["replicated and sharded"]
+HIDDEN = [f"{name}, {reshard}" for name in CASES if name.startswith("hidden") for reshard in (True, False)]
+RESHARDED = in_turn([name for name in CASES if not name.startswith("hidden")], [True, False])
+SLOW = [f"{case.values[0]}, {case.values[1]}" for case in RESHARDED if case.marks]
+EXACT = ["replicated and sharded", *(f"{case.values[0]}, {case.values[1]}" for case in RESHARDED)]
+OTHERS = ["half precision", "tensor parallel", "tensor parallel, sharded"]
 DISTRIBUTED = "it is a DTensor in the forward, too (tensor parallelism): a sample's gradient lies on several devices"
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharded")
-    ended = run_ranks("tests.capture.sharded_runs", str(folder), timeout=90)
-    assert ended.codes == [0, 0], "\n".join(output[-4000:] for output in ended.outputs)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+    """What both ranks found by the key of a case. One pair of processes does all that are not slow."""
+
+    @cache
+    def of_all(slow):
+        folder = tmp_path_factory.mktemp("sharded")
+        keys = SLOW if slow else [key for key in (*HIDDEN, *EXACT, *OTHERS) if key not in SLOW]
+        ended = run_ranks("tests.capture.sharded_runs", str(folder), *keys, timeout=90)
+        assert ended.codes == [0, 0], "\n".join(output[-4000:] for output in ended.outputs)
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+
+    return lambda key: [rank[key] for rank in of_all(key in SLOW)]
+
+
+def marked(keys):
+    return [pytest.param(key, marks=pytest.mark.slow) if key in SLOW else key for key in keys]
 
 
 def steps(found, key):
-    return [step for rank in found for step in rank[key]]
+    return [step for rank in found(key) for step in rank]
 
 
-@pytest.mark.parametrize("key", [*KEYS, "replicated and sharded", "half precision"])
+@pytest.mark.parametrize("key", marked([*EXACT, *HIDDEN, "half precision"]))
 def test_gradients_are_equal_bit_for_bit(found, key):
     for step in steps(found, key):
         assert step["grads"].keys() == step["plain"].keys()
@@ -39,7 +56,7 @@ def test_gradients_are_equal_bit_for_bit(found, key):
             assert torch.equal(grad, step["grads"][name]), name
 
 
-@pytest.mark.parametrize("key", EXACT)
+@pytest.mark.parametrize("key", marked(EXACT))
 def test_values_are_those_of_the_loop(found, key):
     assert len(steps(found, key)) == 2 * BATCHES
     for step in steps(found, key):
@@ -85,8 +102,7 @@ def test_a_weight_that_is_used_unseen_is_refused_by_name(found, case, parameter,
 
 @pytest.mark.parametrize("key", ["tensor parallel", "tensor parallel, sharded"])
 def test_tensor_parallelism_is_refused_by_name(found, key):
-    for rank in found:
-        step = rank[key]
+    for step in found(key):
         assert step["sharded"] == (key == "tensor parallel, sharded")
         assert step["elsewhere"][0] == ("0.weight" if key == "tensor parallel" else "2.weight")
         assert step["sq_norms"] == {}

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_persample import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.influence import grad_cos, grad_dot, less, logra, tracin, tracin_cp, trak
+from tests.in_turn import in_turn
 from tests.influence.loops import simple, store_of
 
 
@@ -77,9 +78,7 @@ def scored(name, stores, **options):
     return SCORES[name](train, test, **options)
 
 
-@pytest.mark.parametrize("max_memory", [4000, 20_000])
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(("name", "dtype", "max_memory"), in_turn(SCORES, ["float16", "float64"], [4000, 20_000]))
 def test_little_memory_gives_the_same_numbers(stores, name, dtype, max_memory):
     unlimited = scored(name, stores[dtype])
     found = scored(name, stores[dtype], max_memory=max_memory)
@@ -105,8 +104,7 @@ class LiveBytes(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("name", SCORES)
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize(("name", "dtype"), in_turn(SCORES, ["float16", "float64"]))
 def test_what_is_held_at_a_time_is_within_the_memory(tmp_path, name, dtype):
     """Two stores of 96 kB in float64, of which 60 kB are held, besides scores, indices and matrices."""
     shapes = {f"layer.{i}": (40,) for i in range(5)}

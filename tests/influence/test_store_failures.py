@@ -39,7 +39,7 @@ class FullDisk:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="forks")
-@pytest.mark.parametrize("moments", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("moments", [2, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_a_killed_writer_leaves_whole_shards_and_goes_on(tmp_path, moments):
     seed = int.from_bytes(os.urandom(4), "little")
     ended = run_alone("tests.influence.killed_stores", str(tmp_path), str(moments), str(seed), timeout=500)
