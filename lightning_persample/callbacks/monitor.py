@@ -252,11 +252,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._joined, self._of_all = NormsOfAllProcesses() if captured else None, None
 
     def _chosen(self, pl_module: LightningModule) -> tuple[str, ...]:
-        return (
-            self.statistics
-            if pl_module.automatic_optimization and self._capture_options()["engine"] == "expanded"
-            else ()
-        )
+        follows = pl_module.automatic_optimization and self._capture_options()["engine"] == "expanded"
+        return self.statistics if follows else ()
 
     def _groups_of(self, names: Sequence[str]) -> tuple[str, ...]:
         depth = self.per_layer

@@ -233,16 +233,12 @@ def statistics_of_values(values: Tensor, quantiles: Sequence[float] = ()) -> dic
 
 def quantiles_of_sorted(values: Tensor, quantiles: Sequence[float]) -> dict[str, Tensor]:
     """Quantiles of sorted numbers (n,), interpolated linearly, named by percent; nan if there is no number."""
-    last = values.numel() - 1  # torch.quantile takes no more than 16 million
-    found = {}
-    for quantile in quantiles:
-        at = math.floor(quantile * last)
-        found[percent(quantile)] = (
-            torch.lerp(values[at], values[min(at + 1, last)], quantile * last - at)
-            if last >= 0
-            else values.new_tensor(math.nan)
-        )
-    return found
+    ordered = values if len(values) else values.new_full((1,), math.nan)  # torch.quantile takes 16 million at most
+    places = {percent(quantile): quantile * (len(ordered) - 1) for quantile in quantiles}
+    return {
+        name: torch.lerp(ordered[math.floor(at)], ordered[math.ceil(at)], at - math.floor(at))
+        for name, at in places.items()
+    }
 
 
 def percent(quantile: float) -> str:

@@ -293,7 +293,8 @@ def test_steps_given_as_sums_come_before_those_of_update_and_are_not_exchanged(d
     for each in grads[:2]:
         metric.update_sums(*(part[0] for part in sums_of(each, [slice(None)])), len(each), len(each))
     for each in grads[2:]:
-        metric.update(*sq_norms(each))
+        alone = metric_of([each]).compute().item()
+        assert metric(*sq_norms(each)).item() == pytest.approx(alone, rel=1e-12, nan_ok=True)
     whole = [value.item() for value in metric_of(grads, decay).terms().values()]
     assert [value.item() for value in metric.terms().values()] == pytest.approx(whole, rel=1e-12)
     metric._sync_dist(lambda state, group: sent.append(state.shape) or [state])
