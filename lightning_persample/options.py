@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -55,6 +56,11 @@ def is_none_or_int(value: object, least: int) -> bool:
 def is_none_or_positive(value: object) -> bool:
     """Whether the value is None or a number greater than 0."""
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0)
+
+
+def is_path(value: object) -> bool:
+    """Whether the value can be the path of a folder."""
+    return isinstance(value, (str, Path)) and str(value) != ""
 
 
 _SHOWN = 200

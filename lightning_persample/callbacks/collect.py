@@ -21,13 +21,12 @@ from lightning_persample.callbacks.checkpoints import Checkpoints, Source, requi
 from lightning_persample.callbacks.collecting import Collection, SamplesOnce, WritesInAnyCase, collecting_with
 from lightning_persample.callbacks.lightning_internals import borrowed, is_a, is_lightning_module, quiet_trainer
 from lightning_persample.callbacks.rows import layout_of
-from lightning_persample.callbacks.statistics import is_path
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.shards import StoreManifest
 from lightning_persample.influence.store import GradientStore
-from lightning_persample.options import check_option, check_options, is_none_or_int
+from lightning_persample.options import check_option, check_options, is_none_or_int, is_path
 from lightning_persample.reference.untouched import untouched
 from lightning_persample.torch_internals import COMPILED
 

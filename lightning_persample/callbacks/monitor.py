@@ -24,15 +24,13 @@ from lightning_persample.callbacks.statistics import (
     NormsOfAllProcesses,
     StepNorms,
     Window,
-    are_quantiles,
-    are_statistics,
     captured,
-    is_prefix,
 )
 from lightning_persample.callbacks.worst import SampleNorms, WorstSamples, write_worst_samples
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError
+from lightning_persample.metrics.functional import are_quantiles
 from lightning_persample.options import CaptureOptions, check_option, check_options, is_int, is_none_or_int
 
 __all__ = ["PerSampleGradientMonitor"]
@@ -127,16 +125,14 @@ class PerSampleGradientMonitor(PerSampleCallback):
     ) -> None:
         super().__init__(every_n_steps, **capture)
         check_options(per_layer=per_layer)
-        check_option(
-            "quantiles",
-            quantiles,
-            are_quantiles(quantiles),
-            "a sequence of numbers strictly between 0 and 1 without duplicates",
-        )
+        between = "a sequence of numbers strictly between 0 and 1 without duplicates"
+        check_option("quantiles", quantiles, _is_list(quantiles) and are_quantiles(quantiles), between)
         choices = "a sequence of " + ", ".join(repr(each) for each in STATISTICS) + " without duplicates"
-        check_option("statistics", statistics, are_statistics(statistics), choices)
+        known = _is_list(statistics) and all(each in STATISTICS for each in statistics)
+        check_option("statistics", statistics, known and len(set(statistics)) == len(statistics), choices)
         check_option("histogram", histogram, histogram in (True, False), "True or False")
-        check_option("prefix", prefix, is_prefix(prefix), "a str that is not empty and does not end with '/'")
+        is_prefix = isinstance(prefix, str) and prefix != "" and not prefix.endswith("/")  # type: ignore[redundant-expr]
+        check_option("prefix", prefix, is_prefix, "a str that is not empty and does not end with '/'")
         check_option("prog_bar", prog_bar, prog_bar in (True, False), "True or False")
         check_option("worst_samples", worst_samples, is_none_or_int(worst_samples, 1), "None or an int >= 1")
         self.per_layer = per_layer
@@ -412,6 +408,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_window": None, "_joined": None, "_of_all": None}
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _monitors(trainer: Trainer) -> list[PerSampleGradientMonitor]:

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,7 +17,7 @@ from lightning_persample.capture.record import PerSampleRecord, group_name
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.metrics import GradientDiversity, GradientNoiseScale, PerSampleNorm
-from lightning_persample.metrics.functional import cosine_to_mean, percent, ratio_of_sums, spacing, statistics_of_values
+from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums, spacing, statistics_of_values
 from lightning_persample.metrics.steps import MeanOverSteps
 from lightning_persample.torch_internals import hooks_after_accumulation, parameters_and_buffers, version_counter
 
@@ -30,12 +29,8 @@ __all__ = [
     "NormsOfAllProcesses",
     "StepNorms",
     "Window",
-    "are_quantiles",
-    "are_statistics",
     "captured",
     "is_known",
-    "is_path",
-    "is_prefix",
 ]
 
 _OF_MEAN = 5  # whether the mean is known, the factor, the samples, their share, the parameters that count
@@ -637,29 +632,3 @@ class Window:
 
     def _holds(self, batch_idx: int | None) -> bool:
         return batch_idx is None or batch_idx in self._batches or batch_idx in self._empty
-
-
-def is_path(value: object) -> bool:
-    """Whether the value can be the path of a folder."""
-    return isinstance(value, (str, Path)) and str(value) != ""
-
-
-def are_quantiles(quantiles: object) -> bool:
-    """Whether the value is a sequence of quantiles of different names."""
-    if not isinstance(quantiles, Sequence) or isinstance(quantiles, str):
-        return False
-    if not all(isinstance(quantile, (int, float)) and 0 < quantile < 1 for quantile in quantiles):
-        return False
-    return len({percent(float(quantile)) for quantile in quantiles}) == len(quantiles)
-
-
-def are_statistics(statistics: object) -> bool:
-    """Whether the value is a sequence of different names of statistics."""
-    if not isinstance(statistics, Sequence) or isinstance(statistics, str):
-        return False
-    return all(each in STATISTICS for each in statistics) and len(set(statistics)) == len(statistics)
-
-
-def is_prefix(prefix: object) -> bool:
-    """Whether the value can start the names that are logged."""
-    return isinstance(prefix, str) and prefix != "" and not prefix.endswith("/")

@@ -28,7 +28,6 @@ from lightning_persample.callbacks.rows import (
     opened,
     table_of,
 )
-from lightning_persample.callbacks.statistics import is_path
 from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
@@ -36,7 +35,7 @@ from lightning_persample.influence.dataset import GRADIENTS, FolderLock
 from lightning_persample.influence.ledger import Ledger, LedgerWriter, Manifest
 from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.influence.shards import Shards, StoreManifest
-from lightning_persample.options import CaptureOptions, check_option, check_options, is_int
+from lightning_persample.options import CaptureOptions, check_option, check_options, is_int, is_path
 
 __all__ = ["PerSampleGradientWriter"]
 

@@ -244,3 +244,9 @@ def quantiles_of_sorted(values: Tensor, quantiles: Sequence[float]) -> dict[str,
 def percent(quantile: float) -> str:
     """The name of a quantile."""
     return f"p{100 * quantile:.10g}"
+
+
+def are_quantiles(values: Sequence[object]) -> bool:
+    """Whether these are numbers strictly between 0 and 1 of different names."""
+    numbers = [value for value in values if isinstance(value, (int, float)) and 0 < value < 1]
+    return len({percent(number) for number in numbers}) == len(values)

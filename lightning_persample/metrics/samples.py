@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.metrics.base import (
-    PerSampleMetric,
-    as_batch_size,
-    as_scalar,
-    as_vector,
-    is_number_below_one,
-)
+from lightning_persample.metrics.base import PerSampleMetric, as_batch_size, as_scalar, as_vector
 from lightning_persample.metrics.functional import (
+    are_quantiles,
     cosine_to_mean,
     merge_moments,
     moments,
@@ -96,8 +91,7 @@ class PerSampleNorm(_SampleMetric):
 
     def __init__(self, quantiles: Sequence[float] = (0.5, 0.95), **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        allowed = all(is_number_below_one(quantile) and quantile > 0 for quantile in quantiles)
-        if not allowed or len(set(quantiles)) < len(quantiles):
+        if not are_quantiles(tuple(quantiles)):
             raise OptionError(f"quantiles is {quantiles!r}; allowed are different numbers strictly between 0 and 1")
         self.quantiles = tuple(quantiles)
         if self.quantiles:
