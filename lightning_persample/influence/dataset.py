@@ -171,7 +171,8 @@ class Dataset(ABC, Generic[M]):
         if named != (expected, self.version):
             raise PerSampleError(
                 f"{os.fspath(path)!r} is of format {named[0]!r}, version {named[1]!r}; this version of "
-                f"lightning_persample reads format {expected!r}, version {self.version}"
+                f"lightning_persample reads format {expected!r}, version {self.version}: read the folder with the "
+                "version that wrote it, or write to another one"
             )
         with broken_files_named(path):
             return self._restored({"rows": None, **values})
@@ -300,13 +301,12 @@ class Dataset(ABC, Generic[M]):
             if new is not None and continued is not None and len(continued) == 1:
                 new = replace(new, run=next(iter(continued)))
         else:
-            if continued is not None:
-                self.drop_rows(continued[there.run])
-            new = replace(
-                self._continued(there, there if new is None else new), rows=there.rows if continued is None else None
-            )
+            promised = there.rows if continued is None else None
+            new = replace(self._continued(there, there if new is None else new), rows=promised)
         if new is not None:
             self.write_manifest(new)
+        if there is not None and continued is not None:  # when no more rows are promised than will be left
+            self.drop_rows(continued[there.run])
         return new
 
     def remove_if_empty(self, run: str) -> None:

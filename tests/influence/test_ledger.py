@@ -8,6 +8,7 @@ import json
 import os
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow
 import pyarrow.dataset
@@ -269,6 +270,24 @@ def test_a_file_that_was_removed_is_noticed(folder, lost, said):
     assert read_ledger(folder, complete=False).num_rows == 4
     with pytest.raises(OptionError, match=f"lacks {said} of this run: put the files back, or pass another dirpath"):
         Ledger(folder).check(read_manifest(folder), {read_manifest(folder).run: 3}, overwrite=False)
+
+
+def test_a_run_that_ended_and_is_killed_while_it_drops_rows_goes_on(folder, monkeypatch):
+    write(folder, 0, [0], [1], [2], [3])
+    Ledger(folder).promise("first")
+    unlink = Path.unlink
+
+    def killed_at_the_second_file(path, **options):
+        if path.name == "rows-00000-000002.parquet":
+            raise KeyboardInterrupt
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed_at_the_second_file)
+        with pytest.raises(KeyboardInterrupt):
+            Ledger(folder).open(SECOND, {"first": 1})
+    assert Ledger(folder).open(SECOND, {"first": 1}) == MANIFEST
+    assert read_ledger(folder)["step"].to_pylist() == [0, 0]
 
 
 def test_a_file_in_which_one_bit_was_flipped_is_named(folder):

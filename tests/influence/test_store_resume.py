@@ -135,6 +135,16 @@ def test_rows_of_another_run_are_kept_unless_told(tmp_path):
     assert Shards(folder).open(MANIFEST, {}) == MANIFEST  # there is nothing to lose
 
 
+def test_a_run_of_which_a_shard_was_removed_does_not_go_on(tmp_path):
+    folder = made(tmp_path / "one")
+    write(folder, gradients(12), step=torch.arange(12))
+    (folder / "shard-00000-000001.npy").unlink()
+    with pytest.raises(OptionError, match="lacks file 1 of process 0, which has written 3 of this run: put the files"):
+        Shards(folder).open(SECOND, {"first": 12})
+    assert Shards(folder).open(SECOND, {"first": 4}) == MANIFEST
+    assert GradientStore(folder).rows["step"].tolist() == [0, 1, 2, 3]
+
+
 def test_a_run_goes_on_where_its_checkpoint_was(tmp_path):
     folder = made(tmp_path / "one")
     steps = torch.arange(12) // 2
