@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_persample.capture.mode import expanded_weights
 from tests.capture.model_cases import Model, mean_of_squares, parameter
 from tests.capture.reference import assert_values, loop, record_of
+from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -283,9 +285,10 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("lengths", [[2, 4, 3, 1], [4, 3, 3, 1], [1, 2, 3, 4], [3]])
-@pytest.mark.parametrize("initial", INITIAL)
-@pytest.mark.parametrize("kind", KINDS)
+LENGTHS = [[2, 4, 3, 1], [4, 3, 3, 1], [1, 2, 3, 4], [3]]
+
+
+@pytest.mark.parametrize(("kind", "initial", "lengths"), in_turn(product(KINDS, INITIAL), LENGTHS))
 def test_learned_state_of_packed_sequences_in_any_order(kind: str, initial: str, lengths: list[int]) -> None:
     step = nn.Module()
     step.a = KINDS[kind](3, 2, batch_first=True)

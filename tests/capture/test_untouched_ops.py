@@ -84,7 +84,16 @@ def test_op_differentiated_twice(case: Case, dtype: torch.dtype) -> None:
     _check_second_order(*one_call(case, dtype), refused=_differentiable_once(case))
 
 
-@pytest.mark.parametrize("case", every_op)
+def _under_autocast() -> Iterator[Any]:
+    """Every case of an op that is cast and one of each other op; all others are slow."""
+    met: set[object] = set()
+    for case in OPS.values():
+        slow = case.rule.op in met and case.rule.op not in IN_BFLOAT16
+        yield pytest.param(case, id=case.id, marks=[pytest.mark.slow] if slow else [])
+        met.add(case.rule.op)
+
+
+@pytest.mark.parametrize("case", list(_under_autocast()))
 def test_op_under_autocast(case: Case) -> None:
     facts = _check_first_order(*one_call(case, torch.float32), autocast=True)
     cast = {fact.dtype for name, fact in facts.items() if name.startswith("output")} == {torch.bfloat16}
