@@ -1,4 +1,4 @@
-"""Cases in several sizes, dtypes or layouts: by default each in one of these, and all the others with ``-m slow``."""
+"""Cases in several sizes, dtypes, layouts or kinds: by default each in one of these, and all with ``-m slow``."""
 
 from __future__ import annotations
 
@@ -27,3 +27,17 @@ def in_turn(cases: Iterable[Any], *sizes: Iterable[Any]) -> list[Any]:
             name = "-".join([first, *map(str, combination)])
             found.append(pytest.param(*values, *combination, marks=(*marks, *slow), id=name))
     return found
+
+
+RECURRENT = ("lstm-projected-", "lstm-", "gru-", "rnn-relu-", "rnn-")
+
+
+def one_kind_each(names: Iterable[str]) -> list[Any]:
+    """Parameters of names; of a case that recurrent layers of several kinds share, one kind in turn is not slow."""
+    names = list(names)
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kind = next((kind for kind in RECURRENT if name.startswith(kind)), "")
+        kinds.setdefault(name.removeprefix(kind) if kind else name, []).append(name)
+    chosen = {of_case[number % len(of_case)] for number, of_case in enumerate(kinds.values())}
+    return [pytest.param(name, id=name, marks=[] if name in chosen else [pytest.mark.slow]) for name in names]

@@ -16,7 +16,7 @@ from tests.capture.model_cases import CASES
 from tests.capture.op_modules import in_place, one_call
 from tests.capture.recorded_calls import RecordedCalls
 from tests.capture.two_runs import assert_same, first_order, second_order, second_order_by_backward
-from tests.in_turn import in_turn
+from tests.in_turn import in_turn, one_kind_each
 from tests.rules.case import Case
 from tests.rules.families import all_cases
 from tests.rules.test_case_coverage import THROUGH_THE_ENGINE
@@ -116,12 +116,12 @@ def test_op_in_place(case: Case) -> None:
     _check_second_order(module, batch, refused=_differentiable_once(case))
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(MODELS, QUANTITIES))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(one_kind_each(MODELS), QUANTITIES))
 def test_model(name: str, dtype: torch.dtype) -> None:
     _check_first_order(*_model(name, dtype), quantities=QUANTITIES[dtype])
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(MODELS, QUANTITIES))
+@pytest.mark.parametrize(("name", "dtype"), in_turn(one_kind_each(MODELS), QUANTITIES))
 def test_model_differentiated_twice(name: str, dtype: torch.dtype) -> None:
     _check_second_order(*_model(name, dtype), refused=name.startswith("embedding-bag"))
 
@@ -137,7 +137,7 @@ def _onednn_casts_lstm() -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_kind_each(MODELS))
 def test_model_under_autocast(name: str) -> None:
     with torch.backends.mkldnn.flags(enabled=_onednn_casts_lstm()):
         _check_first_order(*_model(name, torch.float32), autocast=True)
