@@ -224,21 +224,21 @@ def statistics_of_moments(
 
 def statistics_of_values(values: Tensor, quantiles: Sequence[float] = ()) -> dict[str, Tensor]:
     """Those of finite values (n,), and quantiles of them; nan if there is none."""
-    ordered = values.sort().values if len(values) else values.new_full((1,), math.nan)
+    ordered = values.sort().values if values.numel() else values.new_full((1,), math.nan)
     mean = ordered.mean()
     deviations = (ordered - mean).square().sum()
-    found = statistics_of_moments(len(ordered), mean, deviations, ordered[0], ordered[-1])
+    found = statistics_of_moments(ordered.numel(), mean, deviations, ordered[0], ordered[-1])
     return found | quantiles_of_sorted(ordered, quantiles)
 
 
 def quantiles_of_sorted(values: Tensor, quantiles: Sequence[float]) -> dict[str, Tensor]:
     """Quantiles of sorted numbers (n,), interpolated linearly, named by percent; nan if there is no number."""
-    ordered = values if len(values) else values.new_full((1,), math.nan)  # torch.quantile takes 16 million at most
-    places = {percent(quantile): quantile * (len(ordered) - 1) for quantile in quantiles}
-    return {
-        name: torch.lerp(ordered[math.floor(at)], ordered[math.ceil(at)], at - math.floor(at))
-        for name, at in places.items()
-    }
+    ordered = values if values.numel() else values.new_full((1,), math.nan)  # torch.quantile takes 16 million at most
+    found = {}
+    for quantile in quantiles:
+        at = quantile * (ordered.numel() - 1)
+        found[percent(quantile)] = torch.lerp(ordered[math.floor(at)], ordered[math.ceil(at)], at - math.floor(at))
+    return found
 
 
 def percent(quantile: float) -> str:
