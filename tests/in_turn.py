@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 
 
+def _name(value: Any) -> str:
+    """The same in every process."""
+    return str(getattr(value, "__name__", value))
+
+
 def in_turn(cases: Iterable[Any], *sizes: Iterable[Any]) -> list[Any]:
     """Parameters (case, size, ...) of each case in every size; which one is not slow goes round from case to case.
 
@@ -20,11 +25,11 @@ def in_turn(cases: Iterable[Any], *sizes: Iterable[Any]) -> list[Any]:
         known = isinstance(case, type(pytest.param()))
         values = case.values if known else case if isinstance(case, tuple) else (case,)
         marks = case.marks if known else ()
-        first = case.id if known and case.id else "-".join(map(str, values))
+        first = case.id if known and case.id else "-".join(map(_name, values))
         for place, combination in enumerate(combinations):
             turn = (number + number // len(combinations)) % len(combinations)  # (not in step with cases of a product)
             slow = () if place == turn else (pytest.mark.slow,)
-            name = "-".join([first, *map(str, combination)])
+            name = "-".join([first, *map(_name, combination)])
             found.append(pytest.param(*values, *combination, marks=(*marks, *slow), id=name))
     return found
 

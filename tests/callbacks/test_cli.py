@@ -221,7 +221,7 @@ def test_a_value_that_is_not_allowed_is_refused_in_our_words(option, value, tmp_
         PerSampleGradientMonitor(**{option: value})
     file = write(tmp_path / "config.yaml", [monitor(**{option: value})])
     with pytest.raises((ValueError, SystemExit)) as refused:
-        command("fit", "--config", str(file))
+        LightningCLI(Trained, run=False, args=["--config", str(file)])
     said = f"{refused.value}\n{capsys.readouterr().err}"
     if option == "loss_reduction":  # its type says as much: the parser is first
         assert "Expected a typing.Literal['mean', 'sum']" in said

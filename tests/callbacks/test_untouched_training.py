@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_persample.callbacks import PerSampleGradientMonitor
 from lightning_persample.capture import fused
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, fit, loader
+from tests.in_turn import in_turn
 from tests.torch_release import not_in_the_oldest
 
 STEPS = 14  # the last ones in a second epoch
@@ -85,8 +86,7 @@ def everything_after_training(network, accumulate, callbacks, **kwargs):
     return state, random.getstate()
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("network", [dropout, batch_norm, ResidualInPlace, Converting])
+@pytest.mark.parametrize(("network", "accumulate"), in_turn([dropout, batch_norm, ResidualInPlace, Converting], [1, 3]))
 @pytest.mark.filterwarnings("ignore::lightning_persample.errors.PerSampleWarning")  # batch norm mixes samples
 def test_training_is_equal_bit_for_bit(network, accumulate, tmp_path):
     monitor = PerSampleGradientMonitor(1, per_layer=1)
@@ -142,8 +142,9 @@ def small_images():
 
 
 @not_in_the_oldest
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("quantities", [("sq_norm",), ("sq_norm", "grad_sample")])
+@pytest.mark.parametrize(
+    ("quantities", "accumulate"), [(("sq_norm",), 3), (("sq_norm", "grad_sample"), 1)], ids=["norms", "gradients"]
+)
 def test_fused_weight_gradients_train_alike_up_to_the_order_of_sums(quantities, accumulate, monkeypatch):
     monkeypatch.setattr(fused, "convolution_is_fused", lambda *sizes: True)
     plain, _ = everything_after_training(small_images, accumulate, [Recorder(1)], precision="64-true")

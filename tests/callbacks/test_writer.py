@@ -17,6 +17,7 @@ from lightning_persample.influence import dataset, ledger, read_ledger, read_man
 from tests.callbacks.indexed_data import ByName, Follows, Names
 from tests.callbacks.ledger_runs import NAMES, Noted, SaveAfter, StopAfter, WithDropout, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
+from tests.in_turn import in_turn
 from tests.processes import run_alone, run_ranks
 
 
@@ -188,10 +189,12 @@ def test_a_fit_that_fails_has_its_rows(folder):
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize(
-    ("kind", "step", "accumulate"),
-    [(Noted, 2, 1), (Noted, 6, 1), (Noted, 3, 2), (Noted, 8, 1), (ByHand, 2, 1), (ByHand, 6, 1), (ByHand, 8, 1)],
+    ("kind", "step", "accumulate", "is_behind"),
+    in_turn(
+        [(Noted, 2, 1), (Noted, 6, 1), (Noted, 3, 2), (Noted, 8, 1), (ByHand, 2, 1), (ByHand, 6, 1), (ByHand, 8, 1)],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize("is_behind", [True, False])
 def test_a_resumed_fit_leaves_every_step_once(folder, tmp_path, kind, step, accumulate, is_behind):
     settings = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
     writer = PerSampleGradientWriter(folder, flush_every=5)

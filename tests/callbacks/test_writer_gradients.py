@@ -18,6 +18,7 @@ from tests.callbacks.indexed_data import ByName, Follows, Names
 from tests.callbacks.ledger_runs import Noted, SaveAfter, StopAfter, WithDropout, data, fit
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, make_trainer
 from tests.callbacks.unseen_models import Hidden
+from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
@@ -118,8 +119,7 @@ def test_training_is_untouched(folder):
     assert len(GradientStore(folder / "_gradients")) == 66
 
 
-@pytest.mark.parametrize("flush_every", [1, 3, 100])
-@pytest.mark.parametrize("is_behind", [True, False])
+@pytest.mark.parametrize(("flush_every", "is_behind"), in_turn([1, 3, 100], [True, False]))
 def test_a_resumed_fit_goes_on_from_its_checkpoint(flush_every, is_behind, folder, tmp_path):
     saves, writer = SaveAfter(8, tmp_path / "saved.ckpt"), writer_of(folder, flush_every=flush_every)
     callbacks = [writer, saves] if is_behind else [saves, writer]

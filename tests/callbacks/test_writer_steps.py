@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleW
 from lightning_persample.influence import GradientStore, read_ledger, read_manifest
 from tests.callbacks.ledger_runs import NAMES, Noted, SaveAfter, StopAfter, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
+from tests.in_turn import in_turn
 
 
 @pytest.fixture
@@ -122,9 +125,10 @@ class InGroups(Scheduled):
         return torch.optim.SGD([{"params": first}, {"params": last}], 0.7)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("moment", ["training_step", "optimizer_step", "on_before_optimizer_step", "after the closure"])
-@pytest.mark.parametrize("kind", [Scheduled, InGroups])
+MOMENTS = ["training_step", "optimizer_step", "on_before_optimizer_step", "after the closure"]
+
+
+@pytest.mark.parametrize(("kind", "moment", "accumulate"), in_turn(product([Scheduled, InGroups], MOMENTS), [1, 3]))
 def test_a_learning_rate_is_that_of_the_optimizer_step_whenever_it_was_set(kind, moment, accumulate, folder):
     (module := kind()).when = moment
     writer = PerSampleGradientWriter(folder, per_layer=2, flush_every=1, projection=Projection(dim=4))
