@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +125,13 @@ def trained(kind: type, callbacks: list[Any], tmp_path: Any) -> tuple[Any, Any, 
     return module, trainer, [str(each.message) for each in caught if each.category is PerSampleWarning]
 
 
+@functools.cache
+def without_us(kind: type) -> Any:
+    """A module that was trained without any callback."""
+    with tempfile.TemporaryDirectory() as folder:
+        return trained(kind, [], Path(folder))[0]
+
+
 def all_of_ours(tmp_path: Any) -> list[Any]:
     statistics = ("noise_scale", "diversity", "cosine_to_mean", "signal_to_noise")
     monitor = PerSampleGradientMonitor(1, per_layer=1, statistics=statistics, worst_samples=2)
@@ -139,7 +148,7 @@ CASES = [(Classifier, each) for each in AUTOMATIC] + [(Manual, each) for each in
 def test_a_fault_is_said_once_and_the_training_is_that_without_us(
     kind: type, function: Callable[..., Any], tmp_path: Any
 ) -> None:
-    plain, _, _ = trained(kind, [], tmp_path / "plain")
+    plain = without_us(kind)
     plan._PLANS.clear()
     annotations._KINDS.clear()
     with broken(function, "KeyError"):
@@ -179,7 +188,7 @@ BOUNDARY = (
 
 def sweep(kind: type, tmp_path: Any, every: int, calls: int | None) -> None:
     """Break one function after the other, always or at one call, counted from the last where negative."""
-    plain, _, _ = trained(kind, [], tmp_path / "plain")
+    plain = without_us(kind)
     callbacks = all_of_ours(tmp_path)
     codes = {
         code: count
@@ -234,7 +243,7 @@ def interrupted_fit(kind: type, function: types.CodeType, call: int, tmp_path: A
             trainer.fit(module, loader)
     except (SystemExit, KeyboardInterrupt, RuntimeError):  # (as Lightning ends where loaders have no iterators yet)
         was_interrupted = True
-    assert traces(module) == traces_of_a_fit(kind, tmp_path)
+    assert traces(module) == traces(without_us(kind))
     assert not any(optimizer._optimizer_step_pre_hooks for optimizer in trainer.optimizers)
     assert type(trainer.fit_loop._combined_loader) in (CombinedLoader, type(None))
     assert "_load_combined_loader_states" not in vars(trainer.fit_loop)
@@ -249,11 +258,6 @@ def of_process() -> tuple[Any, ...]:
     """What a capture changes for the whole process, and takes back."""
     modes = [type(each) for each in torch.overrides._get_current_function_mode_stack()]
     return modes, torch.overrides.has_torch_function, torch.autograd.backward, torch._C._is_torch_function_enabled()
-
-
-@functools.cache
-def traces_of_a_fit(kind: type, tmp_path: Any) -> Any:
-    return traces(trained(kind, [], tmp_path / "plain")[0])
 
 
 INTERRUPTED: list[tuple[Callable[..., Any], int]] = [
