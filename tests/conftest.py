@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from _pytest.doctest import DoctestModule
@@ -64,24 +63,11 @@ def double_precision() -> Iterator[None]:
 
 
 @pytest.fixture
-def own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_rules() -> Iterator[None]:
     """What a test registers is gone after it."""
     from lightning_persample.rules import registry
 
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
-
-
-@pytest.fixture
-def general(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts the gradients that went the general way."""
-    from lightning_persample.capture import reporting
-
-    found: list[int] = []
-    contribute = reporting.Report.contribute
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(1)
-        return contribute(self, *args, **kwargs)
-
-    monkeypatch.setattr(reporting.Report, "contribute", counted)
-    return found
+    before = dict(registry._RULES)
+    yield
+    registry._RULES.clear()
+    registry._RULES.update(before)

@@ -17,7 +17,6 @@ from lightning.pytorch.loggers import CSVLogger
 
 import lightning_persample
 from lightning_persample import PerSampleGradientMonitor, PerSampleRecord, supported_ops
-from lightning_persample.rules import registry
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,10 +33,9 @@ def table_rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
+def test_python_blocks_run_in_order(own_rules, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(TQDMProgressBar, "on_train_batch_end", L.Callback.on_train_batch_end)  # drawing takes longest
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))  # what the README registers is gone afterwards
     namespace: dict[str, object] = {"__name__": "readme"}
     for number, block in enumerate(blocks("python")):
         exec(compile(block, f"README.md, python block {number}", "exec"), namespace)

@@ -111,12 +111,12 @@ class Kind:
     makes: object | None
 
 
-_KINDS: dict[Callable[..., Any], Kind] = {}
+KINDS: dict[Callable[..., Any], Kind] = {}
 
 
 def kind_of(function: Callable[..., Any]) -> Kind:
     """The kind of a call; that of a function of torch's own is found out once."""
-    kind = _KINDS.get(function)
+    kind = KINDS.get(function)
     if kind is None:
         op = op_of(function)
         inplace, composite = is_inplace(function), is_composite(function)
@@ -127,7 +127,7 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         moves = op is None and (function.__name__ in _MOVES or is_setter(function, "data"))
         kind = Kind(op, inplace, op in POINTWISE, composite, by_layout, converts, moves, makes)
         if op is None or isinstance(op, str):
-            _KINDS[function] = kind
+            KINDS[function] = kind
     return kind
 
 
@@ -185,31 +185,32 @@ class Marks:
         batch_size: number of samples B.
 
     Attributes:
+        entries: by the id of a tensor a weak reference to it, and its mark.
         of_weights: where memory begins that weights alone have made.
     """
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._entries: dict[int, tuple[Callable[[], Tensor | None], Mark]] = {}
+        self.entries: dict[int, tuple[Callable[[], Tensor | None], Mark]] = {}
         self._written: dict[int, UntypedStorage] = {}
         self._swapped: tuple[Tensor, Mark | None] | None = None
         self.of_weights: set[int] = set()
 
     def __setitem__(self, tensor: Tensor, mark: Mark) -> None:
-        self._entries[id(tensor)] = (weakref.ref(tensor), mark)
+        self.entries[id(tensor)] = (weakref.ref(tensor), mark)
 
     def __len__(self) -> int:
         """The number of living tensors with a mark."""
-        return sum(reference() is not None for reference, _ in self._entries.values())
+        return sum(reference() is not None for reference, _ in self.entries.values())
 
     def get(self, tensor: Tensor) -> Mark | None:
         """The mark of this tensor object, or None."""
-        entry = self._entries.get(id(tensor))
+        entry = self.entries.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def of_operand(self, tensor: Tensor) -> Mark | None:
         """What a tensor means as an argument of a call: its own mark, or what its memory or its history tells."""
-        entry = self._entries.get(id(tensor))
+        entry = self.entries.get(id(tensor))
         mark = entry[1] if entry is not None and entry[0]() is tensor else None
         kind = type(mark)
         if kind is BatchAxis:
@@ -233,7 +234,7 @@ class Marks:
         found: BatchAxis | None = None
         first: Tensor | None = None
         rank = 0
-        entries = self._entries
+        entries = self.entries
         for value in args:
             if type(value) is Tensor:
                 entry = entries.get(id(value))
@@ -289,7 +290,7 @@ class Marks:
 
     def note_swapped(self, tensor: Tensor) -> None:
         """Before torch swaps the contents of two tensors, it asks of one after the other who refers to them weakly."""
-        entry = self._entries.pop(id(tensor), None)
+        entry = self.entries.pop(id(tensor), None)
         mark = entry[1] if entry is not None and entry[0]() is tensor else None
         if self._swapped is None:
             self._swapped = tensor, mark
@@ -297,7 +298,7 @@ class Marks:
         (other, others), self._swapped = self._swapped, None
         for each, its in ((other, mark), (tensor, others)):
             if its is not None:
-                self._entries[id(each)] = partial(_itself, each), its
+                self.entries[id(each)] = partial(_itself, each), its
 
     def _in_memory(self, tensor: Tensor) -> Mark | None:
         """Where the samples lie in a tensor, as the others on its memory tell; None where there are none."""
@@ -334,7 +335,7 @@ class Marks:
 
     def _sharing(self, tensor: Tensor, kinds: tuple[type, ...]) -> Iterator[tuple[Tensor, Any]]:
         memory = memory_of(tensor)
-        for reference, known in list(self._entries.values()) if memory else ():
+        for reference, known in list(self.entries.values()) if memory else ():
             other = reference() if isinstance(known, kinds) else None
             if other is not None and memory_of(other) == memory:
                 yield other, known
@@ -430,7 +431,7 @@ class Marks:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._entries.clear()
+        self.entries.clear()
         self._written.clear()
         self._swapped = None
         self.of_weights.clear()

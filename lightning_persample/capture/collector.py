@@ -21,8 +21,7 @@ from lightning_persample.capture.graph import Edges, boundary, edges_between, en
 from lightning_persample.capture.pull_back import settle_one
 from lightning_persample.capture.weight import Computation, Weight
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
-
-_PRODUCTS = frozenset({"AddmmBackward0", "MmBackward0"})
+from lightning_persample.torch_internals import AccumulateGrad
 
 
 class WatchedNodes:
@@ -48,7 +47,7 @@ class WatchedNodes:
         known = self._weights.get(node)
         if known is not None:
             return known
-        leaf = leaf_of(node)
+        leaf = node.variable if type(node) is AccumulateGrad else None  # type: ignore[attr-defined]
         mark = None if leaf is None else self._marks.get(leaf)
         return [mark] if isinstance(mark, Weight) else []
 
@@ -65,31 +64,50 @@ class WatchedNodes:
         return inside
 
     def watch_call(self, output: Tensor, hooked: Node | None, tensors: Sequence[Tensor]) -> None:
-        """`watch_inside` of a call with one output."""
+        """`watch_inside` of a call with one output; the walk below it then need not go through the call."""
+        node = output.grad_fn
+        stop = set()
+        for tensor in tensors:
+            stop.add(tensor.grad_fn)
+        further: list[Node] = []
+        weights: list[Weight] = []
+        between: list[tuple[Node, Node]] = []
+        for below, _ in () if node is None or node is not hooked else node.next_functions:
+            if below is None:
+                continue
+            if below not in stop and type(below) is not AccumulateGrad:  # a weight's transpose or the like
+                edges = below.next_functions
+                if len(edges) != 1 or edges[0][0] is None or below in self._seen:
+                    break
+                between.append((below, edges[0][0]))
+                below = edges[0][0]
+            if below in stop:
+                further.append(below)
+            elif type(below) is AccumulateGrad:
+                leaf = below.variable  # type: ignore[attr-defined]
+                entry = self._marks.entries.get(id(leaf))
+                mark = entry[1] if entry is not None and entry[0]() is leaf else None
+                if type(mark) is Weight and below not in self._weights:
+                    weights.append(mark)
+                else:
+                    weights += self.weights_of(below)
+            else:
+                break
+        else:
+            if node is not None and node is hooked:
+                self._seen.add(node)
+                for inner, end in between:
+                    self._seen.add(inner)
+                    self._weights.setdefault(inner, []).extend(self.weights_of(end))
+                self._calls[node] = further, weights
+                return
         inside = self.watch_inside((output,), boundary(tensors))
         if hooked is not None and hooked in inside:
-            further: list[Node] = []
-            weights: list[Weight] = []
-            for end in ends_below(hooked, inside):
-                if leaf_of(end) is None:
-                    further.append(end)
-                else:
-                    weights += self.weights_of(end)
-            self._calls[hooked] = further, weights
-
-    def watch_linear(self, output: Tensor, tensors: Sequence[Tensor], weights: list[Weight]) -> None:
-        """`watch_inside` of a linear map of rows, which as a rule is a product with the transpose of its weight."""
-        node = output.grad_fn
-        edges = () if node is None else node.next_functions
-        inner = edges[-1][0] if len(edges) == len(tensors) else None
-        if node is None or inner is None or node.name() not in _PRODUCTS or inner.name() != "TBackward0":
-            self.watch_inside((output,), boundary(tensors))
-            return
-        self._seen.add(node)
-        self._seen.add(inner)
-        self.watch(inner, weights[0])
-        if all(weight.derivation is None for weight in weights):
-            self._calls[node] = [] if edges[-2][0] is None else [edges[-2][0]], weights
+            ends = ends_below(hooked, inside)
+            self._calls[hooked] = (
+                [end for end in ends if leaf_of(end) is None],
+                [weight for end in ends if leaf_of(end) is not None for weight in self.weights_of(end)],
+            )
 
     def below(self, tops: list[Tensor]) -> tuple[list[tuple[Node, list[Weight]]], list[Weight]]:
         """What a backward will meet."""
@@ -304,7 +322,7 @@ class Collector:
 
     def contribute(self, weight: Weight, gradient: SampleGradient) -> None:
         """Take what one use contributes."""
-        if weight.has_norms:
+        if weight.sq_norm is not None:
             self.refuse([weight], USED_AGAIN)
             return
         weight.add(gradient)
@@ -334,7 +352,8 @@ class Collector:
         sums: list[tuple[Weight, Tensor]] = []
         alone: list[tuple[Weight, SampleGradient]] = []
         for weight, gradient in contributions:
-            if self._is_all_there_is(weight):
+            once = weight.uses == 1 and weight.derivation is None and not weight.children and weight.sq_norm is None
+            if once and not self.keep_structures and not (self.kept and weight.names & self.kept):
                 alone.append((weight, gradient))
                 continue
             if wants_sums and self.keep_structures:  # the gradients are asked for
@@ -350,15 +369,6 @@ class Collector:
             for (weight, _), sq_norm in zip(alone, squares, strict=True):
                 weight.sq_norm = sq_norm
         return sums
-
-    def wants_no_more(self, weights: Sequence[Weight]) -> bool:
-        """Whether nothing but the squared norm of all samples is asked of a call that is the one use of its weights."""
-        return self.samples is None and not self.refused and all(map(self._is_all_there_is, weights))
-
-    def _is_all_there_is(self, weight: Weight) -> bool:
-        """Whether the one use of a weight contributes now, and nobody asked for more than the squared norm."""
-        once = weight.derivation is None and weight.uses == 1 and weight.children == 0 and not weight.has_norms
-        return once and not self.keep_structures and not (self.kept and weight.names & self.kept)
 
     def why(self, error: Exception, what: object) -> str:
         """Why there are no values of a call or weight, with the op in place that overwrote what it needs."""

@@ -148,6 +148,8 @@ class Placement:
         axes: where the batch lies in those of them that hold it.
         output_axes: where it lies in each output that can get a gradient.
         weights: `owners` as a set.
+        per_sample: names of those of them that hold a row for every sample.
+        read: names of the tensors whose values the rule reads.
         has_rows: whether results with an entry for every row of the first output hold those of a sample together.
         rank: number of axes that the op lays its operands out to, 0 where it does not.
         nested: see `rules.Call`.
@@ -160,6 +162,8 @@ class Placement:
     axes: Mapping[str, BatchAxis]
     output_axes: tuple[BatchAxis, ...]
     weights: frozenset[str] = field(init=False)
+    per_sample: frozenset[str] = field(init=False)
+    read: frozenset[str] = field(init=False)
     has_rows: bool = field(init=False)
     rank: int = 0
     nested: bool = False
@@ -167,6 +171,8 @@ class Placement:
     def __post_init__(self) -> None:
         first = self.output_axes[0] if self.output_axes else None
         object.__setattr__(self, "weights", frozenset(self.owners))
+        object.__setattr__(self, "per_sample", self.weights & self.axes.keys())
+        object.__setattr__(self, "read", frozenset(filter(self.rule.is_read, self.kept)))
         object.__setattr__(self, "has_rows", first is not None and first.dim == 0 and first.owner is None)
 
 
@@ -252,20 +258,25 @@ class ByRule:
         written: Collection[int] = (),
     ) -> None:
         self._placement, self._others, self._owners, self._text = placement, others, owners, text
-        axes, is_read = placement.axes, placement.rule.is_read
-        self._tensors = {  # (of a weight that is laid over the batch, as a rule by a view, no copy is kept alive)
-            name: without_data(value) if name in axes and not is_read(name) else value.detach()
-            for name, value in values.items()
-        }
-        read = (tensor for name, tensor in self._tensors.items() if placement.rule.is_read(name))
-        self._versions = _versions_of(read, written)
+        axes, read = placement.axes, placement.read
+        self._tensors: dict[str, Tensor] = {}
+        self._versions: list[tuple[Tensor, int]] = []
+        for name, value in values.items():
+            if name in axes and name not in read:  # a weight that is laid over the batch: no copy is kept alive
+                self._tensors[name] = without_data(value)
+                continue
+            self._tensors[name] = tensor = value.detach()
+            if name in read and not (written and tensor.data_ptr() in written) and not tensor.is_inference():
+                self._versions.append((tensor, version_counter(tensor)))
         self._saved = saved_results(first, placement.rule.saved) if placement.has_rows and placement.rule.saved else {}
         self.drawn: _Drawn | None = None
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Contributions:
         """What the weights get, by sample."""
         placement, owners, text = self._placement, self._owners, self._text
-        check_unchanged(self._versions, text)
+        for tensor, version in self._versions:
+            if version_counter(tensor) != version:
+                check_unchanged(self._versions, text)
         rule, axes = placement.rule, placement.axes
         seen, by_sample = self._call(grads)
         try:
@@ -275,11 +286,18 @@ class ByRule:
         except Exception as error:  # whatever a rule of the user's raises, which the reason names
             raise UnsupportedError(reason_of(error, text, rule.function)) from error
         given, batch = seen.arguments, (placement.batch_size,)
-        sizes = {name: (*(() if name in axes else batch), *given[name].shape) for name in owners}
-        reason = wrong_answer(found, sizes)
+        shapes = {}
+        for name in owners:
+            shape = given[name].shape
+            shapes[name] = (*shape,) if name in axes else (*batch, *shape)
+        reason = wrong_answer(found, shapes)
         if reason:
             raise UnsupportedError(f"{text}: the rule of {op_name(rule.op)} {reason}")
-        return [(weight, _placed(found[name], weight, axes.get(name), text)) for name, weight in owners.items()]
+        contributions = []
+        for name, weight in owners.items():
+            gradient = found[name]
+            contributions.append((weight, _placed(gradient, weight, axes[name], text) if name in axes else gradient))
+        return contributions
 
     def uncentred(self) -> ByRule | None:
         """The same of a normalization that takes no mean away, from which nothing cancels; None of any other call."""
@@ -304,7 +322,7 @@ class ByRule:
             arguments[name] = batch_first(tensor, where, batch_size)
             if where.owner is not None:
                 counts[name] = torch.bincount(where.owner.sample, minlength=batch_size) * where.rows
-        rows = placement.weights & placement.axes.keys()
+        rows = placement.per_sample
         if rows and placement.rank:  # beside them an operand may be shared by all samples
             shared = tensors.keys() - placement.axes.keys() - placement.weights
             arguments |= {name: tensors[name].unsqueeze(0) for name in shared}
@@ -317,19 +335,25 @@ class ByRule:
             if isinstance(axis, BatchAxis) and version_of(self.drawn.output) == self.drawn.version:
                 output = batch_first(self.drawn.output, axis, batch_size)
                 draws = tuple(batch_first(tensor, axis, batch_size) for tensor in again)
-        by_sample = tuple(
-            None if grad is None else batch_first(grad, axis, batch_size, fill=False)
-            for grad, axis in zip(grads, placement.output_axes, strict=True)
-        )
-        saved = {name: batch_first(r, placement.output_axes[0], batch_size) for name, r in self._saved.items()}
+        saved = self._saved
+        if saved:
+            saved = {name: batch_first(r, placement.output_axes[0], batch_size) for name, r in saved.items()}
         seen = Call(batch_size, arguments, placement.weights, counts, draws, output, placement.nested, saved, rows)
-        return seen, by_sample if placement.rule.several_outputs else by_sample[0]
+        by_sample: list[Tensor | None] = []
+        for grad, axis in zip(grads, placement.output_axes, strict=True):
+            by_sample.append(None if grad is None else batch_first(grad, axis, batch_size, fill=False))
+        return seen, tuple(by_sample) if rule.several_outputs else by_sample[0]
 
 
 def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
     """What is wrong with what a rule gave, apart from its values; what it gives for other arguments does not matter."""
-    if _answers(given, asked):
-        return ""
+    if type(given) is dict:
+        for name, shape in asked.items():
+            gradient = given.get(name)
+            if not isinstance(gradient, SampleGradient) or (gradient.batch_size, *gradient.shape) != shape:
+                break
+        else:
+            return ""  # as nearly always
     expected = "a rule returns a dict with a structure (Dense, Outer, Indexed or Patches) for each argument asked for"
     if not isinstance(given, Mapping):
         return f"gave a {type(given).__name__}; {expected}"
@@ -349,17 +373,6 @@ def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
     return ""
 
 
-def _answers(given: object, asked: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether nothing is wrong, as nearly always."""
-    if type(given) is not dict:
-        return False
-    for name, sizes in asked.items():
-        gradient = given.get(name)
-        if not isinstance(gradient, SampleGradient) or (gradient.batch_size, *gradient.shape) != sizes:
-            return False
-    return True
-
-
 def _later_lies_below_earlier(call: ObservedCall) -> bool:
     stop = boundary(operand.tensor for operand in call.operands)
     first, *later = call.outputs
@@ -376,12 +389,8 @@ def _draw_again(rule: Rule, arguments: dict[str, Any], drawn: _Drawn) -> list[Te
         return rule.draws(arguments, drawn.output)
 
 
-def _placed(
-    gradient: SampleGradient, weight: Weight, where: BatchAxis | None, description: Description
-) -> SampleGradient:
+def _placed(gradient: SampleGradient, weight: Weight, where: BatchAxis, description: Description) -> SampleGradient:
     """A weight with the batch along an axis of its own (a state of each sample) has zeros outside a sample's rows."""
-    if where is None:
-        return gradient
     if where.owner is not None:  # of one row that is laid over the samples, any copy may stand for a sample's own
         samples = torch.arange(gradient.batch_size, device=where.owner.sample.device)
         if weight.tensor.stride(where.dim) or not torch.equal(where.owner.sample.sort().values, samples):
@@ -464,10 +473,11 @@ def _by_generic_rule(use: Use) -> Computation:
         batched = {position: _first(kept[position], where, batch_size) for position, where in axes.items()}
         grad = _first(grad, axis, batch_size, fill=False)
         found = generic_rule(function, args, kwargs, batched, frozenset(owners), grad)
-        return [
-            (owners[place], _placed(Dense(gradient), owners[place], axes.get(place), description))
-            for place, gradient in found.items()
-        ]
+        contributions: Contributions = []
+        for place, gradient in found.items():
+            dense, weight, where = Dense(gradient), owners[place], axes.get(place)
+            contributions.append((weight, dense if where is None else _placed(dense, weight, where, description)))
+        return contributions
 
     return compute
 

@@ -34,6 +34,7 @@ from lightning_persample.batch_axis.pointwise import common_axis
 from lightning_persample.capture.annotations import (
     CONSTANT,
     DATA_SOURCES,
+    KINDS,
     KNOWN,
     REWRITTEN,
     Constant,
@@ -49,16 +50,18 @@ from lightning_persample.capture.failure import guard
 from lightning_persample.capture.fused import fused_call
 from lightning_persample.capture.graph import REENTRANT, boundary, on_gradient, reaches, unseen_text
 from lightning_persample.capture.observing import decomposed
-from lightning_persample.capture.plan import Plan, layout_of, note_as_planned, recall, remember, remember_as
-from lightning_persample.capture.record import OUTSIDE
-from lightning_persample.capture.reporting import (
-    LINEAR,
+from lightning_persample.capture.plan import (
+    Plan,
     attach,
-    note_rows,
     note_term,
+    read_call,
+    recall,
     refuse_where_used,
-    rows_of_linear,
+    remember,
+    remember_as,
+    replay,
 )
+from lightning_persample.capture.record import OUTSIDE
 from lightning_persample.capture.weight import Derivation, Weight, base_of, in_one_row, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
 from lightning_persample.torch_internals import is_view, tree_flatten, view_base
@@ -202,7 +205,7 @@ class Dispatcher(Collector):
         """Run one torch call and take note of it."""
         result: Any = _NOT_RUN
         try:
-            kind = kind_of(function)
+            kind = KINDS.get(function) or kind_of(function)
             op = kind.op
             if kind.inplace and not args and kwargs:  # the functions of torch.nn.init name their tensor
                 first, *others = kwargs
@@ -232,15 +235,12 @@ class Dispatcher(Collector):
                         return self._beside(*common, result)
                     self.marks[result] = common[0]
                     return result
-            if function is LINEAR and not kwargs and not (self.fuse and self.keep_structures):
-                rows = rows_of_linear(self, args)
-                if rows is not None:
-                    result = _RUNNING
-                    result = function(*args)
-                    note_rows(self, result, rows)
-                    return result
-            tensors = data_of(op, args, kwargs) if kind.converts else operands_of(args, kwargs)
-            marks = [self.marks.of_operand(tensor) for tensor in tensors]
+            layout = None
+            if kind.by_layout:
+                tensors, marks, layout = read_call(function, args, kwargs, self.marks, self.batch_size)
+            else:
+                tensors = data_of(op, args, kwargs) if kind.converts else operands_of(args, kwargs)
+                marks = [self.marks.of_operand(tensor) for tensor in tensors]
             kinds = set(map(type, marks))
             if Lost in kinds:
                 marks = [self._mark_of(tensor) for tensor in tensors]
@@ -264,14 +264,13 @@ class Dispatcher(Collector):
             if self.fuse and Weight in kinds and torch.is_grad_enabled():
                 axis_of = self.marks.of_operand
                 fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
-            layout = layout_of(function, args, kwargs, tensors, marks, self.batch_size) if kind.by_layout else None
             plan = recall(layout, kind.makes, args, kwargs) if layout is not None else None
             if plan is not None:
                 if fused is None:
                     result = _RUNNING
                 result = function(*args, **kwargs) if fused is None else fused.run()
                 self._inner = plan, id(result)
-                note_as_planned(self, plan, result, tensors, marks, fused)
+                replay(plan, result, tensors, marks, fused, self)
                 return result
             if any(is_lazy(tensor) for tensor in tensors):
                 result = _RUNNING

@@ -54,7 +54,7 @@ def attempt(run: Callable[..., Any], otherwise: Callable[[Exception], Any], /, *
 
 
 # `guard(run, otherwise)` is `run` under `attempt`; made without a call of a Python function, because steps make many.
-guard: Callable[[Callable[..., Any], Callable[[Exception], Any]], Callable[..., Any]] = partial(partial, attempt)
+guard: Callable[..., Callable[..., Any]] = partial(partial, attempt)
 
 
 def once(

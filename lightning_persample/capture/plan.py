@@ -1,31 +1,44 @@
-"""What the layout of a call decides, decided once and applied to the calls that are laid out alike."""
+"""What is decided of a call once, and replayed for the calls that are laid out alike; the hooks that report it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
-from lightning_persample.batch_axis.base import Followed, is_plain
+from lightning_persample.batch_axis.base import Followed
 from lightning_persample.batch_axis.losses import READ_BY_SAMPLE, every_target_counts
 from lightning_persample.batch_axis.observed import Description, ObservedCall, OwnBackward, tensors_in, user_place
 from lightning_persample.batch_axis.ops import LOSSES
-from lightning_persample.capture.annotations import Mark
+from lightning_persample.capture.annotations import Mark, Marks
 from lightning_persample.capture.collector import Collector
-from lightning_persample.capture.contributions import ByRule, Placement, Use, not_tensors, placement_of
-from lightning_persample.capture.graph import hooked_tensor
-from lightning_persample.capture.reporting import Report, wait
-from lightning_persample.capture.weight import Weight
+from lightning_persample.capture.contributions import ByRule, Placement, Use, computation, not_tensors, placement_of
+from lightning_persample.capture.failure import guard, in_smaller_chunks
+from lightning_persample.capture.graph import detached, gradient_reader, hooked_tensor, on_gradient
+from lightning_persample.capture.weight import Computation, Contributions, Weight
+from lightning_persample.errors import UnsupportedError
+from lightning_persample.gradients import kernel_options
+from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import Rule, op_name, rule_of
+from lightning_persample.torch_internals import (
+    any_autocast_is_on,
+    backward_keeps_graph,
+    is_view,
+    is_wrapped_by_transform,
+    without_torch_function,
+)
 
 _MOST = 4096  # plans that are kept; a model has some hundreds
 _COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 _INDEXING = frozenset({Tensor.__getitem__})  # an index that is a tensor counts by its values
 _NESTED = (tuple, list, torch.Size)
+_STRIDED = torch.strided
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,14 +50,18 @@ class _Slots:
         values: of each tensor that it is given its name, and its place among the tensors of the call.
         owners: the same of those that are weights.
         others: the arguments that are no tensors, by name.
-        sizes: of all tensors of the call.
+        has_lists: whether there are lists among these.
+        op: its name in messages.
+        shapes: of all tensors of the call.
     """
 
     placement: Placement
     values: tuple[tuple[str, int], ...]
     owners: tuple[tuple[str, int], ...]
     others: Mapping[str, Any]
-    sizes: tuple[torch.Size, ...]
+    has_lists: bool
+    op: str
+    shapes: tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -67,67 +84,67 @@ class Plan:
 _PLANS: dict[Hashable, Plan] = {}
 
 
-def layout_of(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    tensors: Sequence[Tensor],
-    marks: Sequence[Mark | None],
-    batch_size: int,
-) -> Hashable | None:
-    """The key under which what is decided of a call may be remembered."""
-    if len(tensors) > 1 and (function in _INDEXING or len(set(map(id, tensors))) < len(tensors)):
-        return None
+def read_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], marks: Marks, batch_size: int
+) -> tuple[list[Tensor], list[Mark | None], Hashable | None]:
+    """The tensors among the arguments with their marks, and the key under which what is decided may be remembered."""
+    tensors: list[Tensor] = []
+    found: list[Mark | None] = []
     key: list[Hashable] = [function, batch_size, torch.is_grad_enabled()]
-    marks_left = iter(marks)
-    if not _describe(args, marks_left, key):
-        return None
+    is_key = _read(args, marks, tensors, found, key)
     for name, value in kwargs.items():
         key.append(name)
-        if name == "out" or not _describe((value,), marks_left, key):
-            return None
-    return tuple(key)
+        is_key = _read((value,), marks, tensors, found, key) and is_key and name != "out"
+    if not is_key or (len(tensors) > 1 and (function in _INDEXING or len(set(map(id, tensors))) < len(tensors))):
+        return tensors, found, None
+    return tensors, found, tuple(key)
 
 
-def _describe(values: Iterable[Any], marks: Iterator[Mark | None], key: list[Hashable]) -> bool:
-    """Add arguments to a key; false where something among them may decide otherwise than by its layout."""
+def _read(
+    values: Iterable[Any], marks: Marks, tensors: list[Tensor], found: list[Mark | None], key: list[Hashable]
+) -> bool:
+    """Add what arguments hold; false where something among them may decide otherwise than by its layout."""
+    is_key = True
     for value in values:
         kind: type = type(value)
         key.append(kind)  # 1, 1.0 and True are equal, and not the same argument
         if kind is Tensor or kind is nn.Parameter:
-            mark = next(marks)
-            if not is_plain(value):
-                return False
+            entry = marks.entries.get(id(value))
+            mark = entry[1] if entry is not None and entry[0]() is value else None
+            if type(mark) is not BatchAxis and not (type(mark) is Weight and kind is nn.Parameter and value.is_leaf):
+                mark = marks.of_operand(value)
+            tensors.append(value)
+            found.append(mark)
+            # Others than ordinary tensors are sparse, nested or wrapped by a torch.func transform.
+            is_plain = value.layout is _STRIDED and not value.is_nested and not is_wrapped_by_transform(value)
+            if not (is_key and is_plain):
+                is_key = False
+                continue
             dtype, shape = value.dtype, value.shape
-            if not (dtype.is_floating_point or _is_no_index(value, mark)):
-                return False
             if type(mark) is BatchAxis:
-                if mark.owner is not None or mark.mixing is not None:
-                    return False
+                is_key = mark.owner is None and mark.mixing is None
                 key += (shape, dtype, value.requires_grad, mark.dim, mark.outer, mark.inner)
-            elif isinstance(mark, Lost):
-                return False
             else:
+                is_key = not isinstance(mark, Lost)
                 key += (shape, dtype, value.requires_grad, isinstance(mark, Weight))
+            if not dtype.is_floating_point:  # can it stand for neither an axis nor a size?
+                may_be_index = type(mark) is not BatchAxis and dtype is not torch.bool and not dtype.is_complex
+                is_key = is_key and not may_be_index and value.numel() > 1
         elif kind in _COMPARED:
             key.append(value)
-        elif kind in _NESTED:
+        elif isinstance(value, (tuple, list)):
             key.append(len(value))
-            if not _describe(value, marks, key):
-                return False
+            is_key = _read(value, marks, tensors, found, key) and is_key and kind in _NESTED
         elif kind is slice:
             bounds = value.start, value.stop, value.step
-            if not _COMPARED.issuperset(map(type, bounds)):  # (a tensor in it is a number, and no operand)
-                return False
-            key += (*map(type, bounds), *bounds)
+            is_key = is_key and _COMPARED.issuperset(map(type, bounds))  # (a tensor in it is a number, and no operand)
+            key += (*map(type, bounds), *bounds) if is_key else ()
         else:
-            return False
-    return True
-
-
-def _is_no_index(tensor: Tensor, mark: Mark | None) -> bool:
-    """Whether a tensor that is no floating point number can stand for neither an axis nor a size."""
-    return tensor.numel() > 1 and (type(mark) is BatchAxis or tensor.dtype is torch.bool or tensor.is_complex())
+            is_key = False
+            for tensor in tensors_in(value):
+                tensors.append(tensor)
+                found.append(marks.of_operand(tensor))
+    return is_key
 
 
 def recall(layout: Hashable, op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
@@ -203,16 +220,18 @@ def _slots_of(
         return None
     values = tuple((name, places[id(given[name])]) for name in placement.kept)
     owners = tuple((name, place) for name, place in values if name in placement.weights)
-    return _Slots(placement, values, owners, others, tuple(tensor.shape for tensor in tensors))
+    has_lists = any(isinstance(value, list) for value in others.values())
+    shapes = tuple(tensor.shape for tensor in tensors)
+    return _Slots(placement, values, owners, others, has_lists, op_name(placement.rule.op), shapes)
 
 
-def note_as_planned(
-    collector: Collector,
+def replay(
     plan: Plan,
     result: Any,
     tensors: Sequence[Tensor],
     marks: Sequence[Mark | None],
     fused: OwnBackward | None,
+    collector: Collector,
 ) -> None:
     """Mark the outputs, and let the backward report what the weights among the arguments get."""
     if type(result) is Tensor:
@@ -220,29 +239,202 @@ def note_as_planned(
     else:
         for output, axis in zip(tensors_in(result), plan.outputs, strict=True):
             collector.marks[output] = axis
-    if plan.slots is not None:
-        (output,) = tensors_in(result)  # a call with weights has one
-        _wait_for_gradient(collector, plan.slots, output, tensors, marks, fused)
-
-
-def _wait_for_gradient(
-    collector: Collector,
-    slots: _Slots,
-    output: Tensor,
-    tensors: Sequence[Tensor],
-    marks: Sequence[Mark | None],
-    fused: OwnBackward | None,
-) -> None:
-    rule = slots.placement.rule
-    owners = {name: mark for name, place in slots.owners if isinstance(mark := marks[place], Weight)}
-    weights = list(owners.values())
-    names = tuple([name for weight in weights for name in weight.names])
-    text = Description(op_name(rule.op), slots.sizes, user_place(), names)
-    collector.nodes.watch_call(output, hooked_tensor(output).grad_fn, tensors)
-    for weight in weights:
+    slots = plan.slots
+    if slots is None:
+        return
+    output = result if type(result) is Tensor else next(tensors_in(result))  # a call with weights has one
+    owners: dict[str, Weight] = {}
+    names: list[str] = []
+    for name, place in slots.owners:
+        owners[name] = weight = cast("Weight", marks[place])
+        names += weight.names
         weight.uses += 1
-    values = {name: tensors[place] for name, place in slots.values}
-    compute = ByRule(slots.placement, values, not_tensors(slots.others), owners, text, output)
-    once = weights if len(weights) == 1 else list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
-    report = Report(collector, (output,), once, compute, text, bool(rule.reads))
-    wait(report, (output,), {} if fused is None else {weight: name for name, weight in owners.items()}, fused)
+    values = {}
+    for name, place in slots.values:
+        values[name] = tensors[place]
+    text = Description(slots.op, slots.shapes, user_place(), tuple(names))
+    others = not_tensors(slots.others) if slots.has_lists else slots.others  # (into a list a rule might write)
+    compute = ByRule(slots.placement, values, others, owners, text, output)
+    weights = [*owners.values()]
+    if len(weights) > 1:
+        weights = list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
+    report = Report(collector, (output,), weights, compute, text, bool(slots.placement.rule.reads))
+    hooked = hooked_tensor(output) if is_view(output) else output
+    collector.nodes.watch_call(output, hooked.grad_fn, tensors)
+    if fused is None:
+        report.attach((hooked,))
+    else:
+        report_sums(report, {weight: name for name, weight in owners.items()}, fused)
+
+
+_READERS: list[Callable[[Tensor], Tensor]] = [detached]
+_FREED = (
+    "a second backward goes through it, but the first one was to free the graph; pass retain_graph=True to the first"
+)
+
+
+class Report:
+    """Lets backward report what each sample contributes as soon as the gradients of a call's outputs are there.
+
+    Args:
+        collector: receives contributions, or the reason why there are none.
+        outputs: the outputs that can get a gradient.
+        weights: the weights among the call's operands.
+        compute: gives the contributions.
+        description: the call in messages.
+        keeps_values: whether `compute` holds what autograd holds, too, and lets go with it.
+    """
+
+    __slots__ = (
+        "_collector", "_compute", "_handle", "_keeps_values", "_kind", "_readers", "_text", "_weights",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        collector: Collector,
+        outputs: Sequence[Tensor],
+        weights: list[Weight],
+        compute: Computation,
+        description: Description,
+        keeps_values: bool,
+    ) -> None:
+        self._collector, self._weights, self._text = collector, weights, description
+        self._compute: Computation | None = compute
+        self._keeps_values = keeps_values
+        self._kind = outputs[0].device.type
+        if len(outputs) == 1 and not is_view(outputs[0]):  # as nearly always
+            self._readers = _READERS
+        else:
+            self._readers = [gradient_reader(output) for output in outputs]
+
+    def attach(self, hooked: Sequence[Tensor]) -> None:
+        """Wait for the gradients of the outputs, given the tensors whose hooks report them."""
+        if len(hooked) > 1:
+            self._handle = register_multi_grad_hook(hooked, guard(self._after_all, self.failed))
+            self._collector.nodes.release_later(self._handle)
+            return
+        node = hooked[0].grad_fn
+        if node is None:
+            hooked[0].register_hook(guard(lambda grad: self.contribute((grad,)), self.failed))
+        else:  # after all hooks of the user's that may change the gradient
+            node.register_prehook(guard(self._before_node, self.failed, hooked[0].output_nr))
+
+    def _before_node(self, place: int, grads: Sequence[Tensor | None]) -> None:
+        if grads[place] is not None:
+            self.contribute((grads[place],))
+
+    def _after_all(self, grads: Sequence[Tensor | None]) -> None:
+        self.contribute(grads)
+        if not backward_keeps_graph():
+            self._handle.remove()  # it holds nodes that hold it, a circle that no collector sees
+
+    def _freed(self, grads: Sequence[Tensor | None]) -> Contributions:
+        raise UnsupportedError(f"{self._text}: {_FREED}")
+
+    def contribute(self, grads: Sequence[Tensor | None], wants_sums: bool = False) -> list[tuple[Weight, Tensor]]:
+        """Note what the samples contribute."""
+        collector = self._collector
+        if not collector.accepting:
+            return []
+        for weight in self._weights:
+            if weight.reports:  # no hook on it has to wait for its gradient
+                for name in weight.names:
+                    collector.got_gradient[name] = None
+        if collector.refused and all(weight.names <= collector.refused.keys() for weight in self._weights):
+            if collector.frees:
+                self._compute = None
+            return []
+        options = collector.kernel_options
+        with without_torch_function():
+            if options.max_memory is None and not (torch.is_grad_enabled() or any_autocast_is_on()):
+                return self._collect(grads, wants_sums)
+            # On CUDA this is another thread; a backward may create a graph, or run under autocast.
+            with kernel_options(options), torch.no_grad(), without_autocast(self._kind):
+                return self._collect(grads, wants_sums)
+
+    def _collect(self, grads: Sequence[Tensor | None], wants_sums: bool) -> list[tuple[Weight, Tensor]]:
+        collector, compute = self._collector, self._compute or self._freed
+        read: list[Tensor | None] = []
+        for grad, reader in zip(grads, self._readers, strict=True):
+            if grad is not None and not (reader is detached and not grad.requires_grad):
+                grad = reader(grad)
+            read.append(grad)
+        try:
+            contributions = compute(read)
+        except torch.OutOfMemoryError:
+            contributions = in_smaller_chunks(partial(compute, read))
+        sums = collector.collect(contributions, wants_sums)
+        if collector.kept:
+            collector.note_call(self._weights, compute, read)
+        if collector.frees and self._keeps_values:
+            self._compute = None  # autograd lets its saved tensors go now, too
+        return sums
+
+    def failed(self, error: Exception) -> None:
+        """Say why there are no contributions."""
+        collector = self._collector
+        reason = collector.why(error, str(self._text))
+        for weight in self._weights:
+            for name in weight.names:
+                collector.got_gradient.setdefault(name, None)
+        if isinstance(error, torch.OutOfMemoryError):  # the training needs all that this backward has gathered
+            self._compute = None
+            for weight in collector.weights:
+                weight.forget()
+            collector.refuse(collector.weights, reason)
+        else:
+            collector.refuse(self._weights, reason)
+
+
+def attach(use: Use, collector: Collector) -> None:
+    """Hook the gradients of the call's outputs, so that backward reports what each sample contributes."""
+    weights = list(dict.fromkeys(use.weights.values()))
+    reason = use.reason_against()
+    if reason is not None:
+        refuse_where_used(use.call.outputs, weights, reason, collector)
+        return
+    outputs = [output for output, _ in use.outputs]
+    keeps_values = use.rule is None or bool(use.rule.reads)
+    report = Report(collector, outputs, weights, computation(use), use.description, keeps_values)
+    names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
+    if use.call.fused is None:
+        report.attach([hooked_tensor(output) for output in outputs])
+    else:
+        report_sums(report, names, use.call.fused)
+
+
+def report_sums(report: Report, names: Mapping[Weight, str], fused: OwnBackward) -> None:
+    """Let the backward of a call that runs fused report, and take the sums that this forms."""
+
+    def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
+        return {names[weight]: total for weight, total in report.contribute((grad,), wanted and bool(names))}
+
+    def none(error: Exception) -> dict[str, Tensor]:
+        report.failed(error)
+        return {}
+
+    fused.sums = guard(sums_by_name, none)
+
+
+def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, collector: Collector) -> None:
+    """Refuse the weights of a call as soon as a gradient reaches one of its outputs."""
+
+    def hook(grad: Tensor) -> None:
+        if collector.accepting:
+            collector.refuse(weights, reason)
+
+    for output in outputs:
+        if output.requires_grad:
+            on_gradient(output, hook, collector.fail)
+
+
+def note_term(outputs: Iterable[Tensor], names: frozenset[str], collector: Collector) -> None:
+    """Note, once a gradient reaches a call that adds a term of no sample to the loss, whose gradient has it."""
+
+    def hook(grad: Tensor) -> None:
+        if collector.accepting:
+            collector.penalized |= names
+
+    for output in outputs:
+        if output.requires_grad:
+            on_gradient(output, hook, collector.fail)

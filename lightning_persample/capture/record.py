@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any, Literal, TypeAlias
 
@@ -156,17 +156,6 @@ class OwnScale:
             rows = rows * float(self.batch_size) ** 2
         return rows if self.scale is None else rows / self.scale.to(rows.device, rows.dtype).square()
 
-    def own_norms(self, norms: Sequence[Tensor]) -> Tensor:
-        """`own` of norms, up to the sign; norms (B,) -> (norms, B)."""
-        found = torch.stack(list(norms))
-        if isinstance(self.weighting, Tensor):
-            weights = self.weighting.detach().to(found.device, found.dtype)
-            found /= weights
-            found.masked_fill_((found == 0) & (weights.square() == 0), float("nan"))  # it was too small to be seen
-        elif self.weighting == "mean":
-            found *= _number(float(self.batch_size), found.dtype)
-        return found if self.scale is None else found.div_(self.scale.to(found.device, found.dtype))
-
     def is_equal(self) -> bool:
         """Whether all samples weigh alike."""
         return not isinstance(self.weighting, Tensor) or bool((self.weighting == self.weighting[:1]).all())
@@ -186,12 +175,6 @@ class OwnScale:
         """What the gradient of the mean over the samples was multiplied by: of the loss itself, where it is no sum."""
         samples = float(self.batch_size) if self.weighting == "sum" else 1.0
         return samples if self.scale is None else samples * self.scale
-
-
-@cache
-def _number(value: float, dtype: torch.dtype) -> Tensor:
-    """A number as a tensor: to make one each time costs more than the product that it is for."""
-    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def in_dtype_of(parameter: Tensor, values: Tensor) -> Tensor:

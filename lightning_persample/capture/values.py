@@ -17,7 +17,6 @@ from lightning_persample.capture.record import OF_KEPT, UNEQUAL_WEIGHTS, KeptGra
 from lightning_persample.capture.weight import Weight
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients import SampleGradient, add_up
-from lightning_persample.torch_internals import multiply_each
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Values:
 
 def has_value(weight: Weight) -> bool:
     """Whether a backward has left anything of a weight's per-sample gradient."""
-    return weight.norm is not None or weight.sq_norm is not None or bool(weight.contributions)
+    return weight.sq_norm is not None or bool(weight.contributions)
 
 
 def read_values(
@@ -53,11 +52,10 @@ def read_values(
 ) -> Values:
     """The values of these parameters; the dispatcher takes those that have none, and why."""
     values = Values()
-    norms: dict[str, Tensor] = {}
     sq_norms: dict[str, Tensor] = {}
 
     def read(name: str, weight: Weight) -> None:
-        if weight.has_norms and weight.contributions:  # those came through a weight derived from it
+        if weight.sq_norm is not None and weight.contributions:  # those came through a weight derived from it
             dispatcher.refuse([weight], USED_AGAIN)
             return
         total = add_up(weight.contributions) if weight.contributions else None
@@ -91,26 +89,14 @@ def read_values(
             weight = watched.weights[name]
             if weight.contributions or places is not None:
                 attempt(read, partial(failed, name), name, weight)
-            elif weight.norm is not None:  # all that was asked for, of a parameter without hooks
-                norms[name] = weight.norm
-            elif weight.sq_norm is not None:  # the same
+            elif weight.sq_norm is not None:  # all that was asked for, of a parameter without hooks
                 sq_norms[name] = weight.sq_norm
-        if norms and not sq_norms and len({(norm.dtype, norm.device) for norm in norms.values()}) == 1:
-            squares = own.own_norms(list(norms.values())).square_()
-            values.sq_norms = dict(zip(norms, squares.unbind(), strict=True))
-            return values
-        sq_norms |= dict(zip(norms, _squares(list(norms.values())), strict=True))
         own_sq_norms = own.own_sq_norms(list(sq_norms.values()))
-    found = {
-        name: in_dtype_of(watched.weights[name].tensor, own) for name, own in zip(sq_norms, own_sq_norms, strict=True)
-    }
-    values.sq_norms = {name: found[name] for name in names if name in found}
+    for name, sq_norm in zip(sq_norms, own_sq_norms, strict=True):
+        weight = watched.weights[name]
+        is_alike = sq_norm.dtype is weight.tensor.dtype and sq_norm.dtype in (torch.float32, torch.float64)
+        values.sq_norms[name] = sq_norm if is_alike else in_dtype_of(weight.tensor, sq_norm)
     return values
-
-
-def _squares(norms: list[Tensor]) -> Sequence[Tensor]:
-    """The squares of norms (B,) of any dtypes and devices."""
-    return multiply_each(norms, norms) if norms else []
 
 
 def samples_in_loss(of_part: Sequence[int] | None, weights: object) -> Sequence[int] | None:
@@ -148,9 +134,8 @@ def why_no_factor(
 
 
 def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | None) -> Tensor:
-    known = weight.sq_norm if weight.norm is None else weight.norm.square()
-    if known is not None:
-        return known if places is None else known[places]
+    if weight.sq_norm is not None:
+        return weight.sq_norm if places is None else weight.sq_norm[places]
     if total is None:
         raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
     return total.sq_norm()

@@ -89,7 +89,6 @@ class Weight:
         contributions: what those calls contributed in the present backward.
         calls: what computes it and from which gradients of the outputs, where the sum is going to be compared.
         sq_norm: the squared norm (B,), where it could be taken at once and the structure let go.
-        norm: the norm (B,) in its place.
         reports: whether the call that uses it reports that it gets a gradient, so that no hook on it has to.
         version: how often a derived weight had been written to when it was computed.
         hidden: it was written to where autograd did not see it.
@@ -108,7 +107,6 @@ class Weight:
     contributions: list[SampleGradient] = field(default_factory=list)
     calls: list[tuple[Computation, Sequence[Tensor | None]]] = field(default_factory=list)
     sq_norm: Tensor | None = None
-    norm: Tensor | None = None
     reports: bool = False
     version: int = 0
     hidden: bool = False
@@ -120,11 +118,6 @@ class Weight:
     def is_current(self, tensor: Tensor) -> bool:
         """Whether the tensor still holds this weight: a derived one may have been overwritten through another view."""
         return self.derivation is None or version_of(tensor) == self.version
-
-    @property
-    def has_norms(self) -> bool:
-        """Whether all that was asked for has been taken of what it got."""
-        return self.norm is not None or self.sq_norm is not None
 
     @property
     def shape(self) -> torch.Size:
@@ -156,7 +149,7 @@ class Weight:
         self.contributions.clear()
         self.calls.clear()
         self.received = 0
-        self.sq_norm = self.norm = self.arrived = None
+        self.sq_norm = self.arrived = None
 
 
 def base_of(view: Tensor) -> Tensor | None:

@@ -8,11 +8,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from lightning_persample.gradients.geometry import PatchGeometry
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -35,28 +37,13 @@ class KernelOptions:
             raise ValueError(f"KernelOptions: max_memory is None or at least 1 byte, got {self.max_memory}.")
 
 
-class _Use:
-    """What the use at hand holds, counted when it is asked for: most kernels do not ask."""
-
-    __slots__ = ("_count", "_size")
-
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count, self._size = count, -1
-
-    @property
-    def size(self) -> int:
-        if self._size < 0:
-            self._size = self._count()
-        return self._size
-
-
 class _Within:
-    """A context in which kernels run so, for that use; entered for every use of every parameter, hence no generator."""
+    """A context in which kernels run so; entered for every use of every parameter, hence no generator."""
 
     __slots__ = ("_before", "_state")
 
-    def __init__(self, options: KernelOptions, use: _Use | None) -> None:
-        self._state = options, use
+    def __init__(self, options: KernelOptions) -> None:
+        self._state = options, None
 
     def __enter__(self) -> None:
         self._before = _state.set(self._state)
@@ -66,8 +53,8 @@ class _Within:
 
 
 # One variable for both: what a use leaves behind that is interrupted ends with the options around it.
-_state: ContextVar[tuple[KernelOptions, _Use | None]] = ContextVar(
-    "options of the kernels and the use at hand",
+_state: ContextVar[tuple[KernelOptions, list[Callable[[], int] | int] | None]] = ContextVar(
+    "options of the kernels, and the bytes that the use at hand holds, counted when they are asked for",
     default=(KernelOptions(), None),
 )
 
@@ -80,7 +67,12 @@ def current_options() -> KernelOptions:
 def _held_bytes() -> int | None:
     """Bytes that the use at hand holds in any case; None outside of one."""
     use = _state.get()[1]
-    return None if use is None else use.size
+    if use is None:
+        return None
+    held = use[0]
+    if not isinstance(held, int):
+        use[0] = held = held()
+    return held
 
 
 def kernel_options(options: KernelOptions) -> AbstractContextManager[None]:
@@ -94,13 +86,17 @@ def kernel_options(options: KernelOptions) -> AbstractContextManager[None]:
     Returns:
         The context.
     """
-    return _Within(options, None)
+    return _Within(options)
 
 
-def held_by_use(count: Callable[[], int]) -> AbstractContextManager[None]:
-    """Within this context, kernels work on a use that holds so many bytes; what is nested counts as part of it."""
+def run_for_use(count: Callable[[], int], kernel: Callable[..., Result], *arguments: Any) -> Result:
+    """Run a kernel that works on a use which holds so many bytes; what is nested counts as part of it."""
     options, use = _state.get()
-    return _Within(options, use or _Use(count))
+    before = _state.set((options, use or [count]))
+    try:
+        return kernel(*arguments)
+    finally:
+        _state.reset(before)
 
 
 MEMORY_BUDGET = 256 * 2**20

@@ -14,14 +14,13 @@ from lightning_persample.gradients.cost import (
     PatchSizes,
     chunks,
     fits,
-    held_by_use,
     memory_budget,
     outer_forms_gradients,
     patches_form_gradients,
 )
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.patches import patches_sq_norm_and_sum
-from lightning_persample.gradients.precision import accumulation_dtype, without_autocast
+from lightning_persample.gradients.precision import accumulation_dtype
 from lightning_persample.gradients.sample_gradient import SampleGradient
 from lightning_persample.gradients.structure import Dense, Outer, Patches
 
@@ -77,20 +76,23 @@ def sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
     Returns:
         sum |g[b]|^2, (B,), real; and sum_b g[b], of the parameter's shape. Both float32 at least.
     """
-    with without_autocast(gradient.device.type), held_by_use(gradient._held_bytes):
-        if isinstance(gradient, Dense):
-            return gradient._sq_norm(), gradient._dense().sum(0)
-        if isinstance(gradient, Patches) and not gradient.dtype.is_complex:
-            return patches_sq_norm_and_sum(gradient.grad_out, gradient.input, gradient.geometry)
-        if isinstance(gradient, Outer):
-            return outer_sq_norm_and_sum(gradient.left, gradient.right)
-        total = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        squares = norms.zeros(gradient.tensors()[0], gradient.dtype)
-        for part in chunks(gradient.batch_size, gradient._dense_bytes(), gradient.device):
-            formed = gradient.samples(part.start, part.stop)._dense()
-            squares[part] = norms.dense_sq_norm(formed)
-            total += formed[0] if len(formed) == 1 else formed.sum(0)
-        return squares, total
+    return gradient._run(_sq_norms_and_sum, gradient)
+
+
+def _sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
+    if isinstance(gradient, Dense):
+        return gradient._sq_norm(), gradient._dense().sum(0)
+    if isinstance(gradient, Patches) and not gradient.dtype.is_complex:
+        return patches_sq_norm_and_sum(gradient.grad_out, gradient.input, gradient.geometry)
+    if isinstance(gradient, Outer):
+        return outer_sq_norm_and_sum(gradient.left, gradient.right)
+    total = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    squares = norms.zeros(gradient.tensors()[0], gradient.dtype)
+    for part in chunks(gradient.batch_size, gradient._dense_bytes(), gradient.device):
+        formed = gradient.samples(part.start, part.stop)._dense()
+        squares[part] = norms.dense_sq_norm(formed)
+        total += formed[0] if len(formed) == 1 else formed.sum(0)
+    return squares, total
 
 
 def outer_sq_norm_and_sum(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,8 +97,7 @@ def by_chunks(like: Tensor, dtype: torch.dtype, bytes_each: int, compute: Callab
 
 def dense_sq_norm(grad: Tensor) -> Tensor:
     """Sum |grad[b]|^2, grad (B, *shape): (B,)."""
-    dtype = accumulation_dtype(grad)
-    if grad.dtype == dtype:  # nothing has to be copied
+    if grad.dtype is torch.float32 or (dtype := accumulation_dtype(grad)) is grad.dtype:  # nothing has to be copied
         return sq_sum(grad)
     return by_chunks(grad, dtype, bytes_to_widen(grad, dtype=dtype), lambda part: sq_sum(grad[part].to(dtype)))
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
+from operator import mul
 
 import torch
 import torch.nn.functional as F
@@ -26,18 +28,18 @@ class Rows:
     input: Tensor
     geometry: PatchGeometry
 
-    @property
+    @cached_property
     def out_size(self) -> tuple[int, ...]:
         """Number of output positions along each spatial axis."""
         return tuple(self.grad_out.shape[3:])
 
-    @property
+    @cached_property
     def group_shape(self) -> tuple[int, int]:
         """(b G, T)."""
         b, k = self.grad_out.shape[:2]
         return b * self.geometry.groups, k * prod(self.out_size)
 
-    @property
+    @cached_property
     def weight_shape(self) -> tuple[int, ...]:
         """(O, C/G, *kernel)."""
         return self.grad_out.shape[2], self.input.shape[2] // self.geometry.groups, *self.geometry.kernel_size
@@ -66,8 +68,8 @@ class Rows:
         """Every patch of (b, c, k, *extent), as a view: (b, c, *kernel, k, *out)."""
         size = (*read.shape[:2], *self.geometry.kernel_size, read.shape[2], *self.out_size)
         strides = read.stride()[3:]
-        along_kernel = (gap * stride for gap, stride in zip(self.geometry.dilation, strides, strict=True))
-        along_output = (step * stride for step, stride in zip(self.geometry.stride, strides, strict=True))
+        along_kernel = map(mul, self.geometry.dilation, strides)
+        along_output = map(mul, self.geometry.stride, strides)
         stride = (*read.stride()[:2], *along_kernel, read.stride(2), *along_output)
         return read.as_strided(size, stride, read.storage_offset())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 from torch import Tensor
 
 _CANCELLATION = 1e-2  # a result smaller than this part of what was added up is computed again another way
 _AS_IT_IS = contextlib.nullcontext()
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
@@ -40,12 +42,14 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """A context without autocast, which, were it on, would round the inputs of every matrix product."""
-    return torch.autocast(device_type, enabled=False) if autocast_is_on(device_type) else _AS_IT_IS
+    if not (_has_autocast(device_type) and torch.is_autocast_enabled(device_type)):  # as nearly always
+        return _AS_IT_IS
+    return torch.autocast(device_type, enabled=False)
 
 
 def autocast_is_on(device_type: str) -> bool:
     """Whether autocast is in force on a kind of device; on some there is none to be asked about."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def suspect(value: Tensor, scale: Tensor, gradients: Tensor | None = None) -> Tensor | None:

@@ -13,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_persample.gradients import norms, precision
-from lightning_persample.gradients.cost import chunks, held_by_use
+from lightning_persample.gradients.cost import Result, chunks, run_for_use
 from lightning_persample.gradients.projected import dense_projected
 from lightning_persample.gradients.projection import Factors, Projection
 
@@ -50,7 +50,7 @@ class SampleGradient(ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the gradient is added up: float32 at least."""
-        return precision.accumulation_dtype(*(x for x in self.tensors() if x.is_floating_point() or x.is_complex()))
+        return precision.accumulation_dtype(*[x for x in self.tensors() if x.is_floating_point() or x.is_complex()])
 
     @property
     def device(self) -> torch.device:
@@ -63,8 +63,7 @@ class SampleGradient(ABC):
         Returns:
             (B, *shape), float32 at least.
         """
-        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
-            return self._dense()
+        return self._run(self._dense)
 
     def sq_norm(self) -> Tensor:
         """The squared norm of each sample's gradient, sum |g[b]|^2.
@@ -72,8 +71,7 @@ class SampleGradient(ABC):
         Returns:
             (B,), real, float32 at least, never negative; NaN or infinite where the gradient is.
         """
-        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
-            return self._sq_norm()
+        return self._run(self._sq_norm)
 
     def inner(self, other: SampleGradient) -> Tensor:
         """The inner product of each sample's gradient with the same sample's in `other`, sum Re(conj(g[b]) h[b]).
@@ -91,19 +89,24 @@ class SampleGradient(ABC):
             raise ValueError(
                 f"inner: {_describe(self)} and {_describe(other)} do not belong to the same samples and parameter."
             )
-        with (
-            precision.without_autocast(self.device.type),
-            held_by_use(lambda: self._held_bytes() + other._held_bytes()),
-        ):
-            for one, two in ((self, other), (other, self)):
-                known = one._inner(two)
-                if known is not None:
-                    return known
-            result = norms.zeros(self.tensors()[0], torch.promote_types(self.dtype, other.dtype))
-            for part in chunks(self.batch_size, 3 * self._dense_bytes(), self.device):
-                ours, theirs = (x.samples(part.start, part.stop)._dense() for x in (self, other))
-                result[part] = norms.dense_inner(ours, theirs)
-            return result
+        return self._run(self._inner_of, other, beside=other)
+
+    def _inner_of(self, other: SampleGradient) -> Tensor:
+        for one, two in ((self, other), (other, self)):
+            known = one._inner(two)
+            if known is not None:
+                return known
+        result = norms.zeros(self.tensors()[0], torch.promote_types(self.dtype, other.dtype))
+        for part in chunks(self.batch_size, 3 * self._dense_bytes(), self.device):
+            ours, theirs = (x.samples(part.start, part.stop)._dense() for x in (self, other))
+            result[part] = norms.dense_inner(ours, theirs)
+        return result
+
+    def _run(self, kernel: Callable[..., Result], *arguments: Any, beside: SampleGradient | None = None) -> Result:
+        """Run a kernel out of autocast, with memory counted by what this structure holds, and the one beside it."""
+        count = self._held_bytes if beside is None else lambda: self._held_bytes() + beside._held_bytes()
+        with precision.without_autocast(self.device.type):
+            return run_for_use(count, kernel, *arguments)
 
     def dot(self, vector: Tensor) -> Tensor:
         """The dot of each sample's gradient with one vector, sum Re(conj(g[b]) v).
@@ -119,8 +122,7 @@ class SampleGradient(ABC):
         """
         if vector.shape != self.shape:
             raise ValueError(f"dot: {_describe(self)} with a vector of shape {tuple(vector.shape)}.")
-        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
-            return self._dot(vector)
+        return self._run(self._dot, vector)
 
     def project(self, projection: Projection, name: str) -> Tensor:
         """Each sample's gradient, projected to few numbers, ``left G right^T`` of its matrix G, row after row.
@@ -135,8 +137,7 @@ class SampleGradient(ABC):
         factors = projection.factors(name, self.shape, self.dtype, self.device)
         if factors.size == 0:  # of a parameter without entries
             return torch.zeros(self.batch_size, 0, dtype=self.dtype, device=self.device)
-        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
-            return self._project(factors)
+        return self._run(self._project, factors)
 
     def square_sum(self) -> Tensor:
         """The sum over the samples of the squares of the gradient's entries, sum_b |g[b]|^2 entry by entry.
@@ -144,8 +145,7 @@ class SampleGradient(ABC):
         Returns:
             (*shape), real, float32 at least; not of the samples' norms, whose sum of squares is the sum of its entries.
         """
-        with precision.without_autocast(self.device.type), held_by_use(self._held_bytes):
-            return self._square_sum()
+        return self._run(self._square_sum)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that the structure holds."""
@@ -203,8 +203,10 @@ class SampleGradient(ABC):
 
     def _held_bytes(self) -> int:
         """Bytes that the use holds in any case: the structure's tensors, the parameter and its ``.grad``."""
-        held = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
-        return held + 2 * self._dense_bytes()
+        held = 2 * self._dense_bytes()
+        for tensor in self.tensors():
+            held += tensor.numel() * tensor.element_size()
+        return held
 
     def _dense_bytes(self) -> int:
         """Bytes of one sample's gradient."""

@@ -30,35 +30,25 @@ def sq_norms(gradients: Sequence[SampleGradient]) -> list[Tensor]:
     Returns:
         (B,) for each, as `SampleGradient.sq_norm` gives it.
     """
-    rows = _rows_among(gradients) if len(gradients) > 1 else None
-    if rows is None:
-        return [gradient.sq_norm() for gradient in gradients]
-    with precision.without_autocast(rows.device.type):
-        of_rows = norms.dense_sq_norm(rows)
-        return [_with_rows(gradient, rows, of_rows) for gradient in gradients]
-
-
-def _rows_among(gradients: Sequence[SampleGradient]) -> Tensor | None:
-    """The gradient (B, p) of a vector among those of other parameters."""
-    for gradient in gradients:
-        if type(gradient) is Dense and gradient.grad.dim() == 2:
-            return gradient.grad
-    return None
-
-
-def _with_rows(gradient: SampleGradient, rows: Tensor, of_rows: Tensor) -> Tensor:
-    """The squared norm of a structure, given those of rows (B, p) that it may hold."""
-    if type(gradient) is Dense and gradient.grad is rows:
-        return of_rows
-    if type(gradient) is Outer and _same(gradient.left, rows) and gradient.right.dtype == rows.dtype:
-        return of_rows * norms.dense_sq_norm(gradient.right.squeeze(1))
-    return gradient.sq_norm()
+    if len(gradients) == 2:
+        one, two = gradients
+        if (
+            type(one) is Outer
+            and type(two) is Dense
+            and _same(one.left, two.grad)
+            and one.right.dtype == two.grad.dtype
+        ):
+            with precision.without_autocast(two.grad.device.type):
+                of_rows = norms.dense_sq_norm(two.grad)
+                return [of_rows * norms.dense_sq_norm(one.right.squeeze(1)), of_rows]
+    return [gradient.sq_norm() for gradient in gradients]
 
 
 def _same(left: Tensor, rows: Tensor) -> bool:
     """Whether left (B, 1, p) and rows (B, p) are the same memory, read in the same way."""
     return (
         left.shape[1] == 1
+        and rows.dim() == 2
         and (left.shape[0], left.shape[2]) == rows.shape
         and left.dtype == rows.dtype
         and left.data_ptr() == rows.data_ptr()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Dense, Patches, PatchGeometry, SampleGradient
-from lightning_persample.rules.elementwise import sum_to_shape
+from lightning_persample.rules.elementwise import widen
 from lightning_persample.rules.registry import Call, register_rule
 
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -33,12 +33,12 @@ def convolution(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
                 f"conv{axes}d was called on one sample without a batch axis (batch-first shape {tuple(x.shape)}); "
                 f"give it an input of {axes + 2} axes"
             )
-        options = (call.get(name, default) for name, default in _OPTIONS)
-        geometry = _geometry(kernel_size, *(tuple(o) if isinstance(o, list) else o for o in options))
-        found["weight"] = Patches(grad_output, x, geometry)
+        stride, padding, dilation, groups = [call.arguments.get(name, default) for name, default in _OPTIONS]
+        if isinstance(stride, list) or isinstance(padding, list) or isinstance(dilation, list):
+            stride, padding, dilation = [tuple(o) if isinstance(o, list) else o for o in (stride, padding, dilation)]
+        found["weight"] = Patches(grad_output, x, _geometry(kernel_size, stride, padding, dilation, groups))
     if "bias" in call.weights:
-        channels = call.arguments["bias"].shape[0]
-        found["bias"] = Dense(sum_to_shape(grad_output.flatten(3), (channels, 1)).squeeze(-1))
+        found["bias"] = Dense(widen(grad_output).flatten(3).sum((1, 3)))
     return found
 
 

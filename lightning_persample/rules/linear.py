@@ -23,7 +23,8 @@ def linear(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
             _require_positions("linear", x.shape[:-1], grad_output.shape)
             found["weight"] = _vector(x, grad_output)
         else:
-            _require_positions("linear", x.shape[:-1], grad_output.shape[:-1])
+            if x.shape[:-1] != grad_output.shape[:-1]:
+                _require_positions("linear", x.shape[:-1], grad_output.shape[:-1])
             found["weight"] = Outer(grad_output.flatten(1, -2), x.flatten(1, -2))
     if "bias" in call.weights:
         found["bias"] = Dense(sum_to_shape(grad_output, call.arguments["bias"].shape))

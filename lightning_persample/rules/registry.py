@@ -284,9 +284,8 @@ def find_rule(op: Callable[..., Any]) -> Rule | None:
     return rule_of(canonical_op(op))
 
 
-def rule_of(op: object) -> Rule | None:
-    """The rule of a canonical op, or None."""
-    return _RULES.get(op)
+rule_of: Callable[[object], Rule | None] = _RULES.get
+"""The rule of a canonical op, or None."""
 
 
 def supported_ops() -> tuple[str, ...]:

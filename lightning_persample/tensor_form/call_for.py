@@ -19,7 +19,7 @@ from lightning_persample.capture.annotations import CONSTANT, Mark
 from lightning_persample.capture.dispatch import Dispatcher
 from lightning_persample.capture.graph import REENTRANT, node_below
 from lightning_persample.capture.parameters import by_place, check_module, recurrent_layers_kept, trainable
-from lightning_persample.capture.reporting import refuse_where_used
+from lightning_persample.capture.plan import refuse_where_used
 from lightning_persample.capture.weight import Weight
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 from lightning_persample.tensor_form.delivery import DeliveringDispatcher, stand_in

@@ -32,7 +32,7 @@ from lightning_persample.callbacks import (
     statistics,
     worst,
 )
-from lightning_persample.capture import annotations, dispatch, mode, observing, plan, record, reporting
+from lightning_persample.capture import annotations, dispatch, mode, observing, plan, record
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning
 from lightning_persample.influence import dataset, ledger
@@ -90,7 +90,7 @@ AUTOMATIC: list[Callable[..., Any]] = [
     annotations.kind_of,
     dataset.Dataset.check,
     dataset.Dataset.open,
-    plan.layout_of,
+    plan.read_call,
     annotations.Marks.of_operand,
     mode.Capture.attach_loss,
     mode.Capture.close,
@@ -98,7 +98,7 @@ AUTOMATIC: list[Callable[..., Any]] = [
     ledger.LedgerWriter.add,
     ledger.LedgerWriter.write,
     PerSampleRecord.norms,
-    reporting.Report.note_gradient,
+    plan.Report.contribute,
 ]
 MANUAL: list[Callable[..., Any]] = [
     optimizer_steps.GradientOrigins.look,
@@ -150,7 +150,7 @@ def test_a_fault_is_said_once_and_the_training_is_that_without_us(
 ) -> None:
     plain = without_us(kind)
     plan._PLANS.clear()
-    annotations._KINDS.clear()
+    annotations.KINDS.clear()
     with broken(function, "KeyError"):
         module, trainer, said = trained(kind, all_of_ours(tmp_path), tmp_path / "watched")
     for name, value in plain.state_dict().items():

@@ -32,11 +32,10 @@ from lightning_persample.capture import (
     plan,
     pull_back,
     record,
-    reporting,
     values,
 )
 from lightning_persample.capture.failure import FAULT
-from lightning_persample.rules import registry
+from lightning_persample.gradients import Outer
 from tests.own_faults import broken, called, interrupted, name_of
 
 B = 4
@@ -77,7 +76,7 @@ FUNCTIONS: list[Callable[..., Any]] = [
     graph.edges_between,
     annotations.in_parts,
     annotations.kind_of,
-    plan.layout_of,
+    plan.read_call,
     plan.recall,
     annotations.Marks.axis_of_all,
     annotations.Marks.get,
@@ -85,20 +84,16 @@ FUNCTIONS: list[Callable[..., Any]] = [
     annotations.Marks.set_result,
     torch_internals.parameters_and_buffers,
     collector.Notes.reached,
-    observed.operands_of,
     observed.user_place,
     record.OwnScale.own_sq_norms,
     parameters.WatchedParameters._note,
     parameters.WatchedParameters.trainable,
     parameters.WatchedParameters.watch,
-    registry.rule_of,
-    reporting.Report.__init__,
-    reporting.hooked_tensor,
-    reporting.on_gradient,
-    reporting.note_rows,
-    reporting.rows_of_linear,
+    plan.Report.__init__,
+    plan.Report.attach,
+    plan.Report.contribute,
     contributions.Use.__init__,
-    reporting.attach,
+    plan.attach,
     values.has_value,
     values.read_values,
     collector.WatchedNodes.below,
@@ -120,7 +115,7 @@ def observed_step(function: Callable[..., Any], kind: str, quantities: tuple[str
     plain = step(module, x, y)
     module.zero_grad()
     plan._PLANS.clear()
-    annotations._KINDS.clear()
+    annotations.KINDS.clear()
     with broken(function, kind), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PerSampleWarning)
         with expanded_weights(module, (x, y), quantities=quantities) as capture:
@@ -154,9 +149,7 @@ def test_a_fault_costs_values_and_is_said_once(function: Callable[..., Any], kin
     assert record.coverage < 1
 
 
-@pytest.mark.parametrize(
-    "function", [reporting.note_rows, reporting.hooked_tensor, values.read_values, annotations.kind_of]
-)
+@pytest.mark.parametrize("function", [plan.read_call, plan.Report.attach, values.read_values, annotations.kind_of])
 def test_values_are_absent_and_not_wrong(function: Callable[..., Any]) -> None:
     record, _ = observed_step(function, "KeyError", ("sq_norm",))
     assert record.coverage == 0
@@ -167,7 +160,7 @@ def test_values_are_absent_and_not_wrong(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("function", [dispatch.Dispatcher.fail_at, failure.fault_of])
 def test_a_fault_in_the_note_of_a_fault_ends_the_capture_and_no_training(function: Callable[..., Any]) -> None:
     with broken(function):
-        record, said = observed_step(reporting.note_rows, "KeyError", ("sq_norm",))
+        record, said = observed_step(plan.read_call, "KeyError", ("sq_norm",))
     assert len(said) == 1
     assert FAULT in said[0]
     assert record.coverage == 0
@@ -177,7 +170,7 @@ def test_a_fault_is_an_error_where_the_user_asked_for_it() -> None:
     module, x = Network(), torch.randn(B, 5)
     text = r"following `linear` at test_own_faults\.py:\d+ failed with RuntimeError: broken inside; this is a fault of"
     with (
-        broken(reporting.note_rows),
+        broken(plan.read_call),
         pytest.raises(UnsupportedError, match=text),
         expanded_weights(module, (x,), unsupported="error"),
     ):
@@ -187,7 +180,7 @@ def test_a_fault_is_an_error_where_the_user_asked_for_it() -> None:
 def test_a_fault_in_a_hook_names_its_weights_alone() -> None:
     module, x = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4)), torch.randn(B, 5)
     with (
-        broken(reporting._OfRows.gradients),
+        broken(Outer.__post_init__),
         pytest.warns(PerSampleWarning, match=r"`0\.weight`, `0\.bias`: `linear` on"),
         expanded_weights(module, (x,), quantities=("grad_sample",)) as capture,
     ):
@@ -317,7 +310,7 @@ def larger_step(options: dict[str, Any] | None) -> tuple[nn.Module, dict[str, Te
     torch.manual_seed(0)
     module, x, y = Larger(), torch.randn(B, 5), torch.tensor([0, 2, 1, 1])
     plan._PLANS.clear()
-    annotations._KINDS.clear()
+    annotations.KINDS.clear()
     if options is None:
         return module, step(module, x, y), None, []
     with warnings.catch_warnings(record=True) as caught:

@@ -9,13 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from lightning_persample.errors import RuleRegistrationError
-from lightning_persample.rules import canonical_op, find_rule, register_rule, registry, supported_ops
+from lightning_persample.rules import canonical_op, find_rule, register_rule, supported_ops
 
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch):
-    """What a test registers is gone after it."""
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+pytestmark = pytest.mark.usefixtures("own_rules")
 
 
 def another_linear(call, grad_output):
