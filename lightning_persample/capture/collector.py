@@ -45,11 +45,11 @@ class WatchedNodes:
     def weights_of(self, node: Node) -> list[Weight]:
         """The weights whose gradient goes through a node."""
         known = self._weights.get(node)
-        if known is not None:
-            return known
-        leaf = node.variable if type(node) is AccumulateGrad else None  # type: ignore[attr-defined]
-        mark = None if leaf is None else self._marks.get(leaf)
-        return [mark] if isinstance(mark, Weight) else []
+        if known is not None or type(node) is not AccumulateGrad:
+            return known or []
+        leaf = node.variable  # type: ignore[attr-defined]
+        entry = self._marks.entries.get(id(leaf))
+        return [entry[1]] if entry is not None and entry[0]() is leaf and type(entry[1]) is Weight else []
 
     def watch_inside(self, outputs: Sequence[Tensor], stop: set[Node]) -> Edges:
         """Gradients may enter a call through its outputs only, not through the nodes between them and the weights."""
@@ -71,34 +71,33 @@ class WatchedNodes:
             stop.add(tensor.grad_fn)
         further: list[Node] = []
         weights: list[Weight] = []
-        between: list[tuple[Node, Node]] = []
-        for below, _ in () if node is None or node is not hooked else node.next_functions:
-            if below is None:
+        inner: list[tuple[Node, list[Weight]]] = []
+        for end, _ in () if node is None or node is not hooked else node.next_functions:
+            if end is None:
                 continue
-            if below not in stop and type(below) is not AccumulateGrad:  # a weight's transpose or the like
-                edges = below.next_functions
-                if len(edges) != 1 or edges[0][0] is None or below in self._seen:
+            between = None
+            if end not in stop and type(end) is not AccumulateGrad:  # a weight's transpose or the like
+                between, edges = end, end.next_functions
+                if len(edges) != 1 or edges[0][0] is None or between in self._seen:
                     break
-                between.append((below, edges[0][0]))
-                below = edges[0][0]
-            if below in stop:
-                further.append(below)
-            elif type(below) is AccumulateGrad:
-                leaf = below.variable  # type: ignore[attr-defined]
-                entry = self._marks.entries.get(id(leaf))
-                mark = entry[1] if entry is not None and entry[0]() is leaf else None
-                if type(mark) is Weight and below not in self._weights:
-                    weights.append(mark)
-                else:
-                    weights += self.weights_of(below)
+                end = edges[0][0]
+            reached: list[Weight] = []
+            if type(end) is AccumulateGrad:
+                reached = self.weights_of(end)
+                weights += reached
+            elif end in stop:
+                further.append(end)
+                reached = self._weights.get(end, reached)
             else:
                 break
+            if between is not None:
+                inner.append((between, reached))
         else:
             if node is not None and node is hooked:
                 self._seen.add(node)
-                for inner, end in between:
-                    self._seen.add(inner)
-                    self._weights.setdefault(inner, []).extend(self.weights_of(end))
+                for between, reached in inner:
+                    self._seen.add(between)
+                    self._weights.setdefault(between, []).extend(reached)
                 self._calls[node] = further, weights
                 return
         inside = self.watch_inside((output,), boundary(tensors))
@@ -206,8 +205,10 @@ class Notes:
 
     def reached(self, kind: Kind) -> tuple[str, ...]:
         """The texts on calls that the present backward has gone through, and on its loss, in the order of the calls."""
-        seen = (self._always | self._reached) - self.excused
-        found = tuple(text for text in self._texts[kind] if (kind, text) in seen)
+        found: tuple[str, ...] = ()
+        if self._texts[kind]:
+            seen = (self._always | self._reached) - self.excused
+            found = tuple(text for text in self._texts[kind] if (kind, text) in seen)
         return (*found, *self._of_loss) if kind == "weighting" else found
 
     def split(self, texts: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

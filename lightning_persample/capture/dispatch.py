@@ -125,9 +125,9 @@ class Dispatcher(Collector):
         """Take note of what backward starts from."""
         self._note_function(losses)
         marks = [self.marks.get(loss) for loss in losses]
-        self.notes.excused = frozenset(
-            note for note, stop in self.excuses.items() if not reaches(losses, self.noted[note], stop)
-        )
+        if self.excuses:
+            excused = (note for note, stop in self.excuses.items() if not reaches(losses, self.noted[note], stop))
+            self.notes.excused = frozenset(excused)
         self.of_no_sample = bool(marks) and all(isinstance(mark, Weight) and not mark.outside for mark in marks)
         for loss, mark in zip(losses, marks, strict=True):
             self._read_part(loss)
@@ -187,7 +187,9 @@ class Dispatcher(Collector):
     def forget_backward(self) -> None:
         """Drop what a backward left, also one that was broken off."""
         for weight in self.weights:
-            weight.forget()
+            if weight.received or weight.arrived is not None or weight.calls or weight.contributions:
+                weight.forget()
+            weight.sq_norm = None
         self.refused.clear()
         self.penalized.clear()
         self.dtypes.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,8 @@ def _read(
         if kind is Tensor or kind is nn.Parameter:
             entry = marks.entries.get(id(value))
             mark = entry[1] if entry is not None and entry[0]() is value else None
-            if type(mark) is not BatchAxis and not (type(mark) is Weight and kind is nn.Parameter and value.is_leaf):
+            is_parameter = type(mark) is Weight and mark.derivation is None and value.requires_grad
+            if type(mark) is not BatchAxis and not is_parameter:
                 mark = marks.of_operand(value)
             tensors.append(value)
             found.append(mark)
@@ -246,7 +247,8 @@ def replay(
     owners: dict[str, Weight] = {}
     names: list[str] = []
     for name, place in slots.owners:
-        owners[name] = weight = cast("Weight", marks[place])
+        weight: Any = marks[place]
+        owners[name] = weight
         names += weight.names
         weight.uses += 1
     values = {}

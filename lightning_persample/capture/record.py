@@ -195,7 +195,7 @@ def _in_gradient_dtype(parameter: torch.dtype, values: Tensor) -> Tensor:
 def summed(terms: Sequence[Tensor]) -> Tensor:
     """The sum of terms (B,) that parameters of several devices and dtypes have: on the first device, in the widest."""
     device, dtype = terms[0].device, terms[0].dtype
-    if any(term.dtype is not dtype or term.device != device for term in terms):
+    if {(term.dtype, term.device) for term in terms} != {(dtype, device)}:
         dtype = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).bits)
         terms = [term.to(device, dtype) for term in terms]
     return torch.stack(list(terms)).sum(0)
@@ -363,7 +363,7 @@ class PerSampleRecord:
             values.
         """
         values = list(self.sq_norms.values())
-        versions = sum(version_counter(value) for value in values)  # a reader may have changed them in place
+        versions = sum(map(version_counter, values))  # a reader may have changed them in place
         if versions not in self._norms_by_version:
             self._norms_by_version[versions] = _root_of_sum(values, self.num_values)
         return self._norms_by_version[versions].clone()  # what one reader does to its own is nothing to the others

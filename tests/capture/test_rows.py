@@ -103,6 +103,25 @@ def test_fusing_where_it_saves_nothing():
             torch.testing.assert_close(seen.record.sq_norms[name][place], parameter.grad.square().sum())
 
 
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_a_parameter_that_is_frozen_for_one_of_two_calls_gets_what_the_other_gives(frozen):
+    module, x = Linear(plain), torch.randn(B, D, dtype=torch.float64)
+
+    def toggled(x: Tensor) -> Tensor:
+        module.get_parameter(frozen).requires_grad_(False)
+        first = module(x).square().sum(-1)
+        module.get_parameter(frozen).requires_grad_()
+        return (first + module(2 * x).square().sum(-1)).mean()
+
+    with expanded_weights(module, x, unsupported="error") as seen:
+        toggled(x).backward()
+    for place, one in enumerate(x):
+        module.zero_grad()
+        toggled(one[None]).backward()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(seen.record.sq_norms[name][place], parameter.grad.square().sum())
+
+
 def test_squared_norms_are_a_dict():
     """As tools for collections of tensors expect it, which make another one of its class."""
     module, x = Linear(plain), torch.randn(B, D, dtype=torch.float64)
