@@ -4,6 +4,7 @@
     python -m tests.benchmarks.cost_of_norms --fit              a whole Trainer.fit with the monitor beside one without
     python -m tests.benchmarks.cost_of_norms --scaling          as batch, tokens, width and channels grow
     python -m tests.benchmarks.cost_of_norms --memory           peak of what torch allocates, with large tables, too
+    python -m tests.benchmarks.cost_of_norms --calls            Python calls of a warm step, and files they pass through
     options: [--models mlp cnn resnet18 gpt] [--pairs 15] [--row 0.05] [--device cuda] [--json FILE]
 
 Every ratio is that of a pair: plain steps, then steps with norms. Plain and all engines take turns, so that what else
@@ -41,6 +42,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_persample import PerSampleGradientMonitor
 from tests.benchmarks.allocated import allocated_peak
 from tests.benchmarks.engines import ENGINES, Step, available
+from tests.benchmarks.python_calls import python_calls
 from tests.benchmarks.timed_fits import middle, prepared_fit
 from tests.benchmarks.timed_models import MODELS, TABLES, Built, cnn, gpt, mlp
 
@@ -132,6 +134,18 @@ def memory(models: list[str], device: torch.device) -> dict[str, Any]:
                 print(f"{engine} on {model} fails: {type(error).__name__}", file=sys.stderr)
         cells = [f"{one[e] / one['plain']:.2f}x" if e in one else "fails" for e in engines]
         print(f"| {title} | {one['plain'] / 2**20:.1f} MiB | {' | '.join(cells)} |", flush=True)
+    return results
+
+
+def calls(models: list[str], device: torch.device) -> dict[str, Any]:
+    print("| model | plain step | beyond it, with norms | of these in the package | its files |\n|---|---|---|---|---|")
+    results: dict[str, Any] = {}
+    for model in models:
+        title, build = MODELS[model]
+        plain, _ = python_calls(prepared(build, "plain", device))
+        captured, files = python_calls(prepared(build, OURS, device))
+        results[model] = {"plain": plain, "captured": captured, "files": dict(files)}
+        print(f"| {title} | {plain:,} | {captured - plain:,} | {files.total():,} | {len(files)} |", flush=True)
     return results
 
 
@@ -258,6 +272,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--calls", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -273,6 +288,8 @@ def main() -> None:
         results = fits(options.models, options.pairs, device)
     elif options.memory:
         results = memory(options.models, device)
+    elif options.calls:
+        results = calls(options.models, device)
     elif options.scaling:
         results = scaling(options.pairs, device, options.row)
     else:

@@ -1,0 +1,37 @@
+"""What a warm captured step costs in calls of Python functions, which no machine makes faster or slower."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_persample.capture.mode import expanded_weights
+from tests.benchmarks.python_calls import python_calls
+
+B = 8
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 3)), torch.randn(B, 6)
+
+
+def cnn() -> tuple[nn.Module, torch.Tensor]:
+    layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16, 3)), torch.randn(B, 3, 8, 8)
+
+
+# The bounds are what was counted, and a tenth: a change that adds a call to every call is seen.
+@pytest.mark.parametrize(("build", "most"), [(mlp, 395), (cnn, 670)])
+def test_a_warm_step_calls_no_more_functions_of_the_package(build, most):
+    module, x = build()
+    y = torch.randint(0, 3, (B,))
+
+    def step() -> None:
+        module.zero_grad()
+        with expanded_weights(module, (x, y), unsupported="error"):
+            F.cross_entropy(module(x), y).backward()
+
+    _, own = python_calls(step)
+    assert 0 < own.total() <= most
