@@ -361,11 +361,7 @@ class Report:
             if grad is not None and not (reader is detached and not grad.requires_grad):
                 grad = reader(grad)
             read.append(grad)
-        try:
-            contributions = compute(read)
-        except torch.OutOfMemoryError:
-            contributions = in_smaller_chunks(partial(compute, read))
-        sums = collector.collect(contributions, wants_sums)
+        sums = collector.collect(in_smaller_chunks(partial(compute, read)), wants_sums)
         if collector.kept:
             collector.note_call(self._weights, compute, read)
         if collector.frees and self._keeps_values:
