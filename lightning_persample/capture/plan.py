@@ -395,8 +395,11 @@ def attach(use: Use, collector: Collector) -> None:
     keeps_values = use.rule is None or bool(use.rule.reads)
     report = Report(collector, outputs, weights, computation(use), use.description, keeps_values)
     names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
+    hooked = [hooked_tensor(output) for output in outputs]
+    if use.rule is not None and len(outputs) == len(use.call.outputs) == 1:
+        collector.nodes.watch_call(outputs[0], hooked[0].grad_fn, [operand.tensor for operand in use.call.operands])
     if use.call.fused is None:
-        report.attach([hooked_tensor(output) for output in outputs])
+        report.attach(hooked)
     else:
         report_sums(report, names, use.call.fused)
 
