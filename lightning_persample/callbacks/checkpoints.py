@@ -24,15 +24,6 @@ from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.influence.less import adam_direction
 from lightning_persample.torch_internals import COMPILED
 
-__all__ = [
-    "AdamState",
-    "Checkpoints",
-    "Source",
-    "adam_states",
-    "fingerprint_of_data",
-    "requiring_gradients",
-]
-
 
 def _fingerprint(value: Any) -> str:
     """The fingerprint of tensors, and of what mappings and lists of them hold."""

@@ -30,8 +30,6 @@ from lightning_persample.options import check_option, check_options, is_none_or_
 from lightning_persample.reference.untouched import untouched
 from lightning_persample.torch_internals import COMPILED
 
-__all__ = ["collect_gradients", "named"]
-
 _ADDRESS = " at 0x"  # in what Python shows of an object that says nothing of itself
 
 

@@ -32,15 +32,6 @@ from lightning_persample.influence.store import GradientStore
 from lightning_persample.reference.samples import loss_of
 from lightning_persample.reference.untouched import without_dropout
 
-__all__ = [
-    "BatchGradients",
-    "Collecting",
-    "Collection",
-    "SamplesOnce",
-    "WritesInAnyCase",
-    "collecting_with",
-]
-
 _NAMED = 8
 _REMEDY = "pass sample_index=<function of the batch that returns the index of each sample>"
 

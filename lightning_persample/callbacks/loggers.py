@@ -22,8 +22,6 @@ from lightning_persample.callbacks.lightning_internals import prefix_of, ranked_
 from lightning_persample.capture.failure import of_user
 from lightning_persample.capture.record import warn_user
 
-__all__ = ["log_histogram", "log_metrics", "log_table", "save_table", "show_means"]
-
 _Kind = Literal["tensorboard", "wandb", "mlflow", "dummy", "csv", "other"]
 _KINDS: dict[str, _Kind] = {
     "TensorBoardLogger": "tensorboard",

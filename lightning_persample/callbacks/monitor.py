@@ -33,8 +33,6 @@ from lightning_persample.errors import OptionError
 from lightning_persample.metrics.functional import are_quantiles
 from lightning_persample.options import CaptureOptions, check_option, check_options, is_int, is_none_or_int
 
-__all__ = ["PerSampleGradientMonitor"]
-
 NOT_IN_A_FIT = "this callback was in no fit; where a library copies callbacks, ask the one in `trainer.callbacks`"
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.torch_internals import version_counter
 
-__all__ = ["GradientOrigins", "ManualSteps", "entries", "is_distributed", "local", "names_by_optimizer"]
-
 
 def is_distributed(grad: Tensor) -> bool:
     """Whether a gradient is spread over devices."""

@@ -23,20 +23,6 @@ from lightning_persample.influence.ledger import BASE_COLUMNS, schema_of
 from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.influence.shards import ParameterColumns, Shards, StoreManifest, StoreWriter, columns_for
 
-__all__ = [
-    "CapturedRows",
-    "GradientRows",
-    "LearningRates",
-    "checked_types",
-    "columns_of",
-    "keys_of",
-    "layout_of",
-    "opened",
-    "quantity_for",
-    "table_of",
-    "values_of",
-]
-
 T = TypeVar("T")
 _NUMBERS = ("step", "epoch", "batch_idx", "backward_index", "coverage")  # of all rows of a backward
 _DTYPES: dict[str, type] = {"int64": np.int64, "double": np.float64, "bool": np.bool_}

@@ -21,18 +21,6 @@ from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums
 from lightning_persample.metrics.steps import MeanOverSteps
 from lightning_persample.torch_internals import hooks_after_accumulation, parameters_and_buffers, version_counter
 
-__all__ = [
-    "STATISTICS",
-    "CapturedBatch",
-    "LoggedMetrics",
-    "MeanGradient",
-    "NormsOfAllProcesses",
-    "StepNorms",
-    "Window",
-    "captured",
-    "is_known",
-]
-
 _OF_MEAN = 5  # whether the mean is known, the factor, the samples, their share, the parameters that count
 _HEAD = 8  # and whether ``.grad`` is the gradient of the loss, times what, and this process's share of its squared norm
 _UNEQUAL = "the samples of an optimizer step weigh unequally: its batches differ in size"

@@ -17,8 +17,6 @@ from lightning_persample.callbacks.loggers import log_table, save_table
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.errors import UnsupportedError
 
-__all__ = ["SampleNorms", "WorstSamples", "write_worst_samples"]
-
 _TOGETHER = 64  # captured batches whose norms leave the device in one go
 _COLUMNS = ("index", "mean", "last", "seen", "nonfinite")
 

@@ -37,8 +37,6 @@ from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.influence.shards import Shards, StoreManifest
 from lightning_persample.options import CaptureOptions, check_option, check_options, is_int, is_path
 
-__all__ = ["PerSampleGradientWriter"]
-
 
 class PerSampleGradientWriter(PerSampleCallback):
     """Writes a ledger: one row for each sample of each captured training step, as Parquet files in a folder.

@@ -17,20 +17,6 @@ from numpy.typing import NDArray
 
 from lightning_persample.errors import OptionError, PerSampleError
 
-__all__ = [
-    "GRADIENTS",
-    "MANIFEST",
-    "BaseManifest",
-    "Dataset",
-    "FolderLock",
-    "Part",
-    "PartWriter",
-    "broken_files_named",
-    "difference",
-    "plain",
-    "write_atomically",
-]
-
 # What reads folders of Parquet files passes over names that begin with an underscore.
 MANIFEST = "_manifest.json"
 GRADIENTS = "_gradients"  # the store of gradients in a ledger's folder

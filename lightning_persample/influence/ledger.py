@@ -25,17 +25,6 @@ from lightning_persample.influence.dataset import (
 )
 from lightning_persample.influence.optional_packages import arrow
 
-__all__ = [
-    "BASE_COLUMNS",
-    "Ledger",
-    "LedgerWriter",
-    "Manifest",
-    "as_tensors",
-    "read_ledger",
-    "read_manifest",
-    "schema_of",
-]
-
 BASE_COLUMNS = {
     "step": "int64",
     "epoch": "int64",

@@ -19,8 +19,6 @@ from lightning_persample.influence.products import (
     unit_rows,
 )
 
-__all__ = ["adam_direction", "less"]
-
 
 def adam_direction(
     grads: Tensor,

@@ -19,8 +19,6 @@ from lightning_persample.influence.products import (
 )
 from lightning_persample.influence.store import GradientStore
 
-__all__ = ["logra"]
-
 _MATRIX_BYTES = 1 << 30
 
 _ONE = "take logra(train.at(checkpoint), test.at(checkpoint)) of one, as a rule the last"

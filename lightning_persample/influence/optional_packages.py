@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["arrow", "dask"]
-
 
 def arrow(module: str = "") -> Any:
     """Import pyarrow, or a module of it."""

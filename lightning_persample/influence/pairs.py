@@ -12,8 +12,6 @@ from torch import Tensor
 from lightning_persample.errors import OptionError
 from lightning_persample.influence.scores import SampleScores, extremes, ranked
 
-__all__ = ["PairScores"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PairScores:

@@ -16,22 +16,6 @@ from lightning_persample.errors import OptionError, PerSampleError, UnsupportedE
 from lightning_persample.influence.pairs import PairScores
 from lightning_persample.influence.store import GradientStore, check_comparable
 
-__all__ = [
-    "Alignment",
-    "Rows",
-    "StoreOrPath",
-    "add_products",
-    "align",
-    "align_steps",
-    "cholesky_factor",
-    "direction_of",
-    "given_gradients",
-    "learning_rates_of",
-    "opened",
-    "second_moments",
-    "unit_rows",
-]
-
 StoreOrPath = GradientStore | str | os.PathLike[str]
 """A store, a part of one, or the folder of one."""
 

@@ -17,8 +17,6 @@ from lightning_persample.influence.ledger import read_ledger
 from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.options import check_option
 
-__all__ = ["SampleScores", "el2n", "extremes", "grand", "ranked", "self_influence"]
-
 _SHOWN = 3  # of the largest, and of the smallest
 
 

@@ -28,17 +28,6 @@ from lightning_persample.influence.dataset import (
     write_atomically,
 )
 
-__all__ = [
-    "CHECKSUM",
-    "ParameterColumns",
-    "Shards",
-    "StoreManifest",
-    "StoreWriter",
-    "columns_for",
-    "read_values",
-    "record_dtype",
-]
-
 _DTYPES = {"float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 _BASE_FIELDS = {
     "sample_index": "<i8",

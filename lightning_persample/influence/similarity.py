@@ -5,8 +5,6 @@ from __future__ import annotations
 from lightning_persample.influence.pairs import PairScores
 from lightning_persample.influence.products import StoreOrPath, add_products, align, given_gradients, unit_rows
 
-__all__ = ["grad_cos", "grad_dot"]
-
 _ONE = "take {name}(train.at(checkpoint), test.at(checkpoint)) of one, or tracin_cp for a sum over all of them"
 
 

@@ -32,8 +32,6 @@ from lightning_persample.influence.shards import (
     record_dtype,
 )
 
-__all__ = ["GradientStore", "check_comparable"]
-
 _BLOCK_BYTES = 1 << 26
 
 

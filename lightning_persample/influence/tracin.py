@@ -19,8 +19,6 @@ from lightning_persample.influence.products import (
     learning_rates_of,
 )
 
-__all__ = ["tracin", "tracin_cp"]
-
 
 def tracin_cp(
     train: StoreOrPath,

@@ -19,8 +19,6 @@ from lightning_persample.influence.products import (
 )
 from lightning_persample.influence.store import GradientStore
 
-__all__ = ["correct_class_margin", "trak"]
-
 
 def correct_class_margin(logits: Tensor, targets: Tensor) -> Tensor:
     """The margin ``f = log(p / (1 - p))`` of the right class, whose gradients `trak` is made of.

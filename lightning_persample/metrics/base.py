@@ -13,16 +13,6 @@ from torchmetrics import Metric
 
 from lightning_persample.errors import OptionError
 
-__all__ = [
-    "PerSampleMetric",
-    "accumulation_dtype",
-    "as_batch_size",
-    "as_scalar",
-    "as_vector",
-    "check_count",
-    "is_number_below_one",
-]
-
 _WITHOUT_DOUBLE = {"mps"}  # device types that hold no float64
 
 

@@ -16,14 +16,6 @@ from torch import Tensor
 from lightning_persample.errors import OptionError
 from lightning_persample.metrics.base import accumulation_dtype, as_batch_size, as_scalar, as_vector, check_count
 
-__all__ = [
-    "cosine_to_mean",
-    "gradient_diversity",
-    "gradient_signal_to_noise",
-    "noise_scale_terms",
-    "simple_noise_scale",
-]
-
 
 def noise_scale_terms(
     sq_norms: Tensor, sq_norm_of_mean: Tensor | float, batch_size: int | None = None

@@ -20,8 +20,6 @@ from lightning_persample.metrics.functional import (
     statistics_of_moments,
 )
 
-__all__ = ["CosineToMean", "PerSampleNorm"]
-
 
 class _SampleMetric(PerSampleMetric):
     """Base of the metrics of one value for each sample: their number, mean, spread and extremes."""

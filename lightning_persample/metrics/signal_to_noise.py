@@ -12,8 +12,6 @@ from lightning_persample.errors import OptionError
 from lightning_persample.metrics.base import PerSampleMetric, accumulation_dtype, check_count
 from lightning_persample.metrics.functional import ratio_of_sums, spacing
 
-__all__ = ["GradientSignalToNoise"]
-
 
 class GradientSignalToNoise(PerSampleMetric):
     """Gradient signal to noise ratio ``(E g)^2 / Var(g)`` of a parameter's entries, averaged over groups of parameters.

@@ -25,8 +25,6 @@ from lightning_persample.metrics.base import (
 )
 from lightning_persample.metrics.functional import diversity_of_sums, simple_noise_scale, terms_of_sums
 
-__all__ = ["GradientDiversity", "GradientNoiseScale", "MeanOverSteps"]
-
 _COLUMNS = _STEP, _SAMPLES, _NONFINITE, _SUM, _SIZE, _SQ_NORM_OF_MEAN = range(6)  # of a part
 _LOOSE_PARTS = 1024  # parts kept as tensors of their own: a small tensor takes many times its numbers
 _AGREE = 1e-3  # how far the squared norms of one averaged gradient may differ between processes, relatively
