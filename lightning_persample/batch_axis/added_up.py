@@ -46,7 +46,7 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     with_gradient = [(tensor, axis) for tensor, axis in call.located if tensor.requires_grad]
     if not with_gradient:
         parts = frozenset({call.batch_size if _averages(call) else 1})
-        shares = _shares(call) if all(axis.mixing is None for _, axis in call.located) else None
+        shares = _shares_of_sum(call) if all(axis.mixing is None for _, axis in call.located) else None
         mark = Lost(what, reduced=True, parts=parts, totals=_totals(call), shares=shares)
         return Followed((mark,) * len(call.outputs))
     counts = [
@@ -84,12 +84,12 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     silent = one or not any(output.requires_grad for output in call.outputs)
     mark = Lost(
         what, reduced=not one, uneven=0 if one else uneven, parts=parts, counts=_counts(call), samples=samples,
-        shares=_shares(call) if mixing is None else None,
+        shares=_shares_of_sum(call) if mixing is None else None,
     )  # fmt: skip
     return Followed((mark,) * len(call.outputs), weighting=None if silent else note)
 
 
-def _shares(call: ObservedCall) -> Callable[[], Tensor | None] | None:
+def _shares_of_sum(call: ObservedCall) -> Callable[[], Tensor | None] | None:
     """What each sample adds to a sum or mean, (B, *shape of the output)."""
     if call.op not in ("sum", "mean") or len(call.operands) != 1 or not is_plain(call.operands[0].tensor):
         return None

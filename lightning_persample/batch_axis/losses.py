@@ -136,7 +136,7 @@ def _entries(call: ObservedCall, place: BatchAxis) -> Entries:
     shape = _shape_of_entries(call)
     share: Tensor | float = 1.0
     if reduction_of(call) == MEAN:
-        shares = _shares(call)
+        shares = _shares_of_entries(call)
         share = 1 / max(math.prod(shape), 1) if shares is None else 1 / shares.sum()
     return Entries(args, kwargs, shape, place.moved(place.dim % max(len(shape), 1)), share)
 
@@ -192,7 +192,7 @@ def _shape_of_entries(call: ObservedCall) -> torch.Size:
     return torch.broadcast_shapes(*shapes)
 
 
-def _shares(call: ObservedCall) -> Tensor | None:
+def _shares_of_entries(call: ObservedCall) -> Tensor | None:
     """What each target counts in a mean over targets that are classes: their weights, zero where ignored."""
     target = call.argument(1, "target")
     if call.op not in _CLASS_LOSSES or target.is_floating_point():
@@ -212,7 +212,7 @@ def _unequal_weights(call: ObservedCall) -> str | None:
     plain = _class_weights(call) is None and axis.owner is None
     if plain and every_target_counts(call.op, call.args, call.kwargs):
         return None
-    shares = _shares(call)
+    shares = _shares_of_entries(call)
     if shares is None:
         return None
     totals = batch_first(shares, axis, call.batch_size, fill=False).flatten(1).sum(1)

@@ -131,6 +131,16 @@ class Sum(SampleGradient):
         """Shape of the parameter."""
         return self.terms[0].shape
 
+    @property
+    def batch_size(self) -> int:
+        """Number of samples, B."""
+        return self.terms[0].batch_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.terms[0].device
+
     def tensors(self) -> list[Tensor]:
         """The tensors of all terms."""
         return [tensor for term in self.terms for tensor in term.tensors()]

@@ -30,7 +30,7 @@ AnyGradient = TypeVar("AnyGradient", bound="SampleGradient")
 class SampleGradient(ABC):
     """The gradient of each of B samples with respect to one parameter.
 
-    A subclass is a frozen dataclass whose tensors all have the batch as their first axis. It defines `shape` and
+    A subclass is a frozen dataclass of tensors first, all with the batch as their first axis. It defines `shape` and
     `_dense`, which give the default, slow way to every quantity, and overrides what it can do cheaper.
     """
 
@@ -45,7 +45,7 @@ class SampleGradient(ABC):
     @property
     def batch_size(self) -> int:
         """Number of samples, B."""
-        return self.tensors()[0].shape[0]
+        return next(iter(vars(self).values())).shape[0]  # (of its first tensor)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,7 +55,7 @@ class SampleGradient(ABC):
     @property
     def device(self) -> torch.device:
         """Where the tensors live."""
-        return self.tensors()[0].device
+        return next(iter(vars(self).values())).device
 
     def dense(self) -> Tensor:
         """The gradient of each sample.

@@ -44,11 +44,6 @@ class Dense(SampleGradient):
         """Shape of the parameter."""
         return self.grad.shape[1:]
 
-    @property
-    def batch_size(self) -> int:
-        """Number of samples, B."""
-        return self.grad.shape[0]
-
     def _dense(self) -> Tensor:
         return self.grad.to(self.dtype)
 
@@ -100,11 +95,6 @@ class Outer(SampleGradient):
     def shape(self) -> torch.Size:
         """Shape of the parameter, (p, d)."""
         return torch.Size((self.left.shape[2], self.right.shape[2]))
-
-    @property
-    def batch_size(self) -> int:
-        """Number of samples, B."""
-        return self.left.shape[0]
 
     def _dense(self) -> Tensor:
         return torch.bmm(self.left.to(self.dtype).transpose(1, 2), self.right.to(self.dtype))
@@ -247,11 +237,6 @@ class Patches(SampleGradient):
         """Shape of the parameter, (O, C/groups, *kernel_size)."""
         channels = self.input.shape[2] // self.geometry.groups
         return torch.Size((self.grad_out.shape[2], channels, *self.geometry.kernel_size))
-
-    @property
-    def batch_size(self) -> int:
-        """Number of samples, B."""
-        return self.input.shape[0]
 
     def _dense(self) -> Tensor:
         return patches_dense(self.grad_out, self.input, self.geometry)
