@@ -143,7 +143,8 @@ def small_images():
 
 @not_in_the_oldest
 @pytest.mark.parametrize(
-    ("quantities", "accumulate"), [(("sq_norm",), 3), (("sq_norm", "grad_sample"), 1)], ids=["norms", "gradients"]
+    ("quantities", "accumulate"),
+    in_turn([pytest.param(("sq_norm",), id="norms"), pytest.param(("sq_norm", "grad_sample"), id="gradients")], [3, 1]),
 )
 def test_fused_weight_gradients_train_alike_up_to_the_order_of_sums(quantities, accumulate, monkeypatch):
     monkeypatch.setattr(fused, "convolution_is_fused", lambda *sizes: True)
