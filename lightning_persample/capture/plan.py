@@ -396,7 +396,11 @@ def attach(use: Use, collector: Collector) -> None:
     report = Report(collector, outputs, weights, computation(use), use.description, keeps_values)
     names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
     hooked = [hooked_tensor(output) for output in outputs]
-    if use.rule is not None and len(outputs) == len(use.call.outputs) == 1:
+    if (
+        use.rule is not None
+        and len(outputs) == len(use.call.outputs) == 1
+        and not (use.call.written or use.call.inplace)
+    ):
         collector.nodes.watch_call(outputs[0], hooked[0].grad_fn, [operand.tensor for operand in use.call.operands])
     if use.call.fused is None:
         report.attach(hooked)

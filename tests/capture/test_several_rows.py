@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.capture.mode import expanded_weights
+from tests.capture.reference import assert_exact
 from tests.capture.test_rows import B, D, Linear, P, plain
 
 SEVERAL: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -107,3 +108,52 @@ def test_tensors_without_values_pass_with_several_rows() -> None:
     with expanded_weights(module, x, unsupported="error") as seen:
         module(x).square().sum((1, 2)).mean().backward()
     assert seen.record.norms().shape == (B,)
+
+
+class Reused(nn.Module):
+    """Positions of a layer are used twice, once in a layer whose output is scaled in place by a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(D, D), nn.Linear(D, D, bias=False)
+        self.scale = nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        o = self.second(h)
+        o.mul_(self.scale)
+        return o + h
+
+
+def test_an_output_scaled_in_place_beside_another_use_of_its_input():
+    module, x = Reused().double(), torch.randn(B, 2, D, dtype=torch.float64)
+    for _ in range(2):  # the first calls are decided, the others replayed
+        assert_exact(module, total, (x,))
+
+
+class Unseen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), torch.einsum("...i,...j->ij", x, grad)
+
+
+class UnseenBelow(Reused):
+    def forward(self, x: Tensor) -> Tensor:
+        o = self.second(Unseen.apply(x, self.first.weight))
+        o.mul_(self.scale)
+        return o + self.first(x)
+
+
+@pytest.mark.parametrize("positions", [(), (2,)])
+def test_an_unseen_use_below_an_output_scaled_in_place_is_named(positions):
+    module, x = UnseenBelow().double(), torch.randn(B, *positions, D, dtype=torch.float64)
+    for _ in range(2):
+        with expanded_weights(module, x, unsupported="ignore") as seen:
+            module(x).square().flatten(1).sum(1).mean().backward()
+        assert "arrives through Unseen.apply" in seen.record.unsupported["first.weight"]
