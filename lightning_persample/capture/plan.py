@@ -262,11 +262,11 @@ def replay(
         weights = list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
     report = Report(collector, (output,), weights, compute, text, bool(slots.placement.rule.reads))
     hooked = hooked_tensor(output) if is_view(output) else output
-    collector.nodes.watch_call(output, hooked.grad_fn, tensors)
     if fused is None:
         report.attach((hooked,))
     else:
         report_sums(report, {weight: name for name, weight in owners.items()}, fused)
+    collector.nodes.watch_call(output, hooked.grad_fn, tensors)  # (last: no hook on the weights has to wait then)
 
 
 _READERS: list[Callable[[Tensor], Tensor]] = [detached]
@@ -396,16 +396,13 @@ def attach(use: Use, collector: Collector) -> None:
     report = Report(collector, outputs, weights, computation(use), use.description, keeps_values)
     names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
     hooked = [hooked_tensor(output) for output in outputs]
-    if (
-        use.rule is not None
-        and len(outputs) == len(use.call.outputs) == 1
-        and not (use.call.written or use.call.inplace)
-    ):
-        collector.nodes.watch_call(outputs[0], hooked[0].grad_fn, [operand.tensor for operand in use.call.operands])
     if use.call.fused is None:
         report.attach(hooked)
     else:
         report_sums(report, names, use.call.fused)
+    writes = use.call.inplace or bool(use.call.written)
+    if use.rule is not None and len(outputs) == len(use.call.outputs) == 1 and not writes:
+        collector.nodes.watch_call(outputs[0], hooked[0].grad_fn, [operand.tensor for operand in use.call.operands])
 
 
 def report_sums(report: Report, names: Mapping[Weight, str], fused: OwnBackward) -> None:
