@@ -219,7 +219,7 @@ class Marks:
             current = mark.derivation is None or mark.is_current(tensor)
             return (mark if current else REWRITTEN) if tensor.requires_grad else None
         unmarked = mark is None or kind is Constant
-        if unmarked and self._written and tensor.layout == torch.strided:
+        if unmarked and self._written and is_plain(tensor):
             shared = tensor.untyped_storage().data_ptr() in self._written
             mark = self._read_from_base(tensor) if shared else mark
         if mark is None and has_history(tensor) and tensor.grad_fn is not None:

@@ -219,3 +219,13 @@ def test_tensors_are_as_before_afterwards() -> None:
         assert dict(vars(Tensor)) != before[0]
     assert (dict(vars(Tensor)), torch.utils.weakref) == before  # type: ignore[attr-defined]
     assert capture.records == []
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_a_batch_that_was_written_into_a_tensor_beside_a_transform():
+    def forward(m: Any, x: Tensor, y: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        z.copy_(x)
+        return through(m, m.a(x) + torch.func.vmap(lambda row: 2 * row)(x) + z, y)
+
+    assert_exact(model(forward), error, batch())
