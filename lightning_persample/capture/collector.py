@@ -353,8 +353,7 @@ class Collector:
         sums: list[tuple[Weight, Tensor]] = []
         alone: list[tuple[Weight, SampleGradient]] = []
         for weight, gradient in contributions:
-            once = weight.uses == 1 and weight.derivation is None and not weight.children and weight.sq_norm is None
-            if once and not self.keep_structures and not (self.kept and weight.names & self.kept):
+            if self.takes_norms_of((weight,)):
                 alone.append((weight, gradient))
                 continue
             if wants_sums and self.keep_structures:  # the gradients are asked for
@@ -370,6 +369,16 @@ class Collector:
             for (weight, _), sq_norm in zip(alone, squares, strict=True):
                 weight.sq_norm = sq_norm
         return sums
+
+    def takes_norms_of(self, weights: Iterable[Weight]) -> bool:
+        """Whether the one use of these weights contributes now, and nobody asked for more than the squared norms."""
+        if self.keep_structures:
+            return False
+        for weight in weights:
+            once = weight.uses == 1 and weight.derivation is None and not weight.children and weight.sq_norm is None
+            if not once or (self.kept and weight.names & self.kept):
+                return False
+        return True
 
     def why(self, error: Exception, what: object) -> str:
         """Why there are no values of a call or weight, with the op in place that overwrote what it needs."""

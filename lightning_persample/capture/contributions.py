@@ -19,10 +19,13 @@ from lightning_persample.capture.graph import boundary, edges_between
 from lightning_persample.capture.weight import Computation, Contributions, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, SampleGradient
+from lightning_persample.gradients.norms import dense_sq_norm
 from lightning_persample.rules import Call, Rule, generic_rule, op_name
 from lightning_persample.rules.elementwise import widen
+from lightning_persample.rules.linear import linear
 from lightning_persample.torch_internals import saved_results, tree_flatten, tree_unflatten, version_counter
 
+_FULL = (torch.float32, torch.float64)
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
 
 
@@ -153,6 +156,7 @@ class Placement:
         has_rows: whether results with an entry for every row of the first output hold those of a sample together.
         rank: number of axes that the op lays its operands out to, 0 where it does not.
         nested: see `rules.Call`.
+        is_linear: whether it is a linear map of rows, by the package's own rule, in which a sample may have one.
     """
 
     rule: Rule
@@ -164,6 +168,7 @@ class Placement:
     weights: frozenset[str] = field(init=False)
     per_sample: frozenset[str] = field(init=False)
     read: frozenset[str] = field(init=False)
+    is_linear: bool = field(init=False)
     has_rows: bool = field(init=False)
     rank: int = 0
     nested: bool = False
@@ -173,6 +178,10 @@ class Placement:
         object.__setattr__(self, "weights", frozenset(self.owners))
         object.__setattr__(self, "per_sample", self.weights & self.axes.keys())
         object.__setattr__(self, "read", frozenset(filter(self.rule.is_read, self.kept)))
+        places = (self.axes.get("input"), first)
+        are_rows = all(a is not None and (a.dim, a.rows, a.owner) == (0, 1, None) for a in places)
+        is_linear = self.rule.function is linear and self.owners in (("weight",), ("weight", "bias"))
+        object.__setattr__(self, "is_linear", is_linear and are_rows and len(self.axes) == 1)
         object.__setattr__(self, "has_rows", first is not None and first.dim == 0 and first.owner is None)
 
 
@@ -298,6 +307,22 @@ class ByRule:
             gradient = found[name]
             contributions.append((weight, _placed(gradient, weight, axes[name], text) if name in axes else gradient))
         return contributions
+
+    def sq_norms(self, grad: Tensor) -> list[Tensor] | None:
+        """The squared norms for weight and bias of a linear map of one row per sample, grad (B, p); None elsewhere."""
+        if not self._placement.is_linear:
+            return None
+        x, version = self._versions[0] if self._versions else (grad, -1)
+        *_, last = self._owners.values()
+        is_plain = type(grad) is Tensor and grad.dtype is x.dtype and grad.dtype in _FULL and not grad.requires_grad
+        if not is_plain or x.dim() != 2 or grad.dim() != 2 or version_counter(x) != version:
+            return None
+        if len(self._owners) == 1:
+            return [dense_sq_norm(grad) * dense_sq_norm(x)]
+        if last.shape != grad.shape[1:]:  # a bias may be broadcast
+            return None
+        of_grad = dense_sq_norm(grad)
+        return [of_grad * dense_sq_norm(x), of_grad]
 
     def uncentred(self) -> ByRule | None:
         """The same of a normalization that takes no mean away, from which nothing cancels; None of any other call."""

@@ -346,8 +346,16 @@ class Report:
             if collector.frees:
                 self._compute = None
             return []
-        options = collector.kernel_options
+        options, compute = collector.kernel_options, self._compute
         with without_torch_function():
+            if type(compute) is ByRule and collector.samples is None and collector.takes_norms_of(self._weights):
+                sq_norms = compute.sq_norms(grads[0]) if grads[0] is not None else None
+                if sq_norms is not None and not wants_sums:
+                    for weight, sq_norm in zip(self._weights, sq_norms, strict=True):
+                        weight.sq_norm = sq_norm
+                    if collector.frees:
+                        self._compute = None
+                    return []
             if options.max_memory is None and not (torch.is_grad_enabled() or any_autocast_is_on()):
                 return self._collect(grads, wants_sums)
             # On CUDA this is another thread; a backward may create a graph, or run under autocast.
