@@ -317,12 +317,13 @@ class ByRule:
         is_plain = type(grad) is Tensor and grad.dtype is x.dtype and grad.dtype in _FULL and not grad.requires_grad
         if not is_plain or x.dim() != 2 or grad.dim() != 2 or version_counter(x) != version:
             return None
-        if len(self._owners) == 1:
-            return [dense_sq_norm(grad) * dense_sq_norm(x)]
-        if last.shape != grad.shape[1:]:  # a bias may be broadcast
+        if len(self._owners) == 2 and last.shape != grad.shape[1:]:  # a bias may be broadcast
             return None
-        of_grad = dense_sq_norm(grad)
-        return [of_grad * dense_sq_norm(x), of_grad]
+        try:
+            of_grad = dense_sq_norm(grad)
+            return [of_grad * dense_sq_norm(x), of_grad][: len(self._owners)]
+        except torch.OutOfMemoryError:  # the structures' own kernels may take less
+            return None
 
     def uncentred(self) -> ByRule | None:
         """The same of a normalization that takes no mean away, from which nothing cancels; None of any other call."""
