@@ -348,9 +348,10 @@ class Report:
             return []
         options, compute = collector.kernel_options, self._compute
         with without_torch_function():
-            if type(compute) is ByRule and collector.samples is None and collector.takes_norms_of(self._weights):
-                sq_norms = compute.sq_norms(grads[0]) if grads[0] is not None else None
-                if sq_norms is not None and not wants_sums:
+            grad = grads[0] if self._readers is _READERS and not wants_sums and collector.samples is None else None
+            if grad is not None and type(compute) is ByRule and collector.takes_norms_of(self._weights):
+                sq_norms = compute.sq_norms(grad)
+                if sq_norms is not None:
                     for weight, sq_norm in zip(self._weights, sq_norms, strict=True):
                         weight.sq_norm = sq_norm
                     if collector.frees:
