@@ -85,23 +85,14 @@ _SIZES = re.compile(r"\([\d, ]*\)")
 
 
 class Reports:
-    """Hands records to callbacks, and says each trouble once in a fit.
-
-    Args:
-        trainer: the Trainer.
-        pl_module: its module.
-        raises: whether a trouble is raised instead of said.
-
-    Attributes:
-        has_said_fault: whether values are missing by a fault of this package.
-    """
+    """Hands records to callbacks, and says each trouble once in a fit, or raises it."""
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule, *, raises: bool) -> None:
         self._trainer = trainer
         self._module = pl_module
         self._raises = raises
         self._said: set[str] = set()
-        self.has_said_fault = False
+        self.has_said_fault = False  # whether values are missing by a fault of this package
         self._grad_samples: dict[torch.nn.Parameter, Tensor] = {}
 
     def deliver(self, record: PerSampleRecord, receivers: Sequence[Consumer], batch: Any) -> None:

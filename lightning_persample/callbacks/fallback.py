@@ -57,22 +57,7 @@ class SumsDifferError(UnsupportedError):
 
 
 class SecondEngine:
-    """Runs the training step a second time, on single samples: one after the other, or many at once with vmap.
-
-    Args:
-        trainer: the Trainer, inside its training loop.
-        pl_module: its module.
-        loss_reduction: how the loss is made of the samples' own losses.
-        batch_dim: the axis of the batch's tensors that counts samples.
-        choice: chooses the samples that run.
-
-    Attributes:
-        totals: of a pass whose sums are to be compared with ``.grad``, the weighted sums over the samples by name;
-            None where they cannot be compared, as the samples drew random numbers of their own. Without dropout they
-            are compared in the pass itself then.
-        draws: whether a sample draws random numbers even without dropout, so that nothing was compared.
-        weights: what each sample weighs in the loss, (B,).
-    """
+    """Runs the training step a second time, on single samples: one after the other, or many at once with vmap."""
 
     def __init__(
         self,
@@ -87,9 +72,11 @@ class SecondEngine:
         self._weighting = loss_reduction
         self._batch_dim = batch_dim
         self._choice = choice
+        # Of a pass whose sums are to be compared with ``.grad``, the weighted sums over the samples by name; None where
+        # they cannot be compared, as the samples drew random numbers of their own: the pass itself compares them then.
         self.totals: dict[str, Tensor] | None = None
-        self.weights: Tensor | None = None
-        self.draws = False
+        self.weights: Tensor | None = None  # what each sample weighs in the loss, (B,)
+        self.draws = False  # whether a sample draws random numbers even without dropout, so that nothing was compared
 
     def record(
         self,
@@ -254,19 +241,7 @@ class SecondEngine:
 
 
 class _Collected:
-    """What is asked for of the samples that have run.
-
-    Args:
-        batch_size: number of samples B.
-        samples: the places of those that run; None is all.
-        quantities: what is asked for.
-        weights: what each of those weighs in sums over them; None asks for no sums.
-
-    Attributes:
-        totals: the weighted sums by parameter.
-        drew: whether the samples drew random numbers.
-        in_loss: number of samples with a part in the loss.
-    """
+    """What is asked for of the samples that have run, `samples` (m,) or all; with `weights` (m,) their sums."""
 
     def __init__(
         self, batch_size: int, samples: Tensor | None, quantities: frozenset[str], weights: Tensor | None = None
@@ -276,8 +251,9 @@ class _Collected:
         self._samples = samples
         self._quantities = quantities
         self._weights = weights
-        self.totals: dict[str, Tensor] = {}
-        self.drew, self.in_loss = False, batch_size
+        self.totals: dict[str, Tensor] = {}  # the weighted sums by parameter
+        self.drew = False  # whether the samples drew random numbers
+        self.in_loss = batch_size  # number of samples with a part in the loss
         self._sq_norms: dict[str, Tensor] = {}
         self._grad_samples: dict[str, Tensor] = {}
         self._square_sums: dict[str, Tensor] = {}

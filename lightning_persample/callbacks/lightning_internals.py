@@ -30,31 +30,6 @@ from lightning_persample.capture.parameters import sharded_elsewhere
 from lightning_persample.errors import OptionError
 from lightning_persample.torch_internals import has_compiled_part
 
-__all__ = [
-    "BEFORE_ITERATORS",
-    "LOADERS",
-    "ObservedMethod",
-    "batches_ahead",
-    "borrowed",
-    "combined_loader",
-    "holds_compiled_code",
-    "is_a",
-    "is_lightning_module",
-    "iterators_of",
-    "lightning_module_for",
-    "logging_step",
-    "logs_now",
-    "optimizers_of",
-    "prefix_of",
-    "quiet_trainer",
-    "ranked_bases",
-    "skips_hooks",
-    "structure_of",
-    "why_no_mean_gradient",
-    "why_strategy_is_unsupported",
-    "window_continues",
-]
-
 _PACKAGES = ("lightning", "pytorch_lightning")
 
 
@@ -135,20 +110,12 @@ _ABSENT = object()
 
 
 class ObservedMethod:
-    """Stands in an object's instance dictionary for one of its methods.
+    """Stands in an object's dictionary for one of its methods, and gives it to `run`, as a `Once`, unless it rests."""
 
-    A deep copy and a pickle of it are the method it stands for, bound to the copied object, so that copies of a module
-    or a Trainer in the middle of a fit carry nothing of ours.
-
-    Args:
-        owner: the object whose method is replaced.
-        name: the method's name.
-        run: called instead of the method, with the method first, as a `Once`, and then the method's arguments.
-        failed: is given what fails in `run` that is not the method's; the method has run then, or runs.
-        is_live: whether the fit that this belongs to is still running. What an interrupted fit left behind, because a
-            hook of another callback kept ours from running, is removed by the next fit.
-        rests: whether a call is to be the method's and nothing more; asked at each call, and must not fail.
-    """
+    # A deep copy and a pickle of it are the method it stands for, bound to the copied object, so that copies of a
+    # module or a Trainer in the middle of a fit carry nothing of ours. What fails in `run` and is not the method's goes
+    # to `failed`; `rests` is asked at each call, and must not fail. What a fit that is not live any more left behind,
+    # because a hook of another callback kept ours from running, is removed by the next fit.
 
     def __init__(
         self,

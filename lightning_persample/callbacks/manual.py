@@ -46,19 +46,7 @@ def why_not_manual(engine: str) -> str | None:
 
 
 class ManualStep:
-    """Attends to the backward passes and the optimizers' steps inside one training step.
-
-    Args:
-        step: the observed step.
-        optimizers: the optimizers of the module.
-        deliver: is given each record, when its backward has run and before the next line of `training_step`.
-        warn: takes what does not add up.
-        report: takes why a backward cannot be split by sample.
-        failed: takes what fails here by a fault of this package.
-
-    Attributes:
-        steps: what the optimizers step with.
-    """
+    """Attends to the backward passes and the optimizers' steps inside one training step."""
 
     def __init__(
         self,

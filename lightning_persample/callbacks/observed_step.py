@@ -19,12 +19,7 @@ from lightning_persample.options import CaptureOptions
 
 
 class SampleChoice:
-    """Chooses samples at random, with random numbers of its own, so that training draws what it would draw.
-
-    Args:
-        most: the most samples of a batch; None is all.
-        seed: tells the processes of a run apart.
-    """
+    """Chooses samples at random, by random numbers of its own: training draws what it would draw."""
 
     def __init__(self, most: int | None, seed: int) -> None:
         self._most = most
@@ -49,15 +44,10 @@ _CAUSES = (
 
 
 class SumCheck:
-    """Compares ``sum_i w_i g_i`` with what a backward adds to ``.grad``; make it before that backward.
+    """Compares ``sum_i w_i g_i`` with what a backward adds to ``.grad``; weights w_i (B,), or one number for all."""
 
-    Args:
-        module: the module that is trained.
-        loss: the loss of the batch, ``sum_i w_i l_i``.
-        weights: w_i, shape (B,), or one number for all samples.
-        averaged: whether the backward writes an average over several processes to ``.grad``. Then what this process
-            adds to it is compared, as it arrives; parameters that are sharded are left out.
-    """
+    # To be made before that backward. One that is `averaged` over several processes is compared with what this process
+    # adds to it, as it arrives; parameters that are sharded are left out.
 
     def __init__(self, module: nn.Module, loss: Tensor, weights: Tensor | float, *, averaged: bool = False) -> None:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -206,29 +196,7 @@ NO_MEMORY = (
 
 
 class ObservedStep:
-    """Opens a capture on a batch; without one where the batch's size cannot be read.
-
-    Args:
-        pl_module: the module that is trained.
-        options: the callback whose loss_reduction, batch_dim, batch_size and kernel options hold.
-        batch: the batch.
-        layout: the batch as the engine looks for its samples.
-        batch_size: number of samples B.
-        quantities: what the records hold.
-        choice: chooses the samples that they are for.
-        check_sums: compare the sums of the samples' gradients with ``.grad``, where they are computed.
-        averages: the backward writes an average over several processes to ``.grad``.
-
-    Attributes:
-        module: the module.
-        capture: what observes it.
-        sums_differ: whether such a sum was seen not to fit, in this step or before it.
-        weights: what each sample weighs in the loss, (B,) or one number; None before there is a loss.
-
-    Raises:
-        OptionError: a quantity that does not exist.
-        PerSampleError: the batch cannot be captured.
-    """
+    """One training step that a capture observes; `layout` is the batch as the engine looks for its samples."""
 
     def __init__(
         self,
@@ -246,12 +214,12 @@ class ObservedStep:
         self.module = pl_module
         self._reduction = options["loss_reduction"]
         self._batch = batch
-        self.sums_differ = not check_sums
+        self.sums_differ = not check_sums  # whether such a sum was seen not to fit, in this step or before it
         samples = choice.of_batch(batch_size)
         self._check_sums = check_sums and "grad_sample" in quantities and samples is None
         self._averages = averages
         self._sum_check: SumCheck | None = None
-        self.weights: Tensor | float | None = None
+        self.weights: Tensor | float | None = None  # of each sample in the loss, (B,) or one number, once there is one
         self._lacks_memory = False
         self.capture = expanded_weights(
             pl_module,

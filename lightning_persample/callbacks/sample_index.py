@@ -39,27 +39,18 @@ _PLAIN = (int, float, bool, str)
 
 
 class _Column(NamedTuple):
-    """What each row has at one place.
-
-    Attributes:
-        leading: how many entries along a tensor's first axis are compared; 0 for numbers and texts.
-        rows: the first entries of each row.
-    """
+    """What each row has at one place: its first entries, `leading` along a tensor's first axis, 0 for a number."""
 
     leading: int
     rows: list[tuple[Any, ...]]
 
 
 class RowOrder:
-    """Looks for the rows' numbers, texts and first tensor entries in the first batches that are made of them.
+    """Looks for the rows' numbers, texts and first tensor entries in the first batches that are made of them."""
 
-    The order is lost where all of one place are in the batch, and only in another order, or where the batch has nothing
-    but rows of that place that differ, and not each at its own. It is kept where all of a place that tells every row
-    from every other are found in order. Nothing is concluded from what is not found.
-
-    Args:
-        collate: the collate function.
-    """
+    # The order is lost where all of one place are in the batch, and only in another order, or where the batch has
+    # nothing but rows of that place that differ, and not each at its own. It is kept where all of a place that tells
+    # every row from every other are found in order. Nothing is concluded from what is not found.
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._left = 0 if collate in (default_collate, default_convert) else _BATCHES
@@ -182,21 +173,13 @@ _REPLACED = ("dataset", "collate_fn", "worker_init_fn")
 
 
 class Drawn(NamedTuple):
-    """What is known of the rows of a batch.
+    """What is known of the rows of a batch."""
 
-    Attributes:
-        keys: what the sampler drew for each row, or None.
-        why: why the keys are missing, or why they may not be those of single rows.
-        is_expected: whether this is in the nature of the data, so that there is nothing to warn of.
-        rows: how many rows the loader drew, or None.
-        places: the paths of what in the batch holds one item per row, none where each of its lists holds fields; None
-            where that is not known.
-    """
-
-    keys: list[Any] | None
-    why: str = ""
-    is_expected: bool = False
-    rows: int | None = None
+    keys: list[Any] | None  # what the sampler drew for each row
+    why: str = ""  # why the keys are missing, or why they may not be those of single rows
+    is_expected: bool = False  # this is in the nature of the data, so that there is nothing to warn of
+    rows: int | None = None  # how many the loader drew
+    # The paths of what in the batch holds one item per row, none where each of its lists holds fields; None: unknown
     places: tuple[Any, ...] | None = None
 
 
@@ -233,11 +216,7 @@ def is_followed(loader: object) -> bool:
 
 
 class TaggedLoader:
-    """Iterates over a DataLoader as it does itself; the iterators know the keys of their last batch.
-
-    Args:
-        loader: a DataLoader that can be followed.
-    """
+    """Iterates over a DataLoader as it does itself; the iterators know the keys of their last batch."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
@@ -346,12 +325,7 @@ class _KeyedDataset:
 
 
 class _KeyedCollate:
-    """A collate function that puts the keys of the rows beside the batch it makes of them.
-
-    Args:
-        collate: the user's collate function.
-        is_automatic: whether it is given a list of rows, one for each key.
-    """
+    """A collate function that puts the keys of the rows beside the batch it makes of them."""
 
     def __init__(self, collate: Callable[[Any], Any], is_automatic: bool) -> None:
         self._collate = collate
@@ -379,13 +353,7 @@ class _KeyedCollate:
 
 
 class _CountingCollate:
-    """A collate function that puts beside the batch how many rows it is made of.
-
-    Args:
-        collate: the user's collate function.
-        is_automatic: whether it is given a list of rows.
-        drawn: why the rows have no keys.
-    """
+    """A collate function that puts beside the batch how many rows, which have no keys, it is made of."""
 
     def __init__(self, collate: Callable[[Any], Any], is_automatic: bool, drawn: Drawn) -> None:
         self._collate = collate
@@ -411,11 +379,7 @@ def _holds_list(item: Any) -> bool:
 
 
 class _ShowsOwnDataset:
-    """Starts a worker process: whoever asks there for the dataset gets the user's own.
-
-    Args:
-        init: the user's own ``worker_init_fn``.
-    """
+    """Starts a worker process: whoever asks there for the dataset gets the user's own."""
 
     def __init__(self, init: Callable[[int], None] | None) -> None:
         self._init = init
@@ -476,12 +440,7 @@ _NOTED = 16  # batches: the current one, and those that Lightning fetches ahead
 
 
 class BatchIndices:
-    """Gives records the dataset's indices of their samples.
-
-    Args:
-        trainer: the Trainer, before it sets up its training data.
-        callbacks: its per-sample callbacks.
-    """
+    """Gives records the dataset's indices of their samples; made before the Trainer sets up its training data."""
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[Consumer]) -> None:
         self._trainer = trainer

@@ -75,18 +75,7 @@ def shared_capture(trainer: Trainer) -> SharedCapture | None:
 
 
 class SharedCapture:
-    """The capture that all per-sample callbacks of one Trainer share during one fit.
-
-    Args:
-        trainer: the Trainer, after its strategy was set up.
-        pl_module: the module that is trained.
-        callbacks: the Trainer's per-sample callbacks.
-        indices: knows which samples a batch holds; None where nothing does.
-
-    Raises:
-        OptionError: two callbacks differ in an option of the capture.
-        UnsupportedError: this way of training is not supported and a callback has ``unsupported="error"``.
-    """
+    """The capture that all per-sample callbacks of one Trainer share during one fit."""
 
     def __init__(
         self,

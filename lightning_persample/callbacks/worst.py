@@ -74,10 +74,7 @@ class WorstSamples:
 
 
 class SampleNorms:
-    """Sums of the gradient norms of each sample that was captured.
-
-    It takes five numbers of 8 bytes for each different sample, and an entry of a dictionary, about 150 bytes together.
-    """
+    """Sums of the gradient norms of each sample that was captured: about 150 bytes for each different sample."""
 
     def __init__(self) -> None:
         self._places: dict[Any, int] = {}

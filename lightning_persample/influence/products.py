@@ -55,21 +55,13 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """The rows of two stores, by the weights that their gradients are taken at.
+    """The rows of two stores, by the weights that their gradients are taken at."""
 
-    Attributes:
-        train_index: indices of the training samples, ascending.
-        test_index: indices of the test samples, ascending.
-        pairs: the rows of training and test samples, for each of the weights.
-        unknown: number of rows without an index, which are in no pair.
-        names: what names each of the weights: a checkpoint or a step.
-    """
-
-    train_index: tuple[int, ...]
-    test_index: tuple[int, ...]
-    pairs: tuple[tuple[Rows, Rows], ...]
-    unknown: int
-    names: tuple[Any, ...]
+    train_index: tuple[int, ...]  # of the training samples, ascending
+    test_index: tuple[int, ...]  # of the test samples, ascending
+    pairs: tuple[tuple[Rows, Rows], ...]  # of training and test samples, for each of the weights
+    unknown: int  # number of rows without an index, which are in no pair
+    names: tuple[Any, ...]  # of the weights: a checkpoint or a step
 
     def zeros(self) -> Tensor:
         """A matrix of zeros, (train, test), float64."""

@@ -30,23 +30,14 @@ from lightning_persample.torch_internals import tree_map, version_counter
 
 @dataclass(frozen=True, eq=False)
 class _Samples:
-    """The batched arguments of a call and the gradients of its outputs, sample by sample.
+    """The batched arguments of a call and the gradients of its outputs, sample by sample."""
 
-    Attributes:
-        text: the layout, in words.
-        dim: the axis along which the op sees the samples in the batched arguments.
-        inputs: the batched arguments by name, each (B, *shape with the rows of one sample along `dim`).
-        output_dims: the axis along which the samples lie in each output that has a gradient.
-        output_grads: the gradient of each of these outputs, (B, *shape as for `inputs`).
-        output: the first output, cut likewise.
-    """
-
-    text: str
-    dim: int
-    inputs: Mapping[str, Tensor]
-    output_dims: tuple[int, ...] = ()
-    output_grads: tuple[Tensor, ...] = ()
-    output: Tensor | None = None
+    text: str  # the layout, in words
+    dim: int  # the axis along which the op sees the samples in the batched arguments
+    inputs: Mapping[str, Tensor]  # these by name, each (B, *shape with the rows of one sample along `dim`)
+    output_dims: tuple[int, ...] = ()  # the axis of the samples in each output that has a gradient
+    output_grads: tuple[Tensor, ...] = ()  # the gradient of each of these outputs, cut as `inputs`
+    output: Tensor | None = None  # the first output, cut likewise
 
     @property
     def count(self) -> int:
@@ -87,25 +78,15 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _ExampleCall:
-    """A call of an op with a rule, taken apart so that it can be repeated with other tensors.
-
-    Attributes:
-        op: the op.
-        rule: its rule.
-        args: the positional arguments; every tensor in them is an object of its own.
-        kwargs: the keyword arguments.
-        named: the arguments by name, as the rule has them; the tensors are those of `args` and `kwargs`.
-        batched: names of the arguments that hold the samples.
-        weights: names of the arguments whose gradients are compared.
-    """
+    """A call of an op with a rule, taken apart so that it can be repeated with other tensors."""
 
     op: Callable[..., Any]
     rule: Rule
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # every tensor in them is an object of its own
     kwargs: Mapping[str, Any]
-    named: Mapping[str, Any]
-    batched: tuple[str, ...]
-    weights: tuple[str, ...]
+    named: Mapping[str, Any]  # the arguments as the rule has them; the tensors are those of `args` and `kwargs`
+    batched: tuple[str, ...]  # names of the arguments that hold the samples
+    weights: tuple[str, ...]  # names of the arguments whose gradients are compared
 
     def in_precision(self, dtype: torch.dtype) -> _ExampleCall:
         """The same call with every floating point and complex tensor in another precision."""
@@ -236,15 +217,7 @@ _Finding: TypeAlias = tuple[float, _Status, str]
 
 
 class _RuleCall:
-    """A call of a rule that can be repeated.
-
-    Args:
-        example: the call of the op, in the precision in which the rule is called.
-        samples: the batched arguments and the gradients of the outputs, in any precision.
-        asked: the weights that are asked for.
-        dtype: the precision of the gradients of the outputs.
-        strided: give every argument and gradient strides that no kernel expects.
-    """
+    """A call of a rule that can be repeated, with the weights that are `asked` for, in one precision."""
 
     def __init__(
         self, example: _ExampleCall, samples: _Samples, asked: tuple[str, ...], dtype: torch.dtype, *, strided: bool

@@ -32,19 +32,11 @@ def untouched(module: nn.Module) -> Iterator[ModuleState]:
 
 
 class ModuleState:
-    """The state of a module, to be put back as often as wanted.
+    """The state of a module, to be put back as often as wanted; it takes the memory of one more copy."""
 
-    It consists of parameters, their ``.grad``, buffers, training mode, every other attribute of the module and its
-    submodules (those of metrics included) with the lists, dicts, sets and tensors in them, and the state of the random
-    number generators of torch, Python and numpy. Other objects are not looked into. It takes the memory of one copy of
-    the module's tensors.
-
-    Args:
-        module: the module.
-
-    Raises:
-        PerSampleError: a parameter is not initialized yet, so running the module would create it.
-    """
+    # It consists of parameters, their ``.grad``, buffers, training mode, every other attribute of the module and its
+    # submodules (those of metrics included) with the lists, dicts, sets and tensors in them, and the state of the
+    # random number generators of torch, Python and numpy. Other objects are not looked into.
 
     def __init__(self, module: nn.Module) -> None:
         lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]

@@ -39,13 +39,7 @@ _SMALLEST_PART = 1e-2
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same gradients twice, by parameter name, each (B, *shape) and finite.
-
-    Attributes:
-        engine: those of the engine.
-        loop: those of the one-sample loop.
-        tolerance: largest relative error that counts as agreement.
-    """
+    """Finite gradients of the engine and of the one-sample loop, by parameter name, each (B, *shape)."""
 
     engine: Mapping[str, Tensor]
     loop: Mapping[str, Tensor]

@@ -43,19 +43,12 @@ _OWN_LAYOUT: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class _Input:
-    """A tensor among the arguments of a call.
+    """A tensor among the arguments of a call."""
 
-    Attributes:
-        path: where it stands, for example ``args[0]['image']``.
-        tensor: the tensor; for a packed sequence its data.
-        size: how many samples it holds along the batch's axis; None where it has no such axis.
-        packed: the packed sequence that it is the data of.
-    """
-
-    path: str
-    tensor: Tensor
-    size: int | None
-    packed: PackedSequence | None = None
+    path: str  # where it stands, for example ``args[0]['image']``
+    tensor: Tensor  # for a packed sequence its data
+    size: int | None  # how many samples it holds along the batch's axis; None where it has no such axis
+    packed: PackedSequence | None = None  # that it is the data of
 
     def __str__(self) -> str:
         kind = "packed sequence of" if self.packed is not None else "shape"
@@ -121,10 +114,9 @@ def _mark_inputs(inputs: list[_Input], axis: int, batch_size: int, dispatcher: D
 
 @contextmanager
 def _layers_with_a_layout(module: nn.Module, inputs: list[_Input], dispatcher: Dispatcher) -> Iterator[None]:
-    """While torch's own layers inside the module run, inputs in their `_OWN_LAYOUT` arguments are not the batch's rows.
-
-    A mask (T, T) or a state (layers, B, d) may be as long as the batch by chance; elsewhere such an input stays marked.
-    """
+    """While torch's own layers run, inputs in their `_OWN_LAYOUT` arguments are not the batch's rows."""
+    # A mask (T, T) or a state (layers, B, d) may be as long as the batch by chance; elsewhere such an input stays
+    # marked.
     marks, known = dispatcher.marks, {id(given.tensor) for given in inputs}
     before: list[list[tuple[Tensor, Mark | None]]] = []
 

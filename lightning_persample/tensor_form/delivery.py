@@ -37,19 +37,12 @@ _OF_BACKWARD = (Tensor.backward, torch.autograd.backward)
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A weight that is to get ``grad_sample``.
+    """A weight that is to get ``grad_sample``."""
 
-    Attributes:
-        name: its name in messages.
-        original: the weight itself.
-        weight: what the dispatcher knows of the leaf that stands in for it.
-        factor: what contributions are multiplied by: 1, or the batch size for a loss that is a mean.
-    """
-
-    name: str
+    name: str  # in messages
     original: Tensor
-    weight: Weight
-    factor: float
+    weight: Weight  # what the dispatcher knows of the leaf that stands in for it
+    factor: float  # that contributions are multiplied by: 1, or the batch size for a loss that is a mean
 
     def deliver(self, grad_sample: Tensor) -> None:
         """Set ``grad_sample``, or add to it, as autograd does with ``.grad``."""
@@ -72,25 +65,14 @@ def stand_in(original: Tensor) -> Tensor:
 
 
 class DeliveringDispatcher(Dispatcher):
-    """A dispatcher whose contributions end as ``grad_sample`` of the weights.
-
-    Args:
-        weights: the leaves that stand in for weights, by name.
-        batch_size: number of samples B.
-        buffers: tensors of the module that hold no sample's data.
-
-    Attributes:
-        targets: where contributions go, by name.
-        apart: weights whose gradient over the batch is not the sum of the samples' gradients.
-        exposed: weights that may be used where no call is seen.
-    """
+    """A dispatcher whose contributions end as ``grad_sample`` of the weights."""
 
     def __init__(self, weights: Mapping[str, Tensor], batch_size: int, buffers: Iterable[Tensor] = ()) -> None:
         super().__init__(weights, batch_size, True, buffers)
         self.kept |= weights.keys()
         self.targets: dict[str, Target] = {}
-        self.apart: set[Weight] = set()
-        self.exposed: set[Weight] = set()
+        self.apart: set[Weight] = set()  # whose gradient over the batch is not the sum of the samples' gradients
+        self.exposed: set[Weight] = set()  # that may be used where no call is seen
 
     def add_targets(self, originals: Mapping[str, Tensor], leaves: Mapping[str, Tensor], factor: float) -> None:
         """Deliver to these weights what arrives at the leaves of the same names."""
