@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_persample.callbacks.sample_index import keys_of
 from lightning_persample.capture.failure import guard, of_user
 from lightning_persample.capture.record import PerSampleRecord, listed
 from lightning_persample.errors import OptionError, PerSampleError
@@ -69,17 +70,6 @@ class CapturedRows:
                     f"sample of the batch, ({self.batch_size},)"
                 )
         return found
-
-
-def keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
-    """The samples' indices, (m,), or a list of m keys; None where they are unknown, or are tensors of a loader each."""
-    index = record.sample_index
-    is_single = isinstance(index, Tensor) or (isinstance(index, list) and not any(map(_is_of_a_loader, index)))
-    return index if is_single else None  # type: ignore[return-value]
-
-
-def _is_of_a_loader(each: Any) -> bool:
-    return each is None or isinstance(each, (Tensor, list, dict))
 
 
 def columns_of(outputs: Any, batch: Any, columns: Callable[[Any, Any], Any] | None) -> dict[str, Tensor]:

@@ -235,8 +235,7 @@ class TaggedLoader:
         finally:
             attributes.update(own)
         _note_failures([iterator], failures)
-        is_tagged = isinstance(collate_of(iterator), (_KeyedCollate, _CountingCollate))
-        if is_tagged and "_last_drawn" not in vars(type(iterator)):
+        if isinstance(collate_of(iterator), _KeyedCollate) and "_last_drawn" not in vars(type(iterator)):
             kind: Any = type(iterator)
             iterator.__class__ = _untagging(kind)
         return iterator
@@ -245,9 +244,8 @@ class TaggedLoader:
         """What takes the place of the loader's own attributes while its iterator is made."""
         dataset, is_automatic = own["dataset"], collates_rows(self._loader)
         if isinstance(dataset, IterableDataset):
-            return {**own, "collate_fn": _CountingCollate(own["collate_fn"], is_automatic, _without_keys(dataset))}
-        keyed: dict[str, Any] = {"dataset": _KeyedDataset(dataset)}
-        keyed["collate_fn"] = _KeyedCollate(own["collate_fn"], is_automatic)
+            return {**own, "collate_fn": _KeyedCollate(own["collate_fn"], is_automatic, _without_keys(dataset))}
+        keyed = {"dataset": _KeyedDataset(dataset), "collate_fn": _KeyedCollate(own["collate_fn"], is_automatic)}
         if self._loader.num_workers > 0:
             keyed["worker_init_fn"] = _ShowsOwnDataset(own["worker_init_fn"])
         return keyed
@@ -268,7 +266,7 @@ def _as_drawn(keys: list[Any] | Drawn | None, loader: object) -> Drawn:
 def _note_failures(iterators: Iterable[Any], failures: list[Exception]) -> None:
     """Let iterators say why nothing is known of their batches, where this package has failed."""
     for iterator in iterators if failures else ():
-        setattr(iterator, _LAST_KEYS, Drawn(None, _why(failures[0])))
+        setattr(iterator, _LAST_KEYS, _not_known(failures[0]))
 
 
 class _Tagged:
@@ -294,14 +292,14 @@ class _KeyedDataset:
     def __getitem__(self, key: Any) -> tuple[Any, Any]:
         return self._own_dataset[key], key
 
-    def __getitems__(self, keys: Any) -> tuple[Any, list[Any] | str]:
+    def __getitems__(self, keys: Any) -> tuple[Any, list[Any] | Drawn]:
         if type(keys) is not list and isinstance(keys, Iterator):  # it can be walked through once
             keys = list(keys)
-        drawn: list[Any] | str
+        drawn: list[Any] | Drawn
         try:  # no `guard`: this runs at every batch
             drawn = _plain(keys)
         except Exception as error:
-            drawn = _why(error)
+            drawn = _not_known(error)
         dataset = self._own_dataset
         if hasattr(dataset, "__getitems__") and dataset.__getitems__:  # as torch asks
             return dataset.__getitems__(keys), drawn
@@ -325,15 +323,16 @@ class _KeyedDataset:
 
 
 class _KeyedCollate:
-    """A collate function that puts the keys of the rows beside the batch it makes of them."""
+    """A collate function that puts beside its batch the keys of the rows, or how many rows without keys there are."""
 
-    def __init__(self, collate: Callable[[Any], Any], is_automatic: bool) -> None:
+    def __init__(self, collate: Callable[[Any], Any], is_automatic: bool, without_keys: Drawn | None = None) -> None:
         self._collate = collate
-        self._is_automatic = is_automatic
+        self._is_automatic = is_automatic  # it is given a list of rows
+        self._without_keys = without_keys  # rows come alone, else with their keys
         self._order = RowOrder(collate)
 
-    def __call__(self, keyed: tuple[Any, Any]) -> _Tagged:
-        rows, keys = keyed
+    def __call__(self, given: Any) -> _Tagged:
+        rows, keys = given if self._without_keys is None else (given, self._without_keys)
         if self._is_automatic and self._collate is default_collate and type(keys) is list:  # as nearly always
             return _Tagged(self._collate(rows), keys)
         collate = Once(self._collate)
@@ -343,34 +342,17 @@ class _KeyedCollate:
     def _drawn(self, collate: Once, rows: Any, keys: Any) -> Drawn:
         """What is known of the rows that are collated."""
         if not self._is_automatic:
-            return _of_one_item(keys)
-        if isinstance(keys, str):
-            return Drawn(None, keys)
-        columns, drawn = self._order.start(rows), list(rows)
+            if self._without_keys is None:
+                return _of_one_item(keys)
+            holds_fields = self._collate is default_convert and not _holds_list(rows)  # it makes lists of tuples, too
+            return self._without_keys._replace(places=()) if holds_fields else self._without_keys
+        columns, drawn = [] if isinstance(keys, Drawn) else self._order.start(rows), list(rows)
         batch = collate(rows)
+        places = places_of_rows(batch, drawn) or None
+        if isinstance(keys, Drawn):
+            return keys._replace(rows=len(drawn), places=places)
         why = self._order.why_lost(columns, batch)
-        return Drawn(None if why else keys, why, rows=len(keys), places=places_of_rows(batch, drawn) or None)
-
-
-class _CountingCollate:
-    """A collate function that puts beside the batch how many rows, which have no keys, it is made of."""
-
-    def __init__(self, collate: Callable[[Any], Any], is_automatic: bool, drawn: Drawn) -> None:
-        self._collate = collate
-        self._is_automatic = is_automatic
-        self._drawn = drawn
-
-    def __call__(self, rows: Any) -> _Tagged:
-        collate = Once(self._collate)
-        drawn = guard(self._counted, _not_known)(collate, rows)
-        return _Tagged(collate.result if collate.has_run else self._collate(rows), drawn)
-
-    def _counted(self, collate: Once, rows: Any) -> Drawn:
-        if not self._is_automatic:
-            makes_lists = self._collate is default_convert  # of tuples, too
-            return self._drawn._replace(places=()) if makes_lists and not _holds_list(rows) else self._drawn
-        drawn = list(rows)
-        return self._drawn._replace(rows=len(drawn), places=places_of_rows(collate(rows), drawn) or None)
+        return Drawn(None if why else keys, why, rows=len(keys), places=places)
 
 
 def _holds_list(item: Any) -> bool:
@@ -418,12 +400,8 @@ def _plain(keys: Any) -> list[Any]:
     return found
 
 
-def _why(error: Exception) -> str:
-    return fault_of(error, "following the data loader")
-
-
 def _not_known(error: Exception) -> Drawn:
-    return Drawn(None, _why(error))
+    return Drawn(None, fault_of(error, "following the data loader"))
 
 
 def _of_one_item(key: Any) -> Drawn:
@@ -511,7 +489,7 @@ class BatchIndices:
         self._observed.install()
 
     def _failed(self, error: Exception) -> None:
-        self._why_not_followed = fault_of(error, "following the data loader")
+        self._why_not_followed = _not_known(error).why
 
     def _follow(self, combined: Any) -> None:
         self._let_go()
@@ -534,7 +512,9 @@ class BatchIndices:
         noted = vars(self._followed)[_LOG]
         # A loader without a length is one batch ahead, because Lightning has to know which batch is the last.
         ahead = batches_ahead(self._trainer)
-        return guard(_drawn, _no_keys_known)(self._followed.flattened, noted[-1 - ahead]) if len(noted) > ahead else []
+        if len(noted) <= ahead:
+            return []
+        return guard(_drawn, lambda error: [_not_known(error)])(self._followed.flattened, noted[-1 - ahead])
 
     def _why_absent(self, drawn: Drawn, batch_size: int) -> str:
         if drawn.why:
@@ -592,12 +572,17 @@ def _drawn(loaders: list[Any], keys: list[Any] | Exception) -> list[Drawn]:
     return [_as_drawn(each, loader) for loader, each in zip(loaders, keys, strict=True)] if one_each else []
 
 
-def _no_keys_known(error: Exception) -> list[Drawn]:
-    return [Drawn(None, fault_of(error, "following the data loader"))]
-
-
 def _itself(combined: Any) -> Any:
     return combined
+
+
+def keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
+    """The samples' indices, (m,), or a list of m keys; None where they are unknown, or are those of several loaders."""
+    index = record.sample_index
+    is_list = isinstance(index, list) and not any(
+        each is None or isinstance(each, (Tensor, list, dict)) for each in index
+    )
+    return index if is_list or isinstance(index, Tensor) else None  # type: ignore[return-value]
 
 
 def _index_of(drawn: Drawn, batch_size: int) -> Tensor | list[Any] | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_persample.callbacks.lightning_internals import is_a
 from lightning_persample.callbacks.loggers import log_table, save_table
+from lightning_persample.callbacks.sample_index import keys_of
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.errors import UnsupportedError
 
@@ -89,10 +90,10 @@ class SampleNorms:
         if not record.names:
             self._why_absent = "no parameter has a per-sample gradient"
             return
-        index = record.sample_index
-        if not _is_of_one_loader(index):
+        index = keys_of(record)
+        if index is None:
             several = "there are several train dataloaders, and a sample is made of a row of each"
-            self._why_absent = why_absent if index is None else several
+            self._why_absent = why_absent if record.sample_index is None else several
             return
         if isinstance(index, list) and not _are_hashable(index):
             self._why_absent = f"the sampler draws keys that cannot be counted ({type(index[0]).__name__})"
@@ -223,12 +224,6 @@ def write_worst_samples(
         save_table(f"{folder}/worst_samples.csv", worst.columns, rows)
         loggers = [logger for logger in trainer.loggers if not is_a(logger, "CSVLogger")]
         log_table(loggers, "worst_samples", worst.columns, rows, trainer.global_step)
-
-
-def _is_of_one_loader(index: Any) -> bool:
-    if isinstance(index, list):  # of keys, or one for each of several loaders
-        return not any(each is None or isinstance(each, (Tensor, list, dict)) for each in index)
-    return isinstance(index, Tensor)
 
 
 def _are_hashable(keys: list[Any]) -> bool:

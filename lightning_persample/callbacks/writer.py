@@ -24,10 +24,10 @@ from lightning_persample.callbacks.rows import (
     LearningRates,
     checked_types,
     columns_of,
-    keys_of,
     opened,
     table_of,
 )
+from lightning_persample.callbacks.sample_index import keys_of
 from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
