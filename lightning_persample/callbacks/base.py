@@ -254,7 +254,7 @@ class PerSampleCallback(Callback):
         if not any(each._has_failed for each in (self, *others)):
             text = f"{type(self).__name__} gives nothing more in this fit: {fault_of(error, 'a hook of it')}"
             shared = others[0]._shared if others else None
-            (warn_user if shared is None else shared.warn)(text)
+            (warn_user if shared is None else shared.reports.warn)(text)
         self._has_failed = True
 
     def _close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,7 +14,7 @@ from lightning_persample.batch_axis.axis import Lost
 from lightning_persample.batch_axis.batch import BatchLayout
 from lightning_persample.callbacks.observed_step import SampleChoice, SumCheck
 from lightning_persample.callbacks.second_pass import NoLossError, second_pass
-from lightning_persample.capture.failure import guard, in_smaller_chunks
+from lightning_persample.capture.failure import in_smaller_chunks
 from lightning_persample.capture.graph import REENTRANT, node_below
 from lightning_persample.capture.record import OF_KEPT, KeptGradients, PerSampleRecord
 from lightning_persample.capture.values import samples_in_loss, samples_with_values
@@ -25,6 +25,7 @@ from lightning_persample.options import QUANTITIES
 from lightning_persample.reference.loops import batch_statistics_explained, vmap_per_sample_grads
 from lightning_persample.reference.samples import (
     Weighting,
+    gradients_of,
     has_ragged_samples,
     loss_of,
     own_loss,
@@ -80,7 +81,7 @@ class SecondEngine:
 
     def record(
         self,
-        engine: Literal["vmap", "loop"],
+        engine: str,
         training_step: Callable[[Any], Any],
         batch: Any,
         layout: BatchLayout,
@@ -89,6 +90,7 @@ class SecondEngine:
         sums: bool,
     ) -> PerSampleRecord:
         """The gradients of each sample's own loss; `sums` asks for `totals`, too."""
+        self.totals = None
         unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
         if unknown:
             raise OptionError(
@@ -115,50 +117,19 @@ class SecondEngine:
         if sums and chosen is None and collected.drew:
             with without_dropout(self._module):
                 self._compare_sums(training_step, self._copied(batch, size), run_pass())
-        return collected.record([name for name, p in self._module.named_parameters() if p.requires_grad])
-
-    def record_or_reason(
-        self,
-        engine: Literal["expanded", "vmap", "loop"],
-        training_step: Callable[[Any], Any] | None,
-        batch: Any,
-        layout: BatchLayout,
-        quantities: Collection[str],
-        *,
-        sums: bool,
-    ) -> PerSampleRecord | PerSampleError:
-        """The record of an extra pass over the batch, or why there is none; a wrong quantity is an `OptionError`."""
-        self.totals = None
-        if training_step is None or engine == "expanded":
-            return UnsupportedError("there is no batch to run a second time")
-
-        def reason(error: Exception) -> PerSampleError:  # single samples must not end the training
-            if isinstance(error, PerSampleError):
-                return error
-            if isinstance(error, NoLossError):
-                return UnsupportedError(f"training_step returned None in the extra pass of engine={engine!r}")
-            text = next(iter(str(error).strip().splitlines()), "")
-            return UnsupportedError(f"engine={engine!r} failed with {type(error).__name__}: {text}")
-
-        record = guard(self.record, reason)
-        found: PerSampleRecord | PerSampleError = record(engine, training_step, batch, layout, quantities, sums=sums)
-        return found
+        return collected.record(list(self._trainable()))
 
     def _loop(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
         scale = self._loss_scale(size)
-        names, parameters = zip(*self._trainable(), strict=True)
+        parameters = self._trainable()
         with second_pass(self._trainer, self._module) as state, batch_statistics_explained(self._module):
             for place, sample in enumerate(collected.places):
                 one = take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
                 loss = self._own_loss(training_step, one)
                 if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
                     raise UnsupportedError(_CHECKPOINT)
-                grads: tuple[Tensor | None, ...] = (None,) * len(parameters)
-                if loss.requires_grad:
-                    grads = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
-                for name, grad in zip(names, grads, strict=True):
-                    if grad is not None:
-                        collected.add(name, place, grad.to_dense()[None], scale)
+                for name, grad in gradients_of(loss * scale, parameters).items():
+                    collected.add(name, place, grad[None], scale)
                 # Random numbers go on, so that samples do not share one dropout mask.
                 state.restore(random_states=False)
             collected.drew = state.drew_random_numbers()
@@ -167,7 +138,7 @@ class SecondEngine:
         if has_ragged_samples(batch, size, self._batch_dim):
             raise UnsupportedError("the batch holds one item per sample, not rows of tensors, which vmap cannot stack")
         scale = self._loss_scale(size)
-        bytes_each = sum(parameter.numel() * parameter.element_size() for _, parameter in self._trainable())
+        bytes_each = sum(parameter.numel() * parameter.element_size() for parameter in self._trainable().values())
         chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
         with second_pass(self._trainer, self._module) as state:
             for start in range(0, len(collected.places), chunk):
@@ -189,18 +160,15 @@ class SecondEngine:
 
     def _compare_sums(self, training_step: Callable[[Any], Any], batch: Any, collected: _Collected) -> None:
         """Compare the sums of a pass with the gradient of the batch, of which no parameter is given any."""
-        names, parameters = zip(*self._trainable(), strict=True)
-        scale = self._loss_scale(1)
+        parameters, scale = self._trainable(), self._loss_scale(1)
         with second_pass(self._trainer, self._module) as state:
             loss = loss_of(training_step(batch))
             if not isinstance(loss, Tensor) or self.weights is None:
                 raise NoLossError
             check = SumCheck(self._module, loss, self.weights)
-            grads = torch.autograd.grad(loss * scale, parameters, allow_unused=True)
+            grads = gradients_of(loss * scale, parameters)
             self.draws = collected.drew or state.drew_random_numbers()
-        text = check.finish(
-            collected.record(list(names)), collected.totals, NOT_ONE_BY_ONE, dict(zip(names, grads, strict=True))
-        )
+        text = check.finish(collected.record(list(parameters)), collected.totals, NOT_ONE_BY_ONE, grads)
         if text is not None and not self.draws:
             raise SumsDifferError(text)
 
@@ -208,8 +176,8 @@ class SecondEngine:
         """The batch for a second pass, which may change its inputs in place."""
         return take(batch, 0, size, batch_size=size, batch_dim=self._batch_dim)
 
-    def _trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
+    def _trainable(self) -> dict[str, torch.nn.Parameter]:
+        return {name: p for name, p in self._module.named_parameters() if p.requires_grad}
 
     def _own_loss(self, training_step: Callable[[Any], Any], batch: Any) -> Tensor:
         outputs = training_step(batch)
@@ -238,6 +206,16 @@ class SecondEngine:
         """The factor that keeps gradients in half precision from vanishing, as in the training of one sample."""
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
+
+
+def why_no_record(engine: str, error: Exception) -> PerSampleError:
+    """Why an extra pass over the batch gives no record: single samples must not end the training."""
+    if isinstance(error, PerSampleError):
+        return error
+    if isinstance(error, NoLossError):
+        return UnsupportedError(f"training_step returned None in the extra pass of engine={engine!r}")
+    text = next(iter(str(error).strip().splitlines()), "")
+    return UnsupportedError(f"engine={engine!r} failed with {type(error).__name__}: {text}")
 
 
 class _Collected:

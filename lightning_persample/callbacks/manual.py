@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_persample.callbacks.consumer import Reports
 from lightning_persample.callbacks.observed_step import ObservedStep
 from lightning_persample.callbacks.optimizer_steps import ManualSteps
 from lightning_persample.capture.failure import guard
@@ -53,36 +54,28 @@ class ManualStep:
         step: ObservedStep,
         optimizers: Sequence[torch.optim.Optimizer],
         deliver: Callable[[PerSampleRecord], None],
-        warn: Callable[[str], None],
-        report: Callable[[PerSampleError], None],
-        failed: Callable[[Exception], None],
+        reports: Reports,
     ) -> None:
         self._step = step
         self._optimizers = optimizers
         self._deliver = deliver
-        self._warn = warn
-        self._report = report
-        self._failed = failed
+        self._reports = reports
         self._announced: Tensor | None = None
         self._weights_are_wrong = False
         self._device = step.module.device.type
-        self.steps = ManualSteps(step.module, optimizers, warn)
+        self.steps = ManualSteps(step.module, optimizers, reports.warn)
         step.capture.before_backward = self._before
-        step.capture.after_backward = guard(self._after, failed)
+        step.capture.after_backward = guard(self._after, reports.report_failure)
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
         """See every step of an optimizer, whoever calls it, in this context."""
-        handles = []
+        handles, failed = [], self._reports.report_failure
         try:
             for place, optimizer in enumerate(self._optimizers):
                 if isinstance(optimizer, torch.optim.Optimizer):
-                    handles.append(
-                        optimizer.register_step_pre_hook(guard(partial(self._stepping, place), self._failed))
-                    )
-                    handles.append(
-                        optimizer.register_step_post_hook(guard(partial(self._stepped, place), self._failed))
-                    )
+                    handles.append(optimizer.register_step_pre_hook(guard(partial(self._stepping, place), failed)))
+                    handles.append(optimizer.register_step_post_hook(guard(partial(self._stepped, place), failed)))
             yield
         finally:
             for handle in handles:
@@ -124,7 +117,7 @@ class ManualStep:
                 self._step.attach(loss, loss)
             except PerSampleError as error:
                 self._weights_are_wrong = True
-                self._report(error)
+                self._reports.report(error)
         self._step.start_backward()
 
     def _after(self, record: PerSampleRecord | None) -> None:
@@ -136,7 +129,7 @@ class ManualStep:
         with without_autocast(self._device), torch.enable_grad():
             text = self._step.why_sums_differ(record)
             if text is not None:
-                self._warn(text)
+                self._reports.warn(text)
             self._deliver(record)
 
 

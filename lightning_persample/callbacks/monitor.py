@@ -196,7 +196,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the table of the worst samples, if it is asked for; say so where no step was logged."""
         self._why_nothing, shared = self._why_no_step(trainer), shared_capture(trainer)
-        is_said = shared is not None and shared.has_said_fault
+        is_said = shared is not None and shared.reports.has_said_fault
         if self.worst_samples is not None:
             norms = self._norms_of_all()
             write_worst_samples(trainer, norms, self.worst_samples, self._why_nothing, is_said=is_said)

@@ -60,7 +60,7 @@ class SumCheck:
         self._averaged = averaged
         self._samples: Tensor | None = None
         self._arrived: dict[str, Tensor] = {}
-        self._grads: Mapping[str, Tensor | None] | None = None
+        self._grads: Mapping[str, Tensor] | None = None
         self._autocast = (
             {torch.get_autocast_dtype(loss.device.type)} if torch.is_autocast_enabled(loss.device.type) else set()
         )
@@ -82,7 +82,7 @@ class SumCheck:
         record: PerSampleRecord,
         totals: Mapping[str, Tensor] | None = None,
         causes: str = _CAUSES,
-        grads: Mapping[str, Tensor | None] | None = None,
+        grads: Mapping[str, Tensor] | None = None,
     ) -> str | None:
         """A text that names the parameters that differ, or None where all sums fit; asked for after the backward."""
         # `totals` are the weighted sums over the samples by name; None takes those of the record's gradients.
@@ -151,7 +151,7 @@ class SumCheck:
 
     def _grad(self, name: str) -> Tensor | None:
         if self._grads is not None:
-            return self._grads[name]
+            return self._grads.get(name)
         return self._arrived.get(name) if self._averaged else self._parameters[name].grad
 
     def _keep_scale(self, grad: Tensor) -> None:

@@ -29,7 +29,13 @@ from lightning_persample.callbacks.consumer import (
     check_options_agree,
     why_unsupported,
 )
-from lightning_persample.callbacks.fallback import NOT_COMPARED, NOT_ONE_BY_ONE, SecondEngine, SumsDifferError
+from lightning_persample.callbacks.fallback import (
+    NOT_COMPARED,
+    NOT_ONE_BY_ONE,
+    SecondEngine,
+    SumsDifferError,
+    why_no_record,
+)
 from lightning_persample.callbacks.lightning_internals import (
     ObservedMethod,
     holds_compiled_code,
@@ -53,7 +59,6 @@ from lightning_persample.capture.failure import Once, fault_of, guard, of_user, 
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import OwnScale, PerSampleRecord, warning_texts
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
-from lightning_persample.options import CaptureOptions
 from lightning_persample.reference.samples import loss_of
 
 
@@ -91,10 +96,10 @@ class SharedCapture:
         options = [callback._capture_options() for callback in callbacks]
         choices = {each["unsupported"] for each in options}
         self._falls_back = "vmap" in choices and "error" not in choices
-        self._reports = Reports(trainer, pl_module, raises="error" in choices)
+        self.reports = Reports(trainer, pl_module, raises="error" in choices)
         self._verify = any(each["verify"] for each in options)
-        first = options[0]
-        self._engine: Literal["expanded", "vmap", "loop"] = first["engine"]
+        self._options = first = options[0]
+        self._engine: str = first["engine"]
         self._choice = SampleChoice(first["max_samples"], seed=trainer.global_rank if first["max_samples"] else 0)
         self._second = SecondEngine(trainer, pl_module, first["loss_reduction"], first["batch_dim"], self._choice)
         self._second_is_compared = self._second_is_refused = False
@@ -108,7 +113,7 @@ class SharedCapture:
         self._manual: ManualStep | None = None
         self._optimizer_steps: Mapping[int, Sequence[PerSampleRecord]] = {}
         self._record: PerSampleRecord | None = None
-        self._rerun: Callable[[Any], Any] | None = None
+        self._rerun: Any = None  # the training step as a function of the batch
         self._sums_differ = False
         self._loss_scale: Tensor | None = None
         self._averages = trainer.world_size > 1 or is_sharded(pl_module)
@@ -124,15 +129,15 @@ class SharedCapture:
         if reason is not None:
             if indices is not None:
                 indices.uninstall()
-            self._reports.report(UnsupportedError(f"{reason}: no per-sample gradients are captured in this fit"))
+            self.reports.report(UnsupportedError(f"{reason}: no per-sample gradients are captured in this fit"))
             return
         if manual:
             if self._falls_back:
                 self._falls_back = False
-                self._reports.report(UnsupportedError(NO_FALLBACK))
+                self.reports.report(UnsupportedError(NO_FALLBACK))
             if self._verify:
                 self._verify = False
-                self._reports.report(UnsupportedError(NOT_VERIFIED))
+                self.reports.report(UnsupportedError(NOT_VERIFIED))
         is_resting = partial(getattr, self, "_is_resting")
         runs: dict[str, tuple[Callable[..., Any], Callable[[], bool]]] = {
             "training_step": (self._run_training_step, self._rests),
@@ -153,27 +158,18 @@ class SharedCapture:
                 callback._skip_hooks()
         for callback in self._callbacks:
             if self._methods and not callback.receives_records():
-                self._reports.warn(
+                self.reports.warn(
                     f"{type(callback).__name__} does not override on_per_sample_gradients, so that nothing is done "
                     "with its records"
                 )
         if self._methods and self._engine == "expanded" and holds_compiled_code(self._module):
-            self._reports.warn(
+            self.reports.warn(
                 "captured steps run compiled code as it was written, because nothing of a compiled graph can be seen: "
                 "their results may differ from those of compiled steps in the last bits, and in random numbers"
             )
 
     def _is_live(self) -> bool:
         return self._trainer.state.status == TrainerStatus.RUNNING
-
-    @property
-    def has_said_fault(self) -> bool:
-        """Whether values are missing by a fault of this package, as a warning says."""
-        return self._reports.has_said_fault
-
-    def warn(self, text: str) -> None:
-        """Say something once in this fit."""
-        self._reports.warn(text)
 
     def steps_for(self, callback: Consumer) -> Mapping[int, Sequence[PerSampleRecord]]:
         """The records of each optimizer's step in manual optimization, by place; none if the callback wants none."""
@@ -192,9 +188,9 @@ class SharedCapture:
         self._is_empty = False
         check, self._second_check = self._second_check, None
         if step is None and check is None:  # as at every batch that is not captured
-            self._reports.end_batch()
+            self.reports.end_batch()
         else:
-            run_all(self._reports.end_batch, *(each.close for each in (step, check) if each is not None))
+            run_all(self.reports.end_batch, *(each.close for each in (step, check) if each is not None))
 
     def uninstall(self) -> None:
         """Leave the module as it was before the fit. May be called twice."""
@@ -268,14 +264,14 @@ class SharedCapture:
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         self._rerun = on_other_batches(training_step.function, args, kwargs)
         if self._verify and self._module.automatic_optimization:
-            options = self._options()
             verified = verify_values(
                 self._trainer,
                 self._module,
-                options,
+                self._options,
                 self._rerun,
                 self._batch,
-                batch_size=options["batch_size"] or (None if self._indices is None else self._indices.rows_drawn()),
+                batch_size=self._options["batch_size"]
+                or (None if self._indices is None else self._indices.rows_drawn()),
                 allow_missing=self._falls_back,
             )
             self._verify = not verified
@@ -301,7 +297,7 @@ class SharedCapture:
         try:
             step.attach(loss, outputs)
         except PerSampleError as error:
-            self._reports.report(error)
+            self.reports.report(error)
             self.end_batch()
         else:
             if self._falls_back and step.weights is not None and not self._averages:
@@ -313,15 +309,12 @@ class SharedCapture:
     ) -> Any:
         reason = why_not_manual(self._engine)
         if reason is not None:
-            self._reports.report(UnsupportedError(f"{reason}: this step is not reported"))
+            self.reports.report(UnsupportedError(f"{reason}: this step is not reported"))
         step = self._open() if reason is None else None
         if step is None:
             return training_step(*args, **kwargs)
-        trainer, reports = self._trainer, self._reports
-        self._manual = ManualStep(
-            step, trainer.optimizers, self._deliver, reports.warn, reports.report, reports.report_failure
-        )
-        steps = trainer.global_step
+        self._manual = ManualStep(step, self._trainer.optimizers, self._deliver, self.reports)
+        steps = self._trainer.global_step
         with step.capture.observe(), self._manual.watching_optimizers():
             outputs = training_step(*args, **kwargs)
         stepped = self._manual.steps.stepped or self._trainer.global_step > steps
@@ -330,7 +323,7 @@ class SharedCapture:
         self._sums_differ = step.sums_differ
         step.capture.close()
         if not step.capture.records and stepped:
-            self._reports.report(UnsupportedError(NO_BACKWARD))
+            self.reports.report(UnsupportedError(NO_BACKWARD))
         return outputs
 
     def at_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -341,8 +334,8 @@ class SharedCapture:
     def _run_manual_backward(self, manual_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._methods or self._manual is None:
             outside = self._trainer.training and not self._in_training_step
-            if self._methods and outside and not self._reports.has_said_fault:
-                self._reports.report(UnsupportedError(OUTSIDE_STEP))
+            if self._methods and outside and not self.reports.has_said_fault:
+                self.reports.report(UnsupportedError(OUTSIDE_STEP))
             return manual_backward(*args, **kwargs)
         return self._manual.manual_backward(manual_backward, *args, **kwargs)
 
@@ -357,7 +350,7 @@ class SharedCapture:
             self._refuse_second(str(record))
             return training_step(*args, **kwargs)
         if sums and self._second.draws:
-            self._reports.warn(f"engine={self._engine!r} {NOT_COMPARED}")
+            self.reports.warn(f"engine={self._engine!r} {NOT_COMPARED}")
         outputs = training_step(*args, **kwargs)
         loss = loss_of(outputs)
         if isinstance(record, PerSampleRecord):
@@ -368,25 +361,24 @@ class SharedCapture:
             if self._second.totals is not None and weights is not None and isinstance(loss, Tensor):
                 self._second_check = SumCheck(self._module, loss, weights, averaged=self._averages)
         elif isinstance(loss, Tensor):
-            self._reports.report(record)
+            self.reports.report(record)
         return outputs
 
-    def _run_second(
-        self, engine: Literal["expanded", "vmap", "loop"], *, sums: bool
-    ) -> PerSampleRecord | PerSampleError:
+    def _run_second(self, engine: str, *, sums: bool) -> PerSampleRecord | PerSampleError:
         try:
             view, size = self._samples_of_batch()
-            layout = lay_out(view, self._options()["batch_dim"], size)
+            layout = lay_out(view, self._options["batch_dim"], size)
         except BatchSizeError as error:
             return error
-        return self._second.record_or_reason(engine, self._rerun, self._batch, layout, self._quantities, sums=sums)
-
-    def _options(self) -> CaptureOptions:
-        return self._callbacks[0]._capture_options()
+        record = guard(self._second.record, partial(why_no_record, engine))
+        found: PerSampleRecord | PerSampleError = record(
+            engine, self._rerun, self._batch, layout, self._quantities, sums=sums
+        )
+        return found
 
     def _samples_of_batch(self) -> tuple[Any, int]:
         """The batch as its samples are looked for, and how many there are."""
-        options, drawn, view = self._options(), None, self._batch
+        options, drawn, view = self._options, None, self._batch
         if self._indices is not None:
             drawn = self._indices.rows_drawn()
             view = self._indices.arranged(view)
@@ -405,7 +397,7 @@ class SharedCapture:
         view, size = self._samples_of_batch()
         return ObservedStep(
             self._module,
-            self._options(),
+            self._options,
             self._batch,
             view,
             size,
@@ -417,12 +409,12 @@ class SharedCapture:
 
     def _cannot_open(self, error: Exception) -> None:
         self._is_empty = isinstance(error, EmptyBatchError)
-        self._reports.report_failure(error)
+        self.reports.report_failure(error)
 
     def _failed(self, error: Exception) -> None:
         """Something of this package's has failed around a method of the module: end the capture, and say so."""
-        guard(self.end_batch, self._reports.report_failure)()
-        self._reports.report_failure(error)
+        guard(self.end_batch, self.reports.report_failure)()
+        self.reports.report_failure(error)
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step = self._step
@@ -441,7 +433,7 @@ class SharedCapture:
             result = backward(*args, **kwargs)
             record, self._record = self._record, None
             if record is not None and not self._is_refused(record, check):
-                weighting: Literal["mean", "sum"] = "sum" if self._options()["loss_reduction"] == "sum" else "mean"
+                weighting: Literal["mean", "sum"] = "sum" if self._options["loss_reduction"] == "sum" else "mean"
                 if self._loss_scale is not None:
                     record = replace(record, _own=OwnScale(weighting, record.batch_size, self._loss_scale))
                 self._after_backward(record)
@@ -455,11 +447,11 @@ class SharedCapture:
         if len(step.capture.records) == 1:
             text = step.why_sums_differ(step.capture.record)
             if text is not None:
-                self._reports.warn(text)
+                self.reports.warn(text)
             self._sums_differ = step.sums_differ
             self._deliver(self._complete(step.capture.record))
         else:
-            self._reports.report(UnsupportedError(_why_no_record(self._module, len(step.capture.records))))
+            self.reports.report(UnsupportedError(_why_no_record(self._module, len(step.capture.records))))
         return result
 
     def _keep_scale(self, grad: Tensor) -> None:
@@ -473,7 +465,7 @@ class SharedCapture:
 
     def _refuse_second(self, text: str) -> None:
         self._second_is_refused = True
-        self._reports.report(UnsupportedError(f"engine={self._engine!r} is not used in this fit: {text}"))
+        self.reports.report(UnsupportedError(f"engine={self._engine!r} is not used in this fit: {text}"))
 
     def _backward_starts(self, losses: list[Tensor]) -> None:
         with unseen(self._module.device.type):
@@ -506,7 +498,7 @@ class SharedCapture:
                 self._engine, self._second_is_compared = engine, True
                 if self._second.draws:
                     failures += f"; engine={engine!r} {NOT_COMPARED}"
-                self._reports.warn(
+                self.reports.warn(
                     f"{missing}\nFrom this step on, captured steps use engine={engine!r}, an extra pass over the "
                     f"batch{failures}"
                 )
@@ -514,18 +506,18 @@ class SharedCapture:
             else:
                 failures += f"; {found}"
         self._falls_back = False
-        self._reports.warn(f"No second engine can follow this model{failures}")
+        self.reports.warn(f"No second engine can follow this model{failures}")
         return record
 
     def _without_index(self, record: PerSampleRecord, error: Exception) -> PerSampleRecord:
-        self._reports.warn(f"record.sample_index is None: {fault_of(error, 'the sample index')}")
+        self.reports.warn(f"record.sample_index is None: {fault_of(error, 'the sample index')}")
         return record
 
     def _deliver(self, record: PerSampleRecord) -> None:
         if self._indices is not None:
             attach = guard(self._indices.attach, partial(self._without_index, record))
-            record = attach(record, self._batch, self._reports.warn)
-        self._reports.deliver(record, self._receivers, self._batch)
+            record = attach(record, self._batch, self.reports.warn)
+        self.reports.deliver(record, self._receivers, self._batch)
 
 
 def _why_no_record(pl_module: LightningModule, backward_passes: int) -> str:

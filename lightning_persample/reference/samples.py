@@ -101,6 +101,14 @@ def own_loss(outputs: Any, batch: Any, weighting: Weighting) -> Tensor:
     return loss.reshape(())
 
 
+def gradients_of(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of a loss by name, of those parameters that it depends on; each (*shape), dense."""
+    if not loss.requires_grad:
+        return {}
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: grad.to_dense() for name, grad in zip(parameters, grads, strict=True) if grad is not None}
+
+
 def _rows_per_sample(tensor: Tensor, batch_size: int, batch_dim: int) -> int:
     """How many rows each sample has in a tensor; 0 where the tensor does not hold the samples."""
     if tensor.dim() <= batch_dim:

@@ -21,7 +21,7 @@ from lightning_persample.capture.parameters import default_tolerance, unwrapped
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import BatchSizeError, PerSampleError
 from lightning_persample.options import check_option, check_options, is_int, is_none_or_positive
-from lightning_persample.reference.samples import Weighting, loss_of, own_loss, take
+from lightning_persample.reference.samples import Weighting, gradients_of, loss_of, own_loss, take
 from lightning_persample.reference.untouched import ModuleState, untouched, without_dropout
 
 PENALTY = (
@@ -369,14 +369,7 @@ class _Check:
     def one_sample(self, batch: Any, state: ModuleState) -> Rows:
         """The gradients of one sample's own loss, zero where the loss does not depend on a parameter."""
         loss = own_loss(self._step(batch), batch, self._weighting)
-        parameters = list(self._trainable.values())
-        grads: tuple[Tensor | None, ...] = (None,) * len(parameters)
-        if loss.requires_grad:
-            grads = torch.autograd.grad(loss, parameters, allow_unused=True)
-        rows = {
-            name: torch.zeros_like(p) if grad is None else grad.to_dense()
-            for (name, p), grad in zip(self._trainable.items(), grads, strict=True)
-        }
+        rows = {name: torch.zeros_like(p) for name, p in self._trainable.items()} | gradients_of(loss, self._trainable)
         state.restore()
         return rows
 
