@@ -29,7 +29,7 @@ from lightning_persample.gradients.projection import Projection
 from lightning_persample.influence.dataset import FolderLock
 from lightning_persample.influence.shards import Shards, StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore
-from lightning_persample.reference.samples import loss_of
+from lightning_persample.reference.samples import described, loss_of
 from lightning_persample.reference.untouched import without_dropout
 
 _NAMED = 8
@@ -190,128 +190,6 @@ class Collection:
     overwrite: bool
 
 
-class _Found(NamedTuple):
-    """Of m samples of a batch: their places in it, (m,), their values, (m, K), and the columns of the user, (m,)."""
-
-    samples: Tensor
-    values: Tensor
-    columns: dict[str, Tensor]
-
-
-class BatchGradients:
-    """Computes the gradients of one batch after the other, at the weights that the module has."""
-
-    def __init__(self, asked: Collection) -> None:
-        self._module, self._layout, self._asked = asked.module, asked.manifest.parameters, asked
-        self._has_warned = False
-
-    def of(
-        self,
-        batch: Any,
-        view: Any,
-        number: int,
-        samples: Tensor,
-        size: int,
-        scale: float,
-        adam: Mapping[str, AdamState],
-    ) -> _Found:
-        """The gradients of a batch."""
-        asked = self._asked
-        quantity = "grad_sample" if asked.direction else quantity_for(asked.projection)
-        reduction = asked.capture["loss_reduction"]
-        capture = expanded_weights(
-            self._module,
-            view,
-            **{**asked.capture, "loss_reduction": "sum" if callable(reduction) else reduction, "batch_size": size},
-            quantities=("sq_norm", quantity),
-            unsupported="ignore",  # said by us, as an error
-            samples=None if len(samples) == size else samples,
-        )
-        try:
-            with capture.observe(), _recurrent_layers_can_go_backward(self._module):
-                outputs = self._outputs(batch, number)
-                loss = loss_of(outputs)
-                if not isinstance(loss, Tensor) or not loss.requires_grad:
-                    got = "a loss without a graph" if isinstance(loss, Tensor) else type(loss).__name__
-                    raise UnsupportedError(f"{self._said_loss} gave {got}, but gradients need the loss of every batch")
-                if loss.numel() != 1:
-                    raise OptionError(
-                        f"{self._said_loss} gave a loss of shape {tuple(loss.shape)}; allowed is one number, the loss "
-                        "of the batch: reduce it, with .mean() for loss_reduction='mean' or .sum() for 'sum'"
-                    )
-                if callable(reduction):
-                    with torch.no_grad():
-                        capture.attach_loss(loss, reduction(outputs, batch))
-                else:
-                    capture.attach_loss(loss)
-                with torch.autocast(loss.device.type, enabled=False):
-                    capture.backward_into_record(loss * scale)
-            record = capture.record
-            self._check(record)
-            if record.samples is not None:
-                samples = record.samples.cpu()
-            values = self._directions(record, adam) if asked.direction else None
-            if values is None:
-                values = values_of(record, self._layout, asked.projection)
-            return _Found(samples, values, self._columns(outputs, batch, size, samples))
-        finally:
-            capture.close()
-
-    @property
-    def _said_loss(self) -> str:
-        return f"{type(self._module).__name__}.training_step" if self._asked.loss is None else "loss(module, batch)"
-
-    def _outputs(self, batch: Any, number: int) -> Any:
-        if self._asked.loss is not None:
-            return self._asked.loss(self._module, batch)
-        step: Any = self._module.training_step
-        needs_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        return step(batch, number) if needs_number else step(batch)
-
-    def _check(self, record: PerSampleRecord) -> None:
-        """Refuse values that are missing, or that are not those of each sample's own loss."""
-        stored = {each.name for each in self._layout}
-        if any(name in stored for name in record.unsupported):
-            raise UnsupportedError(
-                f"{warning_texts(record)[0]}\nLeave them out with parameters=[...], the names of all others, or change "
-                "the texts on them"
-            )
-        rest = [text for text in warning_texts(record) if not text.startswith("Per-sample gradients are missing")]
-        if record.mixing or record.axis_lost:
-            raise UnsupportedError(f"{rest[0]}\nThis is not collected: pass loss=..., or a module, without such calls")
-        if record.weighting:
-            raise UnsupportedError(rest[0])
-        if record.not_additive and not self._has_warned:
-            self._has_warned = True
-            warn_user(rest[0])
-
-    def _directions(self, record: PerSampleRecord, adam: Mapping[str, AdamState]) -> Tensor:
-        parameters = dict(self._module.named_parameters())
-        parts = []
-        for each in self._layout:
-            parameter = parameters[each.name]
-            grads = record.grad_samples[each.name] if each.name in record.names else None
-            if grads is None:
-                grads = parameter.new_zeros(record.num_values, *each.shape)
-            found = adam[each.name].direction(grads, parameter)
-            projection = self._asked.projection
-            projected = found if projection is None else Dense(found).project(projection, each.name)
-            parts.append(projected.reshape(len(grads), each.stop - each.start))
-        return torch.cat(parts, 1)
-
-    def _columns(self, outputs: Any, batch: Any, size: int, samples: Tensor) -> dict[str, Tensor]:
-        found = {}
-        for name, column in self._asked.columns.items():
-            with torch.no_grad():
-                values: Any = column(outputs, batch)
-            if not isinstance(values, Tensor) or tuple(values.shape) != (size,) or values.is_complex():
-                is_tensor = isinstance(values, Tensor)
-                got = f"a tensor of shape {tuple(values.shape)}" if is_tensor else type(values).__name__
-                raise OptionError(f"columns[{name!r}] returned {got}; allowed is one real number per sample, ({size},)")
-            found[name] = values.detach().to("cpu", torch.float64)[samples]
-        return found
-
-
 @contextmanager
 def _recurrent_layers_can_go_backward(module: nn.Module) -> Iterator[None]:
     """A recurrent layer of cuDNN has no backward in evaluation: without dropout, training is the same."""
@@ -353,7 +231,7 @@ class _Collecting(_Base):
     def __init__(self, asked: Collection) -> None:
         super().__init__()
         self.module = asked.module
-        self._asked, self._gradients = asked, BatchGradients(asked)
+        self._asked, self._has_warned = asked, False
         self._shards, self._manifest = Shards(asked.dirpath), asked.manifest
         self._visited: dict[int, np.ndarray[Any, Any]] = {}
         self._place = -1
@@ -380,12 +258,10 @@ class _Collecting(_Base):
         trainer.strategy.barrier("all have read the store")  # and nobody has written to it
         self._writer = StoreWriter(self._asked.dirpath, self._manifest, trainer.global_rank, self._asked.rows_per_shard)
 
-    def predict_dataloader(self) -> _Batches:
-        """The batches that the store lacks, those of this process."""
+    def predict_dataloader(self) -> Iterator[_Fetched]:
+        """The batches that the store lacks, those of this process; without a length, as one process may have none."""
         rank, processes = self.trainer.global_rank, self.trainer.world_size
-        return _Batches(
-            lambda: self._asked.samples.batches(len(self._asked.checkpoints), self._visited_at, rank, processes)
-        )
+        return self._asked.samples.batches(len(self._asked.checkpoints), self._visited_at, rank, processes)
 
     def _expected(self, there: int) -> int:
         """How many rows the store is going to have; -1 where only the batches tell it."""
@@ -458,24 +334,120 @@ class _Collecting(_Base):
         wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
         if not len(wanted):
             return 0
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
         with torch.enable_grad(), muted(self.module):
-            found = self._gradients.of(batch, view, fetched.number, wanted, size, scale, self._adam)
+            samples, values, columns = self._gradients_of(batch, view, fetched.number, wanted, size)
         checkpoint = self._manifest.checkpoints[fetched.place]
         step, rate = checkpoint["step"], checkpoint["learning_rate"]
         self._write(
             self._writer.add,
-            found.values,
+            values,
             {
-                "sample_index": index[found.samples],
+                "sample_index": index[samples],
                 "checkpoint": fetched.place,
                 "step": -1 if step is None else step,
                 "learning_rate": float("nan") if rate is None else rate,
-                **found.columns,
+                **columns,
             },
         )
-        return len(found.samples)
+        return len(samples)
+
+    def _gradients_of(
+        self, batch: Any, view: Any, number: int, wanted: Tensor, size: int
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Of m wanted samples their places in the batch, (m,), their values, (m, K), and the user's columns, (m,)."""
+        asked = self._asked
+        quantity = "grad_sample" if asked.direction else quantity_for(asked.projection)
+        reduction = asked.capture["loss_reduction"]
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
+        capture = expanded_weights(
+            self.module,
+            view,
+            **{**asked.capture, "loss_reduction": "sum" if callable(reduction) else reduction, "batch_size": size},
+            quantities=("sq_norm", quantity),
+            unsupported="ignore",  # said by us, as an error
+            samples=None if len(wanted) == size else wanted,
+        )
+        try:
+            with capture.observe(), _recurrent_layers_can_go_backward(self.module):
+                outputs = self._outputs(batch, number)
+                loss = self._checked_loss(outputs)
+                if callable(reduction):
+                    with torch.no_grad():
+                        capture.attach_loss(loss, reduction(outputs, batch))
+                else:
+                    capture.attach_loss(loss)
+                with torch.autocast(loss.device.type, enabled=False):
+                    capture.backward_into_record(loss * scale)
+            record = capture.record
+            self._check(record)
+            samples = wanted if record.samples is None else record.samples.cpu()
+            layout = self._manifest.parameters
+            values = self._directions(record) if asked.direction else values_of(record, layout, asked.projection)
+            return samples, values, self._columns(outputs, batch, size, samples)
+        finally:
+            capture.close()
+
+    def _outputs(self, batch: Any, number: int) -> Any:
+        if self._asked.loss is not None:
+            return self._asked.loss(self.module, batch)
+        step: Any = self.module.training_step
+        needs_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        return step(batch, number) if needs_number else step(batch)
+
+    def _checked_loss(self, outputs: Any) -> Tensor:
+        loss = loss_of(outputs)
+        said = "loss(module, batch)" if self._asked.loss is not None else f"{type(self.module).__name__}.training_step"
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            got = "a loss without a graph" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UnsupportedError(f"{said} gave {got}, but gradients need the loss of every batch")
+        if loss.numel() != 1:
+            raise OptionError(
+                f"{said} gave a loss of shape {tuple(loss.shape)}; allowed is one number, the loss of the batch: "
+                "reduce it, with .mean() for loss_reduction='mean' or .sum() for 'sum'"
+            )
+        return loss
+
+    def _check(self, record: PerSampleRecord) -> None:
+        """Refuse values that are missing, or that are not those of each sample's own loss."""
+        stored = {each.name for each in self._manifest.parameters}
+        if any(name in stored for name in record.unsupported):
+            raise UnsupportedError(
+                f"{warning_texts(record)[0]}\nLeave them out with parameters=[...], the names of all others, or change "
+                "the texts on them"
+            )
+        rest = [text for text in warning_texts(record) if not text.startswith("Per-sample gradients are missing")]
+        if record.mixing or record.axis_lost:
+            raise UnsupportedError(f"{rest[0]}\nThis is not collected: pass loss=..., or a module, without such calls")
+        if record.weighting:
+            raise UnsupportedError(rest[0])
+        if record.not_additive and not self._has_warned:
+            self._has_warned = True
+            warn_user(rest[0])
+
+    def _directions(self, record: PerSampleRecord) -> Tensor:
+        parameters = dict(self.module.named_parameters())
+        parts = []
+        for each in self._manifest.parameters:
+            parameter = parameters[each.name]
+            is_known = each.name in record.names
+            grads = record.grad_samples[each.name] if is_known else parameter.new_zeros(record.num_values, *each.shape)
+            found = self._adam[each.name].direction(grads, parameter)
+            projection = self._asked.projection
+            projected = found if projection is None else Dense(found).project(projection, each.name)
+            parts.append(projected.reshape(len(grads), each.stop - each.start))
+        return torch.cat(parts, 1)
+
+    def _columns(self, outputs: Any, batch: Any, size: int, samples: Tensor) -> dict[str, Tensor]:
+        found = {}
+        for name, column in self._asked.columns.items():
+            with torch.no_grad():
+                values: Any = column(outputs, batch)
+            if not isinstance(values, Tensor) or tuple(values.shape) != (size,) or values.is_complex():
+                allowed = f"one real number per sample, ({size},)"
+                raise OptionError(f"columns[{name!r}] returned {described(values)}; allowed is {allowed}")
+            found[name] = values.detach().to("cpu", torch.float64)[samples]
+        return found
 
     def _move_to(self, place: int) -> None:
         """Give the module the weights of a checkpoint."""
@@ -546,13 +518,3 @@ class WritesInAnyCase(Callback):
                 pl_module.write()
             finally:
                 pl_module.lock.release()
-
-
-class _Batches:
-    """Batches without a length: of several processes one may have none."""
-
-    def __init__(self, batches: Callable[[], Iterator[_Fetched]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[_Fetched]:
-        yield from self._batches()

@@ -25,6 +25,7 @@ from lightning_persample.options import QUANTITIES
 from lightning_persample.reference.loops import batch_statistics_explained, vmap_per_sample_grads
 from lightning_persample.reference.samples import (
     Weighting,
+    described,
     gradients_of,
     has_ragged_samples,
     loss_of,
@@ -196,10 +197,8 @@ class SecondEngine:
                 raise NoLossError
             weights: Any = self._weighting(outputs, batch)
         if not isinstance(weights, Tensor) or weights.shape != (size,):
-            found = (
-                f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
-            )
-            raise OptionError(f"loss_reduction returned {found}, but it must return a tensor of shape ({size},)")
+            must = f"it must return a tensor of shape ({size},)"
+            raise OptionError(f"loss_reduction returned {described(weights)}, but {must}")
         return weights.detach().cpu()
 
     def _loss_scale(self, size: int) -> float:

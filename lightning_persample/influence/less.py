@@ -11,7 +11,6 @@ from lightning_persample.errors import OptionError
 from lightning_persample.influence.pairs import PairScores
 from lightning_persample.influence.products import (
     StoreOrPath,
-    add_products,
     align,
     direction_of,
     learning_rates_of,
@@ -129,17 +128,7 @@ def less(
         )
     aligned = align(train_directions, test)
     rates = learning_rates_of(train_directions, test, learning_rates, "less")
-    scores = aligned.zeros()
-    for (train_rows, test_rows), rate in zip(aligned.pairs, rates, strict=True):
-        add_products(
-            scores,
-            train_rows,
-            test_rows,
-            max_memory=max_memory,
-            factors=torch.full((len(train_rows.places),), rate, dtype=torch.float64),
-            of_train=unit_rows,
-            of_test=unit_rows,
-        )
+    scores = aligned.products(rates, max_memory=max_memory, of_train=unit_rows, of_test=unit_rows)
     text = (
         "sum over checkpoints of learning_rate * cos(Gamma, g'): positive where a small step of Adam on the training "
         "sample lowers the test sample's loss"

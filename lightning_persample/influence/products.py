@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,6 +66,13 @@ class Alignment:
     def zeros(self) -> Tensor:
         """A matrix of zeros, (train, test), float64."""
         return torch.zeros(len(self.train_index), len(self.test_index), dtype=torch.float64)
+
+    def products(self, factors: Iterable[Tensor | float] | None = None, **options: Any) -> Tensor:
+        """The sum of `add_products` over all pairs, (train, test), with a factor of each, or of each training row."""
+        scores = self.zeros()
+        for pair, factor in zip(self.pairs, (None,) * len(self.pairs) if factors is None else factors, strict=True):
+            add_products(scores, *pair, factors=factor, **options)
+        return scores
 
     def scored(self, name: str, scores: Tensor, convention: str) -> PairScores:
         """Scores of these samples, with the counts of rows that are in none or are not finite."""
@@ -309,7 +316,7 @@ def add_products(
     *,
     max_memory: int | None,
     share: int = 1,
-    factors: Tensor | None = None,
+    factors: Tensor | float | None = None,
     of_train: _Transform | None = None,
     of_test: _Transform | None = None,
 ) -> None:
@@ -323,7 +330,7 @@ def add_products(
         for train_at, left in _float64_blocks(train.store, max_memory, share):
             left = left if of_train is None else of_train(left)
             if factors is not None:
-                left = left * factors[train_at, None]
+                left = left * (factors[train_at, None] if isinstance(factors, Tensor) else factors)
             rows = train.places[train_at]
             step = max(1, product_bytes // (8 * len(right)))
             for start in range(0, len(left), step):

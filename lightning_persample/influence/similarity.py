@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_persample.influence.pairs import PairScores
-from lightning_persample.influence.products import StoreOrPath, add_products, align, given_gradients, unit_rows
+from lightning_persample.influence.products import StoreOrPath, align, given_gradients, unit_rows
 
 _ONE = "take {name}(train.at(checkpoint), test.at(checkpoint)) of one, or tracin_cp for a sum over all of them"
 
@@ -28,9 +28,7 @@ def grad_dot(train: StoreOrPath, test: StoreOrPath, *, max_memory: int | None = 
     """
     train, test = given_gradients(train, test, "grad_dot")
     aligned = align(train, test, why_one=_ONE.format(name="grad_dot"))
-    scores = aligned.zeros()
-    for train_rows, test_rows in aligned.pairs:
-        add_products(scores, train_rows, test_rows, max_memory=max_memory)
+    scores = aligned.products(max_memory=max_memory)
     text = "g . g': positive where a small step of SGD on the training sample lowers the test sample's loss"
     return aligned.scored("grad_dot", scores, text)
 
@@ -54,8 +52,6 @@ def grad_cos(train: StoreOrPath, test: StoreOrPath, *, max_memory: int | None = 
     """
     train, test = given_gradients(train, test, "grad_cos")
     aligned = align(train, test, why_one=_ONE.format(name="grad_cos"))
-    scores = aligned.zeros()
-    for train_rows, test_rows in aligned.pairs:
-        add_products(scores, train_rows, test_rows, max_memory=max_memory, of_train=unit_rows, of_test=unit_rows)
+    scores = aligned.products(max_memory=max_memory, of_train=unit_rows, of_test=unit_rows)
     text = "cosine of g and g': positive where a small step of SGD on the training sample lowers the test sample's loss"
     return aligned.scored("grad_cos", scores, text)

@@ -12,7 +12,6 @@ from lightning_persample.influence.pairs import PairScores
 from lightning_persample.influence.products import (
     Rows,
     StoreOrPath,
-    add_products,
     align,
     align_steps,
     given_gradients,
@@ -51,10 +50,7 @@ def tracin_cp(
     train, test = given_gradients(train, test, "tracin_cp")
     aligned = align(train, test)
     rates = learning_rates_of(train, test, learning_rates, "tracin_cp")
-    scores = aligned.zeros()
-    for (train_rows, test_rows), rate in zip(aligned.pairs, rates, strict=True):
-        factors = torch.full((len(train_rows.places),), rate, dtype=torch.float64)
-        add_products(scores, train_rows, test_rows, max_memory=max_memory, factors=factors)
+    scores = aligned.products(rates, max_memory=max_memory)
     text = (
         "sum over checkpoints of learning_rate * g . g': positive where small steps of SGD on the training sample at "
         "the checkpoints lower the test sample's loss"
@@ -101,16 +97,16 @@ def tracin(
     """
     train, test = given_gradients(train, test, "tracin")
     aligned = align_steps(train, test)
-    scores = aligned.zeros()
-    for step, (train_rows, test_rows) in zip(aligned.names, aligned.pairs, strict=True):
+    factors = []
+    for step, (train_rows, _) in zip(aligned.names, aligned.pairs, strict=True):
         rate = _rate(train_rows, step) if learning_rates is None else learning_rates.get(step)
         if rate is None:
             raise OptionError(
                 f"learning_rates has none of step {step}: pass one for each of the {len(aligned.names)} steps that the "
                 "train store has rows of"
             )
-        factors = rate * _column(train_rows, "weight")
-        add_products(scores, train_rows, test_rows, max_memory=max_memory, factors=factors)
+        factors.append(rate * _column(train_rows, "weight"))
+    scores = aligned.products(factors, max_memory=max_memory)
     text = (
         "sum over the sample's rows of learning_rate * weight * g . g': positive where its own part in the steps of "
         "SGD lowered the test sample's loss, to first order"

@@ -16,6 +16,7 @@ from lightning_persample.capture.parameters import by_place, check_module, recur
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.options import check_option, is_none_or_int
+from lightning_persample.reference.samples import described
 from lightning_persample.rules import generators_kept
 from lightning_persample.torch_internals import (
     BatchNormBase,
@@ -219,9 +220,9 @@ class _LossOf(nn.Module):
 
 def _check_loss(loss: object) -> None:
     if not isinstance(loss, Tensor) or loss.dim() > 0:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        scalar = "a scalar, a tensor without axes"
         raise PerSampleError(
-            f"loss_fn must give a scalar, a tensor without axes, but gave {found}; reduce it, for example with .sum()"
+            f"loss_fn must give {scalar}, but gave {described(loss)}; reduce it, for example with .sum()"
         )
 
 

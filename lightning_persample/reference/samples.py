@@ -84,19 +84,24 @@ def loss_of(outputs: Any) -> Any:
     return outputs.get("loss") if isinstance(outputs, Mapping) else outputs
 
 
+def described(value: object) -> str:
+    """What a value is, in a message: a tensor of which shape, or its type."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def own_loss(outputs: Any, batch: Any, weighting: Weighting) -> Tensor:
     """A sample's own loss l from the loss w l of a batch that holds this sample alone."""
     loss = loss_of(outputs)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise PerSampleError(
-            f"the loss of a batch is {found}, but must be a tensor with one entry, or the entry 'loss' of a mapping"
+            f"the loss of a batch is {described(loss)}, but must be a tensor with one entry, or the entry 'loss' of a "
+            "mapping"
         )
     if callable(weighting):
         weight: Any = weighting(outputs, batch)
         if not isinstance(weight, Tensor) or weight.shape != (1,):
-            found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-            raise OptionError(f"loss_reduction returned {found} for a batch of one sample; allowed is a tensor (1,)")
+            returned = f"loss_reduction returned {described(weight)} for a batch of one sample"
+            raise OptionError(f"{returned}; allowed is a tensor (1,)")
         loss = loss / weight.detach()
     return loss.reshape(())
 
