@@ -13,14 +13,17 @@ from torch import Tensor
 from lightning_persample.batch_axis.added_up import MEAN, MOST_KEPT, absent, added_up, reduction_of
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, batch_first
 from lightning_persample.batch_axis.base import Entries, Followed, broadcast, keep, lost, meet, propagation_rule
-from lightning_persample.batch_axis.observed import ObservedCall, Operand, user_line, user_place, version_of
+from lightning_persample.batch_axis.observed import ObservedCall, Operand, line_of, user_line, user_place, version_of
 from lightning_persample.batch_axis.ops import OPS, having
+from lightning_persample.gradients.host import on_its_way
 from lightning_persample.torch_internals import tree_map
 
 _CLASS_LOSSES, _ROW_LOSSES = having("classes"), having("rows")
 _MOST_LINES = 4096
 # Lines of losses of which it is asked what each sample adds, so that each of their calls keeps it.
 READ_BY_SAMPLE: set[tuple[str, int] | None] = set()
+# Lines of losses that have left out unequal numbers of targets, so that those of each of their calls are read first.
+LEAVES_OUT: set[tuple[str, int] | None] = set()
 _ALONG_CLASSES = "compares entries along the batch axis"
 
 
@@ -66,6 +69,38 @@ def every_target_counts(op: object, args: Sequence[Any], kwargs: Mapping[str, An
     if ignored < 0 < target.numel():  # (a class is never negative)
         return int(target.min()) >= 0
     return bool((target != ignored).all())
+
+
+def depends_on_targets(call: ObservedCall) -> bool:
+    """Whether the values of the targets say how the samples weigh in a loss that has no weights."""
+    if call.op not in _CLASS_LOSSES or reduction_of(call) != MEAN:
+        return False
+    target = call.argument(1, "target")
+    return isinstance(call.axis_of(target), BatchAxis) and not target.is_floating_point()
+
+
+def unequal_targets(
+    args: Sequence[Any], kwargs: Mapping[str, Any], axis: BatchAxis, batch_size: int, name: str
+) -> Callable[[], str | None]:
+    """Start to read how many targets of each sample count; what is returned says whether they differ, and how."""
+    target, place = args[1] if len(args) > 1 else kwargs["target"], user_place()
+    ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
+    totals = on_its_way(batch_first(target != ignored, axis, batch_size, fill=False).flatten(1).sum(1))
+
+    def text() -> str | None:
+        counts = totals()
+        if bool((counts == counts[0]).all()):
+            return None
+        if len(LEAVES_OUT) >= _MOST_LINES:
+            LEAVES_OUT.clear()
+        LEAVES_OUT.add(place)
+        return _weigh_unequally(name, counts, line_of(place))
+
+    return text
+
+
+def _weigh_unequally(name: str, totals: Tensor, line: str) -> str:
+    return f"`{name}` averages over targets that weigh unequally from sample to sample{absent(totals)}{line}"
 
 
 def _added_up(call: ObservedCall, by_entry: Followed, place: BatchAxis) -> Followed:
@@ -220,8 +255,7 @@ def _unequal_weights(call: ObservedCall) -> str | None:
         totals = totals[torch.bincount(axis.owner.sample, minlength=call.batch_size).to(totals.device) > 0]
     if bool((totals == totals[:1]).all()):
         return None
-    what = "averages over targets that weigh unequally from sample to sample"
-    return f"`{call.name}` {what}{absent(totals)}{user_line()}"
+    return _weigh_unequally(call.name, totals, user_line())
 
 
 @propagation_rule("ctc")

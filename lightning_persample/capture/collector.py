@@ -183,6 +183,7 @@ class Notes:
         self._always: set[tuple[Kind, str]] = set()
         self._reached: set[tuple[Kind, str]] = set()
         self._of_loss: dict[str, None] = {}
+        self._later: dict[Callable[[], str | None], Kind] = {}
         self.axis_lost: set[str] = set()
         self.excused: frozenset[tuple[str, str]] = frozenset()
 
@@ -195,6 +196,11 @@ class Notes:
         for output in hooked:
             on_gradient(output, partial(self._reach, kind, text), self._fail)
 
+    def add_later(self, kind: Kind, text: Callable[[], str | None], output: Tensor) -> None:
+        """Ask whether there is something to say of a call, and what, after a backward that goes through its output."""
+        if output.requires_grad:
+            on_gradient(output, partial(self._ask, kind, text), self._fail)
+
     def add_of_loss(self, text: str) -> None:
         """Say that the samples weigh in the loss of the next backward otherwise than `loss_reduction` says."""
         self._of_loss.setdefault(text)
@@ -206,6 +212,12 @@ class Notes:
     def reached(self, kind: Kind) -> tuple[str, ...]:
         """The texts on calls that the present backward has gone through, and on its loss, in the order of the calls."""
         found: tuple[str, ...] = ()
+        for ask in [ask for ask, each in self._later.items() if each == kind]:
+            del self._later[ask]
+            text = ask()
+            if text is not None:
+                self._texts[kind].setdefault(text)
+                self._reached.add((kind, text))
         if self._texts[kind]:
             seen = (self._always | self._reached) - self.excused
             found = tuple(text for text in self._texts[kind] if (kind, text) in seen)
@@ -220,12 +232,18 @@ class Notes:
         """The backward is over."""
         self._of_loss.clear()
         self._reached.clear()
+        self._later.clear()
         self.excused = frozenset()
 
     def _fail(self, error: Exception) -> None:
         collector = self._collector()
         if collector is not None:
             collector.fail(error)
+
+    def _ask(self, kind: Kind, text: Callable[[], str | None], grad: Tensor) -> None:
+        collector = self._collector()
+        if collector is not None and collector.accepting:
+            self._later[text] = kind
 
     def _reach(self, kind: Kind, text: str, grad: Tensor) -> None:
         collector = self._collector()

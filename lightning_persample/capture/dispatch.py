@@ -55,6 +55,7 @@ from lightning_persample.capture.plan import (
     attach,
     note_term,
     read_call,
+    read_targets,
     recall,
     refuse_where_used,
     remember,
@@ -273,6 +274,8 @@ class Dispatcher(Collector):
                 result = function(*args, **kwargs) if fused is None else fused.run()
                 self._inner = plan, id(result)
                 replay(plan, result, tensors, marks, fused, self)
+                if plan.name:
+                    read_targets(plan, args, kwargs, result, self)
                 return result
             if any(is_lazy(tensor) for tensor in tensors):
                 result = _RUNNING

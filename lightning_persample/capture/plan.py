@@ -13,7 +13,13 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.batch_axis.base import Followed
-from lightning_persample.batch_axis.losses import READ_BY_SAMPLE, every_target_counts
+from lightning_persample.batch_axis.losses import (
+    LEAVES_OUT,
+    READ_BY_SAMPLE,
+    depends_on_targets,
+    every_target_counts,
+    unequal_targets,
+)
 from lightning_persample.batch_axis.observed import Description, ObservedCall, OwnBackward, tensors_in, user_place
 from lightning_persample.batch_axis.ops import LOSSES
 from lightning_persample.capture.annotations import Mark, Marks
@@ -24,6 +30,7 @@ from lightning_persample.capture.graph import detached, gradient_reader, hooked_
 from lightning_persample.capture.weight import Computation, Contributions, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options
+from lightning_persample.gradients.host import ASYNCHRONOUS
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.rules import Rule, op_name, rule_of
 from lightning_persample.torch_internals import (
@@ -73,12 +80,14 @@ class Plan:
         outputs: where the batch lies in each output.
         slots: where the rule finds weights and batch; None for a call without weights.
         place: the line of the user's on which a loss stands; None for any other call.
+        name: of the op, where the values of a loss's targets say how the samples weigh; "" for any other call.
     """
 
     rule: Rule | None
     outputs: tuple[BatchAxis | Lost, ...]
     slots: _Slots | None
     place: tuple[str, int] | None = None
+    name: str = ""
 
 
 _PLANS: dict[Hashable, Plan] = {}
@@ -153,11 +162,25 @@ def recall(layout: Hashable, op: object, args: tuple[Any, ...], kwargs: Mapping[
     plan = _PLANS.get(layout)
     if plan is None or plan.rule is not rule_of(op):
         return None
-    if op in LOSSES and (
-        plan.place in READ_BY_SAMPLE or not (plan.place == user_place() and every_target_counts(op, args, kwargs))
-    ):
+    if op in LOSSES and (plan.place in READ_BY_SAMPLE or plan.place != user_place()):
         return None
-    return plan
+    if not plan.name:
+        return plan
+    target = args[1] if len(args) > 1 else kwargs["target"]
+    if target.device.type in ASYNCHRONOUS:  # its values are on their way to the host when they are needed
+        return None if plan.place in LEAVES_OUT else plan
+    return plan if every_target_counts(op, args, kwargs) else None
+
+
+def read_targets(
+    plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor, collector: Collector
+) -> None:
+    """Let the targets of a loss say, before there is a record, whether they weigh the samples unequally."""
+    target = args[1] if len(args) > 1 else kwargs["target"]
+    axis = collector.marks.of_operand(target)
+    if isinstance(axis, BatchAxis) and target.device.type in ASYNCHRONOUS and collector.batch_size > 1:
+        text = unequal_targets(args, kwargs, axis, collector.batch_size, plan.name)
+        collector.notes.add_later("weighting", text, output)
 
 
 def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
@@ -187,7 +210,8 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         slots = _slots_of(placement_of(use, rule), call.args, call.kwargs, tensors)
         if slots is None:
             return
-    _keep(call.layout, Plan(rule, axes, slots, user_place() if is_loss else None))
+    name = call.name if is_loss and depends_on_targets(call) else ""
+    _keep(call.layout, Plan(rule, axes, slots, user_place() if is_loss else None, name))
 
 
 def remember_as(

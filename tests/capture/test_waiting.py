@@ -1,0 +1,92 @@
+"""A captured step lets the host go on: nothing in it waits for the device, but what is listed here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils import backend_registration
+
+from tests.processes import run_alone
+
+# In a process of their own: a device that has been registered stays.
+MODELS = ("mlp", "cnn", "gpt", "mlp, fused", "cnn, fused", "gpt, fused")
+LARGE = ("resnet18", "resnet18, fused")
+LAYERS = (
+    "conv1d", "conv2d, grouped", "conv3d", "transposed", "instance norm", "rms norm", "prelu", "dropout", "pooled",
+    "upsampled", "attention", "weight norm", "spectral norm", "padded alike", "padded",
+)  # fmt: skip
+TARGETS = {f"batch_axis/{each}" for each in ("losses.py:every_target_counts", "losses.py:_unequal_weights")}
+PRECISION = {"gradients/precision.py:suspect"}  # whether a Gram matrix has cancelled
+DERIVED = {"capture/pull_back.py:_check_repeats"}  # whether what is computed from weights alone is one for all samples
+READ: dict[str, set[str]] = {
+    **dict.fromkeys(("resnet18", "gpt", "resnet18, fused", "gpt, fused", "conv1d", "attention"), PRECISION),
+    **dict.fromkeys(("weight norm", "spectral norm"), DERIVED),
+    # Whose targets were left out in unequal numbers before: from then on before it is decided how the samples weigh.
+    "padded": TARGETS | {"batch_axis/added_up.py:absent"},
+}
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this release of torch has no device that is written in Python",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("remote") / "found.json"
+    return found_by(path, *MODELS, *LAYERS, "targets left out at last")
+
+
+@pytest.fixture(scope="module")
+def long_runs(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    return found_by(tmp_path_factory.mktemp("remote") / "found.json", *LARGE, "case")
+
+
+def found_by(path: Path, *names: str) -> dict[str, dict[str, Any]]:
+    ended = run_alone("tests.capture.remote_runs", str(path), *names, timeout=110)
+    assert ended.codes == [0], ended.outputs
+    return json.loads(path.read_text())
+
+
+def assert_as_on_the_cpu(found: dict[str, Any]) -> None:
+    assert "error" not in found, found["error"]
+    assert found["coverage"] == found["expected coverage"] == 1
+    assert found["off"] < 1e-10
+    assert found["grads off"] < 1e-10
+    assert found["noted"] == [found["expected notes"]] * 3
+
+
+@pytest.mark.parametrize("name", [*MODELS, *LAYERS])
+def test_values_and_gradients_are_those_of_the_cpu(runs, name):
+    assert_as_on_the_cpu(runs[name])
+
+
+@pytest.mark.parametrize("name", [*MODELS, *LAYERS])
+def test_a_warm_step_waits_for_nothing(runs, name):
+    assert set(runs[name]["warmer"]) <= READ.get(name, set())
+    assert runs[name]["plain"] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_step_reads_the_targets_of_the_loss_once(runs, name):
+    assert set(runs[name]["cold"]) == {"batch_axis/losses.py:every_target_counts"} | READ.get(name, set())
+
+
+@pytest.mark.slow
+def test_large_models_and_every_way_in_which_a_parameter_meets_the_batch(long_runs):
+    assert len(long_runs) > 70  # (some make tensors on the CPU, whatever device they are on)
+    for name, found in long_runs.items():
+        assert_as_on_the_cpu(found)
+        if name in LARGE:
+            assert set(found["warmer"]) <= READ[name]
+            assert found["plain"] == []
+
+
+def test_targets_that_are_left_out_are_noticed_when_the_device_has_read_them(runs):
+    *equal, found, again = runs["targets left out at last"]
+    assert equal == [[]] * 3
+    (text,) = found
+    assert text.startswith("`cross_entropy_loss` averages over targets that weigh unequally from sample to sample at ")
+    assert again == found
