@@ -212,7 +212,8 @@ class PerSampleCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the shared capture, if this is the first per-sample callback of the Trainer."""
         callbacks = _per_sample_callbacks(trainer)
-        is_open = self._shared is not None and self._shared.belongs_to(trainer, pl_module)
+        shared = self._shared
+        is_open = shared is not None and shared.trainer is trainer and shared.module is pl_module
         if self not in callbacks[:1] or is_open:
             return
         self._close()

@@ -89,9 +89,9 @@ class SharedCapture:
         callbacks: Sequence[Consumer],
         indices: BatchIndices | None = None,
     ) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._indices = indices
-        self._module = pl_module
+        self.module = pl_module
         self._callbacks = tuple(callbacks)
         options = [callback._capture_options() for callback in callbacks]
         choices = {each["unsupported"] for each in options}
@@ -153,7 +153,7 @@ class SharedCapture:
         """Take the methods' places; whatever goes wrong here, a warning that is an error, `uninstall` undoes it."""
         for method in self._methods:
             method.install()
-        if self._methods and skips_hooks(self._trainer):
+        if self._methods and skips_hooks(self.trainer):
             for callback in self._callbacks:
                 callback._skip_hooks()
         for callback in self._callbacks:
@@ -162,22 +162,18 @@ class SharedCapture:
                     f"{type(callback).__name__} does not override on_per_sample_gradients, so that nothing is done "
                     "with its records"
                 )
-        if self._methods and self._engine == "expanded" and holds_compiled_code(self._module):
+        if self._methods and self._engine == "expanded" and holds_compiled_code(self.module):
             self.reports.warn(
                 "captured steps run compiled code as it was written, because nothing of a compiled graph can be seen: "
                 "their results may differ from those of compiled steps in the last bits, and in random numbers"
             )
 
     def _is_live(self) -> bool:
-        return self._trainer.state.status == TrainerStatus.RUNNING
+        return self.trainer.state.status == TrainerStatus.RUNNING
 
     def steps_for(self, callback: Consumer) -> Mapping[int, Sequence[PerSampleRecord]]:
         """The records of each optimizer's step in manual optimization, by place; none if the callback wants none."""
         return self._optimizer_steps if callback in self._receivers else {}
-
-    def belongs_to(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Whether this is the capture of that Trainer and module."""
-        return self._trainer is trainer and self._module is pl_module
 
     def end_batch(self) -> None:
         """Forget the batch: close the capture and remove ``grad_sample`` from the parameters. May be called twice."""
@@ -204,7 +200,7 @@ class SharedCapture:
         if not self._is_resting:  # `_run_once` finds out
             return False
         try:  # no `guard`: it would be most of what a batch that is not captured costs
-            trainer = self._trainer
+            trainer = self.trainer
             step = logging_step(trainer)
             is_due = trainer.should_stop  # then Lightning logs
             for callback in self._callbacks:
@@ -225,13 +221,13 @@ class SharedCapture:
 
     def _start_rest(self) -> None:
         """From this batch on, nothing is done at batches that no callback wants, if that is known beforehand."""
-        trainer: Any = self._trainer
+        trainer: Any = self.trainer
         if not trainer.fast_dev_run and all(callback._goes_by_steps() for callback in self._callbacks):
             self._is_resting, self._rested_at = True, logging_step(trainer)
             self._awake = self._not_resting()
 
     def _not_resting(self) -> list[Consumer]:
-        automatic = self._module.automatic_optimization
+        automatic = self.module.automatic_optimization
         return [callback for callback in self._callbacks if not callback._rest(automatic=automatic)]
 
     def _end_rest(self, step: int) -> None:
@@ -242,7 +238,7 @@ class SharedCapture:
 
     def _run_training_step(self, training_step: Once, *args: Any, **kwargs: Any) -> Any:
         # A validation_step that calls self.training_step, and a training_step that calls itself, are not the step.
-        elsewhere = not self._trainer.training or self._module._trainer is not self._trainer
+        elsewhere = not self.trainer.training or self.module._trainer is not self.trainer
         if not self._methods or self._in_training_step or elsewhere:
             return training_step(*args, **kwargs)
         self._in_training_step = True
@@ -255,18 +251,18 @@ class SharedCapture:
         # An optimizer such as LBFGS runs the step several times for one batch, and each run starts again.
         self.end_batch()
         # A trial fit inside the fit (a learning rate finder) takes the callbacks out of the Trainer for its time.
-        present = [callback for callback in self._callbacks if callback in self._trainer.callbacks]  # type: ignore[attr-defined]
-        self._receivers = [callback for callback in present if of_user(callback.should_capture, self._trainer)]
+        present = [callback for callback in self._callbacks if callback in self.trainer.callbacks]  # type: ignore[attr-defined]
+        self._receivers = [callback for callback in present if of_user(callback.should_capture, self.trainer)]
         if not self._receivers:
             self._start_rest()
             return training_step(*args, **kwargs)
-        self._quantities = frozenset().union(*(of_user(each.needs, self._trainer) for each in self._receivers))
+        self._quantities = frozenset().union(*(of_user(each.needs, self.trainer) for each in self._receivers))
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         self._rerun = on_other_batches(training_step.function, args, kwargs)
-        if self._verify and self._module.automatic_optimization:
+        if self._verify and self.module.automatic_optimization:
             verified = verify_values(
-                self._trainer,
-                self._module,
+                self.trainer,
+                self.module,
                 self._options,
                 self._rerun,
                 self._batch,
@@ -275,12 +271,10 @@ class SharedCapture:
                 allow_missing=self._falls_back,
             )
             self._verify = not verified
-        return self._runner()(training_step, args, kwargs)
-
-    def _runner(self) -> Callable[..., Any]:
-        if not self._module.automatic_optimization:
-            return self._optimized_manually
-        return self._observed if self._engine == "expanded" else self._after_an_extra_pass
+        if not self.module.automatic_optimization:
+            return self._optimized_manually(training_step, args, kwargs)
+        run = self._observed if self._engine == "expanded" else self._after_an_extra_pass
+        return run(training_step, args, kwargs)
 
     def _observed(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self._open()
@@ -301,7 +295,7 @@ class SharedCapture:
             self.end_batch()
         else:
             if self._falls_back and step.weights is not None and not self._averages:
-                self._second_check = SumCheck(self._module, loss, step.weights, averaged=self._averages)
+                self._second_check = SumCheck(self.module, loss, step.weights, averaged=self._averages)
         return outputs
 
     def _optimized_manually(
@@ -313,11 +307,11 @@ class SharedCapture:
         step = self._open() if reason is None else None
         if step is None:
             return training_step(*args, **kwargs)
-        self._manual = ManualStep(step, self._trainer.optimizers, self._deliver, self.reports)
-        steps = self._trainer.global_step
+        self._manual = ManualStep(step, self.trainer.optimizers, self._deliver, self.reports)
+        steps = self.trainer.global_step
         with step.capture.observe(), self._manual.watching_optimizers():
             outputs = training_step(*args, **kwargs)
-        stepped = self._manual.steps.stepped or self._trainer.global_step > steps
+        stepped = self._manual.steps.stepped or self.trainer.global_step > steps
         self._optimizer_steps = self._manual.steps.end()
         self._manual = self._step = None
         self._sums_differ = step.sums_differ
@@ -333,7 +327,7 @@ class SharedCapture:
 
     def _run_manual_backward(self, manual_backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._methods or self._manual is None:
-            outside = self._trainer.training and not self._in_training_step
+            outside = self.trainer.training and not self._in_training_step
             if self._methods and outside and not self.reports.has_said_fault:
                 self.reports.report(UnsupportedError(OUTSIDE_STEP))
             return manual_backward(*args, **kwargs)
@@ -359,7 +353,7 @@ class SharedCapture:
                 loss.register_hook(guard(self._keep_scale, self._failed))
             weights = self._second.weights
             if self._second.totals is not None and weights is not None and isinstance(loss, Tensor):
-                self._second_check = SumCheck(self._module, loss, weights, averaged=self._averages)
+                self._second_check = SumCheck(self.module, loss, weights, averaged=self._averages)
         elif isinstance(loss, Tensor):
             self.reports.report(record)
         return outputs
@@ -396,7 +390,7 @@ class SharedCapture:
     def _observed_step(self) -> ObservedStep:
         view, size = self._samples_of_batch()
         return ObservedStep(
-            self._module,
+            self.module,
             self._options,
             self._batch,
             view,
@@ -451,7 +445,7 @@ class SharedCapture:
             self._sums_differ = step.sums_differ
             self._deliver(self._complete(step.capture.record))
         else:
-            self.reports.report(UnsupportedError(_why_no_record(self._module, len(step.capture.records))))
+            self.reports.report(UnsupportedError(_why_no_record(self.module, len(step.capture.records))))
         return result
 
     def _keep_scale(self, grad: Tensor) -> None:
@@ -468,18 +462,18 @@ class SharedCapture:
         self.reports.report(UnsupportedError(f"engine={self._engine!r} is not used in this fit: {text}"))
 
     def _backward_starts(self, losses: list[Tensor]) -> None:
-        with unseen(self._module.device.type):
+        with unseen(self.module.device.type):
             for callback in self._receivers:
-                callback._backward_starts(self._trainer)
+                callback._backward_starts(self.trainer)
 
     def _backward_ended(self, record: PerSampleRecord | None) -> None:
         if record is not None:
             self._after_backward(record)
 
     def _after_backward(self, record: PerSampleRecord | None) -> None:
-        with unseen(self._module.device.type):
+        with unseen(self.module.device.type):
             for callback in self._receivers:
-                callback._backward_ended(self._trainer, record)
+                callback._backward_ended(self.trainer, record)
 
     def _complete(self, record: PerSampleRecord) -> PerSampleRecord:
         """The record, or with ``unsupported="vmap"`` that of the second engine where parameters are missing."""

@@ -116,10 +116,6 @@ class MeanGradient:
         if scale is not None:
             self._scale = scale if self._scale is None else self._scale + scale.to(self._scale)
 
-    def refuse_record(self, record: PerSampleRecord) -> None:
-        """Note that another record took the place of the backward's own."""
-        self.reason = record.why_no_factor
-
     def _refuse(self, reason: str, *, unless: Tensor | bool = False, of_mean: bool = False) -> None:
         """Note why the gradient of the loss, or only the mean `of_mean` of the samples, is not known."""
         if reason and unless is not True:
@@ -219,13 +215,6 @@ def _joined_sq_norms(numbers: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         return numbers.new_full((groups,), math.nan), size
     scale = numbers.shape[0] / (factor[0] * size)
     return numbers[:, _HEAD:].sum(0) * scale.square(), size
-
-
-def _without_mean(numbers: Tensor) -> Tensor:
-    """`MeanGradient.numbers` of a step of which the gradient of the loss alone is known."""
-    found = torch.zeros_like(numbers)
-    found[_OF_MEAN:_HEAD] = numbers[_OF_MEAN:_HEAD]
-    return found
 
 
 def _norm_of_loss_gradient(numbers: Tensor) -> float:
@@ -601,8 +590,9 @@ class Window:
         """Take the record of a batch; of several (a closure that runs again) the last one counts."""
         self._batches[batch_idx] = captured(record, self._depth, self._groups)
         if self._mean is not None and record._mean_factor is None:  # that of another engine, perhaps
-            self._mean.refuse_record(record)
-            self._numbers = None if self._numbers is None else _without_mean(self._numbers)
+            self._mean.reason = record.why_no_factor
+            if self._numbers is not None:  # then the gradient of the loss alone is known
+                self._numbers[:_OF_MEAN] = self._numbers[_HEAD:] = 0.0
 
     def end_batch(self, batch_idx: int | None) -> None:
         """A batch has ended; None for one that has no part in the gradient."""

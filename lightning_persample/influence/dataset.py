@@ -186,16 +186,6 @@ class Dataset(ABC, Generic[M]):
         matches = filter(None, (name.fullmatch(path.name) for path in self.dirpath.iterdir()))
         return [self.part(*key) for key in sorted((int(match[1]), int(match[2])) for match in matches)]
 
-    def next_counter(self, rank: int) -> int:
-        """The number of the next part of a process."""
-        return 1 + max((part.counter for part in self.parts() if part.rank == rank), default=-1)
-
-    def _remove_partial_files(self) -> None:
-        """Remove what a killed process left under a temporary name."""
-        for path in list(self.dirpath.iterdir()):
-            if _PARTIAL.fullmatch(path.name):
-                path.unlink()
-
     def drop_rows(self, step: int) -> None:
         """Remove the rows of an optimizer step and of all later ones."""
         # Killed at any moment, it leaves parts that are whole, in which every earlier row is once; the latest are
@@ -279,7 +269,9 @@ class Dataset(ABC, Generic[M]):
         """Make the folder ready for rows, see `check`; new=None writes a manifest only of what goes on."""
         there = self.check(new, continued, overwrite=overwrite)
         self.dirpath.mkdir(parents=True, exist_ok=True)
-        self._remove_partial_files()
+        for path in list(self.dirpath.iterdir()):
+            if _PARTIAL.fullmatch(path.name):  # which a killed process left
+                path.unlink()
         if there is None:
             (self.dirpath / MANIFEST).unlink(missing_ok=True)  # first, so that a rest is not taken for all
             for part in self.parts():
@@ -337,7 +329,7 @@ class PartWriter(Generic[M]):
 
     def __init__(self, dataset: Dataset[M], rank: int, most_waiting: int) -> None:
         self._dataset, self._rank, self._most_waiting = dataset, rank, most_waiting
-        self._counter = dataset.next_counter(rank)
+        self._counter = 1 + max((part.counter for part in dataset.parts() if part.rank == rank), default=-1)
         self._waiting: list[Any] = []
         self._has_new_names = False
         self.lost = 0

@@ -63,11 +63,6 @@ def check_count(value: int) -> None:
         raise OptionError(f"count is {value!r}; the number of samples in the sums is needed")
 
 
-def is_number_below_one(value: object) -> bool:
-    """Whether a value is a number from 0 on and below 1."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 

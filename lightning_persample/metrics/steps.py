@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError
-from lightning_persample.metrics.base import (
-    PerSampleMetric,
-    as_batch_size,
-    as_scalar,
-    as_vector,
-    is_number_below_one,
-)
+from lightning_persample.metrics.base import PerSampleMetric, as_batch_size, as_scalar, as_vector
 from lightning_persample.metrics.functional import diversity_of_sums, simple_noise_scale, terms_of_sums
 
 _COLUMNS = _STEP, _SAMPLES, _NONFINITE, _SUM, _SIZE, _SQ_NORM_OF_MEAN = range(6)  # of a part
@@ -288,7 +282,8 @@ class GradientNoiseScale(_StepMetric):
 
     def __init__(self, decay: float | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if decay is not None and not is_number_below_one(decay):
+        is_number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
+        if decay is not None and not (is_number and 0 <= decay < 1):
             raise OptionError(f"decay is {decay!r}; allowed is None or a number of at least 0 and less than 1")
         self.decay = decay
 

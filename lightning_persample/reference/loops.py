@@ -185,24 +185,24 @@ def loop_per_sample_grads(
     batch_size = read_batch_size(_splittable(batch), 0)
     parameters = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    devices = list({parameter.device for parameter in parameters.values() if parameter.device.type == "cuda"})
     losses: list[Tensor] = []
     rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
-
-    def restore_buffers() -> None:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
-
     for sample in range(batch_size):
-        one = tree_map(lambda leaf: _sample(leaf, sample), batch)  # noqa: B023  (called at once)
-        devices = _devices(parameters)
+
+        def cut(leaf: Any, own: slice = slice(sample, sample + 1)) -> Any:
+            return leaf[own] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
+
+        one = tree_map(cut, batch)
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), batch_statistics_explained(module):
             loss = loss_fn(module, *one)
             grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         losses.append(loss.detach())
         for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
             rows[name].append(torch.zeros_like(parameter) if grad is None else grad.to_dense().detach())
-        restore_buffers()
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
     return torch.stack(losses), {name: torch.stack(grads) for name, grads in rows.items()}
 
 
@@ -236,11 +236,3 @@ def _splittable(batch: tuple[Any, ...]) -> tuple[Any, ...]:
                 "tuples, lists and dicts"
             )
     return batch
-
-
-def _sample(leaf: Any, sample: int) -> Any:
-    return leaf[sample : sample + 1] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf
-
-
-def _devices(parameters: dict[str, nn.Parameter]) -> list[torch.device]:
-    return list({parameter.device for parameter in parameters.values() if parameter.device.type == "cuda"})

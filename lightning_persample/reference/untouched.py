@@ -19,6 +19,12 @@ from lightning_persample.errors import PerSampleError
 from lightning_persample.torch_internals import DropoutBase
 
 _LONGEST_SEARCHED = 10_000  # items: what is longer is data, not state
+_CONTAINERS: dict[Any, Callable[..., None]] = {  # that are searched, and what fills them
+    dict: dict.update,
+    list: list.extend,
+    set: set.update,
+    deque: deque.extend,
+}
 
 
 @contextmanager
@@ -76,19 +82,21 @@ class ModuleState:
         elif isinstance(value, torch.Generator):
             self._keep_random_state(value.get_state, value.set_state)
         elif isinstance(value, nn.Module):
-            self._take_container(value, value.__dict__, dict(value.__dict__), _refill_dict)
-        elif isinstance(value, dict):
-            self._take_container(value, value, dict(value), _refill_dict)
-        elif isinstance(value, list):
-            self._take_container(value, value, list(value), _refill_list)
-        elif isinstance(value, set):
-            self._take_container(value, value, set(value), _refill_set)
-        elif isinstance(value, deque):
-            self._take_container(value, value, list(value), _refill_deque)
+            self._take_container(value, value.__dict__, dict)
+        else:
+            for kind in _CONTAINERS:
+                if isinstance(value, kind):
+                    self._take_container(value, value, kind)
 
-    def _take_container(self, value: Any, filled: Any, items: Any, refill: Callable[[Any, Any], None]) -> None:
+    def _take_container(self, value: Any, filled: Any, kind: Any) -> None:
         self._seen[id(value)] = value  # kept, so that the id stays its own
-        self._put_back.append(lambda: refill(filled, items))
+        items = kind(filled)
+
+        def refill() -> None:  # by the methods of the kind: a subclass may do more in its own
+            kind.clear(filled)
+            _CONTAINERS[kind](filled, items)
+
+        self._put_back.append(refill)
         if len(items) <= _LONGEST_SEARCHED:
             for item in items.values() if isinstance(items, dict) else items:
                 self._take(item)
@@ -138,25 +146,6 @@ def _is_same(state: Any, other: Any) -> bool:
 
 def _later(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     return lambda: function(*args)
-
-
-def _refill_dict(container: dict[Any, Any], items: dict[Any, Any]) -> None:
-    dict.clear(container)
-    dict.update(container, items)
-
-
-def _refill_list(container: list[Any], items: list[Any]) -> None:
-    list.__setitem__(container, slice(None), items)
-
-
-def _refill_set(container: set[Any], items: set[Any]) -> None:
-    set.clear(container)
-    set.update(container, items)
-
-
-def _refill_deque(container: deque[Any], items: list[Any]) -> None:
-    container.clear()
-    container.extend(items)
 
 
 # Functions of torch that draw a dropout mask, and where their probability stands.
