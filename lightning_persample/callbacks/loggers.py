@@ -22,13 +22,12 @@ from lightning_persample.callbacks.lightning_internals import prefix_of, ranked_
 from lightning_persample.capture.failure import of_user
 from lightning_persample.capture.record import warn_user
 
-_Kind = Literal["tensorboard", "wandb", "mlflow", "dummy", "csv", "other"]
+_Kind = Literal["tensorboard", "wandb", "mlflow", "dummy", "other"]
 _KINDS: dict[str, _Kind] = {
     "TensorBoardLogger": "tensorboard",
     "WandbLogger": "wandb",
     "MLFlowLogger": "mlflow",
     "DummyLogger": "dummy",
-    "CSVLogger": "csv",
 }
 _SAID: set[str] = set()
 
@@ -60,7 +59,7 @@ def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> No
 def log_table(
     loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
 ) -> None:
-    """Write a table."""
+    """Write a table to the loggers that have tables."""
     for logger in loggers:
         _unless_disk_fails(name, partial(_write_table, logger, name, columns, rows, step))
 
@@ -74,15 +73,21 @@ def _write_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequen
         _log_to_wandb(logger, name, "Table", step=step, columns=list(columns), data=data)
     elif kind == "mlflow":
         # Not log_table of MLflow, which needs pandas and adds rows to what is there.
-        path = _path(_prefixed(logger, name), step, "csv")
+        folder = "/".join(re.sub(r"[^\w. -]", "_", part) for part in _prefixed(logger, name).split("/"))
+        path = f"{folder}/step_{step:06d}.csv"
         of_user(_experiment(logger).log_text, logger.version, _comma_separated(columns, rows), path)
-    elif _has_a_place(logger, kind):
-        _write_file(logger, kind, _path(name, step, "csv"), _comma_separated(columns, rows).encode())
 
 
 def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Write a table as a file of comma-separated values."""
     _unless_disk_fails(path, partial(_save, path, _comma_separated(columns, rows).encode()))
+
+
+def _save(path: str, content: bytes) -> None:
+    files = get_filesystem(path)  # it may be in a bucket
+    files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    with files.open(path, "wb") as file:
+        file.write(content)
 
 
 def _unless_disk_fails(name: str, write: Callable[[], Any]) -> Any:
@@ -111,45 +116,6 @@ def _log_to_wandb(logger: Logger, name: str, kind: str, *args: Any, step: int, *
     make: Callable[..., Any] = getattr(importlib.import_module("wandb"), kind)
     # Through the logger, which writes the step as "trainer/global_step": W&B drops rows whose own step= goes back.
     of_user(logger.log_metrics, {name: make(*args, **kwargs)}, step=step)
-
-
-def _has_a_place(logger: Logger, kind: _Kind) -> bool:
-    if kind == "dummy":
-        return False
-    if kind == "mlflow" or _directory(logger) is not None:
-        return True
-    name = f"{type(logger).__module__}.{type(logger).__qualname__}"
-    _say_once(f"{name} has no log_dir and no save_dir, so that tables are not written to it")
-    return False
-
-
-def _directory(logger: Logger) -> str | None:
-    directory = of_user(getattr, logger, "log_dir") or of_user(getattr, logger, "save_dir")
-    return None if directory is None else str(directory)
-
-
-def _write_file(logger: Logger, kind: _Kind, path: str, content: bytes) -> None:
-    if kind == "csv":
-        _experiment(logger)  # it warns of a directory that is not empty when it starts: before this file is in it
-        path = f"{_path_part(prefix_of(logger))}-{path}" if prefix_of(logger) else path
-    _save(f"{_directory(logger)}/{path}", content)
-
-
-def _save(path: str, content: bytes) -> None:
-    files = get_filesystem(path)  # it may be in a bucket
-    files.makedirs(path.rpartition("/")[0], exist_ok=True)
-    with files.open(path, "wb") as file:
-        file.write(content)
-
-
-def _path(name: str, step: int, ending: str) -> str:
-    folder = "/".join(_path_part(part) for part in name.split("/"))
-    return f"{folder}/step_{step:06d}.{ending}"
-
-
-def _path_part(part: str) -> str:
-    """A part of a name as the name of a folder."""
-    return re.sub(r"[^\w. -]", "_", part) if part.strip(".") else "_"
 
 
 def _say_once(text: str) -> None:

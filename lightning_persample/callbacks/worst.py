@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_persample.callbacks.lightning_internals import is_a
 from lightning_persample.callbacks.loggers import log_table, save_table
 from lightning_persample.callbacks.sample_index import keys_of
 from lightning_persample.capture.record import PerSampleRecord, warn_user
@@ -222,8 +221,7 @@ def write_worst_samples(
         ]
         rows = [*worst.rows(), *others[:k]]
         save_table(f"{folder}/worst_samples.csv", worst.columns, rows)
-        loggers = [logger for logger in trainer.loggers if not is_a(logger, "CSVLogger")]
-        log_table(loggers, "worst_samples", worst.columns, rows, trainer.global_step)
+        log_table(trainer.loggers, "worst_samples", worst.columns, rows, trainer.global_step)
 
 
 def _are_hashable(keys: list[Any]) -> bool:

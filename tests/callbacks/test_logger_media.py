@@ -32,7 +32,6 @@ HISTOGRAM = "per_sample_grad/norm_histogram"
 STEPS = [0, 1, 2]
 COLUMNS = ["sample", "norm", "text"]
 ROWS = [[3, 0.1 + 0.2, "a|b"], [7, 1e-9, None]]
-NO_PLACE = "has no log_dir and no save_dir, so that tables are not written to it"
 
 
 class Kept(Logger):
@@ -191,6 +190,17 @@ def test_wandb(written, norms):
     assert (table["columns"], table["data"]) == (COLUMNS, ROWS)
 
 
+def check_files(folder):
+    """CSV files of all steps, and no picture beside them."""
+    found = sorted(path.relative_to(folder).as_posix() for kind in ("png", "csv") for path in folder.rglob(f"*.{kind}"))
+    assert found == [f"media/table/step_{step:06d}.csv" for step in STEPS]
+    for step in STEPS:
+        with (folder / f"media/table/step_{step:06d}.csv").open(newline="") as file:
+            header, *rows = csv.reader(file)
+        assert header == COLUMNS
+        assert [(int(a), float(b), c) for a, b, c in rows] == [(a, b, c or "") for a, b, c in ROWS]
+
+
 def test_mlflow(written):
     logger = written["loggers"]["mlflow"]
     client = logger.experiment
@@ -203,34 +213,17 @@ def test_mlflow(written):
     check_files(folder)
 
 
-def check_files(folder):
-    """CSV files of all steps, and no picture beside them."""
-    found = sorted(path.relative_to(folder).as_posix() for kind in ("png", "csv") for path in folder.rglob(f"*.{kind}"))
-    assert [name for name in found if name != "metrics.csv"] == [f"media/table/step_{step:06d}.csv" for step in STEPS]
-    for step in STEPS:
-        with (folder / f"media/table/step_{step:06d}.csv").open(newline="") as file:
-            header, *rows = csv.reader(file)
-        assert header == COLUMNS
-        assert [(int(a), float(b), c) for a, b, c in rows] == [(a, b, c or "") for a, b, c in ROWS]
-
-
-def test_csv(written):
+def test_csv_has_the_values_alone(written):
     folder = Path(written["loggers"]["csv"].log_dir)
-    check_files(folder)
+    assert sorted(path.name for path in folder.rglob("*.csv")) == ["metrics.csv"]
     with (folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows if row["per_sample_grad/norm_mean"]] == STEPS
     assert not any("histogram" in name or "media" in name for name in rows[0])
 
 
-def test_a_logger_of_ones_own_with_a_directory(written):
-    check_files(written["folder"] / "own")
-
-
-def test_a_logger_without_a_directory_is_named_once_and_gets_the_values(written):
-    assert [text for text in written["said"] if "directory" in text or "dir" in text] == [
-        f"{Kept.__module__}.Kept {NO_PLACE}"
-    ]
+def test_a_logger_of_ones_own_gets_the_values_alone(written):
+    assert not (written["folder"] / "own").exists()
     rows = [(step, row) for step, row in written["loggers"]["kept"].rows if "per_sample_grad/norm_mean" in row]
     assert [step for step, _ in rows] == STEPS
     assert all(list(row) == list(rows[0][1]) for _, row in rows)
@@ -239,16 +232,6 @@ def test_a_logger_without_a_directory_is_named_once_and_gets_the_values(written)
 def test_no_logger_and_lightnings_dummy():
     fit(Classifier(), [PerSampleGradientMonitor(histogram=True), WritesMedia()], logger=False)
     fit(Classifier(), [PerSampleGradientMonitor(histogram=True), WritesMedia()], logger=Kept(), fast_dev_run=2)
-
-
-def test_two_loggers_of_one_kind(tmp_path):
-    loggers = [CSVLogger(tmp_path, name="one"), CSVLogger(tmp_path, name="two", prefix="run:1")]
-    fit(Classifier(), [WritesMedia(histogram=False)], logger=loggers, limit_train_batches=1)
-    found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("step_*.csv"))
-    assert found == [
-        "one/version_0/media/table/step_000000.csv",
-        "two/version_0/run_1-media/table/step_000000.csv",
-    ]
 
 
 def test_loggers_that_have_no_histograms_are_named_once(tmp_path):
@@ -290,14 +273,6 @@ def test_each_optimizer_has_a_histogram_of_its_own(tmp_path):
     assert len(events.Tags()["histograms"]) == 2
 
 
-def test_names_become_folders_that_stay_below_the_loggers(tmp_path):
-    logger = InFolder(tmp_path / "own")
-    log_table([logger], "../a:b/./c d", COLUMNS, ROWS, 1)
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.csv")] == [
-        "own/_/a_b/_/c d/step_000001.csv"
-    ]
-
-
 def test_nothing_finite_is_nothing_to_write(tmp_path):
     logger = TensorBoardLogger(tmp_path)
     log_histogram([logger], "name", torch.tensor([torch.nan, torch.inf]), 0)
@@ -305,15 +280,15 @@ def test_nothing_finite_is_nothing_to_write(tmp_path):
     assert list(tmp_path.rglob("events*")) == []
 
 
-class Failing(InFolder):
+class Failing(TensorBoardLogger):
     @property
-    def save_dir(self):
+    def experiment(self):
         raise RuntimeError("no connection")
 
 
-def test_what_a_logger_raises_ends_the_run_as_in_lightning(tmp_path):
+def test_what_a_logger_raises_is_raised_as_in_lightning(tmp_path):
     with pytest.raises(RuntimeError, match="no connection"):
-        fit(Classifier(), [WritesMedia(histogram=False)], logger=Failing(tmp_path))
+        log_table([Failing(tmp_path)], "media/table", COLUMNS, ROWS, 1)
 
 
 @pytest.fixture
