@@ -206,7 +206,8 @@ class PerSampleCallback(Callback):
         # Before the strategy's set-up: a scheduler that asks for the number of steps has the data made in it.
         if stage == "fit" and self in callbacks[:1]:
             self._end_capture()
-            self._indices = BatchIndices(trainer, callbacks)
+            asked = any(each.receives_records() for each in callbacks)
+            self._indices = BatchIndices(trainer, self._capture_options()["sample_index"], is_asked=asked)
         self._key = self._key_by_settings()  # which Lightning asks for at every hook
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -22,6 +22,7 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -278,8 +279,10 @@ def why_no_mean_gradient(trainer: Trainer) -> str:
     return f"DDP's communication hook `{getattr(hook, '__name__', type(hook).__name__)}` changes the gradients"
 
 
-def why_strategy_is_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Why nothing can be captured under the Trainer's strategy, or None where it can."""
+def why_unsupported(trainer: Trainer, pl_module: LightningModule) -> str | None:
+    """Why this way of training cannot be captured, or None where it can."""
+    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+        return "training_step(self, dataloader_iter) is not supported, because it hides the batch"
     strategy = trainer.strategy
     synchronized = [name for name, part in pl_module.named_modules() if isinstance(part, nn.SyncBatchNorm)]
     if trainer.world_size > 1 and synchronized:

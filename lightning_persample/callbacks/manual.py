@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.callbacks.consumer import Reports
 from lightning_persample.callbacks.observed_step import ObservedStep
 from lightning_persample.callbacks.optimizer_steps import ManualSteps
+from lightning_persample.callbacks.reports import Reports
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import PerSampleError

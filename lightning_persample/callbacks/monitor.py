@@ -12,8 +12,12 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import Unpack
 
 from lightning_persample.callbacks.base import PerSampleCallback
-from lightning_persample.callbacks.consumer import why_unsupported
-from lightning_persample.callbacks.lightning_internals import logging_step, why_no_mean_gradient, window_continues
+from lightning_persample.callbacks.lightning_internals import (
+    logging_step,
+    why_no_mean_gradient,
+    why_unsupported,
+    window_continues,
+)
 from lightning_persample.callbacks.loggers import log_histogram, log_metrics, show_means
 from lightning_persample.callbacks.optimizer_steps import names_by_optimizer
 from lightning_persample.callbacks.session import shared_capture

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, default_collate, default_convert, get_worker_info
 
 from lightning_persample.batch_axis.batch import places_of_rows, with_samples_at
-from lightning_persample.callbacks.consumer import Consumer
 from lightning_persample.callbacks.lightning_internals import (
     BEFORE_ITERATORS,
     LOADERS,
@@ -420,17 +419,17 @@ _NOTED = 16  # batches: the current one, and those that Lightning fetches ahead
 class BatchIndices:
     """Gives records the dataset's indices of their samples; made before the Trainer sets up its training data."""
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Consumer]) -> None:
+    def __init__(self, trainer: Trainer, of_batch: Callable[[Any], Any] | None, *, is_asked: bool) -> None:
         self._trainer = trainer
-        self._of_batch = callbacks[0]._capture_options()["sample_index"]
+        self._of_batch = of_batch  # what the user has given as `sample_index`
         self._followed: Any = None
         self._kind: Any = None
         self._observed: ObservedMethod | None = None
         self._has_warned = False
         self._why_not_followed = "the training data were made before the callbacks' setup"
         self.why_absent = ""
-        self._is_asked = any(callback.receives_records() for callback in callbacks)
-        if self._of_batch is None and self._is_asked:
+        self._is_asked = is_asked  # whether anything is done with records
+        if of_batch is None and is_asked:
             self._install()
 
     def attach(self, record: PerSampleRecord, batch: Any, warn: Callable[[str], None]) -> PerSampleRecord:

@@ -23,12 +23,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_persample.batch_axis.batch import EmptyBatchError, count_samples, lay_out
-from lightning_persample.callbacks.consumer import (
-    Consumer,
-    Reports,
-    check_options_agree,
-    why_unsupported,
-)
 from lightning_persample.callbacks.fallback import (
     NOT_COMPARED,
     NOT_ONE_BY_ONE,
@@ -42,6 +36,7 @@ from lightning_persample.callbacks.lightning_internals import (
     logging_step,
     logs_now,
     skips_hooks,
+    why_unsupported,
 )
 from lightning_persample.callbacks.manual import (
     NO_BACKWARD,
@@ -53,12 +48,14 @@ from lightning_persample.callbacks.manual import (
     why_not_manual,
 )
 from lightning_persample.callbacks.observed_step import ObservedStep, SampleChoice, SumCheck
+from lightning_persample.callbacks.reports import Reports
 from lightning_persample.callbacks.sample_index import BatchIndices
 from lightning_persample.callbacks.second_pass import on_other_batches, verify_values
 from lightning_persample.capture.failure import Once, fault_of, guard, of_user, run_all
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import OwnScale, PerSampleRecord, warning_texts
-from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
+from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
+from lightning_persample.options import CAPTURE_DEFAULTS
 from lightning_persample.reference.samples import loss_of
 
 
@@ -79,6 +76,26 @@ def shared_capture(trainer: Trainer) -> SharedCapture | None:
     return next((each for each in found if isinstance(each, SharedCapture)), None)
 
 
+_EACH_ITS_OWN = {"unsupported", "verify"}
+
+
+def _check_options_agree(trainer: Trainer, callbacks: Sequence[Any]) -> None:
+    """Refuse callbacks that cannot share one capture."""
+
+    def described(callback: Any, option: str) -> str:
+        place = trainer.callbacks.index(callback)  # type: ignore[attr-defined]
+        return f"{type(callback).__name__} (callbacks[{place}]) has {option}={getattr(callback, option)!r}"
+
+    first = callbacks[0]
+    for option in (name for name in CAPTURE_DEFAULTS if name not in _EACH_ITS_OWN):
+        for other in callbacks[1:]:
+            if getattr(first, option) != getattr(other, option):
+                raise OptionError(
+                    f"{described(first, option)}, but {described(other, option)}: all per-sample callbacks of a "
+                    f"Trainer share one capture, so {option} must be the same for all of them"
+                )
+
+
 class SharedCapture:
     """The capture that all per-sample callbacks of one Trainer share during one fit."""
 
@@ -86,7 +103,7 @@ class SharedCapture:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        callbacks: Sequence[Consumer],
+        callbacks: Sequence[Any],  # PerSampleCallbacks, whose file imports this one
         indices: BatchIndices | None = None,
     ) -> None:
         self.trainer = trainer
@@ -106,7 +123,7 @@ class SharedCapture:
         self._second_check: SumCheck | None = None
         self._methods: tuple[ObservedMethod, ...] = ()
         self._in_training_step = False
-        self._receivers: list[Consumer] = []
+        self._receivers: list[Any] = []
         self._quantities: frozenset[str] = frozenset()
         self._step: ObservedStep | None = None
         self._is_empty = False
@@ -119,9 +136,9 @@ class SharedCapture:
         self._averages = trainer.world_size > 1 or is_sharded(pl_module)
         self._batch: Any = None
         self._is_resting, self._rested_at = False, -1
-        self._awake: list[Consumer] = []
+        self._awake: list[Any] = []
 
-        check_options_agree(trainer, self._callbacks)
+        _check_options_agree(trainer, self._callbacks)
         reason = why_unsupported(trainer, pl_module)
         manual = not pl_module.automatic_optimization
         if reason is None and manual:
@@ -171,7 +188,7 @@ class SharedCapture:
     def _is_live(self) -> bool:
         return self.trainer.state.status == TrainerStatus.RUNNING
 
-    def steps_for(self, callback: Consumer) -> Mapping[int, Sequence[PerSampleRecord]]:
+    def steps_for(self, callback: Any) -> Mapping[int, Sequence[PerSampleRecord]]:
         """The records of each optimizer's step in manual optimization, by place; none if the callback wants none."""
         return self._optimizer_steps if callback in self._receivers else {}
 
@@ -226,7 +243,7 @@ class SharedCapture:
             self._is_resting, self._rested_at = True, logging_step(trainer)
             self._awake = self._not_resting()
 
-    def _not_resting(self) -> list[Consumer]:
+    def _not_resting(self) -> list[Any]:
         automatic = self.module.automatic_optimization
         return [callback for callback in self._callbacks if not callback._rest(automatic=automatic)]
 

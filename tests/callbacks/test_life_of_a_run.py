@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor, sample_index
-from lightning_persample.callbacks.consumer import Reports
 from lightning_persample.callbacks.lightning_internals import ObservedMethod
+from lightning_persample.callbacks.reports import Reports
 from lightning_persample.callbacks.sample_index import BatchIndices
 from lightning_persample.errors import PerSampleWarning
 from tests.callbacks.runs import Classifier, Recorder, fit, loader, logged, make_trainer
