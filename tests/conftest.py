@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -31,8 +32,11 @@ def pytest_collect_file():
 def torch_of_small_tests():
     import torch
 
+    from tests import processes
     from tests.startup import look_once
 
+    if sys.platform == "linux":
+        processes.copy_of_this_process()
     torch.set_num_threads(1)
     look_once()
 

@@ -1,13 +1,14 @@
 """Start processes that train together, and never wait for them longer than said.
 
-Importing torch and lightning takes far longer than what most of them do, so they are forked from one process that has
-imported both: the server of :mod:`multiprocessing`, which each pytest process starts when it first needs one.
+Importing torch and lightning takes far longer than what most of them do, so they are forked from a copy that each
+pytest process makes of itself before its first test: all is imported there, and no test has left a trace.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import runpy
@@ -18,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "lightning.pytorch", "lightning_persample.callbacks"]
 
 
 class Ended(NamedTuple):
@@ -57,17 +58,51 @@ def _free_port() -> int:
 def _run(
     module: str, arguments: tuple[str, ...], variables: list[dict[str, str]], timeout: float, on_gpu: bool
 ) -> Ended:
-    forks = sys.platform == "linux" and not on_gpu
-    context = multiprocessing.get_context("forkserver" if forks else "spawn")
-    if forks:
-        context.set_forkserver_preload(IMPORTED)
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | ({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, str(rank)) for rank in range(len(variables))]
+    environments = [{**os.environ, **own, **each} for each in variables]
+    if on_gpu or sys.platform != "linux":
+        return _run_all("spawn", os.getcwd(), module, arguments, environments, timeout)
+    try:
+        copy_of_this_process().send(("fork", os.getcwd(), module, arguments, environments, timeout))
+        return copy_of_this_process().recv()
+    except BaseException:
+        copy_of_this_process.cache_clear()  # what it answers later is not what the next caller asked for
+        raise
+
+
+@functools.cache
+def copy_of_this_process() -> Connection:
+    """What leads to a fork that runs what it is sent, until this process has ended."""
+    here, there = multiprocessing.Pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the threads of pytest-xdist are not missed there
+        if os.fork() != 0:
+            there.close()
+            return here
+    here.close()
+    gc.freeze()  # nothing of it is garbage to be found by every process again
+    with contextlib.suppress(EOFError):
+        while True:
+            there.send(_run_all(*there.recv()))
+    os._exit(0)
+
+
+def _run_all(
+    method: str,
+    folder: str,
+    module: str,
+    arguments: tuple[str, ...],
+    environments: list[dict[str, str]],
+    timeout: float,
+) -> Ended:
+    """Run a module in a process for each environment."""
+    os.chdir(folder)
+    context = multiprocessing.get_context(method)
+    with tempfile.TemporaryDirectory() as logs_folder:
+        logs = [Path(logs_folder, str(rank)) for rank in range(len(environments))]
         processes = []
-        for log, each in zip(logs, variables, strict=True):
+        for log, environment in zip(logs, environments, strict=True):
             log.touch()
-            environment = {**os.environ, **own, **each}
             processes.append(context.Process(target=_run_module, args=(module, arguments, environment, str(log))))
             processes[-1].start()
         deadline = time.monotonic() + timeout
@@ -81,8 +116,8 @@ def _run_module(module: str, arguments: tuple[str, ...], environment: dict[str, 
     if os.name == "posix":
         os.setsid()
     written = os.open(log, os.O_WRONLY | os.O_APPEND)  # a file: a pipe that nobody reads would block
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(written, stream.fileno())
+    for descriptor in (1, 2, sys.stdout.fileno(), sys.stderr.fileno()):  # pytest has put streams of its own there
+        os.dup2(written, descriptor)
     os.environ.clear()
     os.environ.update(environment)
     warnings.resetwarnings()
@@ -91,6 +126,8 @@ def _run_module(module: str, arguments: tuple[str, ...], environment: dict[str, 
     from tests.startup import look_once
 
     look_once()
+    if not environment["CUDA_VISIBLE_DEVICES"]:
+        torch.cuda._is_in_bad_fork = lambda: False  # the process that was forked has looked for devices, no more
     rank_zero_only.rank = int(environment.get("RANK", 0))  # lightning reads it when it is imported
     sys.argv = [module, *arguments]
     if module.endswith(".py"):

@@ -13,7 +13,6 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_persample.callbacks import PerSampleGradientMonitor
-from tests.callbacks.runs import Classifier, fit
 from tests.callbacks.strategy_models import STEPS, Referenced, network, own_batches, rank
 from tests.callbacks.strategy_runs import trained
 
@@ -24,8 +23,16 @@ def main(mode: str, folder: str) -> None:
 
 
 def with_csv(folder: str) -> None:
-    fit(Classifier(), [PerSampleGradientMonitor(3, histogram=True)], logger=CSVLogger(folder))
-    print(sorted({"wandb", "mlflow", "tensorboard", "matplotlib.pyplot"} & set(sys.modules)))
+    """Import the package as if nobody had, and fit."""
+    watched = {"wandb", "mlflow", "tensorboard", "matplotlib.pyplot"}
+    for name in [name for name in sys.modules if name in watched or name.startswith(("lightning_persample", "tests."))]:
+        del sys.modules[name]
+    import lightning_persample
+    from tests.callbacks import runs
+
+    monitor = lightning_persample.PerSampleGradientMonitor(3, histogram=True)
+    runs.fit(runs.Classifier(), [monitor], logger=CSVLogger(folder))
+    print(sorted(watched & set(sys.modules)))
 
 
 def ranks(folder: str) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -13,35 +10,21 @@ import torch
 
 from tests.callbacks.full_disk_runs import BATCHES, EPOCHS, FIRST
 from tests.callbacks.ledger_runs import assert_rows
-from tests.processes import ROOT
-
-# A name space of its own: the file system is seen by these processes alone, and is gone when they end.
-ALONE = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-MOUNT = 'mount -t tmpfs -o size=4m tmpfs "$0" && exec "$@"'
-
-
-def in_small_file_system(mounted, *command):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [*ALONE, MOUNT, str(mounted), *command],
-        cwd=ROOT, env=environment, capture_output=True, text=True, errors="replace", timeout=100, check=False,
-    )  # fmt: skip
+from tests.processes import run_alone
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    if shutil.which("unshare") is None:
-        pytest.skip("this system has no `unshare` to mount a small file system with")
+    if sys.platform != "linux":
+        pytest.skip("mounts a small file system as Linux does")
     mounted, results = tmp_path_factory.mktemp("mounted"), tmp_path_factory.mktemp("results")
-    tried = in_small_file_system(mounted, "true")
-    if tried.returncode != 0:
-        pytest.skip(f"no file system may be mounted here: {tried.stderr.strip()}")
-    ended = in_small_file_system(
-        mounted, sys.executable, "-W", "ignore", "-m", "tests.callbacks.full_disk_runs", str(mounted), str(results)
-    )
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    ended = run_alone("tests.callbacks.full_disk_runs", str(mounted), str(results))
+    assert ended.codes == [0], ended.outputs[0][-6000:]
     assert not list(mounted.iterdir())  # nothing was written below the file system
-    return torch.load(results / "found.pt", weights_only=False)
+    found = torch.load(results / "found.pt", weights_only=False)
+    if isinstance(found, str):
+        pytest.skip(f"no file system may be mounted here: {found}")
+    return found
 
 
 @pytest.mark.parametrize("name", ["nothing", "half", "late", "never"])
