@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "errors": set(),
     "options": {"errors"},
     "torch_internals": set(),
-    "gradients": {"errors", "options"},
+    "gradients": {"torch_internals", "errors", "options"},
     "rules": {"torch_internals", "errors", "options", "gradients"},
     "batch_axis": {"torch_internals", "errors", "options", "gradients", "rules"},
     "capture": {"torch_internals", "errors", "options", "gradients", "rules", "batch_axis"},

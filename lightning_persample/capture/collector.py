@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +17,22 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.batch_axis.observed import Description, line_of, version_of
 from lightning_persample.capture.annotations import KNOWN, Marks
-from lightning_persample.capture.failure import FAULT, OverwrittenError, fault_of, guard, in_smaller_chunks, reason_of
+from lightning_persample.capture.failure import (
+    FAULT,
+    OverwrittenError,
+    attempt,
+    fault_of,
+    guard,
+    in_smaller_chunks,
+    reason_of,
+)
 from lightning_persample.capture.graph import Edges, boundary, edges_between, ends_below, leaf_of, on_gradient
 from lightning_persample.capture.pull_back import settle_one
 from lightning_persample.capture.weight import Computation, Weight
 from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
+from lightning_persample.gradients.cost import MEMORY_BUDGET
+from lightning_persample.gradients.host import ASYNCHRONOUS
+from lightning_persample.gradients.precision import Later
 from lightning_persample.torch_internals import AccumulateGrad
 
 
@@ -297,6 +309,7 @@ class Collector:
         noted: the nodes of what notes hold of, by their kind and text.
         excuses: the nodes below which they do not hold.
         got_gradient: parameters that got a gradient in this backward, with this where a hook may have changed it.
+        corrections: of squared norms, until the backward has ended; None where they are corrected at once.
     """
 
     def __init__(
@@ -334,6 +347,8 @@ class Collector:
         self.writes: dict[int, tuple[int, str, tuple[str, int] | None]] = {}
         self.noted: dict[tuple[str, str], set[Node]] = {}
         self.excuses: dict[tuple[str, str], set[Node]] = {}
+        waits = not any(tensor.device.type in ASYNCHRONOUS for tensor in weights.values())
+        self.corrections: deque[tuple[Weight, Later]] | None = None if waits else deque()
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed: no value of this capture is given."""
@@ -383,10 +398,38 @@ class Collector:
                 weight.sq_norm, total = in_smaller_chunks(partial(sq_norms_and_sum, gradient))
                 sums.append((weight, total))
         elif alone:
-            squares = in_smaller_chunks(partial(sq_norms, [gradient for _, gradient in alone]))
+            later: list[Later | None] | None = None if self.corrections is None else []
+            squares = in_smaller_chunks(partial(sq_norms, [gradient for _, gradient in alone], later))
             for (weight, _), sq_norm in zip(alone, squares, strict=True):
                 weight.sq_norm = sq_norm
+            if self.corrections is not None and later:
+                pairs = zip(alone, later, strict=True)
+                self.corrections += [(weight, each) for (weight, _), each in pairs if each and each.corrections]
+                while sum(each.size for _, each in self.corrections) > self._most_kept:
+                    self._correct_next()  # (the host waits for what the device was given first)
         return sums
+
+    @property
+    def _most_kept(self) -> int:
+        """Bytes of what squared norms were computed from that are kept until the device has these."""
+        limit = self.kernel_options.max_memory
+        return MEMORY_BUDGET if limit is None else limit
+
+    def correct(self) -> None:
+        """Correct all squared norms in which rounding errors may show; the host waits until the device has them."""
+        while self.corrections:
+            self._correct_next()
+
+    def _correct_next(self) -> None:
+        assert self.corrections is not None
+        weight, later = self.corrections.popleft()
+
+        def failed(error: Exception) -> None:
+            self.refuse([weight], reason_of(error, f"the squared norms of `{', '.join(sorted(weight.names))}`"))
+
+        with torch.no_grad():
+            for correct in later.corrections:
+                attempt(in_smaller_chunks, failed, correct)
 
     def takes_norms_of(self, weights: Iterable[Weight]) -> bool:
         """Whether the one use of these weights contributes now, and nobody asked for more than the squared norms."""

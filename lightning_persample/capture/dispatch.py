@@ -196,6 +196,8 @@ class Dispatcher(Collector):
         self.dtypes.clear()
         self.got_gradient = {}
         self.notes.forget()
+        if self.corrections:
+            self.corrections.clear()
         self.part = None
 
     def call(

@@ -423,6 +423,7 @@ class Capture:
     def _finish(self) -> PerSampleRecord | None:
         dispatcher = self._dispatcher
         with kernel_options(dispatcher.kernel_options):
+            dispatcher.correct()
             settle(dispatcher.weights, dispatcher.fail_to_settle, self._watched.changed_by_hook)
             self._sharded.refuse_unseen(dispatcher.got_gradient)
             counts = dispatcher.got_gradient and not dispatcher.of_no_sample

@@ -158,12 +158,13 @@ class Sum(SampleGradient):
         if self._fits_dense() and prod(self.shape) <= self._numbers():
             return self._sq_norm_by_adding()
         value, scale = self._sq_norm_by_pairs()
-        suspect = precision.suspect(value, scale)
-        if suspect is not None:
-            wide = self._map(lambda tensor: tensor[suspect])._widened()
-            again = wide._sq_norm_by_adding() if wide._fits_dense() else wide._sq_norm_by_pairs()[0]
-            value[suspect] = again.to(value.dtype).clamp_min(0)
-        return value
+
+        def again(some: Tensor) -> Tensor:
+            wide = self.pick(some)._widened()
+            found = wide._sq_norm_by_adding() if wide._fits_dense() else wide._sq_norm_by_pairs()[0]
+            return found.to(value.dtype).clamp_min(0)
+
+        return precision.corrected(value, scale, again)
 
     def _terms_sq_norm(self) -> Tensor:
         return torch.stack([term._terms_sq_norm() for term in self.terms]).sum(0)

@@ -16,7 +16,7 @@ from lightning_persample.gradients.cost import PatchKernel, PatchSizes, chunks, 
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.norms import dense_sq_norm, sum_and_trace, zeros
 from lightning_persample.gradients.patch_kernels import DENSE, GRAM, Rows, layer_products
-from lightning_persample.gradients.precision import accumulation_dtype, suspect, wide_dtype
+from lightning_persample.gradients.precision import Later, accumulation_dtype, corrected, wide_dtype
 
 
 @lru_cache(4096)
@@ -70,7 +70,7 @@ def _dense_by(
     return result
 
 
-def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:
+def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, later: Later | None = None) -> Tensor:
     """|sum_kt grad_out[k, :, t] (x) patch[k, t]|^2, by the cheapest kernel."""
     # grad_out (B, k, O, *out), inputs (B, k, C, *in) -> (B,)
     dtype = accumulation_dtype(grad_out, inputs)
@@ -82,12 +82,12 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -
     sizes = Rows(grad_out, inputs, geometry).sizes(dtype)
     kernel = patch_kernel(sizes, dense=False)
     value, scale = _squares_by(kernel, grad_out, inputs, geometry, sizes)
-    again = None if scale is None else suspect(value, scale, grad_out)
-    if again is not None:
+
+    def again(some: Tensor) -> Tensor:
         wide = wide_dtype(value)
-        dense = patches_dense(grad_out[again].to(wide), inputs[again].to(wide), geometry)
-        value[again] = dense_sq_norm(dense).to(value.dtype)
-    return value
+        return dense_sq_norm(patches_dense(grad_out[some].to(wide), inputs[some].to(wide), geometry)).to(value.dtype)
+
+    return value if scale is None else corrected(value, scale, again, grad_out, later)
 
 
 def _squares_by(

@@ -12,6 +12,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -72,6 +73,18 @@ class SampleGradient(ABC):
             (B,), real, float32 at least, never negative; NaN or infinite where the gradient is.
         """
         return self._run(self._sq_norm)
+
+    def sq_norm_or_later(self) -> tuple[Tensor, precision.Later]:
+        """`sq_norm` without waiting for a device.
+
+        Returns:
+            (B,), and what makes it what `sq_norm` gives, once its ``corrections`` have been called; they hold the
+            tensors of the structure.
+        """
+        later = precision.Later(self.tensors())
+        value = self._run(self._sq_norm_or_later, later)
+        later.corrections = [partial(self._run, correct) for correct in later.corrections]
+        return value, later
 
     def inner(self, other: SampleGradient) -> Tensor:
         """The inner product of each sample's gradient with the same sample's in `other`, sum Re(conj(g[b]) h[b]).
@@ -161,6 +174,9 @@ class SampleGradient(ABC):
 
     def _sq_norm(self) -> Tensor:
         return norms.dense_sq_norm(self._dense())
+
+    def _sq_norm_or_later(self, later: precision.Later) -> Tensor:
+        return self._sq_norm()
 
     def _terms_sq_norm(self) -> Tensor:
         """Squared norm if what is added up were orthogonal; `_sq_norm` where it is far below this has cancelled."""

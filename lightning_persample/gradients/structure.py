@@ -99,18 +99,21 @@ class Outer(SampleGradient):
     def _dense(self) -> Tensor:
         return torch.bmm(self.left.to(self.dtype).transpose(1, 2), self.right.to(self.dtype))
 
-    def _sq_norm(self) -> Tensor:
+    def _sq_norm(self, later: precision.Later | None = None) -> Tensor:
         positions = self.left.shape[1]
         if positions == 1:
             return self._terms_sq_norm()
         if self._kernel() == "direct":
             return norms.outer_direct_sq_norm(self.left, self.right)
         value, scale = norms.outer_gram_sq_norm(self.left, self.right)
-        suspect = precision.suspect(value, scale, self.left)
-        if suspect is not None:
-            wide = self._map(lambda tensor: tensor[suspect])._widened()
-            value[suspect] = norms.outer_direct_sq_norm(wide.left, wide.right).to(value.dtype)
-        return value
+
+        def again(some: Tensor) -> Tensor:
+            wide = self.pick(some)._widened()
+            return norms.outer_direct_sq_norm(wide.left, wide.right).to(value.dtype)
+
+        return precision.corrected(value, scale, again, self.left, later)
+
+    _sq_norm_or_later = _sq_norm
 
     def _kernel(self) -> MatrixKernel:
         return outer_kernel(self.left.shape[1], *self.shape)
@@ -241,8 +244,10 @@ class Patches(SampleGradient):
     def _dense(self) -> Tensor:
         return patches_dense(self.grad_out, self.input, self.geometry)
 
-    def _sq_norm(self) -> Tensor:
-        return patches_sq_norm(self.grad_out, self.input, self.geometry)
+    def _sq_norm(self, later: precision.Later | None = None) -> Tensor:
+        return patches_sq_norm(self.grad_out, self.input, self.geometry, later)
+
+    _sq_norm_or_later = _sq_norm
 
     def _terms_sq_norm(self) -> Tensor:
         return patches_terms_sq_norm(self.grad_out, self.input, self.geometry)

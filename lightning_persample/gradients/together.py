@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lightning_persample.gradients import norms, precision
+from lightning_persample.gradients.precision import Later
 from lightning_persample.gradients.sample_gradient import SampleGradient
 from lightning_persample.gradients.structure import Dense, Outer
 
 
-def sq_norms(gradients: Sequence[SampleGradient]) -> list[Tensor]:
+def sq_norms(gradients: Sequence[SampleGradient], later: list[Later | None] | None = None) -> list[Tensor]:
     """The squared norm of each sample's gradient for each of several parameters.
 
     Example:
@@ -26,6 +27,8 @@ def sq_norms(gradients: Sequence[SampleGradient]) -> list[Tensor]:
 
     Args:
         gradients: structures of the same samples.
+        later: takes for each what corrects it, as `SampleGradient.sq_norm_or_later` gives it, or None where nothing has
+            to; None in its place corrects them at once.
 
     Returns:
         (B,) for each, as `SampleGradient.sq_norm` gives it.
@@ -41,7 +44,11 @@ def sq_norms(gradients: Sequence[SampleGradient]) -> list[Tensor]:
             with precision.without_autocast(two.grad.device.type):
                 of_rows = norms.dense_sq_norm(two.grad)
                 return [of_rows * norms.dense_sq_norm(one.right.squeeze(1)), of_rows]
-    return [gradient.sq_norm() for gradient in gradients]
+    if later is None:
+        return [gradient.sq_norm() for gradient in gradients]
+    found = [gradient.sq_norm_or_later() for gradient in gradients]
+    later[:] = [each for _, each in found]
+    return [value for value, _ in found]
 
 
 def _same(left: Tensor, rows: Tensor) -> bool:

@@ -197,13 +197,56 @@ def targets_left_out_at_last() -> list[list[str]]:
     return [list(captured(each).weighting) for each in built]
 
 
+class Cancelling(nn.Module):
+    """Positions nearly alike, whose output gradients add up to zero: nearly nothing is left of their products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(24, 24)
+        self.register_buffer("factors", torch.randn(4, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        self.seen = h
+        return ((h - h.mean(1, keepdim=True)) * self.factors).flatten(1).sum(1)
+
+
+def void(result: object) -> None:
+    """Nothing: a hook that gives something replaces the gradient."""
+
+
+def what_cancels(writes: bool) -> dict[str, Any]:
+    """How far the norms of the weight are from those in float64, what waited, and why there are none."""
+    torch.manual_seed(0)
+    module, x = Cancelling(), (1 + 1e-4 * torch.randn(B, 4, 24)).float().double()
+
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        x = x * torch.ones_like(x, requires_grad=True)
+        found = module(x).mean()
+        kept: list[Tensor] = []
+        if writes:  # a gradient, once what it was handed to has run
+            module.seen.register_hook(kept.append)
+            x.register_hook(lambda grad: void(kept.pop().mul_(2)))
+        return found
+
+    expected = captured((module, (x,), lambda module, x: module(x).mean(), {})).sq_norms["inner.weight"]
+    module, x = module.float().to(DEVICE), x.float().to(DEVICE)
+    module.zero_grad()
+    with waits() as found:
+        record = captured((module, (x,), loss, {}))
+    value = record.sq_norms.get("inner.weight")
+    off = None if value is None else ((value.cpu() - expected).abs() / expected).max().item()
+    return {"off": off, "lines": sorted({line for _, line in found}), "reason": record.unsupported.get("inner.weight")}
+
+
 def main(path: str, *names: str) -> None:
     """Do the runs and write what each of them found, or the error."""
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {}
-    if not names or "targets left out at last" in names:
+    if not names or "what is read at last" in names:
         found["targets left out at last"] = targets_left_out_at_last()
+        found["what cancels"] = [what_cancels(writes) for writes in (False, True)]
     for name, build in (MODELS | FUSED | LAYERS | ZOO).items():
         if names and name not in names and name.partition(" ")[0] not in names:
             continue

@@ -19,10 +19,8 @@ LAYERS = (
     "upsampled", "attention", "weight norm", "spectral norm", "padded alike", "padded",
 )  # fmt: skip
 TARGETS = {f"batch_axis/{each}" for each in ("losses.py:every_target_counts", "losses.py:_unequal_weights")}
-PRECISION = {"gradients/precision.py:suspect"}  # whether a Gram matrix has cancelled
 DERIVED = {"capture/pull_back.py:_check_repeats"}  # whether what is computed from weights alone is one for all samples
 READ: dict[str, set[str]] = {
-    **dict.fromkeys(("resnet18", "gpt", "resnet18, fused", "gpt, fused", "conv1d", "attention"), PRECISION),
     **dict.fromkeys(("weight norm", "spectral norm"), DERIVED),
     # Whose targets were left out in unequal numbers before: from then on before it is decided how the samples weigh.
     "padded": TARGETS | {"batch_axis/added_up.py:absent"},
@@ -36,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("remote") / "found.json"
-    return found_by(path, *MODELS, *LAYERS, "targets left out at last")
+    return found_by(path, *MODELS, *LAYERS, "what is read at last")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +78,7 @@ def test_large_models_and_every_way_in_which_a_parameter_meets_the_batch(long_ru
     for name, found in long_runs.items():
         assert_as_on_the_cpu(found)
         if name in LARGE:
-            assert set(found["warmer"]) <= READ[name]
+            assert found["warmer"] == []
             assert found["plain"] == []
 
 
@@ -90,3 +88,15 @@ def test_targets_that_are_left_out_are_noticed_when_the_device_has_read_them(run
     (text,) = found
     assert text.startswith("`cross_entropy_loss` averages over targets that weigh unequally from sample to sample at ")
     assert again == found
+
+
+def test_what_cancels_is_computed_again_when_the_device_has_it(runs):
+    found, written = runs["what cancels"]
+    assert found["off"] < 1e-2  # in float32 the products have 1e-8 of what is added up for them
+    assert "gradients/precision.py:suspect" in found["lines"]
+    assert found["reason"] is None
+    assert written["off"] is None
+    assert written["reason"] == (
+        "rounding errors may show in its norms, and what they are computed from was changed in place during the "
+        "backward, before the device had them; change a copy"
+    )
