@@ -7,9 +7,8 @@ import hashlib
 import inspect
 import os
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -90,35 +89,18 @@ _STATE = {*_REQUIRED, "max_exp_avg_sq"}
 _OPTIONS = {"betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"}
 
 
-@dataclass(frozen=True, eq=False)
-class AdamState:
-    """What Adam knows of one parameter after some steps."""
-
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None  # with ``amsgrad=True``
-    step: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float  # what the optimizer adds to a gradient, as a factor of the weights; 0 for AdamW
-
-    def direction(self, grads: Tensor, parameter: Tensor) -> Tensor:
-        """What the next step would go along, were a sample's gradient that of the step."""
-        # grads (B, *shape) -> (B, *shape)
-        if self.weight_decay:
-            grads = grads + self.weight_decay * parameter.detach().to(grads.dtype)
-        state = (self.exp_avg, self.exp_avg_sq, self.step, self.betas, self.eps)
-        return adam_direction(grads, *state, max_exp_avg_sq=self.max_exp_avg_sq)
+Direction: TypeAlias = Callable[[Tensor], Tensor]
+"""What Adam's next step would go along, were a sample's gradient that of the step; (B, *shape) -> (B, *shape)."""
 
 
-def adam_states(
+def adam_directions(
     checkpoint: Mapping[str, Any] | None,
     module: nn.Module,
     trainer: Trainer,
     names: Collection[str],
     requires_grad: Mapping[str, bool],
-) -> dict[str, AdamState]:
-    """The state of each parameter."""
+) -> dict[str, Direction]:
+    """The direction of each parameter."""
     # The state in a checkpoint counts parameters through. Which one is which the names say that an optimizer of
     # named parameters saves, else by the order that the Trainer's optimizers have, or those of `configure_optimizers`.
     states = [] if checkpoint is None else checkpoint.get("optimizer_states") or []
@@ -136,13 +118,13 @@ def adam_states(
             + ("it has made no step yet, pass a later checkpoint" if has_not_stepped else "pass one of Adam or AdamW")
         )
     parameters = dict(module.named_parameters())
-    found: dict[str, AdamState] = {}
+    found: dict[str, Direction] = {}
     orders = _orders(states, module, trainer, requires_grad)
     for state, order in zip(states, orders, strict=True):
         for group, group_names in zip(state["param_groups"], order, strict=True):
             for number, name in zip(group["params"], group_names, strict=True):
                 if name in names and number in state["state"]:
-                    found[name] = _state_of(name, state["state"][number], group, parameters[name])
+                    found[name] = _direction_of(name, state["state"][number], group, parameters[name])
     missing = [name for name in names if name not in found]
     if missing:
         raise UnsupportedError(
@@ -214,7 +196,7 @@ def _names_of_module(names: Sequence[str], module: nn.Module) -> list[str]:
     return places
 
 
-def _state_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], parameter: Tensor) -> AdamState:
+def _direction_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], parameter: Tensor) -> Direction:
     foreign = sorted(set(state) - _STATE)
     lacking = sorted(_REQUIRED - set(state)) + sorted(_OPTIONS - set(group))
     if foreign or lacking:
@@ -233,20 +215,25 @@ def _state_of(name: str, state: Mapping[str, Any], group: Mapping[str, Any], par
             f"direction='adam': the checkpoint does not say whether weight_decay={decay} of `{name}` is that of "
             "Adam or of AdamW (torch < 2.7): take one of a newer torch"
         )
-    largest = state.get("max_exp_avg_sq") if group.get("amsgrad") else None
+    kept = {each: state[each].detach().to(parameter.device) for each in ("exp_avg", "exp_avg_sq")}
+    if group.get("amsgrad") and "max_exp_avg_sq" in state:
+        kept["max_exp_avg_sq"] = state["max_exp_avg_sq"].detach().to(parameter.device)
+    beta1, beta2 = map(float, group["betas"])
+    options: dict[str, Any] = {
+        "step": float(state["step"]),
+        "betas": (beta1, beta2),
+        "eps": float(group["eps"]),
+        **kept,
+    }
+    if group.get("decoupled_weight_decay"):  # that of AdamW has nothing to do with the gradient
+        decay = 0.0
 
-    def there(each: Tensor) -> Tensor:
-        return each.detach().to(parameter.device)
+    def direction(grads: Tensor) -> Tensor:
+        if decay:
+            grads = grads + decay * parameter.detach().to(grads.dtype)
+        return adam_direction(grads, **options)
 
-    return AdamState(
-        there(state["exp_avg"]),
-        there(state["exp_avg_sq"]),
-        None if largest is None else there(largest),
-        float(state["step"]),
-        (float(group["betas"][0]), float(group["betas"][1])),
-        float(group["eps"]),
-        0.0 if group.get("decoupled_weight_decay") else decay,
-    )
+    return direction
 
 
 Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"

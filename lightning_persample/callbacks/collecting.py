@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 
 from lightning_persample.batch_axis.batch import count_samples, with_samples_at
-from lightning_persample.callbacks.checkpoints import AdamState, Checkpoints, adam_states, fingerprint_of_data
+from lightning_persample.callbacks.checkpoints import Checkpoints, Direction, adam_directions, fingerprint_of_data
 from lightning_persample.callbacks.lightning_internals import is_lightning_module, lightning_module_for
 from lightning_persample.callbacks.rows import opened, quantity_for, values_of
 from lightning_persample.callbacks.sample_index import TaggedLoader, checked_index, last_drawn, why_no_keys
@@ -235,7 +235,7 @@ class _Collecting(_Base):
         self._shards, self._manifest = Shards(asked.dirpath), asked.manifest
         self._visited: dict[int, np.ndarray[Any, Any]] = {}
         self._place = -1
-        self._adam: dict[str, AdamState] = {}
+        self._adam: dict[str, Direction] = {}
         self._writer: StoreWriter | None = None
         self.lock = FolderLock(asked.dirpath)
 
@@ -432,7 +432,7 @@ class _Collecting(_Base):
             parameter = parameters[each.name]
             is_known = each.name in record.names
             grads = record.grad_samples[each.name] if is_known else parameter.new_zeros(record.num_values, *each.shape)
-            found = self._adam[each.name].direction(grads, parameter)
+            found = self._adam[each.name](grads)
             projection = self._asked.projection
             projected = found if projection is None else Dense(found).project(projection, each.name)
             parts.append(projected.reshape(len(grads), each.stop - each.start))
@@ -455,7 +455,7 @@ class _Collecting(_Base):
         self._asked.checkpoints.load(place, checkpoint, self.module)
         if self._asked.direction == "adam":
             names = [each.name for each in self._manifest.parameters]
-            self._adam = adam_states(checkpoint, self.module, self.trainer, names, self._asked.trainable)
+            self._adam = adam_directions(checkpoint, self.module, self.trainer, names, self._asked.trainable)
         self._place = place
 
     def _index_of(self, fetched: _Fetched, size: int) -> torch.Tensor:
