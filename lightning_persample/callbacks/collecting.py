@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 from lightning_persample.batch_axis.batch import count_samples, with_samples_at
 from lightning_persample.callbacks.checkpoints import Checkpoints, Direction, adam_directions, fingerprint_of_data
 from lightning_persample.callbacks.lightning_internals import is_lightning_module, lightning_module_for
-from lightning_persample.callbacks.rows import opened, quantity_for, values_of
-from lightning_persample.callbacks.sample_index import TaggedLoader, checked_index, last_drawn, why_no_keys
+from lightning_persample.callbacks.rows import opened, values_of
+from lightning_persample.callbacks.sample_index import PASS_INDEX, TaggedLoader, checked_index, last_drawn, why_no_keys
 from lightning_persample.callbacks.second_pass import muted
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.record import PerSampleRecord, warn_user, warning_texts
@@ -33,7 +33,6 @@ from lightning_persample.reference.samples import described, loss_of
 from lightning_persample.reference.untouched import without_dropout
 
 _NAMED = 8
-_REMEDY = "pass sample_index=<function of the batch that returns the index of each sample>"
 
 
 class _Fetched(NamedTuple):
@@ -64,7 +63,7 @@ class SamplesOnce:
             why = f"{type(getattr(loader, 'batch_sampler', None)).__name__} has no batch_size"
         self._is_made_again, self._why = not why, why
         if why and not has_index:
-            raise UnsupportedError(f"the samples cannot be separated, because {why}; {_REMEDY}")
+            raise UnsupportedError(f"the samples cannot be separated, because {why}; {PASS_INDEX}")
         self.size = len(loader.dataset) if isinstance(loader, DataLoader) and self._is_made_again else None  # type: ignore[arg-type]
 
     def fingerprint(self) -> str | None:
@@ -122,7 +121,9 @@ class SamplesOnce:
         for batch in iterator:
             given += 1
             drawn = last_drawn(iterator, again)
-            yield batch, None if self._has_index else _checked(drawn), drawn.places
+            if drawn.keys is None and not self._has_index:
+                raise UnsupportedError(f"the samples of a batch are unknown, because {drawn.why}; {PASS_INDEX}")
+            yield batch, None if self._has_index else drawn.keys, drawn.places
         if given < len(batches):
             raise PerSampleError(
                 f"the loader ended after {given} of {len(batches)} batches: one of the samples {batches[given]} gave a "
@@ -160,13 +161,6 @@ def _like(loader: DataLoader[Any], batches: list[list[int]]) -> DataLoader[Any]:
         worker_init_fn=loader.worker_init_fn,
         **options,
     )
-
-
-def _checked(drawn: Any) -> list[int]:
-    if drawn.keys is None:
-        raise UnsupportedError(f"the samples of a batch are unknown, because {drawn.why}; {_REMEDY}")
-    keys: list[int] = drawn.keys
-    return keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,7 +350,7 @@ class _Collecting(_Base):
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Of m wanted samples their places in the batch, (m,), their values, (m, K), and the user's columns, (m,)."""
         asked = self._asked
-        quantity = "grad_sample" if asked.direction else quantity_for(asked.projection)
+        quantity = "grad_sample" if asked.direction or asked.projection is None else "projection"
         reduction = asked.capture["loss_reduction"]
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)

@@ -96,9 +96,9 @@ class SumCheck:
         self._samples = record.samples
         with torch.no_grad():
             terms = {
-                name: self._terms(name, rows, self._scale, record.sq_norms[name], is_total=totals is not None)
+                name: self._terms(name, grad, rows, self._scale, record.sq_norms[name], is_total=totals is not None)
                 for name, rows in (record.grad_samples if totals is None else totals).items()
-                if self._grad(name) is not None
+                if (grad := self._grad(name)) is not None
             }
         if not terms:
             return None
@@ -128,9 +128,9 @@ class SumCheck:
                 continue
             scale = self._scale * factor
             terms = [
-                self._terms(name, rows, scale, record.sq_norms[name], is_total=True)
+                self._terms(name, grad, rows, scale, record.sq_norms[name], is_total=True)
                 for name, rows in totals.items()
-                if self._grad(name) is not None
+                if (grad := self._grad(name)) is not None
             ]
             if bool((torch.stack(terms)[:, 0].cpu() <= allowed).all()):
                 found = f"The loss is a {fitting} over the samples and no {given}: pass loss_reduction={fitting!r}"
@@ -157,9 +157,10 @@ class SumCheck:
     def _keep_scale(self, grad: Tensor) -> None:
         self._scale = grad.detach().reshape(()) if grad.numel() == 1 else None
 
-    def _terms(self, name: str, grads: Tensor, scale: Tensor, sq_norms: Tensor, *, is_total: bool) -> Tensor:
+    def _terms(
+        self, name: str, grad: Tensor, grads: Tensor, scale: Tensor, sq_norms: Tensor, *, is_total: bool
+    ) -> Tensor:
         """Norms of the error, of what was added, of the samples' parts together, and of what was there before."""
-        grad = self._grad(name)
         before = self._before.get(name)
         wide = torch.promote_types(grads.dtype, torch.float32)
         device, factor = grads.device, scale.to(grads.device, wide)
@@ -177,9 +178,7 @@ class SumCheck:
         return torch.stack([(total * factor - added).norm(), added.norm(), parts * factor.abs(), earlier])
 
 
-def _dense(grad: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if grad is None:
-        raise ValueError("there is no gradient")
+def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.detach().to_dense().to(dtype)
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_persample.callbacks.sample_index import keys_of
+from lightning_persample.callbacks.sample_index import PASS_INDEX, keys_of
 from lightning_persample.capture.failure import guard, of_user
 from lightning_persample.capture.record import PerSampleRecord, listed
 from lightning_persample.errors import OptionError, PerSampleError
@@ -104,7 +104,7 @@ def kind_of(name: str, values: Tensor) -> str:
     return "bool" if values.dtype == torch.bool else "int64"
 
 
-def columns_and_types(groups: Sequence[str], first: CapturedRows, columns: Mapping[str, Tensor]) -> dict[str, str]:
+def _columns_and_types(groups: Sequence[str], first: CapturedRows, columns: Mapping[str, Tensor]) -> dict[str, str]:
     """All columns of a run, which its first rows decide."""
     known = {**BASE_COLUMNS, **{f"norm/{group}": "double" for group in groups}}
     if isinstance(first.keys, list):
@@ -119,7 +119,7 @@ def checked_types(
     types: dict[str, str], groups: Sequence[str], rows: CapturedRows, columns: Mapping[str, Tensor]
 ) -> dict[str, str]:
     """The types of all columns, which further rows have to fit."""
-    types = types or columns_and_types(groups, rows, columns)
+    types = types or _columns_and_types(groups, rows, columns)
     for name, values in columns.items():
         before, now = types.get(name), kind_of(name, values)
         if before is None:
@@ -203,11 +203,6 @@ def layout_of(shapes: Mapping[str, Sequence[int]], projection: Projection | None
     return columns_for({name: (tuple(size), kept[name]) for name, size in sizes.items()})
 
 
-def quantity_for(projection: Projection | None) -> str:
-    """What a record has to hold for rows of it."""
-    return "grad_sample" if projection is None else "projection"
-
-
 def values_of(record: PerSampleRecord, layout: Sequence[ParameterColumns], projection: Projection | None) -> Tensor:
     """The gradients of a record's samples; -> (m, K)."""
     parts = record.grad_samples if projection is None else record.project(projection)
@@ -285,8 +280,8 @@ class GradientRows:
         if isinstance(keys_of(record), list):
             self._warn(
                 "the sampler draws keys that are no ints: the ledger has them, but the store of gradients has "
-                "sample_index -1, so that no score can tell its samples apart; let the sampler draw ints, or pass "
-                "sample_index=<function of the batch that returns the index of each sample>"
+                "sample_index -1, so that no score can tell its samples apart; let the sampler draw ints, or "
+                f"{PASS_INDEX}"
             )
         return values_of(record, self._layout, self._projection)
 

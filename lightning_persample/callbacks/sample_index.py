@@ -32,6 +32,7 @@ from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError
 from lightning_persample.torch_internals import MAKE_ITERATORS, collate_of, collates_rows, pin_memory, tree_unflatten
 
+PASS_INDEX = "pass sample_index=<function of the batch that returns the index of each sample>"
 _BATCHES = 3  # that are looked at: a function that sorts does so from the first
 _ENTRIES = 16  # of each row that are compared
 _PLAIN = (int, float, bool, str)
@@ -411,7 +412,6 @@ def _of_one_item(key: Any) -> Drawn:
     return Drawn(_plain([key]), "the dataset gives whole batches", True)
 
 
-_REMEDY = "pass sample_index=<function of the batch that returns the index of each sample> to the callback"
 _LOG = "_drawn_batches"
 _NOTED = 16  # batches: the current one, and those that Lightning fetches ahead
 
@@ -447,7 +447,7 @@ class BatchIndices:
         self.why_absent = "; ".join(dict.fromkeys(reasons))
         if not self._has_warned and not all(each.is_expected for each in drawn):
             self._has_warned = True
-            warn(f"record.sample_index is None, because {self.why_absent}; {_REMEDY}")
+            warn(f"record.sample_index is None, because {self.why_absent}; {PASS_INDEX} to the callback")
         return record
 
     def rows_drawn(self) -> int | None:

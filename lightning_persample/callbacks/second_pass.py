@@ -63,7 +63,7 @@ def second_pass(trainer: Trainer, pl_module: LightningModule) -> Iterator[Module
 def muted(module: nn.Module) -> Iterator[None]:
     """Let ``log``, ``log_dict`` and ``print`` of a module do nothing in this context."""
     own = {name: module.__dict__.get(name, _ABSENT) for name in _MUTED}
-    module.__dict__.update(dict.fromkeys(_MUTED, _do_nothing))
+    module.__dict__.update(dict.fromkeys(_MUTED, lambda *args, **kwargs: None))
     try:
         yield
     finally:
@@ -106,10 +106,6 @@ class _AloneHere(TorchDispatchMode):
                 "verify=False"
             )
         return func(*args, **(kwargs or {}))
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands in for a method that logs."""
 
 
 _NAMED = 8

@@ -429,12 +429,8 @@ class SharedCapture:
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         step = self._step
-        if self._is_empty and self._methods and self._manual is None:  # no samples, and a part in the optimizer step
-            self._backward_starts([])
-            result = backward(*args, **kwargs)
-            self._after_backward(None)
-            return result
-        if not self._methods or self._manual is not None or (step is None and self._record is None):
+        is_ours = step is not None or self._record is not None or self._is_empty
+        if not self._methods or self._manual is not None or not is_ours:
             return backward(*args, **kwargs)
         check = self._second_check
         if check is not None:
@@ -443,7 +439,9 @@ class SharedCapture:
             self._backward_starts([])
             result = backward(*args, **kwargs)
             record, self._record = self._record, None
-            if record is not None and not self._is_refused(record, check):
+            if self._is_empty:  # no samples, and a part in the optimizer step
+                self._after_backward(None)
+            elif record is not None and not self._is_refused(record, check):
                 weighting: Literal["mean", "sum"] = "sum" if self._options["loss_reduction"] == "sum" else "mean"
                 if self._loss_scale is not None:
                     record = replace(record, _own=OwnScale(weighting, record.batch_size, self._loss_scale))

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_persample.callbacks.loggers import log_table, save_table
-from lightning_persample.callbacks.sample_index import keys_of
+from lightning_persample.callbacks.sample_index import PASS_INDEX, keys_of
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.errors import UnsupportedError
 
@@ -156,8 +156,8 @@ class SampleNorms:
             raise UnsupportedError(f"no step was captured: {why_nothing or 'no batch of a captured step had a record'}")
         if not state:
             raise UnsupportedError(
-                f"no captured sample has an index in the dataset: {self._why_absent}; pass sample_index=<function of "
-                "the batch that returns the index of each sample> to the callback if the data carry it"
+                f"no captured sample has an index in the dataset: {self._why_absent}; {PASS_INDEX} to the callback if "
+                "the data carry it"
             )
         index, sums, counts = state["index"], state["sums"], state["counts"]
         if isinstance(index, Tensor):  # samples that tie come in the order of the dataset

@@ -188,8 +188,7 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the folder ready: new, or as it was at the checkpoint."""
-        if self._rates is not None:  # of a fit that did not see its end
-            self._rates.close()
+        self._let_go()  # of a fit that did not see its end
         self._forget_rows()
         self._lock.release()
         depth, names = self.per_layer, dict(pl_module.named_parameters())
@@ -410,6 +409,7 @@ class PerSampleGradientWriter(PerSampleCallback):
     def _let_go(self) -> None:
         if self._rates is not None:
             self._rates.close()
+        self._rates = None
 
     def _finish(self, trainer: Trainer) -> None:
         self._current, self._held = [], []
@@ -418,9 +418,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         gradients, self._gradients = self._gradients, None
         if gradients is not None:
             gradients.finish()
-        if self._rates is not None:
-            self._rates.close()
-        parts, self._parts, self._rates, self._precision = self._parts, None, None, None
+        self._let_go()
+        parts, self._parts, self._precision = self._parts, None, None
         if parts is not None:
             self._has_stepped = trainer.global_step > self._last_step
         if parts is not None and parts.lost + parts.waiting:

@@ -107,13 +107,8 @@ def trak(
         size = train_rows.store.num_columns
         (gram,), count = second_moments(train_rows.store, [slice(0, size)], max_memory=max_memory)
         factor = cholesky_factor(gram, damping, f"Phi^T Phi of {count} samples and {size} columns")
-        add_products(
-            kernel,
-            train_rows,
-            test_rows,
-            max_memory=max_memory,
-            of_test=partial(_solved, factor=factor),
-        )
+        solved = partial(_solved, factor=factor)
+        add_products(kernel, train_rows, test_rows, max_memory=max_memory, of_test=solved)
     models = len(aligned.pairs)
     text = (
         "(1 - p) phi^T (Phi^T Phi + damping)^-1 phi': positive where a small step along "

@@ -95,7 +95,7 @@ class _ExampleCall:
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return moved.setdefault(id(leaf), _in_precision(leaf, dtype))
+            return moved.setdefault(id(leaf), _like(leaf.detach(), dtype))
 
         args, kwargs = tree_map(move, self.args), tree_map(move, dict(self.kwargs))
         return replace(self, args=args, kwargs=kwargs, named={name: move(value) for name, value in self.named.items()})
@@ -187,12 +187,6 @@ def _random(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) ->
     numbers = torch.randn((2, *shape), generator=generator).bfloat16().float()
     value = torch.complex(numbers[0], numbers[1]) if like.is_complex() else numbers[0]
     return value.to(like.device, like.dtype)
-
-
-def _in_precision(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.is_complex():
-        return tensor.detach().to(torch.complex128 if dtype is torch.float64 else torch.complex64)
-    return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
 
 
 def _sample_axis(whole: Tensor, part: Tensor) -> int | None:

@@ -38,7 +38,10 @@ def take(batch: Any, start: int, stop: int, *, batch_size: int, batch_dim: int =
 
     def items(item: Sequence[Any]) -> Sequence[Any] | None:
         if isinstance(item, PackedSequence):
-            return _take_packed(item, start, stop) if _packed_size(item) == batch_size else None
+            if int(item.batch_sizes[0]) != batch_size:
+                return None
+            padded, lengths = pad_packed_sequence(item, batch_first=True)
+            return pack_padded_sequence(padded[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
         if not _is_one_item_per_sample(item, batch_size, batch_dim, item is batch):
             return None
         return _rebuilt(item[start:stop], lambda tensor: copied(tensor.detach().clone(), tensor))
@@ -134,15 +137,6 @@ def _is_one_item_per_sample(item: Sequence[Any], batch_size: int, batch_dim: int
     have_rows = [tensor.dim() > batch_dim and tensor.size(batch_dim) == batch_size for tensor in tensors]
     # A list of items of one kind is read as `lay_out` reads it: an item may have B rows by chance.
     return not any(have_rows) if is_batch and not (isinstance(item, list) and is_alike(item)) else not all(have_rows)
-
-
-def _packed_size(packed: PackedSequence) -> int:
-    return int(packed.batch_sizes[0])
-
-
-def _take_packed(packed: PackedSequence, start: int, stop: int) -> PackedSequence:
-    padded, lengths = pad_packed_sequence(packed, batch_first=True)
-    return pack_padded_sequence(padded[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
 
 
 def _rebuilt(

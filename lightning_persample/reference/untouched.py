@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,8 +121,8 @@ class ModuleState:
 
     def _keep_random_state(self, get: Callable[..., Any], put_back: Callable[..., Any], *device: Any) -> None:
         before = get(*device)
-        self._random_states.append((_later(get, *device), before))
-        self._put_back_random.append(_later(put_back, before, *device))
+        self._random_states.append((partial(get, *device), before))
+        self._put_back_random.append(partial(put_back, before, *device))
 
     def _take_random_states(self, devices: set[torch.device]) -> None:
         self._keep_random_state(torch.get_rng_state, torch.set_rng_state)
@@ -142,10 +143,6 @@ def _is_same(state: Any, other: Any) -> bool:
     if isinstance(state, Tensor):
         return torch.equal(state, other)
     return bool(state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other)
-
-
-def _later(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    return lambda: function(*args)
 
 
 # Functions of torch that draw a dropout mask, and where their probability stands.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -141,49 +141,12 @@ class ExpandedWeight(Tensor):
         dispatcher.end_forward()
         return wrapped
 
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the original weight."""
-        return self.orig_weight.dtype
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """Of the original weight."""
-        return self.orig_weight.shape
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Of the original weight."""
-        return self.orig_weight.device
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        """Of the original weight."""
-        return self.orig_weight.is_cuda
-
-    @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """Of the original weight."""
-        return self.orig_weight.data
-
-    def data_ptr(self) -> int:
-        """Of the original weight."""
-        return self.orig_weight.data_ptr()
-
-    def get_device(self) -> int:
-        """Of the original weight."""
-        return self.orig_weight.get_device()
-
-    def stride(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the original weight."""
-        return self.orig_weight.stride(*args, **kwargs)
-
-    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
-        """Of the original weight."""
-        return self.orig_weight.is_contiguous(*args, **kwargs)
-
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return repr(self.orig_weight)
+
+
+for _name in ("dtype", "shape", "device", "is_cuda", "data", "data_ptr", "get_device", "stride", "is_contiguous"):
+    setattr(ExpandedWeight, _name, property(attrgetter(f"orig_weight.{_name}"), doc="Of the original weight."))
 
 
 def check_batch_size(batch_size: object) -> None:
