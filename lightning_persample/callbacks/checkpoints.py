@@ -141,7 +141,11 @@ def _orders(
     if all("param_names" in group for state in states for group in state["param_groups"]):
         return [[_names_of_module(group["param_names"], module) for group in state["param_groups"]] for state in states]
     places = {id(parameter): name for name, parameter in module.named_parameters()}
-    optimizers = [each for each in trainer.optimizers if _is_of(each, places)]
+    optimizers = [
+        each
+        for each in trainer.optimizers
+        if all(id(parameter) in places for group in each.param_groups for parameter in group["params"])
+    ]
     if not optimizers and is_lightning_module(module):
         optimizers = _configured(module, trainer, requires_grad)
     sizes = [[len(group["params"]) for group in state["param_groups"]] for state in states]
@@ -175,10 +179,6 @@ def _configured(module: LightningModule, trainer: Trainer, requires_grad: Mappin
     finally:
         del loop.setup_data
     return optimizers_of(configured)
-
-
-def _is_of(optimizer: Any, places: Mapping[int, str]) -> bool:
-    return all(id(parameter) in places for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _names_of_module(names: Sequence[str], module: nn.Module) -> list[str]:

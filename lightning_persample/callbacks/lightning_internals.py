@@ -79,9 +79,8 @@ logging_step: Callable[[Trainer], int] = attrgetter("fit_loop.epoch_loop._batche
 """The step number under which Lightning logs what happens in the current batch; asked at every batch."""
 
 
-def logs_now(trainer: Trainer) -> bool:
-    """Whether Lightning logs what happens in the current batch."""
-    return bool(trainer._logger_connector.should_update_logs)
+logs_now: Callable[[Trainer], bool] = attrgetter("_logger_connector.should_update_logs")
+"""Whether Lightning logs what happens in the current batch."""
 
 
 def window_continues(trainer: Trainer) -> bool:
@@ -93,13 +92,9 @@ prefix_of: Callable[[Any], str] = attrgetter("_prefix")  # of a logger, before e
 
 BEFORE_ITERATORS = "_load_combined_loader_states"  # the method of a fit loop called right before iterators are made
 LOADERS = "_flattened"  # the attribute of a CombinedLoader that lists its data loaders
+combined_loader: Callable[[Trainer], Any] = attrgetter("fit_loop._combined_loader")  # of the training data, or None
 iterators_of: Callable[[Any], list[Any]] = attrgetter("_iterator.iterators")  # of a CombinedLoader, one per loader
 structure_of: Callable[[Any], Any] = attrgetter("_spec")  # of a CombinedLoader's collection of loaders
-
-
-def combined_loader(trainer: Trainer) -> Any:
-    """The CombinedLoader of the training data, or None."""
-    return trainer.fit_loop._combined_loader
 
 
 def batches_ahead(trainer: Trainer) -> int:

@@ -147,7 +147,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._norms, self._logged = SampleNorms(), False
         self._loaded_norms: dict[str, Any] = {}
         self._parts: tuple[LoggedMetrics, ...] = ()
-        self._window: Window | None = None
+        self._window = Window()
         self._joined: NormsOfAllProcesses | None = None
         self._of_all: list[StepNorms] | None = None
         self._why_nothing, self._said_coverage = NOT_IN_A_FIT, False
@@ -259,17 +259,16 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def _is_done(self, *, automatic: bool) -> bool:
         # Of several devices each takes part in what the others exchange.
-        return self._joined is None and (self._window is None or self._window.is_new)
+        return self._joined is None and self._window.is_new
 
     def _end_rest(self, *, has_missed: bool) -> None:
         super()._end_rest(has_missed=has_missed)
-        if has_missed and self._window is not None:
+        if has_missed:
             self._window.miss_batch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start again: an epoch that was broken off leaves no optimizer step behind."""
-        if self._window is not None:
-            self._window.start()
+        self._window.start()
         for part in self._parts:
             part.start_epoch()
 
@@ -280,13 +279,11 @@ class PerSampleGradientMonitor(PerSampleCallback):
         return {"sq_norm", *(quantity for name, quantity in more.items() if name in chosen)}
 
     def _backward_starts(self, trainer: Trainer) -> None:
-        if self._window is not None:
-            self._window.before_backward(trainer.fit_loop.epoch_loop.batch_idx)
+        self._window.before_backward(trainer.fit_loop.epoch_loop.batch_idx)
 
     def _backward_ended(self, trainer: Trainer, record: PerSampleRecord | None) -> None:
-        if self._window is not None:
-            last = not window_continues(trainer)
-            self._window.after_backward(trainer.fit_loop.epoch_loop.batch_idx, record, is_last=last)
+        last = not window_continues(trainer)
+        self._window.after_backward(trainer.fit_loop.epoch_loop.batch_idx, record, is_last=last)
 
     def on_per_sample_gradients(
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
@@ -294,7 +291,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         """Keep the norms of one backward until the optimizer step is complete."""
         automatic = pl_module.automatic_optimization
         self._norms.add(record, trainer.fit_loop.total_batch_idx if automatic else None, self._why_no_index(trainer))
-        if automatic and self._window is not None:
+        if automatic:
             self._window.add(batch_idx, record)
 
     def on_before_optimizer_step(
@@ -309,7 +306,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, if this batch completes an optimizer step of which every batch was captured."""
-        if self._window is None:
+        if not self._parts:  # a subclass has its own `on_fit_start` in place of ours
             return
         # A batch whose training_step returned None has no outputs, and no part in the gradient.
         counted = batch_idx if outputs and pl_module.automatic_optimization else None
@@ -335,7 +332,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def _own_norms(self, trainer: Trainer, last: int | None) -> list[StepNorms]:
         """Those of this process for each part; none, unless all of the step was captured, its last batch included."""
         if trainer.lightning_module.automatic_optimization:
-            return [] if self._window is None else [self._window.norms(last)]
+            return [self._window.norms(last)]
         shared = shared_capture(trainer)
         steps = {} if shared is None else shared.steps_for(self)
         return [
@@ -348,7 +345,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def _no_norms(self, trainer: Trainer, error: Exception) -> list[StepNorms]:
         """Those of a process that has none: it takes part in the exchange all the same."""
         self._fail(trainer, error)
-        if self._window is not None and trainer.lightning_module.automatic_optimization:
+        if trainer.lightning_module.automatic_optimization:
             return [self._window.norms(-1)]
         return [StepNorms.of_window([], part.groups) for part in self._parts]
 
@@ -373,8 +370,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             if step is None:  # this optimizer rests
                 values = dict.fromkeys(part.names, math.nan)
             else:
-                ratios = None if self._window is None else self._window.signal_to_noise
-                values = part.of_step(step, ratios)
+                values = part.of_step(step, self._window.signal_to_noise)
             if self._joined is not None:
                 values["samples"] = 0.0 if step is None else float(step.samples)
             named = {f"{part.prefix}/{name}": value for name, value in values.items()}
@@ -400,16 +396,16 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 f"{names} of `{self.prefix}` are those of the weights that have per-sample gradients alone, "
                 f"{share:.2g} of all that got a gradient (see coverage): they say little of the others"
             )
-        reason = "" if self._window is None else self._window.why_unknown(steps[min(steps)])
+        reason = self._window.why_unknown(steps[min(steps)])
         if reason:
             text = f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}"
             warn_user(f"{text}; statistics=() leaves them out")
 
     def _let_go(self) -> None:
-        self._window = None
+        self._window = Window()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_window": None, "_joined": None, "_of_all": None}
+        return {**super().__getstate__(), "_window": Window(), "_joined": None, "_of_all": None}
 
 
 def _is_list(value: object) -> bool:

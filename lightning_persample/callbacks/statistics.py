@@ -506,7 +506,11 @@ class Window:
     """Gathers the batches whose gradients are accumulated for one optimizer step."""
 
     def __init__(
-        self, depth: int | None, groups: Sequence[str], mean: MeanGradient | None, statistics: Sequence[str]
+        self,
+        depth: int | None = None,
+        groups: Sequence[str] = (),
+        mean: MeanGradient | None = None,
+        statistics: Sequence[str] = (),
     ) -> None:
         self._depth, self._groups, self._mean = depth, tuple(groups), mean
         self._keeps = bool({"cosine_to_mean", "signal_to_noise"} & set(statistics))
