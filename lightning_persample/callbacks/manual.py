@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_persample.callbacks.observed_step import ObservedStep
-from lightning_persample.callbacks.optimizer_steps import ManualSteps
+from lightning_persample.callbacks.optimizer_steps import GradientOrigins, names_by_optimizer
 from lightning_persample.callbacks.reports import Reports
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord
@@ -46,9 +47,15 @@ def why_not_manual(engine: str) -> str | None:
     return f"engine={engine!r} runs training_step again on single samples, which {_STEPS}; use engine='expanded'"
 
 
-class ManualStep:
-    """Attends to the backward passes and the optimizers' steps inside one training step."""
+_Content: TypeAlias = Mapping[int, frozenset[str]] | str
 
+
+class ManualStep:
+    """Attends to the backward passes inside one training step, and tells what its optimizers step with."""
+
+    # An optimizer steps with the backward passes that are in ``.grad`` of its parameters. Of several steps of one
+    # optimizer in a training step the last one counts. Where an optimizer takes no step (gradients are accumulated over
+    # training steps), the backward passes that are in ``.grad`` of its parameters alone count as its own.
     def __init__(
         self,
         step: ObservedStep,
@@ -63,7 +70,16 @@ class ManualStep:
         self._announced: Tensor | None = None
         self._weights_are_wrong = False
         self._device = step.module.device.type
-        self.steps = ManualSteps(step.module, optimizers, reports.warn)
+        named = list(step.module.named_parameters())
+        self._parameters = dict(named)
+        self._names = names_by_optimizer(step.module, optimizers)
+        if len(self._names) == 1:  # of a single one, all parameters are reported
+            self._names = (frozenset(self._parameters),)
+        self._origins = GradientOrigins(named)
+        self._records: list[PerSampleRecord | None] = []
+        self._steps: dict[int, _Content] = {}
+        self._running: set[int] = set()  # the optimizers that are in a step
+        self._decided: set[int] = set()  # those of them whose closure has run
         step.capture.before_backward = self._before
         step.capture.after_backward = guard(self._after, reports.report_failure)
 
@@ -90,20 +106,32 @@ class ManualStep:
         finally:
             self._announced = None
 
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return bool(self._steps)
+
     def at_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The Trainer's hook before a step: gradients are unscaled, and a scaled step may yet be skipped."""
+        """The Trainer's hook before a step, after any closure: gradients are unscaled, the step may yet be skipped."""
         for place, each in enumerate(self._optimizers):
             if each is optimizer:
                 with unseen(self._device):
-                    self.steps.at_step(place)
+                    self._steps[place] = self._content(place)
+                self._decided.add(place)
 
     def _stepping(self, place: int, *args: Any) -> None:
         with unseen(self._device):
-            self.steps.before_step(place)
+            self._steps[place] = self._content(place)
+        self._running.add(place)
 
     def _stepped(self, place: int, *args: Any) -> None:
-        with unseen(self._device):
-            self.steps.after_step(place)
+        self._running.discard(place)
+        if place not in self._decided:
+            with unseen(self._device):
+                content = self._content(place)
+            if content:  # it may have dropped its gradients
+                self._steps[place] = content
+        self._decided.discard(place)
 
     def _before(self, roots: list[Tensor]) -> None:
         loss = self._announced
@@ -111,7 +139,7 @@ class ManualStep:
             (loss,) = roots
         self._weights_are_wrong = False
         with unseen(self._device):
-            self.steps.before_backward()
+            self._origins.look()
         if loss is not None and loss.requires_grad:
             try:
                 self._step.attach(loss, loss)
@@ -123,7 +151,7 @@ class ManualStep:
     def _after(self, record: PerSampleRecord | None) -> None:
         # Forward and backward are in one autocast region here; a callback's own arithmetic belongs to neither.
         with unseen(self._device):
-            self.steps.after_backward(record, is_valid=not self._weights_are_wrong)
+            self._note(record)
         if self._weights_are_wrong or record is None:
             return
         with without_autocast(self._device), torch.enable_grad():
@@ -131,6 +159,90 @@ class ManualStep:
             if text is not None:
                 self._reports.warn(text)
             self._deliver(record)
+
+    def _note(self, record: PerSampleRecord | None) -> None:
+        reached = () if record is None else (*record.sq_norms, *record.unsupported)
+        self._origins.add(len(self._records), reached)
+        if record is not None:
+            self._records.append(None if self._weights_are_wrong else record)
+        for place in self._running:  # in a closure
+            self._steps[place] = self._content(place)
+
+    def end(self) -> dict[int, list[PerSampleRecord]]:
+        """The training step has ended."""
+        taken = {number for content in self._steps.values() if not isinstance(content, str) for number in content}
+        waiting: dict[int, dict[int, frozenset[str]]] = {}
+        self._origins.look()
+        for number in range(len(self._records)):
+            owners = {
+                place: names
+                for place, own in enumerate(self._names)
+                if number not in taken and (names := self._origins.holders(number, own)[0])
+            }
+            if len(owners) == 1:
+                ((place, names),) = owners.items()
+                waiting.setdefault(place, {})[number] = names
+            elif owners and not any(isinstance(self._steps.get(place), str) for place in owners):
+                self._reports.warn(
+                    f"backward {number} of a training step reached parameters of the optimizers {list(owners)}, and "
+                    "none of them stepped after it: it is in no statistics. Toggle the optimizers "
+                    "(self.toggle_optimizer), so that a backward reaches the parameters of one of them alone"
+                )
+        steps: dict[int, list[PerSampleRecord]] = {}
+        for place, content in {**waiting, **self._steps}.items():
+            if isinstance(content, str):
+                self._reports.warn(f"{content}; the statistics of that step are left out")
+                continue
+            records = [self._restricted(self._records[number], names) for number, names in content.items()]
+            known = [record for record in records if record is not None]
+            if known and len(known) == len(records):
+                steps[place] = known
+        return steps
+
+    def _content(self, optimizer: int) -> _Content:
+        """The backward passes in ``.grad`` of an optimizer, each with its parameters; or why they are unknown."""
+        self._origins.look()
+        names = self._names[optimizer]
+        found: dict[int, frozenset[str]] = {}
+        replaced = self._origins.replaced(names) if self._records else []
+        if replaced:
+            return (
+                f"`.grad` of {_listed(replaced)} was replaced after a backward pass, or written to otherwise than by a "
+                f"factor, so that it is not known with which samples optimizer {optimizer} stepped"
+            )
+        for number, record in enumerate(self._records):
+            sure, doubtful = self._origins.holders(number, names)
+            if doubtful and not self._makes_no_difference(record, doubtful, names, whole=bool(sure)):
+                return (
+                    f"`.grad` of {_listed(sorted(doubtful))} was zero after a backward pass and was then written to, "
+                    f"so that it is not known whether optimizer {optimizer} stepped with it: let zero_grad set "
+                    "gradients to None, as it does by default"
+                )
+            if sure:
+                found[number] = sure | doubtful
+        return found
+
+    def _makes_no_difference(
+        self, record: PerSampleRecord | None, doubtful: Collection[str], names: Collection[str], *, whole: bool
+    ) -> bool:
+        """Whether other parameters tell what became of a backward, and these add nothing to its samples' norms."""
+        if record is None or any(name not in record.sq_norms or record.sq_norms[name].any() for name in doubtful):
+            return False
+        return whole or any(n in names and n not in doubtful for n in (*record.sq_norms, *record.unsupported))
+
+    def _restricted(self, record: PerSampleRecord | None, names: Collection[str]) -> PerSampleRecord | None:
+        """The record of some of the parameters alone, with norms and coverage over these."""
+        if record is None or all(name in names for name in (*record.sq_norms, *record.unsupported)):
+            return record
+        kept = {name: sq_norm for name, sq_norm in record.sq_norms.items() if name in names}
+        missing = {name: reason for name, reason in record.unsupported.items() if name in names}
+        known, unknown = (sum(self._parameters[name].numel() for name in part) for part in (kept, missing))
+        share = known / (known + unknown) if known + unknown else 1.0
+        return replace(record, sq_norms=kept, unsupported=missing, coverage=share)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 @contextmanager

@@ -328,8 +328,8 @@ class SharedCapture:
         steps = self.trainer.global_step
         with step.capture.observe(), self._manual.watching_optimizers():
             outputs = training_step(*args, **kwargs)
-        stepped = self._manual.steps.stepped or self.trainer.global_step > steps
-        self._optimizer_steps = self._manual.steps.end()
+        stepped = self._manual.stepped or self.trainer.global_step > steps
+        self._optimizer_steps = self._manual.end()
         self._manual = self._step = None
         self._sums_differ = step.sums_differ
         step.capture.close()
