@@ -247,7 +247,7 @@ class TaggedLoader:
             return {**own, "collate_fn": _KeyedCollate(own["collate_fn"], is_automatic, _without_keys(dataset))}
         keyed = {"dataset": _KeyedDataset(dataset), "collate_fn": _KeyedCollate(own["collate_fn"], is_automatic)}
         if self._loader.num_workers > 0:
-            keyed["worker_init_fn"] = _ShowsOwnDataset(own["worker_init_fn"])
+            keyed["worker_init_fn"] = functools.partial(_start_worker, own["worker_init_fn"])
         return keyed
 
 
@@ -360,19 +360,14 @@ def _holds_list(item: Any) -> bool:
     return isinstance(item, list) or any(map(_holds_list, parts))
 
 
-class _ShowsOwnDataset:
-    """Starts a worker process: whoever asks there for the dataset gets the user's own."""
-
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self._init = init
-
-    def __call__(self, worker_id: int) -> None:
-        info = get_worker_info()
-        keyed: Any = None if info is None else info.dataset
-        if type(keyed) is _KeyedDataset:
-            object.__setattr__(info, "dataset", keyed._own_dataset)  # its fields are read-only
-        if self._init is not None:
-            self._init(worker_id)
+def _start_worker(init: Callable[[int], None] | None, worker_id: int) -> None:
+    """Start a worker process: whoever asks there for the dataset gets the user's own."""
+    info = get_worker_info()
+    keyed: Any = None if info is None else info.dataset
+    if type(keyed) is _KeyedDataset:
+        object.__setattr__(info, "dataset", keyed._own_dataset)  # its fields are read-only
+    if init is not None:
+        init(worker_id)
 
 
 @functools.cache

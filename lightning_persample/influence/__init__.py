@@ -3,12 +3,10 @@
 from lightning_persample.influence.ledger import Manifest, as_tensors, read_ledger, read_manifest
 from lightning_persample.influence.less import adam_direction, less
 from lightning_persample.influence.logra import logra
-from lightning_persample.influence.pairs import PairScores
-from lightning_persample.influence.scores import SampleScores, el2n, grand, self_influence
+from lightning_persample.influence.scores import PairScores, SampleScores, el2n, grand, self_influence
 from lightning_persample.influence.shards import StoreManifest, StoreWriter
-from lightning_persample.influence.similarity import grad_cos, grad_dot
 from lightning_persample.influence.store import GradientStore, check_comparable
-from lightning_persample.influence.tracin import tracin, tracin_cp
+from lightning_persample.influence.tracin import grad_cos, grad_dot, tracin, tracin_cp
 from lightning_persample.influence.trak import correct_class_margin, trak
 
 __all__ = [

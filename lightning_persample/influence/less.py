@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.influence.pairs import PairScores
 from lightning_persample.influence.products import (
     StoreOrPath,
     align,
@@ -17,6 +16,7 @@ from lightning_persample.influence.products import (
     opened,
     unit_rows,
 )
+from lightning_persample.influence.scores import PairScores
 
 
 def adam_direction(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.influence.pairs import PairScores
 from lightning_persample.influence.products import (
     StoreOrPath,
     add_products,
@@ -17,6 +16,7 @@ from lightning_persample.influence.products import (
     given_gradients,
     second_moments,
 )
+from lightning_persample.influence.scores import PairScores
 from lightning_persample.influence.store import GradientStore
 
 _MATRIX_BYTES = 1 << 30

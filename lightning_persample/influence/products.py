@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
-from lightning_persample.influence.pairs import PairScores
+from lightning_persample.influence.scores import PairScores
 from lightning_persample.influence.store import GradientStore, check_comparable
 
 StoreOrPath = GradientStore | str | os.PathLike[str]
