@@ -257,6 +257,7 @@ class Checkpoints:
         source = self._sources[place]
         if isinstance(source, Mapping):
             return source
+        where = f"checkpoints[{place}]={os.fspath(source)!r}"
         options = {} if self._weights_only is None else {"weights_only": self._weights_only}
         try:
             inspect.signature(trainer.strategy.load_checkpoint).bind(source, **options)
@@ -268,19 +269,15 @@ class Checkpoints:
         try:
             found: Mapping[str, Any] = trainer.strategy.load_checkpoint(os.fspath(source), **options)
         except FileNotFoundError:
-            raise OptionError(f"checkpoints[{place}]={os.fspath(source)!r}: no such file") from None
+            raise OptionError(f"{where}: no such file") from None
         except pickle.UnpicklingError as error:
             kinds = "it holds other things than tensors and plain values (hyperparameters?), or is cut off"
-            raise OptionError(
-                f"checkpoints[{place}]={os.fspath(source)!r} cannot be read: {kinds}; if you trust it, pass "
-                "weights_only=False"
-            ) from error
+            raise OptionError(f"{where} cannot be read: {kinds}; if you trust it, pass weights_only=False") from error
         except (OSError, EOFError, RuntimeError) as error:  # (a broken archive is a RuntimeError of torch)
-            raise OptionError(f"checkpoints[{place}]={os.fspath(source)!r} cannot be read: {error}") from error
+            raise OptionError(f"{where} cannot be read: {error}") from error
         if not isinstance(found, Mapping):
             raise OptionError(
-                f"checkpoints[{place}]={os.fspath(source)!r} holds a {type(found).__name__}; allowed is what a Trainer "
-                "saved, or a state dict"
+                f"{where} holds a {type(found).__name__}; allowed is what a Trainer saved, or a state dict"
             )
         return found
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -18,17 +18,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from lightning_persample.callbacks.lightning_internals import prefix_of, ranked_bases
+from lightning_persample.callbacks.lightning_internals import is_a, prefix_of
 from lightning_persample.capture.failure import of_user
 from lightning_persample.capture.record import warn_user
 
-_Kind = Literal["tensorboard", "wandb", "mlflow", "dummy", "other"]
-_KINDS: dict[str, _Kind] = {
-    "TensorBoardLogger": "tensorboard",
-    "WandbLogger": "wandb",
-    "MLFlowLogger": "mlflow",
-    "DummyLogger": "dummy",
-}
 _SAID: set[str] = set()
 
 
@@ -36,7 +29,7 @@ _SAID: set[str] = set()
 def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: int) -> None:
     """Write the distribution of the finite values of (n,) to the loggers that have histograms."""
     finite = values.detach()[values.isfinite()].cpu().double()  # NumPy has no bfloat16
-    takers = [logger for logger in loggers if _kind_of(logger) in ("tensorboard", "wandb", "dummy")]
+    takers = [each for each in loggers if is_a(each, "TensorBoardLogger", "WandbLogger", "DummyLogger")]
     if loggers and not takers:
         names = ", ".join(dict.fromkeys(type(logger).__name__ for logger in loggers))
         _say_once(
@@ -48,10 +41,9 @@ def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: in
 
 
 def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> None:
-    kind = _kind_of(logger)
-    if kind == "tensorboard":
+    if is_a(logger, "TensorBoardLogger"):
         of_user(_experiment(logger).add_histogram, _prefixed(logger, name), finite.numpy(), step)
-    elif kind == "wandb":
+    elif is_a(logger, "WandbLogger"):
         _log_to_wandb(logger, name, "Histogram", finite.numpy(), step=step)
 
 
@@ -65,13 +57,12 @@ def log_table(
 
 
 def _write_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-    kind = _kind_of(logger)
-    if kind == "tensorboard":
+    if is_a(logger, "TensorBoardLogger"):
         of_user(_experiment(logger).add_text, _prefixed(logger, name), _markdown(columns, rows), step)
-    elif kind == "wandb":
+    elif is_a(logger, "WandbLogger"):
         data = [list(row) for row in rows]
         _log_to_wandb(logger, name, "Table", step=step, columns=list(columns), data=data)
-    elif kind == "mlflow":
+    elif is_a(logger, "MLFlowLogger"):
         # Not log_table of MLflow, which needs pandas and adds rows to what is there.
         folder = "/".join(re.sub(r"[^\w. -]", "_", part) for part in _prefixed(logger, name).split("/"))
         path = f"{folder}/step_{step:06d}.csv"
@@ -96,10 +87,6 @@ def _unless_disk_fails(name: str, write: Callable[[], Any]) -> Any:
         return write()
     except OSError as error:
         _say_once(f"`{name}` is not written: {error.strerror or error}. Training goes on without it")
-
-
-def _kind_of(logger: Logger) -> _Kind:
-    return next((_KINDS[name] for name in ranked_bases(logger) if name in _KINDS), "other")
 
 
 def _experiment(logger: Logger) -> Any:

@@ -120,23 +120,14 @@ class SharedCapture:
         self._choice = SampleChoice(first["max_samples"], seed=trainer.global_rank if first["max_samples"] else 0)
         self._second = SecondEngine(trainer, pl_module, first["loss_reduction"], first["batch_dim"], self._choice)
         self._second_is_compared = self._second_is_refused = False
-        self._second_check: SumCheck | None = None
         self._methods: tuple[ObservedMethod, ...] = ()
         self._in_training_step = False
-        self._receivers: list[Any] = []
         self._quantities: frozenset[str] = frozenset()
-        self._step: ObservedStep | None = None
-        self._is_empty = False
-        self._manual: ManualStep | None = None
-        self._optimizer_steps: Mapping[int, Sequence[PerSampleRecord]] = {}
-        self._record: PerSampleRecord | None = None
-        self._rerun: Any = None  # the training step as a function of the batch
         self._sums_differ = False
-        self._loss_scale: Tensor | None = None
         self._averages = trainer.world_size > 1 or is_sharded(pl_module)
-        self._batch: Any = None
         self._is_resting, self._rested_at = False, -1
         self._awake: list[Any] = []
+        self._forget_batch()
 
         _check_options_agree(trainer, self._callbacks)
         reason = why_unsupported(trainer, pl_module)
@@ -194,16 +185,24 @@ class SharedCapture:
 
     def end_batch(self) -> None:
         """Forget the batch: close the capture and remove ``grad_sample`` from the parameters. May be called twice."""
-        step, self._step = self._step, None
-        self._receivers = []
-        self._optimizer_steps = {}
-        self._record = self._rerun = self._manual = self._batch = self._loss_scale = None
-        self._is_empty = False
-        check, self._second_check = self._second_check, None
+        step, check = self._step, self._second_check
+        self._forget_batch()
         if step is None and check is None:  # as at every batch that is not captured
             self.reports.end_batch()
         else:
             run_all(self.reports.end_batch, *(each.close for each in (step, check) if each is not None))
+
+    def _forget_batch(self) -> None:
+        self._batch: Any = None
+        self._rerun: Any = None  # the training step as a function of the batch
+        self._receivers: list[Any] = []
+        self._is_empty = False
+        self._step: ObservedStep | None = None
+        self._manual: ManualStep | None = None
+        self._optimizer_steps: Mapping[int, Sequence[PerSampleRecord]] = {}
+        self._record: PerSampleRecord | None = None  # of an extra pass
+        self._second_check: SumCheck | None = None
+        self._loss_scale: Tensor | None = None
 
     def uninstall(self) -> None:
         """Leave the module as it was before the fit. May be called twice."""

@@ -17,7 +17,7 @@ from lightning_persample.capture.record import PerSampleRecord, group_name
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.metrics import GradientDiversity, GradientNoiseScale, PerSampleNorm
-from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums, spacing, statistics_of_values
+from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums, statistics_of_values
 from lightning_persample.metrics.steps import MeanOverSteps
 from lightning_persample.torch_internals import hooks_after_accumulation, parameters_and_buffers, version_counter
 
@@ -190,7 +190,8 @@ class MeanGradient:
             if squares and self._factor is not None:
                 sums = local(grad).to_dense().double() / self._factor.to(grad.device).double()
                 wide = torch.stack([each.double() for each in squares]).sum(0) / (self._share or 1.0)
-                ratios[name] = ratio_of_sums(sums, wide, wide.new_tensor(self._samples), spacing(squares[0])).flatten()
+                eps = torch.finfo(squares[0].dtype).eps
+                ratios[name] = ratio_of_sums(sums, wide, wide.new_tensor(self._samples), eps).flatten()
         every = list(ratios.values())
         groups = [[every[place] for place in own] for own in self._members(ratios)]
         return torch.stack([_finite_mean(part) for part in (every, *groups)])

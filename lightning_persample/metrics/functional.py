@@ -173,14 +173,9 @@ def gradient_signal_to_noise(sums: Tensor, sq_sums: Tensor, count: int) -> Tenso
             f"sums has shape {tuple(sums.shape)} and sq_sums {tuple(sq_sums.shape)}; both are the parameter's"
         )
     check_count(count)
-    eps = max(spacing(sums), spacing(sq_sums))
+    eps = max(torch.finfo(each.dtype).eps for each in (sums, sq_sums))
     dtype = accumulation_dtype(sums.device)
     return ratio_of_sums(sums.detach().to(dtype), sq_sums.detach().to(dtype), sums.new_tensor(count, dtype=dtype), eps)
-
-
-def spacing(values: Tensor) -> float:
-    """Spacing of a tensor's numbers around 1."""
-    return torch.finfo(values.dtype).eps
 
 
 def ratio_of_sums(sums: Tensor, sq_sums: Tensor, count: Tensor, eps: Tensor | float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError
 from lightning_persample.metrics.base import PerSampleMetric, accumulation_dtype, check_count
-from lightning_persample.metrics.functional import ratio_of_sums, spacing
+from lightning_persample.metrics.functional import ratio_of_sums
 
 
 class GradientSignalToNoise(PerSampleMetric):
@@ -94,7 +94,7 @@ class GradientSignalToNoise(PerSampleMetric):
         self.sq_sums = self.sq_sums + squares.where(finite, 0.0)
         self.samples = self.samples + finite * count
         self.nonfinite = self.nonfinite + ~finite * count
-        coarsest = max(spacing(given[name]) for given in (sums, sq_sums) for name in self._shapes)
+        coarsest = max(torch.finfo(given[name].dtype).eps for given in (sums, sq_sums) for name in self._shapes)
         self.rounding = self.rounding.clamp(min=coarsest)
 
     def compute(self) -> dict[str, Tensor]:
