@@ -186,7 +186,7 @@ class PerSampleCallback(Callback):
 
     def _key_by_settings(self) -> str:
         return self._generate_state_key(
-            **{name: _name_of(value) if callable(value) else value for name, value in self._settings().items()}
+            **{name: name_of(value) if callable(value) else value for name, value in self._settings().items()}
         )
 
     def _key_by_class(self, error: Exception) -> str:
@@ -287,13 +287,13 @@ class PerSampleCallback(Callback):
 
 
 # The entries from Lightning into a callback, and what they give where this package has failed.
-_ENTRIES: dict[str, Callable[[], Any] | None] = {
+_ENTRIES: dict[str, Callable[[], Any]] = {
     **dict.fromkeys((
         "setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_before_backward",
         "on_per_sample_gradients", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end",
         "on_train_end", "on_fit_end", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint",
         "load_state_dict", "_backward_starts", "_backward_ended",
-    )),
+    ), type(None)),
     "needs": set, "state_dict": dict, "should_capture": bool,
 }  # fmt: skip
 
@@ -305,15 +305,15 @@ def _guard_hooks(kind: type[PerSampleCallback]) -> None:
             setattr(kind, name, _guarded(vars(kind)[name], answer, is_base=kind is PerSampleCallback))
 
 
-def _guarded(hook: Callable[..., Any], answer: Callable[[], Any] | None, *, is_base: bool) -> Callable[..., Any]:
+def _guarded(hook: Callable[..., Any], answer: Callable[[], Any], *, is_base: bool) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run(self: PerSampleCallback, *args: Any, **kwargs: Any) -> Any:
         if self._has_failed and not is_base:
-            return None if answer is None else answer()
+            return answer()
 
         def failed(error: Exception) -> Any:
             self._fail(next((each for each in args if isinstance(each, Trainer)), None), error)
-            return None if answer is None else answer()
+            return answer()
 
         return guard(hook, failed)(self, *args, **kwargs)
 
@@ -368,7 +368,8 @@ def _per_sample_callbacks(trainer: Trainer) -> list[PerSampleCallback]:
     return [callback for callback in trainer.callbacks if isinstance(callback, PerSampleCallback)]  # type: ignore[attr-defined]
 
 
-def _name_of(value: Any) -> str:
+def name_of(value: Any) -> str:
+    """Where the code of a value stands, or of its type."""
     # Not repr(): the address in it would change from run to run, and the state of a checkpoint would not be found.
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"

@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch import __version__ as torch_version
 
+from lightning_persample.callbacks.base import name_of
 from lightning_persample.callbacks.checkpoints import Checkpoints, Source, requiring_gradients
 from lightning_persample.callbacks.collecting import Collection, SamplesOnce, WritesInAnyCase, collecting_with
 from lightning_persample.callbacks.lightning_internals import borrowed, is_a, is_lightning_module, quiet_trainer
@@ -41,8 +42,7 @@ def named(value: Any) -> str | None:
         given = [_shown(each) for each in value.args]
         given += [f"{name}={_shown(each)}" for name, each in value.keywords.items()]
         return f"partial({', '.join([str(named(value.func)), *given])})"
-    described = value if hasattr(value, "__qualname__") else type(value)
-    return f"{described.__module__}.{described.__qualname__}"
+    return name_of(value)
 
 
 def _is_known_by_name(value: Any) -> bool:

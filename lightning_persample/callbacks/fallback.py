@@ -21,7 +21,7 @@ from lightning_persample.capture.values import samples_in_loss, samples_with_val
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import Dense
 from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
-from lightning_persample.options import QUANTITIES
+from lightning_persample.options import QUANTITIES, CaptureOptions
 from lightning_persample.reference.loops import batch_statistics_explained, vmap_per_sample_grads
 from lightning_persample.reference.samples import (
     Weighting,
@@ -62,17 +62,12 @@ class SecondEngine:
     """Runs the training step a second time, on single samples: one after the other, or many at once with vmap."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        loss_reduction: Weighting,
-        batch_dim: int,
-        choice: SampleChoice,
+        self, trainer: Trainer, pl_module: LightningModule, options: CaptureOptions, choice: SampleChoice
     ) -> None:
         self._trainer = trainer
         self._module = pl_module
-        self._weighting = loss_reduction
-        self._batch_dim = batch_dim
+        self._weighting: Weighting = options["loss_reduction"]
+        self._batch_dim = options["batch_dim"]
         self._choice = choice
         # Of a pass whose sums are to be compared with ``.grad``, the weighted sums over the samples by name; None where
         # they cannot be compared, as the samples drew random numbers of their own: the pass itself compares them then.

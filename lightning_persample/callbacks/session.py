@@ -118,7 +118,7 @@ class SharedCapture:
         self._options = first = options[0]
         self._engine: str = first["engine"]
         self._choice = SampleChoice(first["max_samples"], seed=trainer.global_rank if first["max_samples"] else 0)
-        self._second = SecondEngine(trainer, pl_module, first["loss_reduction"], first["batch_dim"], self._choice)
+        self._second = SecondEngine(trainer, pl_module, first, self._choice)
         self._second_is_compared = self._second_is_refused = False
         self._methods: tuple[ObservedMethod, ...] = ()
         self._in_training_step = False

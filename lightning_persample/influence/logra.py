@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
@@ -15,6 +14,7 @@ from lightning_persample.influence.products import (
     cholesky_factor,
     given_gradients,
     second_moments,
+    solved_by,
 )
 from lightning_persample.influence.scores import PairScores
 from lightning_persample.influence.store import GradientStore
@@ -69,7 +69,7 @@ def logra(
     for names in _groups(train_rows.store, max_memory):
         train_part, test_part = (rows._replace(store=rows.store.parameters(names)) for rows in (train_rows, test_rows))
         factors = _factors(train_part.store, names, damping, max_memory)
-        solved = partial(_solved, factors=factors)
+        solved = partial(solved_by, factors=factors)
         add_products(scores, train_part, test_part, max_memory=max_memory, share=2, of_test=solved)
     text = (
         "g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where a small step along "
@@ -106,13 +106,4 @@ def _factors(
             continue
         what = f"H of {name!r}, of {count} samples and {len(moment)} columns,"
         found.append((part, cholesky_factor(moment, damping, what)))
-    return found
-
-
-def _solved(values: Tensor, factors: list[tuple[slice, Tensor | None]]) -> Tensor:
-    """``(H + damping I)^-1`` times each row, parameter by parameter."""
-    found = values * 0  # a row that is nan stays it
-    for columns, factor in factors:
-        if factor is not None:
-            found[:, columns] = torch.cholesky_solve(values[:, columns].T, factor).T
     return found

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 
-def arrow(module: str = "") -> Any:
-    """Import pyarrow, or a module of it."""
-    return _imported("pyarrow", "influence", "a ledger is written and read by pyarrow", module)
-
-
-def dask(module: str = "") -> Any:
-    """Import dask, or a module of it."""
-    return _imported("dask", "dask", "the array is one of dask", module)
-
-
-def _imported(package: str, extra: str, why: str, module: str) -> Any:
+def _imported(package: str, extra: str, why: str, module: str = "") -> Any:
+    """Import a package, or a module of it."""
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -25,3 +17,7 @@ def _imported(package: str, extra: str, why: str, module: str) -> Any:
             name=package,
         ) from error
     return importlib.import_module(f"{package}.{module}" if module else package)
+
+
+arrow = partial(_imported, "pyarrow", "influence", "a ledger is written and read by pyarrow")
+dask = partial(_imported, "dask", "dask", "the array is one of dask")

@@ -389,3 +389,12 @@ def cholesky_factor(moment: Tensor, damping: float | None, what: str) -> Tensor:
             "a tenth of its mean eigenvalue, or a store of fewer columns (a Projection of smaller dim)"
         )
     return factor
+
+
+def solved_by(values: Tensor, factors: Sequence[tuple[slice, Tensor | None]]) -> Tensor:
+    """``(L L^T)^-1`` times each row, for the factor L of each range of columns; 0 where there is none."""
+    found = values * 0  # a row that is nan stays it
+    for columns, factor in factors:
+        if factor is not None:
+            found[:, columns] = torch.cholesky_solve(values[:, columns].T, factor).T
+    return found

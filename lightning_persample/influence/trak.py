@@ -15,6 +15,7 @@ from lightning_persample.influence.products import (
     cholesky_factor,
     given_gradients,
     second_moments,
+    solved_by,
 )
 from lightning_persample.influence.scores import PairScores
 from lightning_persample.influence.store import GradientStore
@@ -107,7 +108,7 @@ def trak(
         size = train_rows.store.num_columns
         (gram,), count = second_moments(train_rows.store, [slice(0, size)], max_memory=max_memory)
         factor = cholesky_factor(gram, damping, f"Phi^T Phi of {count} samples and {size} columns")
-        solved = partial(_solved, factor=factor)
+        solved = partial(solved_by, factors=[(slice(0, size), factor)])
         add_products(kernel, train_rows, test_rows, max_memory=max_memory, of_test=solved)
     models = len(aligned.pairs)
     text = (
@@ -115,11 +116,6 @@ def trak(
         "(Phi^T Phi + damping)^-1 phi raises the test sample's margin, and so lowers its loss"
     )
     return aligned.scored("trak", (mistaken / models)[:, None] * (kernel / models), text)
-
-
-def _solved(values: Tensor, factor: Tensor) -> Tensor:
-    """``(Phi^T Phi + damping I)^-1`` times each row."""
-    return torch.cholesky_solve(values.T, factor).T
 
 
 def _probabilities(store: GradientStore, name: str) -> Tensor:

@@ -290,15 +290,13 @@ def check_per_sample_gradients(
     check_option("tolerance", tolerance, is_none_or_positive(tolerance), "None or a number > 0")
     trainable = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
     allowed = _tolerance(list(trainable.values())) if tolerance is None else tolerance
-    tensors = list(batch_tensors(batch))
+    other_axes = _other_axes([tensor for _, tensor in batch_tensors(batch)], batch_dim)
     try:
         size = read_batch_size(batch, batch_dim) if batch_size is None else batch_size
     except BatchSizeError as error:
-        hint = _other_axes([tensor for _, tensor in tensors], batch_dim)
-        return _nothing(trainable, 0, allowed, "; ".join(text for text in (str(error), hint) if text), error)
+        return _nothing(trainable, 0, allowed, "; ".join(text for text in (str(error), other_axes) if text), error)
     count = min(samples, size)
     check = _Check(_as_step(module, loss_fn), trainable, loss_reduction, batch_dim)
-    other_axes = _other_axes([tensor for _, tensor in tensors], batch_dim)
     record: PerSampleRecord | None = None
     doing = f"on the first {count} samples"
     with warnings.catch_warnings(), without_dropout(module), untouched(module) as state, torch.enable_grad():
