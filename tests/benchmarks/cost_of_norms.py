@@ -5,7 +5,8 @@
     python -m tests.benchmarks.cost_of_norms --scaling          as batch, tokens, width and channels grow
     python -m tests.benchmarks.cost_of_norms --memory           peak of what torch allocates, with large tables, too
     python -m tests.benchmarks.cost_of_norms --calls            Python calls of a warm step, and files they pass through
-    options: [--models mlp cnn resnet18 gpt] [--pairs 15] [--row 0.05] [--device cuda] [--json FILE]
+    options: [--models mlp cnn resnet18 gpt bert mobilenet convnext nfnet llama] [--pairs 15] [--row 0.05]
+        [--device cuda] [--json FILE]
 
 Every ratio is that of a pair: plain steps, then steps with norms. Plain and all engines take turns, so that what else
 the machine does falls on all. A turn is of one step, or of as many in a row as take 0.05 s: as in a training that
@@ -15,7 +16,10 @@ between: as in a training that captures a step now and then. Shown are the media
 Peak memory is that of a process of its own (on an accelerator: of the allocator), less what the process holds before
 the first step. On a CPU this has what malloc keeps between the tensors and the code that is loaded, and differs from
 run to run; --memory counts the tensors alone. Where a peer is not installed its cell is "-"; "How fast" in the README
-says how to install them.
+says how to install them. The last column counts the calls of Python functions of a warm step with norms beyond those of
+a plain one: on a GPU, where kernels are short, a step takes as long as these. It is the same in every run.
+
+Without --models it runs the four models of this folder; the others are of the packages of the extra "collections".
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,13 +45,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_persample import PerSampleGradientMonitor
 from tests.benchmarks.allocated import allocated_peak
+from tests.benchmarks.collection_models import COLLECTIONS, missing
 from tests.benchmarks.engines import ENGINES, Step, available
 from tests.benchmarks.python_calls import python_calls
 from tests.benchmarks.timed_fits import middle, prepared_fit
 from tests.benchmarks.timed_models import MODELS, TABLES, Built, cnn, gpt, mlp
 
 OURS = "lightning_persample"
-FIT_STEPS = {"mlp": 400, "cnn": 100, "resnet18": 50, "gpt": 100}
+FIT_STEPS = {"mlp": 400, "cnn": 100, "resnet18": 50, "gpt": 100} | dict.fromkeys(COLLECTIONS, 50)
+ALL = MODELS | COLLECTIONS
 
 
 def prepared(build: Callable[[], Built], engine: str, device: torch.device) -> Step:
@@ -103,7 +109,7 @@ def resident(entry: str) -> int:
 
 def peak_bytes(model: str, engine: str, device: torch.device) -> int:
     """Peak memory of three steps above what is held before them, measured in this process."""
-    step = prepared(MODELS[model][1], engine, device)
+    step = prepared(ALL[model][1], engine, device)
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -125,14 +131,14 @@ def memory(models: list[str], device: torch.device) -> dict[str, Any]:
     engines = [engine for engine in ENGINES if engine != "plain" and available(engine)]
     print(f"| model | plain step | {' | '.join(engines)} |\n|---|---|{'---|' * len(engines)}")
     results: dict[str, Any] = {}
-    for model, (title, build) in ({m: MODELS[m] for m in models} | TABLES).items():
+    for model, (title, build) in ({m: ALL[m] for m in models} | TABLES).items():
         one = results[model] = {"plain": allocated_peak(prepared(build, "plain", device), device)}
         for engine in engines:
             try:
                 one[engine] = allocated_peak(prepared(build, engine, device), device)
             except Exception as error:  # strangers' code: whatever it raises is what its user would see
                 print(f"{engine} on {model} fails: {type(error).__name__}", file=sys.stderr)
-        cells = [f"{one[e] / one['plain']:.2f}x" if e in one else "fails" for e in engines]
+        cells = [f"{one[e] / one['plain']:.2f}x" if e in one else "refuses" for e in engines]
         print(f"| {title} | {one['plain'] / 2**20:.1f} MiB | {' | '.join(cells)} |", flush=True)
     return results
 
@@ -141,7 +147,7 @@ def calls(models: list[str], device: torch.device) -> dict[str, Any]:
     print("| model | plain step | beyond it, with norms | of these in the package | its files |\n|---|---|---|---|---|")
     results: dict[str, Any] = {}
     for model in models:
-        title, build = MODELS[model]
+        title, build = ALL[model]
         plain, _ = python_calls(prepared(build, "plain", device))
         captured, files = python_calls(prepared(build, OURS, device))
         results[model] = {"plain": plain, "captured": captured, "files": dict(files)}
@@ -151,11 +157,11 @@ def calls(models: list[str], device: torch.device) -> dict[str, Any]:
 
 def table(models: list[str], pairs: int, device: torch.device, row: float) -> dict[str, Any]:
     engines = [engine for engine in ENGINES if engine != "plain"]
-    print(f"| model | plain step | {' | '.join(engines)} |")
-    print(f"|---|---|{'---|' * len(engines)}")
+    print(f"| model | plain step | {' | '.join(engines)} | Python calls of {OURS} beyond it |")
+    print(f"|---|---|{'---|' * len(engines)}---|")
     results = {}
     for model in models:
-        title, build = MODELS[model]
+        title, build = ALL[model]
         here = [engine for engine in engines if available(engine)]
         result = results[model] = times(build, here, pairs, device, row)
         for engine in ["plain", *[e for e in here if "fails" not in result[e]]]:
@@ -166,17 +172,23 @@ def table(models: list[str], pairs: int, device: torch.device, row: float) -> di
             if engine not in result:
                 return "-"
             if "fails" in result[engine]:
-                return "fails"
+                return "refuses"
             one = result[engine]
             memory = f", {one['peak'] / base:.2f}x memory" if one["peak"] is not None and base else ""
             return f"{shown(one)}{memory}"
 
         size = f", {base / 2**20:.0f} MiB" if base else ""
-        print(f"| {title} | {result['plain']['ms']:.1f} ms{size} | {' | '.join(map(cell, engines))} |", flush=True)
+        calls = result["plain"]["calls"] = python_calls(prepared(build, "plain", device))[0]
+        beyond = "-"
+        if "fails" not in result[OURS]:
+            result[OURS]["calls"] = python_calls(prepared(build, OURS, device))[0]
+            beyond = f"{result[OURS]['calls'] - calls:,}"
+        cells = " | ".join(map(cell, engines))
+        print(f"| {title} | {result['plain']['ms']:.1f} ms{size} | {cells} | {beyond} |", flush=True)
     for model, result in results.items():
         for engine, one in result.items():
             if "fails" in one:
-                print(f"\n{engine} on {model}: {one['fails']}")
+                print(f"\n{engine} refuses {model}: {one['fails']}")
     return results
 
 
@@ -196,7 +208,7 @@ def fits(models: list[str], pairs: int, device: torch.device) -> dict[str, Any]:
     print("| model | steps | Trainer.fit without | with PerSampleGradientMonitor() |\n|---|---|---|---|")
     results = {}
     for model in models:
-        title, build = MODELS[model]
+        title, build = ALL[model]
         steps = FIT_STEPS[model]
         for monitored in (False, True):
             fit_seconds(build, 2, device, monitored)
@@ -257,17 +269,17 @@ def shown(ratios: dict[str, Any]) -> str:
     return f"{ratios['ratio']:.2f}x ({ratios['low']:.2f} to {ratios['high']:.2f})"
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
+def parser_of(description: str | None, models: Collection[str] = MODELS) -> argparse.ArgumentParser:
     """The options of every program that times pairs of steps."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(models), default=list(MODELS))
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--row", type=float, default=0.05, help="seconds of plain steps in a row, one step at least")
     return parser
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, ALL)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--scaling", action="store_true")
@@ -276,6 +288,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for model in COLLECTIONS.keys() & {*options.models}:
+        if needed := missing(model):
+            parser.error(f'{model} needs {" and ".join(needed)}, of the extra "collections"')
     warnings.simplefilter("ignore")
     device = torch.device(options.device)
     if options.peak:

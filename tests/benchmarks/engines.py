@@ -49,8 +49,12 @@ def ours_fused(module: nn.Module, x: Tensor, y: Tensor) -> Step:
     return step
 
 
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
 def _norms_of(module: nn.Module, size: int) -> Tensor:
-    squares = [p.grad_sample.flatten(1).square().sum(1) for p in module.parameters()]
+    squares = [p.grad_sample.flatten(1).square().sum(1) for p in _trained(module)]
     return torch.stack(squares).sum(0).sqrt() * size
 
 
@@ -81,17 +85,18 @@ def opacus_ghost(module: nn.Module, x: Tensor, y: Tensor) -> Step:
 
 
 def torch_vmap(module: nn.Module, x: Tensor, y: Tensor) -> Step:
-    weights = {name: p.detach() for name, p in module.named_parameters()}
+    weights = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
 
     def loss(weights: dict[str, Tensor], one: Tensor, label: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(module, weights, (one[None],)), label[None])
+        return F.cross_entropy(functional_call(module, {**weights, **frozen}, (one[None],)), label[None])
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))
 
     def step() -> Tensor:
         grads = each(weights, x, y)
-        for name, p in module.named_parameters():  # a training step needs the gradient of the batch, too
-            p.grad = grads[name].mean(0)
+        for name, grad_sample in grads.items():  # a training step needs the gradient of the batch, too
+            module.get_parameter(name).grad = grad_sample.mean(0)
         return torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(0).sqrt()
 
     return step
@@ -101,13 +106,13 @@ def torch_expanded_weights(module: nn.Module, x: Tensor, y: Tensor) -> Step:
     call = call_for_per_sample_grads(module, batch_size=len(x), loss_reduction="mean")
 
     def step() -> Tensor:
-        for p in module.parameters():
+        for p in _trained(module):
             p.grad = p.grad_sample = None
         F.cross_entropy(call(x), y).backward()
-        for p in module.parameters():
+        for p in _trained(module):
             p.grad = p.grad_sample.mean(0)
         found = _norms_of(module, 1)
-        for p in module.parameters():
+        for p in _trained(module):
             del p.grad_sample
         return found
 
@@ -124,7 +129,7 @@ def backpack_l2(module: nn.Module, x: Tensor, y: Tensor) -> Step:
         module.zero_grad()
         with backpack(BatchL2Grad()):
             loss(model(x), y).backward()
-        return torch.stack([p.batch_l2 for p in module.parameters()]).sum(0).sqrt() * len(x)
+        return torch.stack([p.batch_l2 for p in _trained(module)]).sum(0).sqrt() * len(x)
 
     return step
 
