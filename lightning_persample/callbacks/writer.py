@@ -31,11 +31,13 @@ from lightning_persample.callbacks.sample_index import keys_of
 from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
-from lightning_persample.influence.dataset import GRADIENTS, FolderLock
-from lightning_persample.influence.ledger import Ledger, LedgerWriter, Manifest
+from lightning_persample.influence.dataset import GRADIENTS, FolderLock, PartWriter
+from lightning_persample.influence.ledger import Ledger, Manifest
 from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.influence.shards import Shards, StoreManifest
 from lightning_persample.options import CaptureOptions, check_option, check_options, is_int, is_path
+
+_MOST_WAITING = 16  # files that could not be written
 
 
 class PerSampleGradientWriter(PerSampleCallback):
@@ -130,7 +132,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._forget_rows()
 
     def _forget_rows(self) -> None:
-        self._parts: LedgerWriter | None = None
+        self._parts: PartWriter[Manifest] | None = None
         self._gradients: GradientRows | None = None
         self._rates: LearningRates | None = None
         self._current: list[CapturedRows] = []  # of the batch that is running
@@ -213,7 +215,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             fields = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
             fields["settings"] = {name: manifest.settings[name] for name in ("loss_reduction", "step_unit")}
             self._gradients.start(there, fields, pl_module)
-        self._parts = LedgerWriter(self._folder, trainer.global_rank)
+        self._parts = PartWriter(self._ledger, trainer.global_rank, _MOST_WAITING)
         self._follow(trainer, pl_module)
 
     def _open(self, new: Manifest) -> tuple[Manifest, StoreManifest | None]:
@@ -343,7 +345,9 @@ class PerSampleGradientWriter(PerSampleCallback):
         if parts is None or manifest is None:
             return
         if captured:
-            parts.add(table_of(captured, self._types, trainer.global_rank))
+            table = table_of(captured, self._types, trainer.global_rank)
+            if table.num_rows:
+                parts.wait(table)
         try:
             if trainer.is_global_zero and self._types and not manifest.columns:
                 self._ledger.write_manifest(replace(manifest, columns=self._types))
@@ -352,7 +356,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         except OSError as error:
             self._warn(
                 f"the ledger in {str(self.dirpath)!r} cannot be written: {error}. Training goes on; the rows are kept "
-                "in memory and tried again with the next ones, until those of 16 files wait"
+                f"in memory and tried again with the next ones, until those of {_MOST_WAITING} files wait"
             )
 
     def _is_taken(self) -> bool:

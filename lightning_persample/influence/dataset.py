@@ -339,18 +339,19 @@ class PartWriter(Generic[M]):
         """How many rows are not written yet."""
         return sum(map(len, self._waiting))
 
-    def _wait(self, rows: Any) -> None:
+    def wait(self, rows: Any) -> None:
         """Take rows that are to be a part; of more than may wait the oldest are given up."""
         self._waiting.append(rows)
         if len(self._waiting) > self._most_waiting:
             self.lost += len(self._waiting.pop(0))
 
-    def _write_next(self) -> None:
-        """Write the oldest rows as a part; where that fails, they wait for the next try."""
-        self._dataset.write(self._dataset.part(self._rank, self._counter), self._waiting[0])
-        self._counter += 1
-        self._has_new_names = True
-        del self._waiting[0]
+    def write(self, least: int = 0) -> None:
+        """Write what waits, in parts of this many rows; where that fails, ``OSError`` says so, and they wait."""
+        while self._waiting and len(self._waiting[0]) >= least:
+            self._dataset.write(self._dataset.part(self._rank, self._counter), self._waiting[0])
+            self._counter += 1
+            self._has_new_names = True
+            del self._waiting[0]
 
     def settle(self) -> None:
         """Force the names of the files to the disk, once for all that are new; costs as much as a file."""

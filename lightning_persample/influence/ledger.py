@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from lightning_persample.influence.dataset import (
     BaseManifest,
     Dataset,
     Part,
-    PartWriter,
     broken_files_named,
     difference,
     write_atomically,
@@ -105,23 +103,6 @@ class Ledger(Dataset[Manifest]):
 
     def _continued(self, there: Manifest, new: Manifest) -> Manifest:
         return replace(new, run=there.run, columns=there.columns)
-
-
-class LedgerWriter(PartWriter[Manifest]):
-    """Writes the files of one process; those of 16 wait for the next try at most."""
-
-    def __init__(self, dirpath: Path, rank: int, most_waiting: int = 16) -> None:
-        super().__init__(Ledger(dirpath), rank, most_waiting)
-
-    def add(self, table: Any) -> None:
-        """Take rows that are to be written."""
-        if table.num_rows:
-            self._wait(table)
-
-    def write(self) -> None:
-        """Write all rows that wait; where that fails, ``OSError`` says so, and they wait for the next try."""
-        while self._waiting:
-            self._write_next()
 
 
 def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:
@@ -212,11 +193,4 @@ def as_tensors(table: Any) -> dict[str, Tensor | list[str | None]]:
 
 def schema_of(columns: Mapping[str, str]) -> Any:
     """The ``pyarrow.Schema`` of columns and their types."""
-    pyarrow = arrow()
-    types = {
-        "int64": pyarrow.int64(),
-        "double": pyarrow.float64(),
-        "bool": pyarrow.bool_(),
-        "string": pyarrow.string(),
-    }
-    return pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
+    return arrow().schema(list(columns.items()))

@@ -410,7 +410,7 @@ class StoreWriter(PartWriter[StoreManifest]):
         failure: OSError | None = None
         while len(records):
             if not self._waiting or len(self._waiting[-1]) >= self._rows_per_shard:
-                self._wait(_Rows([], []))
+                self.wait(_Rows([], []))
             last = self._waiting[-1]
             room = self._rows_per_shard - len(last)
             last.values.append(stored[:room])
@@ -418,7 +418,8 @@ class StoreWriter(PartWriter[StoreManifest]):
             stored, records = stored[room:], records[room:]
             if len(last) == self._rows_per_shard and failure is None:
                 try:
-                    self._write(only_complete=True)
+                    self.write(self._rows_per_shard)
+                    self.settle()
                 except OSError as error:  # said when all rows are taken
                     failure = error
         if failure is not None:
@@ -449,9 +450,5 @@ class StoreWriter(PartWriter[StoreManifest]):
 
     def flush(self) -> None:
         """Write all rows that wait; where that fails, ``OSError`` says so, and they wait for the next try."""
-        self._write(only_complete=False)
-
-    def _write(self, *, only_complete: bool) -> None:
-        while self._waiting and (not only_complete or len(self._waiting[0]) >= self._rows_per_shard):
-            self._write_next()
+        self.write()
         self.settle()

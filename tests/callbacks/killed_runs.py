@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lightning_persample.callbacks import PerSampleGradientWriter
-from lightning_persample.influence import ledger, read_ledger
+from lightning_persample.influence import dataset, read_ledger
 from tests import killed_processes
 from tests.callbacks.ledger_runs import Noted, SaveAfter, assert_rows, data, fit, rows
 from tests.killed_processes import die_at_call, say
@@ -67,7 +67,7 @@ def free_after_a_kill_before_the_first_row(folder: Path) -> None:
 def train(folder: Path, kill_at_call: int) -> None:
     """A fit from the latest checkpoint, which ends itself at one of its calls."""
     calls = die_at_call(kill_at_call)
-    write = ledger.LedgerWriter.write
+    write = dataset.PartWriter.write
 
     def write_and_say(parts):
         steps = [step for table in parts._waiting for step in table["step"].to_pylist()]
@@ -75,7 +75,7 @@ def train(folder: Path, kill_at_call: int) -> None:
         if steps:
             say(folder / "log", {"flushed": max(steps)})
 
-    ledger.LedgerWriter.write = write_and_say
+    dataset.PartWriter.write = write_and_say
     checkpoint = folder / "latest.ckpt"
     say(folder / "log", {"from": torch.load(checkpoint)["global_step"] if checkpoint.exists() else 0})
     writer = PerSampleGradientWriter(folder / "ledger", flush_every=2, overwrite=True)

@@ -35,7 +35,7 @@ from lightning_persample.callbacks import (
 from lightning_persample.capture import annotations, dispatch, mode, observing, plan, record
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning
-from lightning_persample.influence import dataset, ledger
+from lightning_persample.influence import dataset
 from tests.callbacks.runs import Classifier as Plain
 from tests.callbacks.runs import Recorder, fit, make_trainer
 from tests.callbacks.ways import Classifier, Manual, traces
@@ -95,8 +95,8 @@ AUTOMATIC: list[Callable[..., Any]] = [
     mode.Capture.attach_loss,
     mode.Capture.close,
     mode.Capture._finish,
-    ledger.LedgerWriter.add,
-    ledger.LedgerWriter.write,
+    dataset.PartWriter.wait,
+    dataset.PartWriter.write,
     PerSampleRecord.norms,
     plan.Report.contribute,
 ]

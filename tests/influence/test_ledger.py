@@ -17,8 +17,8 @@ import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import Manifest, as_tensors, read_ledger, read_manifest
-from lightning_persample.influence.dataset import write_atomically
-from lightning_persample.influence.ledger import BASE_COLUMNS, Ledger, LedgerWriter, schema_of
+from lightning_persample.influence.dataset import PartWriter, write_atomically
+from lightning_persample.influence.ledger import BASE_COLUMNS, Ledger, schema_of
 
 COLUMNS = {**BASE_COLUMNS, "loss": "double"}
 SETTINGS = {"loss_reduction": "mean", "per_layer": 1}
@@ -33,9 +33,9 @@ def table(steps, rank=0, **values):
 
 
 def write(folder, rank, *parts):
-    parts_of_rank = LedgerWriter(folder, rank)
+    parts_of_rank = PartWriter(Ledger(folder), rank, 16)
     for steps in parts:
-        parts_of_rank.add(table(steps, rank))
+        parts_of_rank.wait(table(steps, rank))
         parts_of_rank.write()
 
 
@@ -129,14 +129,14 @@ def test_rows_after_a_step_are_dropped(folder):
 def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch, call):
     write(folder, 0, [0])
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    parts = LedgerWriter(folder, 0, most_waiting=2)
+    parts = PartWriter(Ledger(folder), 0, most_waiting=2)
 
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, full)
     for step in (1, 2, 3):
-        parts.add(table([step]))
+        parts.wait(table([step]))
         with pytest.raises(OSError, match="No space left"):
             parts.write()
     with pytest.raises(OSError, match="No space left"):
@@ -159,12 +159,12 @@ def test_a_name_that_cannot_be_forced_to_the_disk_doubles_no_row(folder, monkeyp
         fsync(number)
 
     monkeypatch.setattr(os, "fsync", fails_second)
-    parts = LedgerWriter(folder, 0)
-    parts.add(table([1]))
+    parts = PartWriter(Ledger(folder), 0, 16)
+    parts.wait(table([1]))
     parts.write()
     with pytest.raises(OSError, match="Input/output error"):
         parts.settle()
-    parts.add(table([2]))
+    parts.wait(table([2]))
     parts.write()
     parts.settle()
     assert len(calls) == 4
@@ -291,8 +291,8 @@ def test_a_run_that_ended_and_is_killed_while_it_drops_rows_goes_on(folder, monk
 
 
 def test_a_file_in_which_one_bit_was_flipped_is_named(folder):
-    parts = LedgerWriter(folder, 0)
-    parts.add(table([0, 1, 2], learning_rate=[1.5] * 6))
+    parts = PartWriter(Ledger(folder), 0, 16)
+    parts.wait(table([0, 1, 2], learning_rate=[1.5] * 6))
     parts.write()
     path = folder / "rows-00000-000000.parquet"
     whole = path.read_bytes()
