@@ -520,14 +520,12 @@ class _Check:
         telling = int(of_samples.sum(0).argmax())  # a sample alone whose gradients are zero would prove nothing
         alone = {name: tensor[telling : telling + 1] for name, tensor in first.inputs.items()}
         layouts.append(example.laid_out("1 sample", dim, alone, first.output_dims))
-        pairs = rows(2) if self.further_axis else {}
-        for text, place, after in (
+        further = (
             (f"{total // 2} samples, then 2 positions", dim, 1 + dim),
             (f"2 positions, then {total // 2} samples", dim + 1, 2 + dim),
-        ):
-            inputs = {name: tensor.unsqueeze(after) for name, tensor in pairs.items()}
-            if not inputs:
-                break
+        )
+        for text, place, after in further if self.further_axis else ():
+            inputs = {name: tensor.unsqueeze(after) for name, tensor in rows(2).items()}
             try:
                 layouts.append(example.laid_out(text, place, inputs))
             except PerSampleError:  # the op takes no further axis, or keeps the samples along another
