@@ -108,13 +108,25 @@ def trained(module, callbacks, data, strategy, **settings) -> dict[str, Any]:
     }
 
 
+SHARED: dict[str, dict[str, Any]] = {}
+
+
+def shared(run: Callable[[], dict[str, Any]], *key: Any) -> dict[str, Any]:
+    """What a run gave that is the same for all runs with this key, which is done once."""
+    return SHARED.get(repr(key)) or SHARED.setdefault(repr(key), run())
+
+
 def ddp(
     make_network=network, sizes=(4, 4), every=2, quantities=("sq_norm",), options=None, arguments=None, **settings
 ) -> dict[str, Any]:
     """A fit without and one with callbacks."""
     reduction, arguments, data = settings.pop("reduction", "mean"), arguments or {}, own_batches(sizes)
-    module = Referenced(make_network(), reduction=reduction)
-    plain = trained(module, [], data, DDPStrategy(**arguments), **settings)
+    plain = shared(
+        lambda: trained(
+            Referenced(make_network(), reduction=reduction), [], data, DDPStrategy(**arguments), **settings
+        ),
+        *(make_network, sizes, reduction, arguments, settings),
+    )
     options = {"loss_reduction": reduction, **(options or {})}
     callbacks = [PerSampleGradientMonitor(every, per_layer=2, **options), Recorder(1, quantities=quantities, **options)]
     module = Referenced(make_network(), reduction=reduction)
@@ -125,8 +137,14 @@ def ddp(
 def fsdp2(sizes=(4, 4), every=2, quantities=("sq_norm",), options=None, **settings) -> dict[str, Any]:
     """A fit under DDP with a reference, one of the sharded module without callbacks, and one with them."""
     data, size = own_batches(sizes), {"data_parallel_size": len(sizes), "tensor_parallel_size": 1}
-    replicated = trained(Referenced(network()), [Recorder(1)], data, DDPStrategy(), **settings)
-    plain = trained(Sharded(network()), [], data, ModelParallelStrategy(**size), **settings)
+    replicated = shared(
+        lambda: trained(Referenced(network()), [Recorder(1)], data, DDPStrategy(), **settings),
+        *("replicated", sizes, settings),
+    )
+    plain = shared(
+        lambda: trained(Sharded(network()), [], data, ModelParallelStrategy(**size), **settings),
+        *("sharded", sizes, settings),
+    )
     callbacks = [
         PerSampleGradientMonitor(every, per_layer=2, **(options or {})),
         Recorder(1, quantities=quantities, **(options or {})),
