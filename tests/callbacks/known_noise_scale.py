@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_persample.callbacks import PerSampleGradientMonitor
 from tests.callbacks.runs import make_trainer
 
-D, NOISE, BATCH_SIZE, STEPS = 5, 1.0, 8, 200
+D, NOISE, BATCH_SIZE, STEPS = 5, 1.0, 32, 60
 DIRECTION = torch.tensor([0.6, 0.0, -0.8, 0.0, 0.0])
 TRACE, SQ_NORM = (D + 1) * 1.0 + D * NOISE**2, 1.0
 

@@ -249,8 +249,8 @@ def test_estimates_from_some_of_the_samples_are_without_bias(tmp_path):
 
     module = Stays().double()
     (batch,) = list(loader(16, 16))
-    data = as_loader([(batch[0].double(), batch[1])] * 300)
-    trainer = fit(module, [PerSampleGradientMonitor(max_samples=4)], tmp_path, data, precision="64-true")
+    data = as_loader([(batch[0].double(), batch[1])] * 100)
+    trainer = fit(module, [PerSampleGradientMonitor(max_samples=8)], tmp_path, data, precision="64-true")
     rows = logged(trainer)
     whole = expected(module.batches[:1])[0] | {"norm_mean": np.linalg.norm(module.batches[0], axis=1).mean()}
     for name in ("norm_mean", "diversity"):
