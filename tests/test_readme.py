@@ -33,11 +33,14 @@ def table_rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_python_blocks_run_in_order(own_rules, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("epochs", [6, pytest.param(30, marks=pytest.mark.slow)])
+def test_python_blocks_run_in_order(epochs, own_rules, tmp_path, monkeypatch, capsys):
+    """Those that train for thirty epochs need not for what is looked at here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(TQDMProgressBar, "on_train_batch_end", L.Callback.on_train_batch_end)  # drawing takes longest
     namespace: dict[str, object] = {"__name__": "readme"}
     for number, block in enumerate(blocks("python")):
+        block = block.replace("max_epochs=30", f"max_epochs={epochs}")
         exec(compile(block, f"README.md, python block {number}", "exec"), namespace)
     printed = capsys.readouterr().out
     assert "'per_sample_grad/norm_mean'" in printed

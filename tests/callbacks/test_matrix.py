@@ -33,9 +33,10 @@ REFUSED |= {
         else "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks*",
     ),
 }
-# Of two engines that are refused for one reason, one is tried by default.
-CELLS = [(way, engine) for way in ALL_WAYS for engine in ENGINES if way not in MANUAL or engine == ENGINES[0]]
-CELLS += in_turn(MANUAL, ENGINES[1:])
+# Of the two engines with passes of their own, one is tried by default where it is not refused for its own reason.
+CELLS = [(way, ENGINES[0]) for way in ALL_WAYS]
+CELLS += [(way, engine) for way in ("reentrant checkpoint", "checkpoint") for engine in ENGINES[1:]]
+CELLS += in_turn([way for way in ALL_WAYS if "checkpoint" not in way], ENGINES[1:])
 
 
 @pytest.fixture(scope="module")
