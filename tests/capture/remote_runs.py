@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_persample import expanded_weights
+from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter, expanded_weights
 from lightning_persample.capture import plan
-from tests.capture.device_models import FUSED, LAYERS, MODELS, ZOO, B, Built, padded
-from tests.remote_device import DEVICE, refusing, waits
+from tests.benchmarks.timed_models import mlp
+from tests.capture.device_models import FUSED, LAYERS, MODELS, ZOO, B, Built, classified, padded
+from tests.remote_device import DEVICE, SEEN, refusing, waits
 
 
 class NotOnDevice(Exception):
@@ -140,6 +147,73 @@ def what_cancels(writes: bool) -> dict[str, Any]:
     return {"off": off, "lines": sorted({line for _, line in found}), "reason": record.unsupported.get("inner.weight")}
 
 
+class Remote(Accelerator):
+    """The device for a Trainer."""
+
+    parse_devices = staticmethod(int)
+    get_parallel_devices = staticmethod(lambda devices: [DEVICE] * devices)
+    auto_device_count = staticmethod(lambda: 1)
+    is_available = staticmethod(lambda: True)
+    name = staticmethod(lambda: "remote")
+
+    def setup_device(self, device: torch.device) -> None:
+        """There is nothing to set up."""
+
+    def teardown(self) -> None:
+        """Nor to take down."""
+
+
+class Classifier(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, _ = mlp(4, 16)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return classified(self.module, *batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Lines(L.Callback):
+    """What waits at each batch, by the line of the package."""
+
+    def __init__(self) -> None:
+        self.found: list[list[str]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        SEEN.clear()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found.append(sorted({line for _, line in SEEN if line}))
+
+
+def fit(*callbacks: L.Callback, **settings: Any) -> list[list[str]]:
+    """What waits at each of eight batches; those of a first fit have read the targets once."""
+    for _ in range(2):
+        torch.manual_seed(0)
+        lines = Lines()
+        trainer = L.Trainer(
+            max_epochs=1, strategy=SingleDeviceStrategy(DEVICE, accelerator=Remote()), logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[*map(copy.copy, callbacks), lines], **settings,
+        )  # fmt: skip
+        data = TensorDataset(torch.randn(32, 784), torch.randint(0, 10, (32,)))
+        trainer.fit(Classifier(), DataLoader(data, batch_size=4))
+    return lines.found
+
+
+def fits() -> dict[str, list[list[str]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return {
+            "without": fit(),
+            "every step": fit(PerSampleGradientMonitor(every_n_steps=1)),
+            "every fourth step": fit(PerSampleGradientMonitor(every_n_steps=4)),
+            "four batches a step": fit(PerSampleGradientMonitor(every_n_steps=1), accumulate_grad_batches=4),
+            "ledger": fit(PerSampleGradientWriter(folder, overwrite=True)),
+        }
+
+
 def main(path: str, *names: str) -> None:
     """Do the runs and write what each of them found, or the error."""
     warnings.simplefilter("ignore")
@@ -147,6 +221,7 @@ def main(path: str, *names: str) -> None:
     found: dict[str, Any] = {}
     if not names or "what is read at last" in names:
         found["targets left out at last"] = targets_left_out_at_last()
+        found["fits"] = fits()
         found["what cancels"] = [what_cancels(writes) for writes in (False, True)]
     for name, build in (MODELS | FUSED | LAYERS | ZOO).items():
         if names and name not in names and name.partition(" ")[0] not in names:

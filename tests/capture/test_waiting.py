@@ -100,3 +100,17 @@ def test_what_cancels_is_computed_again_when_the_device_has_it(runs):
         "rounding errors may show in its norms, and what they are computed from was changed in place during the "
         "backward, before the device had them; change a copy"
     )
+
+
+def test_of_a_fit_those_steps_alone_wait_that_are_logged(runs):
+    fits = runs["fits"]
+    nothing: list[list[str]] = [[]] * 8
+    assert fits["without"] == nothing
+    assert fits["ledger"] == nothing  # which reads its rows at the end
+    for name, waiting in (("every step", 1), ("every fourth step", 4), ("four batches a step", 4)):
+        for batch, lines in enumerate(fits[name], start=1):
+            if batch % waiting:
+                assert lines == []
+            else:  # for the numbers that are logged, once the step has run
+                assert lines
+                assert all(line.startswith("callbacks/") for line in lines)
