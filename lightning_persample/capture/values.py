@@ -84,9 +84,9 @@ def read_values(
     def failed(name: str, error: Exception) -> None:
         dispatcher.refuse([watched.weights[name]], reason_of(error, f"the sum of the uses of `{name}`"))
 
-    # Hooks of layers that ran on another stream have made their part there. The engine lets the stream of whoever called
-    # `backward` wait for all streams that lead to a leaf, so that these kernels come after; and who lets a layer run on a
-    # stream of its own makes that stream wait for this one before the next forward, which alone takes the memory again.
+    # Hooks of layers that ran on another stream have made their part there. At the end the engine makes the stream of
+    # whoever called `backward` wait for all streams that lead to a leaf, so that these kernels come after; and a layer
+    # with a stream of its own waits for this one before the next forward, which alone takes the memory again.
     with torch.no_grad():
         for name in names:
             weight = watched.weights[name]
