@@ -148,7 +148,7 @@ class ObservedMethod:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self._own is _ABSENT:
             return getattr, (self._owner, self._name)
-        return _as_it_is, (self._own,)
+        return as_it_is, (self._own,)
 
     def install(self) -> None:
         """Take the method's place."""
@@ -170,7 +170,8 @@ def _never() -> bool:
     return False
 
 
-def _as_it_is(value: Any) -> Any:
+def as_it_is(value: Any) -> Any:
+    """What a pickle of something of ours is made by: the value that stands in for it."""
     return value
 
 

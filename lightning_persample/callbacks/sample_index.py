@@ -22,6 +22,7 @@ from lightning_persample.callbacks.lightning_internals import (
     BEFORE_ITERATORS,
     LOADERS,
     ObservedMethod,
+    as_it_is,
     batches_ahead,
     combined_loader,
     iterators_of,
@@ -549,7 +550,7 @@ def _following(kind: Any) -> Any:
         def __reduce_ex__(self, protocol: Any) -> Any:
             plain = kind.__new__(kind)
             vars(plain).update({name: value for name, value in vars(self).items() if name != _LOG})
-            return _itself, (plain,)
+            return as_it_is, (plain,)
 
     Following.__name__, Following.__qualname__, Following.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Following
@@ -564,10 +565,6 @@ def _drawn(loaders: list[Any], keys: list[Any] | Exception) -> list[Drawn]:
         raise keys
     one_each = len(loaders) == len(keys)  # not so in mode "sequential", which Lightning refuses later
     return [_as_drawn(each, loader) for loader, each in zip(loaders, keys, strict=True)] if one_each else []
-
-
-def _itself(combined: Any) -> Any:
-    return combined
 
 
 def keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
@@ -596,9 +593,12 @@ def _of_samples(index: Tensor | list[Any] | None, record: PerSampleRecord) -> Te
 
 def checked_index(answer: Any, batch_size: int) -> Tensor:
     """What a callable gave, as a tensor (B,), int64; anything but one int for each sample gives an `OptionError`."""
-    found = answer if isinstance(answer, Tensor) else _as_tensor(answer)
     got = type(answer).__name__
-    if isinstance(found, Tensor):
+    try:
+        found = torch.as_tensor(answer)
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is not None:
         got += f" of shape {tuple(found.shape)} and dtype {found.dtype}"
         is_integer = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
         if is_integer and found.shape == (batch_size,):
@@ -607,10 +607,3 @@ def checked_index(answer: Any, batch_size: int) -> Tensor:
         f"sample_index returned {got}, but it must return the index of each sample of the batch: a tensor or a "
         f"sequence of {batch_size} ints"
     )
-
-
-def _as_tensor(answer: Any) -> Tensor | None:
-    try:
-        return torch.as_tensor(answer)
-    except (TypeError, ValueError, RuntimeError):
-        return None

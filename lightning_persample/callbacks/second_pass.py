@@ -22,7 +22,6 @@ from lightning_persample.reference.verify import RANDOM, check_per_sample_gradie
 from lightning_persample.torch_internals import COLLECTIVES, TorchDispatchMode
 
 _MUTED = ("log", "log_dict", "print")
-_ABSENT = object()
 
 
 class NoLossError(Exception):
@@ -62,16 +61,14 @@ def second_pass(trainer: Trainer, pl_module: LightningModule) -> Iterator[Module
 @contextmanager
 def muted(module: nn.Module) -> Iterator[None]:
     """Let ``log``, ``log_dict`` and ``print`` of a module do nothing in this context."""
-    own = {name: module.__dict__.get(name, _ABSENT) for name in _MUTED}
+    own = {name: module.__dict__[name] for name in _MUTED if name in module.__dict__}
     module.__dict__.update(dict.fromkeys(_MUTED, lambda *args, **kwargs: None))
     try:
         yield
     finally:
-        for name, value in own.items():
-            if value is _ABSENT:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = value
+        for name in _MUTED:
+            del module.__dict__[name]
+        module.__dict__.update(own)
 
 
 def on_other_batches(
