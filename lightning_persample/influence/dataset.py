@@ -298,17 +298,15 @@ def difference(
     there: BaseManifest, new: BaseManifest, names: Sequence[str], settings: Sequence[str]
 ) -> tuple[str, str] | None:
     """Where some fields and settings of two manifests are not alike, both as a text shows them."""
-    for name in names:
-        before, now = getattr(there, name), getattr(new, name)
-        if name == "parameters" and before != now:
+    compared = [(name, getattr(there, name), getattr(new, name)) for name in names]
+    compared += [(name, there.settings.get(name), new.settings.get(name)) for name in settings]
+    for name, before, now in compared:
+        if name == "parameters":
             pairs = zip((*before, None), (*now, None), strict=False)
-            first = next(pair for pair in pairs if pair[0] != pair[1])
-            return _shown(before, first[0]), _shown(now, first[1])
-        if name != "parameters" and plain(before) != plain(now):
-            return f"{name}={before!r}", f"{name}={now!r}"
-    for name in settings:
-        before, now = there.settings.get(name), new.settings.get(name)
-        if plain(before) != plain(now):
+            first = next((pair for pair in pairs if pair[0] != pair[1]), None)
+            if first is not None:
+                return _shown(before, first[0]), _shown(now, first[1])
+        elif plain(before) != plain(now):
             return f"{name}={before!r}", f"{name}={now!r}"
     return None
 
