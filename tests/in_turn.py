@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any
 
@@ -31,6 +32,19 @@ def in_turn(cases: Iterable[Any], *sizes: Iterable[Any]) -> list[Any]:
             slow = () if place == turn else (pytest.mark.slow,)
             name = "-".join([first, *map(_name, combination)])
             found.append(pytest.param(*values, *combination, marks=(*marks, *slow), id=name))
+    return found
+
+
+def every_other(cases: Iterable[Any], kind: Callable[[str], Any] = lambda name: None, first: int = 0) -> list[Any]:
+    """Cases that other tests take, too: of each kind, by their name, every other one is not slow, from the `first`."""
+    found = []
+    counts: Counter[Any] = Counter()
+    for case in cases:
+        if not case.marks:
+            counts[kind(case.id)] += 1
+            if counts[kind(case.id)] % 2 == first:
+                case = pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+        found.append(case)
     return found
 
 

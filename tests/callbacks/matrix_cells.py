@@ -1,7 +1,8 @@
-"""Cells of the matrix in several processes: ``python -m tests.callbacks.matrix_cells FOLDER STRATEGY ENGINES WAY...``.
+"""Cells of the matrix in processes: ``python -m tests.callbacks.matrix_cells FOLDER STRATEGY ENGINES TWO WAY...``
 
 Each process writes its verdicts to ``FOLDER/<rank>.json`` after each way; `in_processes` starts them and joins what
-they say. Engines are given with commas between them.
+they say. Engines are given with semicolons between them, as are the ways that train for two epochs; the others train
+for one. "*" stands for all.
 """
 
 from __future__ import annotations
@@ -59,27 +60,28 @@ def replicated(make: Callable[[bool], Referred], with_reference: bool) -> Referr
     return module
 
 
-def settings_of(strategy: str, name: str) -> dict[str, Any]:
+def settings_of(strategy: str, name: str, two: list[str]) -> dict[str, Any]:
     """What a Trainer gets for it; a backward of a GAN does not reach all parameters."""
     processes = int(os.environ["WORLD_SIZE"])
     own = {
         "DDP": lambda: DDPStrategy(find_unused_parameters=name.startswith("GAN")),
         "FSDP2": lambda: ModelParallelStrategy(data_parallel_size=processes, tensor_parallel_size=1),
     }
-    return {"strategy": own[strategy](), "devices": processes, "use_distributed_sampler": False}
+    epochs = {} if name in two or two == ["*"] else {"max_epochs": 1}
+    return {"strategy": own[strategy](), "devices": processes, "use_distributed_sampler": False, **epochs}
 
 
-def verdicts(name: str, strategy: str, engines: list[str], folder: Path) -> dict[str, Verdict]:
+def verdicts(name: str, strategy: str, engines: list[str], two: list[str], folder: Path) -> dict[str, Verdict]:
     """Those of each engine."""
     found: dict[str, Verdict] = {}
-    without = plain_run(name, folder / "plain", with_reference=strategy == "DDP", **settings_of(strategy, name))
+    without = plain_run(name, folder / "plain", with_reference=strategy == "DDP", **settings_of(strategy, name, two))
     reference = None
     if strategy == "FSDP2" and not isinstance(without, Verdict):
         own, ALL_WAYS[name] = (
             ALL_WAYS[name],
             replace(ALL_WAYS[name], module=partial(replicated, PLAIN_WAYS[name].module)),
         )
-        found_there = plain_run(name, folder, **settings_of("DDP", name))
+        found_there = plain_run(name, folder, **settings_of("DDP", name, two))
         ALL_WAYS[name] = own
         if isinstance(found_there, Verdict):
             without = Verdict("skipped", f"no reference under DDP: {found_there.why}")
@@ -87,7 +89,7 @@ def verdicts(name: str, strategy: str, engines: list[str], folder: Path) -> dict
             reference = found_there
     for engine in engines:
         try:
-            found[engine] = cell(name, engine, without, folder / engine, reference, **settings_of(strategy, name))
+            found[engine] = cell(name, engine, without, folder / engine, reference, **settings_of(strategy, name, two))
         except Exception as error:  # a cell that fails leaves the others their turn
             text = str(error).strip().replace("\n", " ")
             found[engine] = Verdict("wrong", f"{type(error).__name__}: {text[:300]}")
@@ -98,10 +100,14 @@ def verdicts(name: str, strategy: str, engines: list[str], folder: Path) -> dict
 PLAIN_WAYS = dict(ALL_WAYS)
 
 
-def in_processes(strategy: str, engines: Sequence[str], names: Sequence[str], timeout: float) -> Joined:
+def in_processes(
+    strategy: str, engines: Sequence[str], names: Sequence[str], timeout: float, two: Sequence[str] = ("*",)
+) -> Joined:
     """The verdicts of the named ways by way and engine, those of both processes joined."""
     with tempfile.TemporaryDirectory() as folder:
-        ended = run_ranks("tests.callbacks.matrix_cells", folder, strategy, ",".join(engines), *names, timeout=timeout)
+        ended = run_ranks(
+            "tests.callbacks.matrix_cells", folder, strategy, *map(";".join, (engines, two)), *names, timeout=timeout
+        )
         files = [Path(folder) / f"{rank}.json" for rank in (0, 1)]
         ranks = [json.loads(file.read_text()) if file.exists() else {} for file in files]
     joined: Joined = {}
@@ -125,7 +131,7 @@ def _same(one: dict[str, float], other: dict[str, float]) -> bool:
     return repr(one) == repr(other)
 
 
-def main(folder: str, strategy: str, engines: str, *names: str) -> None:
+def main(folder: str, strategy: str, engines: str, two: str, *names: str) -> None:
     """Run the cells of the named ways, or of all."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -137,7 +143,7 @@ def main(folder: str, strategy: str, engines: str, *names: str) -> None:
     done: dict[str, dict[str, Any]] = {}
     for name in names:
         print(name, flush=True)
-        own = verdicts(name, strategy, engines.split(","), Path(folder) / name)
+        own = verdicts(name, strategy, engines.split(";"), two.split(";"), Path(folder) / name)
         done[name] = {engine: asdict(verdict) for engine, verdict in own.items()}
         written.write_text(json.dumps(done))
 

@@ -32,11 +32,12 @@ SLOW = {
     "DDP": ("clipping by value", "bf16-mixed", "64-true", "compiled part", "manual, 16-mixed"),
     "FSDP2": ("clipping by value", "bf16-mixed"),
 }
+TWO_EPOCHS = ("plain", "accumulation schedule", "GAN, toggled")
 
 
 @pytest.fixture(scope="module")
 def on_several_devices():
-    return cache(lambda strategy, names: in_processes(strategy, ENGINES[:1], names, timeout=100))
+    return cache(lambda strategy, names: in_processes(strategy, ENGINES[:1], names, timeout=100, two=TWO_EPOCHS))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lightning_persample.errors import OptionError, UnsupportedError
 from tests.capture import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.capture.model_cases import CASES
 from tests.capture.reference import loop
-from tests.in_turn import in_turn, one_kind_each
+from tests.in_turn import every_other, in_turn, one_kind_each
 from tests.models import MODELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
@@ -61,7 +61,7 @@ def check(module: nn.Module, loss_fn: Any, batch: tuple[Tensor, ...], samples: T
         assert_projected(record, {name: expected[name][places] for name in record.names}, projection)
 
 
-@pytest.mark.parametrize(("name", "part"), in_turn(one_kind_each(CASES), ["all", "some"]))
+@pytest.mark.parametrize(("name", "part"), every_other(in_turn(one_kind_each(CASES), ["all", "some"])))
 def test_one_way_to_meet_the_batch(name: str, part: str) -> None:
     case = CASES[name]
     module = case.build().double()

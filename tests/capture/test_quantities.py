@@ -16,7 +16,7 @@ from lightning_persample.errors import OptionError, UnsupportedError
 from tests.capture import recurrent_cases, twice_cases  # noqa: F401  (add to CASES)
 from tests.capture.model_cases import CASES
 from tests.capture.reference import loop
-from tests.in_turn import in_turn, one_kind_each
+from tests.in_turn import every_other, in_turn, one_kind_each
 from tests.models import MODELS
 from tests.torch_release import not_in_the_oldest
 
@@ -67,7 +67,7 @@ def check(module: nn.Module, loss_fn: Any, batch: tuple[Tensor, ...], samples: T
     module.zero_grad()
 
 
-@pytest.mark.parametrize(("name", "part"), in_turn(one_kind_each(CASES), ["all", "some"]))
+@pytest.mark.parametrize(("name", "part"), every_other(in_turn(one_kind_each(CASES), ["all", "some"]), first=1))
 def test_one_way_to_meet_the_batch(name: str, part: str) -> None:
     case = CASES[name]
     module = case.build().double()

@@ -16,7 +16,7 @@ from tests.capture.model_cases import CASES
 from tests.capture.op_modules import in_place, one_call
 from tests.capture.recorded_calls import RecordedCalls
 from tests.capture.two_runs import assert_same, first_order, second_order, second_order_by_backward
-from tests.in_turn import in_turn, one_kind_each
+from tests.in_turn import every_other, in_turn, one_kind_each
 from tests.rules.case import Case
 from tests.rules.families import all_cases
 from tests.rules.test_case_coverage import THROUGH_THE_ENGINE
@@ -74,12 +74,18 @@ def _differentiable_once(case: Case) -> bool:
     return "rounding_mode" in arguments or arguments.get("weight", ...) is None
 
 
+def _op(name: str) -> tuple[str, str]:
+    """Its op, with the dtype or the function in place."""
+    op, *_, form = name.split("-")
+    return op, form
+
+
 @pytest.mark.parametrize(("case", "dtype"), in_turn(every_op, QUANTITIES))
 def test_op(case: Case, dtype: torch.dtype) -> None:
     _check_first_order(*one_call(case, dtype), quantities=QUANTITIES[dtype])
 
 
-@pytest.mark.parametrize(("case", "dtype"), in_turn(every_op, QUANTITIES))
+@pytest.mark.parametrize(("case", "dtype"), every_other(in_turn(every_op, QUANTITIES), _op))
 def test_op_differentiated_twice(case: Case, dtype: torch.dtype) -> None:
     _check_second_order(*one_call(case, dtype), refused=_differentiable_once(case))
 
@@ -109,7 +115,7 @@ def _in_place() -> Iterator[Any]:
                 yield pytest.param(in_place(case, function), id=f"{case.id}-{function.__name__}")
 
 
-@pytest.mark.parametrize("case", list(_in_place()))
+@pytest.mark.parametrize("case", every_other(_in_place(), _op))
 def test_op_in_place(case: Case) -> None:
     module, batch = one_call(case, torch.float32)
     _check_first_order(module, batch)
