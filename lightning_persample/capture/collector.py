@@ -341,6 +341,7 @@ class Collector:
         self.dtypes: set[torch.dtype] = set()
         self.kernel_options = KernelOptions()
         self.samples: Tensor | None = None
+        self._copies: dict[torch.device, Tensor] = {}
         self.penalized: set[str] = set()
         self.got_gradient: dict[str, Tensor | None] = {}
         self.fault = ""
@@ -382,7 +383,9 @@ class Collector:
     ) -> list[tuple[Weight, Tensor]]:
         """Take what one call contributes to its weights; where it is all there is, keep only the squared norms."""
         if self.samples is not None:
-            contributions = [(weight, gradient.pick(self.samples)) for weight, gradient in contributions]
+            contributions = [
+                (weight, gradient.pick(self._samples_on(gradient.device))) for weight, gradient in contributions
+            ]
         sums: list[tuple[Weight, Tensor]] = []
         alone: list[tuple[Weight, SampleGradient]] = []
         for weight, gradient in contributions:
@@ -408,6 +411,14 @@ class Collector:
                 while sum(each.size for _, each in self.corrections) > self._most_kept:
                     self._correct_next()  # (the host waits for what the device was given first)
         return sums
+
+    def _samples_on(self, device: torch.device) -> Tensor:
+        """The places of the samples that are followed, copied to a device once."""
+        known = self._copies.get(device)
+        if known is None:
+            assert self.samples is not None
+            known = self._copies[device] = self.samples.to(device)
+        return known
 
     @property
     def _most_kept(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ def read_values(
     values = Values()
     sq_norms: dict[str, Tensor] = {}
 
+    @cache
+    def places_on(device: torch.device) -> Tensor:
+        assert places is not None
+        return places.to(device)
+
     def read(name: str, weight: Weight) -> None:
         if weight.sq_norm is not None and weight.contributions:  # those came through a weight derived from it
             dispatcher.refuse([weight], USED_AGAIN)
@@ -63,9 +68,10 @@ def read_values(
         if reason is not None:
             dispatcher.refuse([weight], reason)
             return
-        if total is not None and places is not None:
-            total = total.pick(places)
-        sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, places))
+        some = None if places is None else places_on(weight.tensor.device)
+        if total is not None and some is not None:
+            total = total.pick(some)
+        sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, some, dispatcher))
         if total is None:
             return
         if "grad_sample" in quantities:
@@ -94,6 +100,7 @@ def read_values(
                 attempt(read, partial(failed, name), name, weight)
             elif weight.sq_norm is not None:  # all that was asked for, of a parameter without hooks
                 sq_norms[name] = weight.sq_norm
+        dispatcher.correct()
         own_sq_norms = own.own_sq_norms(list(sq_norms.values()))
     for name, sq_norm in zip(sq_norms, own_sq_norms, strict=True):
         weight = watched.weights[name]
@@ -136,12 +143,17 @@ def why_no_factor(
     return weighting[0] if weighting else ""
 
 
-def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | None) -> Tensor:
+def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | None, dispatcher: Dispatcher) -> Tensor:
     if weight.sq_norm is not None:
         return weight.sq_norm if places is None else weight.sq_norm[places]
     if total is None:
         raise PerSampleError(f"no contribution was kept for {sorted(weight.names)}")
-    return total.sq_norm()
+    if dispatcher.corrections is None:
+        return total.sq_norm()
+    value, later = total.sq_norm_or_later()
+    if later.corrections:
+        dispatcher.corrections.append((weight, later))
+    return value
 
 
 def _square_sum_of(total: SampleGradient, own: OwnScale) -> Tensor:

@@ -154,7 +154,7 @@ class Sum(SampleGradient):
             result = result + term._dense()
         return result
 
-    def _sq_norm(self) -> Tensor:
+    def _sq_norm(self, later: precision.Later | None = None) -> Tensor:
         if self._fits_dense() and prod(self.shape) <= self._numbers():
             return self._sq_norm_by_adding()
         value, scale = self._sq_norm_by_pairs()
@@ -164,7 +164,9 @@ class Sum(SampleGradient):
             found = wide._sq_norm_by_adding() if wide._fits_dense() else wide._sq_norm_by_pairs()[0]
             return found.to(value.dtype).clamp_min(0)
 
-        return precision.corrected(value, scale, again)
+        return precision.corrected(value, scale, again, later=later)
+
+    _sq_norm_or_later = _sq_norm
 
     def _terms_sq_norm(self) -> Tensor:
         return torch.stack([term._terms_sq_norm() for term in self.terms]).sum(0)

@@ -63,6 +63,17 @@ class Attention(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
 
 
+class Tied(nn.Module):
+    """A layer that runs twice, whose norms are known once both have contributed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(9, 24), nn.Linear(24, 24)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.inner(self.words(index))))
+
+
 def spectral() -> tuple[nn.Module, Tensor]:
     normed = nn.utils.parametrizations.spectral_norm
     return nn.Sequential(normed(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 10)).eval(), torch.randn(B, 6)
@@ -88,6 +99,11 @@ MODELS: dict[str, Callable[[], Built]] = {
     "gpt": partial(timed, partial(gpt, B, 12, 16)),
 }
 FUSED = {f"{name}, fused": partial(build, fuse_weight_grad=True) for name, build in MODELS.items()}
+ASKED: dict[str, Callable[[], Built]] = {
+    "gradients": partial(timed, partial(gpt, B, 12, 16), quantities=("sq_norm", "grad_sample", "square_sum")),
+    "some samples": partial(timed, partial(cnn, B, 8), samples=torch.tensor([3, 0])),
+    "tied": lambda: (Tied(), (torch.randint(0, 9, (B, 7)),), lambda module, x: module(x).sin().flatten(1).mean(), {}),
+}
 LAYERS: dict[str, Callable[[], Built]] = {
     "conv1d": lambda: timed(partial(of_layer, nn.Conv1d(3, 4, 3), shape=(3, 8))),
     "conv2d, grouped": lambda: timed(partial(of_layer, nn.Conv2d(4, 8, 3, groups=2), shape=(4, 6, 6))),

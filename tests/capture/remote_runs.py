@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter, expanded_weights
 from lightning_persample.capture import plan
 from tests.benchmarks.timed_models import mlp
-from tests.capture.device_models import FUSED, LAYERS, MODELS, ZOO, B, Built, classified, padded
+from tests.capture.device_models import ASKED, FUSED, LAYERS, MODELS, ZOO, B, Built, classified, padded
 from tests.remote_device import DEVICE, SEEN, refusing, waits
 
 
@@ -223,7 +223,7 @@ def main(path: str, *names: str) -> None:
         found["targets left out at last"] = targets_left_out_at_last()
         found["fits"] = fits()
         found["what cancels"] = [what_cancels(writes) for writes in (False, True)]
-    for name, build in (MODELS | FUSED | LAYERS | ZOO).items():
+    for name, build in (MODELS | FUSED | ASKED | LAYERS | ZOO).items():
         if names and name not in names and name.partition(" ")[0] not in names:
             continue
         try:

@@ -13,6 +13,7 @@ from tests.processes import run_alone
 
 # In a process of their own: a device that has been registered stays.
 MODELS = ("mlp", "cnn", "gpt", "mlp, fused", "cnn, fused", "gpt, fused")
+ASKED = ("gradients", "some samples", "tied")
 LARGE = ("resnet18", "resnet18, fused")
 LAYERS = (
     "conv1d", "conv2d, grouped", "conv3d", "transposed", "instance norm", "rms norm", "prelu", "dropout", "pooled",
@@ -22,6 +23,7 @@ TARGETS = {f"batch_axis/{each}" for each in ("losses.py:every_target_counts", "l
 DERIVED = {"capture/pull_back.py:_check_repeats"}  # whether what is computed from weights alone is one for all samples
 READ: dict[str, set[str]] = {
     **dict.fromkeys(("weight norm", "spectral norm"), DERIVED),
+    "some samples": {"capture/collector.py:_samples_on"},  # which come from the host, once a step
     # Whose targets were left out in unequal numbers before: from then on before it is decided how the samples weigh.
     "padded": TARGETS | {"batch_axis/added_up.py:absent"},
 }
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("remote") / "found.json"
-    return found_by(path, *MODELS, *LAYERS, "what is read at last")
+    return found_by(path, *MODELS, *ASKED, *LAYERS, "what is read at last")
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +58,12 @@ def assert_as_on_the_cpu(found: dict[str, Any]) -> None:
     assert found["noted"] == [found["expected notes"]] * 3
 
 
-@pytest.mark.parametrize("name", [*MODELS, *LAYERS])
+@pytest.mark.parametrize("name", [*MODELS, *ASKED, *LAYERS])
 def test_values_and_gradients_are_those_of_the_cpu(runs, name):
     assert_as_on_the_cpu(runs[name])
 
 
-@pytest.mark.parametrize("name", [*MODELS, *LAYERS])
+@pytest.mark.parametrize("name", [*MODELS, *ASKED, *LAYERS])
 def test_a_warm_step_waits_for_nothing(runs, name):
     assert set(runs[name]["warmer"]) <= READ.get(name, set())
     assert runs[name]["plain"] == []
