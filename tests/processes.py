@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import multiprocessing
 import os
 import runpy
@@ -80,7 +79,6 @@ def copy_of_this_process() -> Connection:
             there.close()
             return here
     here.close()
-    gc.freeze()  # nothing of it is garbage to be found by every process again
     with contextlib.suppress(EOFError):
         while True:
             there.send(_run_all(*there.recv()))

@@ -22,6 +22,7 @@ from lightning_persample import (
 from lightning_persample.influence import GradientStore
 from tests.callbacks.collect_runs import COUNT, Net, Rows, Stream, joined, loader, loop, stored
 from tests.callbacks.runs import make_trainer
+from tests.in_turn import in_turn
 from tests.processes import run_ranks, saved_by_ranks
 
 FULL = {"projection": None, "dtype": "float64"}
@@ -62,8 +63,7 @@ class StopsAt:
         return F.cross_entropy(module(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("times", [0, 1, 4, 6, 9])
-@pytest.mark.parametrize("rows_per_shard", [3, None])
+@pytest.mark.parametrize(("times", "rows_per_shard"), in_turn([0, 1, 4, 6, 9], [3, None]))
 def test_an_interrupted_collection_goes_on(times, rows_per_shard, tmp_path):
     options = {"checkpoints": SOURCES, "rows_per_shard": rows_per_shard, **FULL}
     with pytest.raises(KeyError, match="stopped"):

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_persample import OptionError, collect_gradients
 from lightning_persample.influence import GradientStore
 from tests.callbacks.collect_runs import Net, joined, loader, loop, stored
+from tests.in_turn import in_turn
 
 FULL = {"projection": None, "dtype": "float64"}
 
@@ -42,8 +43,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("is_strict", [True, False])
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize(("name", "is_strict"), in_turn(WRAPPED, [True, False]))
 def test_the_names_of_wrappers_are_understood(name, is_strict, tmp_path):
     weights = Net(6).state_dict()
     wrapped = {WRAPPED[name](each): value for each, value in weights.items()}

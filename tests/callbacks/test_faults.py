@@ -229,15 +229,17 @@ HOOKS = ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "o
 HOOKS += ["on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end", "on_train_end"]
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before ours", "after ours"])
 @pytest.mark.parametrize(
-    ("kind", "hook"),  # Lightning does not call on_before_zero_grad in manual optimization
-    [
-        (kind, hook)
-        for kind in (Classifier, Manual)
-        for hook in HOOKS
-        if (kind, hook) != (Manual, "on_before_zero_grad")
-    ],
+    ("kind", "hook", "first"),  # Lightning does not call on_before_zero_grad in manual optimization
+    in_turn(
+        [
+            (kind, hook)
+            for kind in (Classifier, Manual)
+            for hook in HOOKS
+            if (kind, hook) != (Manual, "on_before_zero_grad")
+        ],
+        [True, False],
+    ),
 )
 def test_an_error_in_another_callback_is_what_the_user_sees(kind, hook, first):
     class Fails(L.Callback):

@@ -32,6 +32,7 @@ from tests.callbacks.indexed_data import (
     watch,
 )
 from tests.callbacks.runs import Recorder, make_trainer
+from tests.in_turn import in_turn
 
 # Lightning's advice about workers that are spawned anew in each epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`:UserWarning")
@@ -67,8 +68,7 @@ def test_the_index_is_that_of_the_dataset_that_the_loader_has(name):
     assert found == [own_index(batch) for batch in batches]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("mode", COMBINED)
+@pytest.mark.parametrize(("mode", "workers"), in_turn(COMBINED, [0, 2]))
 def test_several_loaders_have_an_index_each(mode, workers):
     batches, records = watch(lambda: combined(mode, workers), max_epochs=1 if workers else 2)
     assert [as_lists(record.sample_index) for record in records] == [own_index(batch) for batch in batches]
@@ -243,8 +243,7 @@ class Stops(Looks):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", [Looks, Stops])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "workers"), in_turn([Looks, Stops], [2, 0]))
 def test_loader_and_dataset_are_as_before(kind, workers, monkeypatch):
     monkeypatch.delenv("PL_SEED_WORKERS", raising=False)  # with which Lightning sets a worker_init_fn
     found = []

@@ -149,10 +149,9 @@ OPERANDS: dict[str, Callable[[Any, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, WIDTH])
-@pytest.mark.parametrize("operands", OPERANDS)
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("op", ARITHMETIC)
+@pytest.mark.parametrize(
+    ("op", "operands", "swapped", "size"), in_turn(product(ARITHMETIC, OPERANDS, [False, True]), [2, WIDTH])
+)
 def test_arithmetic_with_a_weight_that_is_laid_over_the_batch(op: str, swapped: bool, operands: str, size: int) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         pair = OPERANDS[operands](m, x)
