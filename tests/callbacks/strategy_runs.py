@@ -351,6 +351,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     "failing callback": lambda: failing(Referenced(network()), FailsBefore()),
     "ddp on gpus": partial(on_gpus, "ddp"),
     "fsdp on gpus": partial(on_gpus, "fsdp"),
+    "sharded on gpus": partial(fsdp2, sizes=(4,), quantities=BOTH, accelerator="gpu"),
 }
 
 

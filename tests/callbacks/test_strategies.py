@@ -348,6 +348,18 @@ def test_ddp_on_gpus(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_sharded_module_on_a_gpu(tmp_path):
+    ended = run_ranks(MODULE, str(tmp_path), "sharded on gpus", ranks=1, on_gpu=True)
+    assert ended.codes == [0], ended.outputs
+    run = torch.load(tmp_path / "sharded on gpus.0.pt", weights_only=False)
+    for name, value in run["plain"]["weights"].items():
+        assert torch.equal(value, run["watched"]["weights"][name])
+    for norms, expected in zip(run["watched"]["norms"], run["watched"]["reference"], strict=True):
+        torch.testing.assert_close(norms, expected.cpu(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_fsdp_strategy_is_refused_and_trains_on(tmp_path):
     ended = run_ranks(MODULE, str(tmp_path), "fsdp on gpus", ranks=1, on_gpu=True)
     assert ended.codes == [0], ended.outputs

@@ -41,11 +41,11 @@ def runs(tmp_path_factory) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def long_runs(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    return found_by(tmp_path_factory.mktemp("remote") / "found.json", *LARGE, "case")
+    return found_by(tmp_path_factory.mktemp("remote") / "found.json", *LARGE, "case", timeout=500)
 
 
-def found_by(path: Path, *names: str) -> dict[str, dict[str, Any]]:
-    ended = run_alone("tests.capture.remote_runs", str(path), *names, timeout=110)
+def found_by(path: Path, *names: str, timeout: float = 110) -> dict[str, dict[str, Any]]:
+    ended = run_alone("tests.capture.remote_runs", str(path), *names, timeout=timeout)
     assert ended.codes == [0], ended.outputs
     return json.loads(path.read_text())
 
@@ -75,6 +75,7 @@ def test_the_first_step_reads_the_targets_of_the_loss_once(runs, name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_large_models_and_every_way_in_which_a_parameter_meets_the_batch(long_runs):
     assert len(long_runs) > 70  # (some make tensors on the CPU, whatever device they are on)
     for name, found in long_runs.items():
