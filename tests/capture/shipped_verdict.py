@@ -65,7 +65,8 @@ def judge(trial: Trial, loss_reduction: str, tolerance: float | None = None) -> 
         known = truth(trial)
         number = known.kind in ("sum", "mean")
         reduction = known.kind if number else loss_reduction
-        grads, loss = _plain(trial, reduction, by_call=number)
+        if number:
+            grads, loss = _plain(trial, reduction, by_call=True)
         if not grads or not all(bool(g.isfinite().all()) for g in [*grads.values(), *known.gradients.values()]):
             return Verdict("undecided", detail="no gradient, or not finite")
         try:
