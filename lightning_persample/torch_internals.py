@@ -44,6 +44,7 @@ __all__ = [
     "TreeSpec",
     "after_backward",
     "any_autocast_is_on",
+    "as_called",
     "backward_hooks",
     "backward_keeps_graph",
     "calls_run_as_written",
@@ -80,6 +81,7 @@ __all__ = [
     "tree_unflatten",
     "version_counter",
     "view_base",
+    "with_torch_function",
     "without_subclasses",
     "without_torch_function",
 ]
@@ -88,6 +90,7 @@ TORCH_FOLDER = Path(torch.__file__).parent
 
 # Torch functions, and the modes and subclasses they are offered to
 without_torch_function = torch._C.DisableTorchFunction  # a context: nothing is offered to anybody
+with_torch_function = torch._C._EnableTorchFunction  # a context within that one: calls are offered again
 without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context: calls are offered to modes alone
 torch_function_is_enabled = torch._C._is_torch_function_enabled
 disabled_torch_function = torch._C._disabled_torch_function_impl  # the ``__torch_function__`` of nn.Parameter
@@ -149,47 +152,35 @@ _OF_EACH = nn.Module.named_modules
 
 
 def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
-    """``dict(module.named_parameters())`` and ``list(module.buffers())``, which walk through the modules once each."""
+    """``dict(module.named_parameters())`` and ``list(module.buffers())``, by one walk through the modules."""
     parameters: dict[str, nn.Parameter] = {}
     buffers: list[Tensor] = []
-    own = any(getattr(getattr(module, name), "__func__", None) is not known for name, known in _OF_ROOT)
-    if own or not _walk(module, "", _Seen(), parameters, buffers):
-        return dict(module.named_parameters()), list(module.buffers())
-    return parameters, buffers
-
-
-class _Seen:
-    """The ids of what was met; apart by kind, for a parameter may be a buffer of another module, too."""
-
-    __slots__ = ("buffers", "modules", "parameters")
-
-    def __init__(self) -> None:
-        self.modules: set[int] = set()
-        self.parameters: set[int] = set()
-        self.buffers: set[int] = set()
-
-
-def _walk(
-    module: nn.Module, prefix: str, seen: _Seen, parameters: dict[str, nn.Parameter], buffers: list[Tensor]
-) -> bool:
-    """Add what a module holds that was not met before; false where one of the modules lists its parts itself."""
-    if getattr(module.named_modules, "__func__", None) is not _OF_EACH:
-        return False
-    seen.modules.add(id(module))
-    for name, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in seen.parameters:
-            seen.parameters.add(id(parameter))
-            parameters[prefix + name] = parameter
-    for buffer in module._buffers.values():
-        if buffer is not None and id(buffer) not in seen.buffers:
-            seen.buffers.add(id(buffer))
-            buffers.append(buffer)
-    for name, part in module._modules.items():
-        if part is None or id(part) in seen.modules:
+    # Apart by kind: a parameter may be a buffer of another module, too.
+    seen: set[int] = set()
+    seen_parameters: set[int] = set()
+    seen_buffers: set[int] = set()
+    lists_its_own = False  # rather than what it holds
+    for name, known in _OF_ROOT:
+        lists_its_own |= getattr(getattr(module, name), "__func__", None) is not known
+    rest = [(module, "")]
+    while rest and not lists_its_own:
+        part, prefix = rest.pop()
+        if id(part) in seen:
             continue
-        if not _walk(part, f"{prefix}{name}.", seen, parameters, buffers):
-            return False
-    return True
+        seen.add(id(part))
+        lists_its_own = getattr(part.named_modules, "__func__", None) is not _OF_EACH
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) not in seen_parameters:
+                seen_parameters.add(id(parameter))
+                parameters[prefix + name] = parameter
+        for buffer in part._buffers.values():
+            if buffer is not None and id(buffer) not in seen_buffers:
+                seen_buffers.add(id(buffer))
+                buffers.append(buffer)
+        for name, child in reversed(part._modules.items()):
+            if child is not None:
+                rest.append((child, f"{prefix}{name}."))
+    return (dict(module.named_parameters()), list(module.buffers())) if lists_its_own else (parameters, buffers)
 
 
 def dynamo_is_imported() -> bool:
@@ -217,6 +208,11 @@ def is_torch_op(op: object) -> bool:
     return module == "torch" or module.startswith(
         ("torch._C", "torch._tensor", "torch.nn.functional", "torch.functional")
     )
+
+
+def as_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``torch.ops.aten.<op>`` calls, for it is a Python object itself; any other function as it is."""
+    return function._op if isinstance(function, OpOverloadPacket) else function
 
 
 def name_of_custom_op(op: object) -> object:
@@ -262,10 +258,12 @@ def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
     """What autograd keeps of a call's results for the backward of the node that made its output."""
     # Nothing where hooks on saved tensors are in place: to read what they have packed (activation checkpointing) would
     # run the forward again.
-    if output.grad_fn is None or _saved_tensors_are_hooked():
+    node = output.grad_fn
+    if node is None or _TOP_HOOKS is None or _TOP_HOOKS(False) is not None:
         return {}
-    found = {name: getattr(output.grad_fn, f"_saved_{name}", None) for name in names}
-    rows = output.shape[:1]
-    return {
-        n: result.detach() for n, result in found.items() if isinstance(result, Tensor) and result.shape[:1] == rows
-    }
+    rows, found = output.shape[:1], {}
+    for name in names:
+        result = getattr(node, f"_saved_{name}", None)
+        if isinstance(result, Tensor) and result.shape[:1] == rows:
+            found[name] = result.detach()
+    return found

@@ -41,13 +41,18 @@ class WatchedNodes:
 
     Args:
         marks: tells the leaves that are weights.
+
+    Attributes:
+        calls: of calls with one output, by the node that gets its gradient first, that of the output, which is another
+            where it is a view, and those of the inputs and of what these are views of.
     """
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
         self._weights: dict[Node, list[Weight]] = {}
         self._seen: set[Node] = set()
-        self._calls: dict[Node, tuple[list[Node], list[Weight]]] = {}
+        self.calls: dict[Node, tuple[Node, set[Node]]] = {}
+        self._around: dict[Node, tuple[list[Node], list[Weight]]] = {}
         self._handles: list[RemovableHandle] = []
 
     def watch(self, node: Node, weight: Weight) -> None:
@@ -63,11 +68,13 @@ class WatchedNodes:
         entry = self._marks.entries.get(id(leaf))
         return [entry[1]] if entry is not None and entry[0]() is leaf and type(entry[1]) is Weight else []
 
-    def watch_inside(self, outputs: Sequence[Tensor], stop: set[Node]) -> Edges:
+    def watch_inside(self, outputs: Sequence[Tensor], stop: set[Node]) -> None:
         """Gradients may enter a call through its outputs only, not through the nodes between them and the weights."""
-        inside = edges_between(outputs, stop)
+        self._watch_between([output.grad_fn for output in outputs], boundary(outputs), stop)
+
+    def _watch_between(self, tops: Iterable[Node | None], entrances: set[Node], stop: set[Node]) -> Edges:
+        inside = edges_between(tops, stop)
         self._seen.update(inside)
-        entrances = boundary(outputs)
         for node in inside:
             if node not in entrances:
                 for end in ends_below(node, inside):
@@ -75,60 +82,64 @@ class WatchedNodes:
                         self.watch(node, weight)
         return inside
 
-    def watch_call(self, output: Tensor, hooked: Node | None, tensors: Sequence[Tensor]) -> None:
-        """`watch_inside` of a call with one output; the walk below it then need not go through the call."""
-        node = output.grad_fn
-        stop = set()
-        for tensor in tensors:
-            stop.add(tensor.grad_fn)
-        further: list[Node] = []
-        weights: list[Weight] = []
-        inner: list[tuple[Node, list[Weight]]] = []
-        for end, _ in () if node is None or node is not hooked else node.next_functions:
-            if end is None:
+    def _read_calls(self) -> None:
+        """Watch inside the calls with one output; a walk need not go through them again, but around them."""
+        entries = self._marks.entries
+        for node, (top, stop) in self.calls.items():
+            if node in self._around:
                 continue
-            between = None
-            if end not in stop and type(end) is not AccumulateGrad:  # a weight's transpose or the like
-                between, edges = end, end.next_functions
-                if len(edges) != 1 or edges[0][0] is None or between in self._seen:
+            further: list[Node] = []
+            weights: list[Weight] = []
+            inner: list[tuple[Node, list[Weight]]] = []
+            is_plain = top is node or [below for below, _ in top.next_functions] == [node]  # (its output is a view)
+            for end, _ in node.next_functions if is_plain else ():
+                if end is None:
+                    continue
+                between = None
+                if end not in stop and type(end) is not AccumulateGrad:  # a weight's transpose or the like
+                    edges = end.next_functions
+                    if len(edges) != 1 or edges[0][0] is None:
+                        break
+                    between, end = end, edges[0][0]
+                reached = self._weights.get(end, [])
+                if type(end) is AccumulateGrad:
+                    leaf: Tensor = end.variable  # type: ignore[attr-defined]
+                    entry = entries.get(id(leaf))
+                    if not reached and entry is not None and entry[0]() is leaf and type(entry[1]) is Weight:
+                        reached = [entry[1]]
+                    weights += reached
+                elif end in stop:
+                    further.append(end)
+                else:
                     break
-                end = edges[0][0]
-            reached: list[Weight] = []
-            if type(end) is AccumulateGrad:
-                reached = self.weights_of(end)
-                weights += reached
-            elif end in stop:
-                further.append(end)
-                reached = self._weights.get(end, reached)
+                if between is not None:
+                    inner.append((between, reached))
             else:
-                break
-            if between is not None:
-                inner.append((between, reached))
-        else:
-            if node is not None and node is hooked:
-                self._seen.add(node)
-                for between, reached in inner:
-                    self._seen.add(between)
-                    self._weights.setdefault(between, []).extend(reached)
-                self._calls[node] = further, weights
-                return
-        inside = self.watch_inside((output,), boundary(tensors))
-        if hooked is not None and hooked in inside:
-            ends = ends_below(hooked, inside)
-            self._calls[hooked] = (
-                [end for end in ends if leaf_of(end) is None],
-                [weight for end in ends if leaf_of(end) is not None for weight in self.weights_of(end)],
-            )
+                if is_plain:
+                    self._seen |= {node, top}
+                    for between, reached in inner:
+                        self._seen.add(between)
+                        self._weights.setdefault(between, []).extend(reached)
+                    self._around[node] = further, weights
+                    continue
+            inside = self._watch_between([top], {top, node}, stop)
+            if node in inside:
+                ends = ends_below(node, inside)
+                self._around[node] = (
+                    [end for end in ends if leaf_of(end) is None],
+                    [weight for end in ends if leaf_of(end) is not None for weight in self.weights_of(end)],
+                )
 
     def below(self, tops: list[Tensor]) -> tuple[list[tuple[Node, list[Weight]]], list[Weight]]:
-        """What a backward will meet."""
+        """What a backward will meet: nodes through which weights get a gradient unseen, and weights."""
+        self._read_calls()
         unseen: list[tuple[Node, list[Weight]]] = []
         met: list[Weight] = []
         stack = [top.grad_fn for top in tops if top.grad_fn is not None]
         visited = set(stack)
         while stack:
             node = stack.pop()
-            call = self._calls.get(node)
+            call = self._around.get(node)
             if call is not None:  # what is below it is known as far as the nodes of its inputs
                 met += call[1]
                 for further in call[0]:
@@ -161,7 +172,8 @@ class WatchedNodes:
 
     def clear(self) -> None:
         """Forget every node."""
-        self._calls.clear()
+        self.calls.clear()
+        self._around.clear()
         self._weights.clear()
         self._seen.clear()
 
@@ -327,12 +339,13 @@ class Collector:
         self.nodes = WatchedNodes(self.marks)
         self.notes = Notes(self)
         self.keep: Callable[[Tensor], Tensor] = Tensor.detach
+        entries = self.marks.entries  # (filled without a call for each: a model has hundreds)
         for name, parameter in weights.items():
             weight = Weight(frozenset({name}), parameter)
             self.weights.append(weight)
-            self.marks[parameter] = weight
+            entries[id(parameter)] = weakref.ref(parameter), weight
         for buffer in buffers:
-            self.marks[buffer] = KNOWN
+            entries[id(buffer)] = weakref.ref(buffer), KNOWN
         self.refused: dict[str, str] = {}
         self.accepting = True
         self.frees = False
@@ -349,7 +362,7 @@ class Collector:
         self.noted: dict[tuple[str, str], set[Node]] = {}
         self.excuses: dict[tuple[str, str], set[Node]] = {}
         waits = not any(tensor.device.type in ASYNCHRONOUS for tensor in weights.values())
-        self.corrections: deque[tuple[Weight, Later]] | None = None if waits else deque()
+        self.corrections: deque[tuple[list[Weight], Later]] | None = None if waits else deque()
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed: no value of this capture is given."""
@@ -405,11 +418,9 @@ class Collector:
             squares = in_smaller_chunks(partial(sq_norms, [gradient for _, gradient in alone], later))
             for (weight, _), sq_norm in zip(alone, squares, strict=True):
                 weight.sq_norm = sq_norm
-            if self.corrections is not None and later:
-                pairs = zip(alone, later, strict=True)
-                self.corrections += [(weight, each) for (weight, _), each in pairs if each and each.corrections]
-                while sum(each.size for _, each in self.corrections) > self._most_kept:
-                    self._correct_next()  # (the host waits for what the device was given first)
+            for (weight, _), each in zip(alone, later or (), strict=False):
+                if each is not None:
+                    self.correct_later([weight], each)
         return sums
 
     def _samples_on(self, device: torch.device) -> Tensor:
@@ -420,11 +431,14 @@ class Collector:
             known = self._copies[device] = self.samples.to(device)
         return known
 
-    @property
-    def _most_kept(self) -> int:
-        """Bytes of what squared norms were computed from that are kept until the device has these."""
+    def correct_later(self, weights: list[Weight], later: Later) -> None:
+        """Keep what corrects the squared norms of these weights until the device has them, within bounds of memory."""
+        if self.corrections is None or not later.corrections:
+            return
+        self.corrections.append((weights, later))
         limit = self.kernel_options.max_memory
-        return MEMORY_BUDGET if limit is None else limit
+        while sum(each.size for _, each in self.corrections) > (MEMORY_BUDGET if limit is None else limit):
+            self._correct_next()  # (the host waits for what the device was given first)
 
     def correct(self) -> None:
         """Correct all squared norms in which rounding errors may show; the host waits until the device has them."""
@@ -433,10 +447,11 @@ class Collector:
 
     def _correct_next(self) -> None:
         assert self.corrections is not None
-        weight, later = self.corrections.popleft()
+        weights, later = self.corrections.popleft()
 
         def failed(error: Exception) -> None:
-            self.refuse([weight], reason_of(error, f"the squared norms of `{', '.join(sorted(weight.names))}`"))
+            names = sorted(frozenset().union(*(weight.names for weight in weights)))
+            self.refuse(weights, reason_of(error, f"the squared norms of `{', '.join(names)}`"))
 
         with torch.no_grad():
             for correct in later.corrections:

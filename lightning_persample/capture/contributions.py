@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,16 +17,19 @@ from lightning_persample.batch_axis.observed import Description, ObservedCall, v
 from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.capture.failure import OverwrittenError, reason_of
 from lightning_persample.capture.graph import boundary, edges_between
-from lightning_persample.capture.weight import Computation, Contributions, Weight
+from lightning_persample.capture.weight import Computation, Contributions, Correction, Weight
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.gradients import Block, Dense, SampleGradient
-from lightning_persample.gradients.norms import dense_sq_norm
+from lightning_persample.gradients import Block, Dense, SampleGradient, sq_norms, sq_norms_and_sum
+from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
+from lightning_persample.gradients.program import Program, record
 from lightning_persample.rules import Call, Rule, generic_rule, op_name
 from lightning_persample.rules.elementwise import widen
-from lightning_persample.rules.linear import linear
 from lightning_persample.torch_internals import saved_results, tree_flatten, tree_unflatten, version_counter
 
-_FULL = (torch.float32, torch.float64)
+_UNSEEN: Any = object()
+
+Programs: TypeAlias = dict[Hashable, Program | None]
+
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
 
 
@@ -156,7 +160,6 @@ class Placement:
         has_rows: whether results with an entry for every row of the first output hold those of a sample together.
         rank: number of axes that the op lays its operands out to, 0 where it does not.
         nested: see `rules.Call`.
-        is_linear: whether it is a linear map of rows, by the package's own rule, in which a sample may have one.
     """
 
     rule: Rule
@@ -168,7 +171,6 @@ class Placement:
     weights: frozenset[str] = field(init=False)
     per_sample: frozenset[str] = field(init=False)
     read: frozenset[str] = field(init=False)
-    is_linear: bool = field(init=False)
     has_rows: bool = field(init=False)
     rank: int = 0
     nested: bool = False
@@ -178,10 +180,6 @@ class Placement:
         object.__setattr__(self, "weights", frozenset(self.owners))
         object.__setattr__(self, "per_sample", self.weights & self.axes.keys())
         object.__setattr__(self, "read", frozenset(filter(self.rule.is_read, self.kept)))
-        places = (self.axes.get("input"), first)
-        are_rows = all(a is not None and (a.dim, a.rows, a.owner) == (0, 1, None) for a in places)
-        is_linear = self.rule.function is linear and self.owners in (("weight",), ("weight", "bias"))
-        object.__setattr__(self, "is_linear", is_linear and are_rows and len(self.axes) == 1)
         object.__setattr__(self, "has_rows", first is not None and first.dim == 0 and first.owner is None)
 
 
@@ -246,15 +244,16 @@ class ByRule:
         values: the tensors that the rule is given, by name.
         others: the arguments of the call that are no tensors.
         owners: the weights among the tensors, by the same names.
-        text: the call in messages.
+        text: the call in messages, as the parts of a `Description`.
         first: the first output of the call.
         written: where memory begins that the call wrote into.
 
     Attributes:
         drawn: what the rule may ask for beside the arguments.
+        programs: what was computed for calls like this one, by how their tensors lie in memory; None keeps nothing.
     """
 
-    __slots__ = ("_others", "_owners", "_placement", "_saved", "_tensors", "_text", "_versions", "drawn")
+    __slots__ = ("_others", "_owners", "_placement", "_saved", "_tensors", "_text", "_versions", "drawn", "programs")
 
     def __init__(
         self,
@@ -262,7 +261,7 @@ class ByRule:
         values: Mapping[str, Tensor],
         others: Mapping[str, Any],
         owners: Mapping[str, Weight],
-        text: Description,
+        text: tuple[Any, ...],
         first: Tensor,
         written: Collection[int] = (),
     ) -> None:
@@ -279,13 +278,12 @@ class ByRule:
                 self._versions.append((tensor, version_counter(tensor)))
         self._saved = saved_results(first, placement.rule.saved) if placement.has_rows and placement.rule.saved else {}
         self.drawn: _Drawn | None = None
+        self.programs: Programs | None = None
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Contributions:
         """What the weights get, by sample."""
-        placement, owners, text = self._placement, self._owners, self._text
-        for tensor, version in self._versions:
-            if version_counter(tensor) != version:
-                check_unchanged(self._versions, text)
+        placement, owners, text = self._placement, self._owners, Description(*self._text)
+        check_unchanged(self._versions, text)
         rule, axes = placement.rule, placement.axes
         seen, by_sample = self._call(grads)
         try:
@@ -308,22 +306,69 @@ class ByRule:
             contributions.append((weight, _placed(gradient, weight, axes[name], text) if name in axes else gradient))
         return contributions
 
-    def sq_norms(self, grad: Tensor) -> list[Tensor] | None:
-        """The squared norms for weight and bias of a linear map of one row per sample, grad (B, p); None elsewhere."""
-        if not self._placement.is_linear:
+    def norms(
+        self,
+        grad: Tensor | None,
+        reader: Callable[[Tensor], Tensor],
+        wants_sums: bool,
+        max_memory: int | None,
+        later: Callable[[list[Weight], int, Correction], None],
+    ) -> Sequence[Tensor] | None:
+        """The squared norms (B,) for each weight and, where they are wanted, the sums over the samples."""
+        programs = self.programs
+        if programs is None or type(grad) is not Tensor or grad.layout is not torch.strided:
             return None
-        x, version = self._versions[0] if self._versions else (grad, -1)
-        *_, last = self._owners.values()
-        is_plain = type(grad) is Tensor and grad.dtype is x.dtype and grad.dtype in _FULL and not grad.requires_grad
-        if not is_plain or x.dim() != 2 or grad.dim() != 2 or version_counter(x) != version:
+        for tensor, version in self._versions:
+            if version_counter(tensor) != version:
+                return None
+        if grad.requires_grad:
+            grad = grad.detach()
+        given = (*self._tensors.values(), *self._saved.values(), grad)
+        key = (wants_sums, max_memory, grad.dtype, grad.device, *map(Tensor.stride, given))
+        program = programs.get(key, _UNSEEN)
+        if program is None:
             return None
-        if len(self._owners) == 2 and last.shape != grad.shape[1:]:  # a bias may be broadcast
-            return None
+        compute = partial(self._norms, grad, reader, wants_sums)
         try:
-            of_grad = dense_sq_norm(grad)
-            return [of_grad * dense_sq_norm(x), of_grad][: len(self._owners)]
-        except torch.OutOfMemoryError:  # the structures' own kernels may take less
+            if program is _UNSEEN:
+                results, programs[key] = record(compute, given)
+                return results
+            results, checks = program.run(given)
+        except torch.OutOfMemoryError:  # smaller chunks take less
             return None
+        if checks and grad.device.type in ASYNCHRONOUS:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in given)
+            numbers = [(on_its_way(number), least) for number, least in checks]
+            again = partial(self._again, compute, numbers, (*self._versions, (grad, version_counter(grad))))
+            later([*dict.fromkeys(self._owners.values())], size, again)
+            return results
+        for number, least in checks:
+            if not float(number) >= least:
+                return compute()
+        return results
+
+    @staticmethod
+    def _again(
+        compute: Callable[[], list[Tensor]],
+        checks: Sequence[tuple[Callable[[], Tensor], float]],
+        versions: Iterable[tuple[Tensor, int]],
+    ) -> list[Tensor] | None:
+        """The norms in another way where rounding errors may show in those of the program; None where they do not."""
+        if all(float(number()) >= least for number, least in checks):
+            return None
+        if any(version_counter(tensor) != version for tensor, version in versions):
+            raise UnsupportedError(
+                "rounding errors may show in its norms, and what they are computed from was changed in place during "
+                "the backward, before the device had them; change a copy"
+            )
+        return compute()
+
+    def _norms(self, grad: Tensor, reader: Callable[[Tensor], Tensor], wants_sums: bool) -> list[Tensor]:
+        gradients = [gradient for _, gradient in self((reader(grad),))]
+        if not wants_sums:
+            return sq_norms(gradients)
+        squares, sums = zip(*map(sq_norms_and_sum, gradients), strict=True)
+        return [*squares, *sums]
 
     def uncentred(self) -> ByRule | None:
         """The same of a normalization that takes no mean away, from which nothing cancels; None of any other call."""
@@ -357,7 +402,7 @@ class ByRule:
         if self.drawn is not None:
             again, axis = _draw_again(rule, {**self._others, **tensors}, self.drawn), self.drawn.axis
             if again or rule.reads_output:
-                check_unchanged(((self.drawn.output, self.drawn.version),), self._text)
+                check_unchanged(((self.drawn.output, self.drawn.version),), Description(*self._text))
             if isinstance(axis, BatchAxis) and version_of(self.drawn.output) == self.drawn.version:
                 output = batch_first(self.drawn.output, axis, batch_size)
                 draws = tuple(batch_first(tensor, axis, batch_size) for tensor in again)
@@ -403,7 +448,7 @@ def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
 def _later_lies_below_earlier(call: ObservedCall) -> bool:
     stop = boundary(operand.tensor for operand in call.operands)
     first, *later = call.outputs
-    below = edges_between([first], stop)
+    below = edges_between([first.grad_fn], stop)
     return any(output.grad_fn in below for output in later)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -49,14 +48,14 @@ from lightning_persample.capture.contributions import Use
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.fused import fused_call
 from lightning_persample.capture.graph import REENTRANT, boundary, on_gradient, reaches, unseen_text
-from lightning_persample.capture.observing import decomposed
+from lightning_persample.capture.observing import Answer, ObservingMode, decomposed
 from lightning_persample.capture.plan import (
+    PLANS,
     Plan,
     attach,
     note_term,
     read_call,
     read_targets,
-    recall,
     refuse_where_used,
     remember,
     remember_as,
@@ -81,7 +80,12 @@ class Dispatcher(Collector):
         of_no_sample: the present backward starts from numbers made of weights alone: a penalty.
         differentiated: where in the user's code a gradient was computed with ``create_graph=True``; "" where none was.
         part: which samples the loss of the present backward is made of; None where it is all of them, or unknown.
+        visible: the mode under which calls are seen.
+        others: functions that somebody else answers, and who.
     """
+
+    visible: ObservingMode
+    others: Mapping[Callable[..., Any], Answer] = {}
 
     part: Part | None = None
     of_no_sample = False
@@ -204,11 +208,13 @@ class Dispatcher(Collector):
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        visible: AbstractContextManager[Any],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run one torch call and take note of it."""
         result: Any = _NOT_RUN
+        other = self.others.get(function)
+        if other is not None:
+            return other(function, args, kwargs)
         try:
             kind = KINDS.get(function) or kind_of(function)
             op = kind.op
@@ -238,7 +244,7 @@ class Dispatcher(Collector):
                         self._note_write(kind.op, function, args, kwargs)
                     if type(result) is not Tensor or result.dim() != common[1]:
                         return self._beside(*common, result)
-                    self.marks[result] = common[0]
+                    self.marks.entries[id(result)] = weakref.ref(result), common[0]
                     return result
             layout = None
             if kind.by_layout:
@@ -269,7 +275,11 @@ class Dispatcher(Collector):
             if self.fuse and Weight in kinds and torch.is_grad_enabled():
                 axis_of = self.marks.of_operand
                 fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
-            plan = recall(layout, kind.makes, args, kwargs) if layout is not None else None
+            plan = PLANS.get(layout) if layout is not None else None
+            if plan is not None and (
+                plan.rule is not rule_of(kind.makes) or not (plan.loss is None or plan.holds(args, kwargs))
+            ):
+                plan = None
             if plan is not None:
                 if fused is None:
                     result = _RUNNING
@@ -286,7 +296,7 @@ class Dispatcher(Collector):
                 self._inner = None  # (another's result may be gone, and its id be given again)
                 in_the_open = decomposed(function)
                 result = _RUNNING
-                with visible:
+                with self.visible:
                     result = in_the_open(*args, **kwargs)
                 inner, self._inner = self._inner, None
                 if layout is not None and inner is not None and inner[1] == id(result):
@@ -350,6 +360,7 @@ class Dispatcher(Collector):
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed, and observe no more."""
         self.call = _as_it_is  # type: ignore[method-assign]
+        self.visible.answer_by(None)
         super().fail(error, what)
 
     def fail_at(self, error: Exception, function: Callable[..., Any]) -> None:
@@ -624,9 +635,7 @@ def _handed_on(weight: Weight, tensor: Tensor) -> str:
     )
 
 
-def _as_it_is(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], visible: AbstractContextManager[Any]
-) -> Any:
+def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return function(*args, **kwargs)
 
 

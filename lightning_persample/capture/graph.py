@@ -38,12 +38,11 @@ def boundary(tensors: Iterable[Tensor]) -> Nodes:
     return found
 
 
-def edges_between(outputs: Iterable[Tensor], stop: Nodes) -> Edges:
-    """The nodes that one call added to the graph, from its outputs down to the nodes of its inputs, and their edges."""
+def edges_between(tops: Iterable[Node | None], stop: Nodes) -> Edges:
+    """The nodes that one call added to the graph, from its outputs' down to those of its inputs, and their edges."""
     found: Edges = {}
     stack = []
-    for output in outputs:
-        node = output.grad_fn
+    for node in tops:
         if node is not None and node not in stop:
             stack.append((node, node.next_functions))
     while stack:
@@ -161,9 +160,8 @@ def hooked_tensor(output: Tensor) -> Tensor:
     return output if base is None or not base.requires_grad else base
 
 
-def gradient_reader(output: Tensor) -> Callable[[Tensor], Tensor]:
-    """How to read the output's gradient from the gradient that the hook receives."""
-    base = hooked_tensor(output)
+def gradient_reader(output: Tensor, base: Tensor) -> Callable[[Tensor], Tensor]:
+    """How to read the output's gradient from that of its `hooked_tensor`."""
     if base is output:
         return detached
     if base.is_contiguous() and output.is_contiguous() and base.numel() == output.numel():

@@ -29,7 +29,6 @@ from lightning_persample.capture.parameters import (
 from lightning_persample.capture.pull_back import settle
 from lightning_persample.capture.record import OwnScale, PerSampleRecord, classify, say, warn_user
 from lightning_persample.capture.values import (
-    has_value,
     read_values,
     samples_in_loss,
     samples_with_values,
@@ -175,12 +174,20 @@ class Capture:
         self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, buffers, fuse_weight_grad)
         self._dispatcher.kernel_options = KernelOptions(max_memory)
         self._dispatcher.samples = samples
+        self._dispatcher.visible = self._mode
         self._dispatcher.accepting = False  # a backward that is not seen (of another thread) belongs to no record
         for (_, tensor), place in zip(layout.tensors, layout.places, strict=True):
             if place is not None:
                 self._dispatcher.mark_batch(tensor, place)
         self._watched = WatchedParameters(self._parameters, self._dispatcher)
         self._sharded = ShardedParameters(self._module, self._dispatcher, self._watched.adopt)
+        self._dispatcher.others = dict.fromkeys((*_BACKWARD, torch.autograd.grad, mark_samples), self.call)
+        self._see_calls()
+
+    def _see_calls(self) -> None:
+        """Let the dispatcher answer, where every call goes there but for those that it hands back."""
+        if not (self._fault or self._sharded.hooks):
+            self._mode.answer_by(self._dispatcher.call)
 
     @property
     def record(self) -> PerSampleRecord:
@@ -278,7 +285,7 @@ class Capture:
         if self._sharded.hooks:
             guard(self._sharded.find, self._fail)(function, args, kwargs)
         if function is not torch.autograd.grad:
-            return self._dispatcher.call(function, args, kwargs, self._mode)
+            return self._dispatcher.call(function, args, kwargs)
         return self._dispatcher.differentiate(function, args, kwargs)
 
     def _cannot_lay_out(self, error: Exception) -> BatchLayout:
@@ -351,6 +358,7 @@ class Capture:
             return run(*args, **kwargs)
         guard(self._before, self._fail)(args, kwargs)
         self._depth += 1
+        self._mode.answer_by(None)
         try:
             result = run(*args, **kwargs)
         except BaseException:
@@ -359,6 +367,7 @@ class Capture:
         finally:
             self._depth -= 1
             if not self._fault:
+                self._see_calls()
                 self._dispatcher.frees = self._dispatcher.accepting = False
         guard(self._after, self._fail_at_end)(args, kwargs)
         return result
@@ -455,7 +464,11 @@ class Capture:
         part = dispatcher.part
         self.counted = part.mean_of if part is not None and part.mean_of else self.batch_size
         trainable = watched.trainable()
-        reported = [name for name in trainable if name in dispatcher.got_gradient and has_value(watched.weights[name])]
+        reported = []  # what the backward has left anything of
+        for name in trainable:
+            weight = watched.weights[name]
+            if name in dispatcher.got_gradient and (weight.sq_norm is not None or weight.contributions):
+                reported.append(name)
         in_loss = samples_in_loss(None if part is None else part.samples, weights)
         samples, places = samples_with_values(dispatcher.samples, in_loss)
         counted = len(in_loss) if in_loss is not None and isinstance(weights, Tensor) else self.counted

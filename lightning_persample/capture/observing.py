@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from lightning_persample.torch_internals import (
     torch_function_is_enabled,
 )
 
+Answer: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
 
 class ObservingMode(TorchFunctionMode):
     """Offers every torch call to a capture.
@@ -37,9 +39,13 @@ class ObservingMode(TorchFunctionMode):
         answer: given the function, its arguments and its keyword arguments, gives what the call returns.
     """
 
-    def __init__(self, answer: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(self, answer: Answer) -> None:
         super().__init__()
-        self._answer = answer
+        self._answer = self._first = answer
+
+    def answer_by(self, answer: Answer | None) -> None:
+        """Let something else answer from now on, or (None) what answered first."""
+        self._answer = answer or self._first
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -59,7 +65,7 @@ class ObservingMode(TorchFunctionMode):
 
     def release(self) -> None:
         """Let calls run as they are from now on, and let go of the capture: a cycle would keep it for some time."""
-        self._answer = _as_it_is
+        self._answer = self._first = _as_it_is
 
     def __torch_function__(
         self,

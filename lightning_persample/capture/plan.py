@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +25,17 @@ from lightning_persample.batch_axis.observed import Description, ObservedCall, O
 from lightning_persample.batch_axis.ops import LOSSES
 from lightning_persample.capture.annotations import Mark, Marks
 from lightning_persample.capture.collector import Collector
-from lightning_persample.capture.contributions import ByRule, Placement, Use, computation, not_tensors, placement_of
+from lightning_persample.capture.contributions import (
+    ByRule,
+    Placement,
+    Programs,
+    Use,
+    computation,
+    not_tensors,
+    placement_of,
+)
 from lightning_persample.capture.failure import guard, in_smaller_chunks
-from lightning_persample.capture.graph import detached, gradient_reader, hooked_tensor, on_gradient
+from lightning_persample.capture.graph import boundary, detached, gradient_reader, hooked_tensor, on_gradient
 from lightning_persample.capture.weight import Computation, Contributions, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options
@@ -38,6 +47,7 @@ from lightning_persample.torch_internals import (
     backward_keeps_graph,
     is_view,
     is_wrapped_by_transform,
+    view_base,
     without_torch_function,
 )
 
@@ -60,6 +70,7 @@ class _Slots:
         has_lists: whether there are lists among these.
         op: its name in messages.
         shapes: of all tensors of the call.
+        programs: see `ByRule`; none are kept of rules of the user's, which may do what a program cannot.
     """
 
     placement: Placement
@@ -69,6 +80,7 @@ class _Slots:
     has_lists: bool
     op: str
     shapes: tuple[torch.Size, ...]
+    programs: Programs | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -79,18 +91,34 @@ class Plan:
         rule: the op's rule when the plan was made.
         outputs: where the batch lies in each output.
         slots: where the rule finds weights and batch; None for a call without weights.
-        place: the line of the user's on which a loss stands; None for any other call.
-        name: of the op, where the values of a loss's targets say how the samples weigh; "" for any other call.
+        loss: the op, where it is a loss; None for any other call.
+        place: the line of the user's on which that stands.
+        name: of the op, where the values of its targets say how the samples weigh; "" for any other call.
     """
 
     rule: Rule | None
     outputs: tuple[BatchAxis | Lost, ...]
     slots: _Slots | None
+    loss: object | None = None
     place: tuple[str, int] | None = None
     name: str = ""
 
+    def holds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether what was decided of a loss is so of this one, too."""
+        if self.place in READ_BY_SAMPLE or self.place != user_place():
+            return False
+        if not self.name:
+            return True
+        target = args[1] if len(args) > 1 else kwargs["target"]
+        if target.device.type in ASYNCHRONOUS:  # its values are on their way to the host when they are needed
+            return self.place not in LEAVES_OUT
+        return every_target_counts(self.loss, args, kwargs)
 
-_PLANS: dict[Hashable, Plan] = {}
+
+Sums: TypeAlias = list[tuple[Weight, Tensor]]
+
+PLANS: dict[Hashable, Plan] = {}
+"""What was decided, by the key of `read_call`."""
 
 
 def read_call(
@@ -99,26 +127,19 @@ def read_call(
     """The tensors among the arguments with their marks, and the key under which what is decided may be remembered."""
     tensors: list[Tensor] = []
     found: list[Mark | None] = []
-    key: list[Hashable] = [function, batch_size, torch.is_grad_enabled()]
-    is_key = _read(args, marks, tensors, found, key)
+    key: list[Hashable] = [function, batch_size, torch.is_grad_enabled(), len(args)]
+    is_key = "out" not in kwargs  # false where something among them may decide otherwise than by its layout
+    values = [*args]
     for name, value in kwargs.items():
-        key.append(name)
-        is_key = _read((value,), marks, tensors, found, key) and is_key and name != "out"
-    if not is_key or (len(tensors) > 1 and (function in _INDEXING or len(set(map(id, tensors))) < len(tensors))):
-        return tensors, found, None
-    return tensors, found, tuple(key)
-
-
-def _read(
-    values: Iterable[Any], marks: Marks, tensors: list[Tensor], found: list[Mark | None], key: list[Hashable]
-) -> bool:
-    """Add what arguments hold; false where something among them may decide otherwise than by its layout."""
-    is_key = True
-    for value in values:
+        values += (name, value)
+    entries, place = marks.entries, 0
+    while place < len(values):
+        value = values[place]
+        place += 1
         kind: type = type(value)
         key.append(kind)  # 1, 1.0 and True are equal, and not the same argument
         if kind is Tensor or kind is nn.Parameter:
-            entry = marks.entries.get(id(value))
+            entry = entries.get(id(value))
             mark = entry[1] if entry is not None and entry[0]() is value else None
             is_parameter = type(mark) is Weight and mark.derivation is None and value.requires_grad
             if type(mark) is not BatchAxis and not is_parameter:
@@ -144,7 +165,8 @@ def _read(
             key.append(value)
         elif isinstance(value, (tuple, list)):
             key.append(len(value))
-            is_key = _read(value, marks, tensors, found, key) and is_key and kind in _NESTED
+            values[place:place] = value
+            is_key = is_key and kind in _NESTED
         elif kind is slice:
             bounds = value.start, value.stop, value.step
             is_key = is_key and _COMPARED.issuperset(map(type, bounds))  # (a tensor in it is a number, and no operand)
@@ -154,22 +176,9 @@ def _read(
             for tensor in tensors_in(value):
                 tensors.append(tensor)
                 found.append(marks.of_operand(tensor))
-    return is_key
-
-
-def recall(layout: Hashable, op: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
-    """What was decided of a call with this layout."""
-    plan = _PLANS.get(layout)
-    if plan is None or plan.rule is not rule_of(op):
-        return None
-    if op in LOSSES and (plan.place in READ_BY_SAMPLE or plan.place != user_place()):
-        return None
-    if not plan.name:
-        return plan
-    target = args[1] if len(args) > 1 else kwargs["target"]
-    if target.device.type in ASYNCHRONOUS:  # its values are on their way to the host when they are needed
-        return None if plan.place in LEAVES_OUT else plan
-    return plan if every_target_counts(op, args, kwargs) else None
+    if not is_key or (len(tensors) > 1 and (function in _INDEXING or len(set(map(id, tensors))) < len(tensors))):
+        return tensors, found, None
+    return tensors, found, tuple(key)
 
 
 def read_targets(
@@ -211,7 +220,7 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         if slots is None:
             return
     name = call.name if is_loss and depends_on_targets(call) else ""
-    _keep(call.layout, Plan(rule, axes, slots, user_place() if is_loss else None, name))
+    _keep(call.layout, Plan(rule, axes, slots, *((call.op, user_place(), name) if is_loss else ())))
 
 
 def remember_as(
@@ -227,9 +236,9 @@ def remember_as(
 
 
 def _keep(layout: Hashable, plan: Plan) -> None:
-    if len(_PLANS) >= _MOST:
-        _PLANS.clear()
-    _PLANS[layout] = plan
+    if len(PLANS) >= _MOST:
+        PLANS.clear()
+    PLANS[layout] = plan
 
 
 def _slots_of(
@@ -247,7 +256,8 @@ def _slots_of(
     owners = tuple((name, place) for name, place in values if name in placement.weights)
     has_lists = any(isinstance(value, list) for value in others.values())
     shapes = tuple(tensor.shape for tensor in tensors)
-    return _Slots(placement, values, owners, others, has_lists, op_name(placement.rule.op), shapes)
+    programs: Programs | None = {} if placement.rule.is_builtin else None
+    return _Slots(placement, values, owners, others, has_lists, op_name(placement.rule.op), shapes, programs)
 
 
 def replay(
@@ -259,15 +269,15 @@ def replay(
     collector: Collector,
 ) -> None:
     """Mark the outputs, and let the backward report what the weights among the arguments get."""
-    if type(result) is Tensor:
-        collector.marks[result] = plan.outputs[0]
-    else:
-        for output, axis in zip(tensors_in(result), plan.outputs, strict=True):
-            collector.marks[output] = axis
+    entries, outputs = collector.marks.entries, (result,) if type(result) is Tensor else result
+    if type(outputs) is not tuple:
+        outputs = tuple(tensors_in(outputs))
+    for output, axis in zip(outputs, plan.outputs, strict=True):
+        entries[id(output)] = weakref.ref(output), axis
     slots = plan.slots
     if slots is None:
         return
-    output = result if type(result) is Tensor else next(tensors_in(result))  # a call with weights has one
+    (output,) = outputs
     owners: dict[str, Weight] = {}
     names: list[str] = []
     for name, place in slots.owners:
@@ -278,19 +288,32 @@ def replay(
     values = {}
     for name, place in slots.values:
         values[name] = tensors[place]
-    text = Description(slots.op, slots.shapes, user_place(), tuple(names))
+    text = (slots.op, slots.shapes, user_place(), tuple(names))
     others = not_tensors(slots.others) if slots.has_lists else slots.others  # (into a list a rule might write)
     compute = ByRule(slots.placement, values, others, owners, text, output)
+    compute.programs = slots.programs
     weights = [*owners.values()]
     if len(weights) > 1:
         weights = list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
-    report = Report(collector, (output,), weights, compute, text, bool(slots.placement.rule.reads))
     hooked = hooked_tensor(output) if is_view(output) else output
-    if fused is None:
+    readers = _READERS if hooked is output else [gradient_reader(output, hooked)]
+    report = Report(collector, readers, weights, compute, text, bool(slots.placement.rule.reads))
+    node, top = hooked.grad_fn, output.grad_fn
+    if fused is not None:
+        report_sums(report, {weight: name for name, weight in owners.items()}, fused)
+    elif node is None:
         report.attach((hooked,))
     else:
-        report_sums(report, {weight: name for name, weight in owners.items()}, fused)
-    collector.nodes.watch_call(output, hooked.grad_fn, tensors)  # (last: no hook on the weights has to wait then)
+        report.place = hooked.output_nr
+        node.register_prehook(guard(report.contribute, report.failed))
+    if node is not None and top is not None:  # (last: no hook on the weights has to wait then)
+        stop = set()  # as `boundary`, without a call of a Python function
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                stop.add(tensor.grad_fn)
+                if (base := view_base(tensor)) is not None and base.grad_fn is not None:
+                    stop.add(base.grad_fn)
+        collector.nodes.calls[node] = top, stop
 
 
 _READERS: list[Callable[[Tensor], Tensor]] = [detached]
@@ -304,34 +327,33 @@ class Report:
 
     Args:
         collector: receives contributions, or the reason why there are none.
-        outputs: the outputs that can get a gradient.
+        readers: how to read the gradient of each output from that of the tensor that is hooked.
         weights: the weights among the call's operands.
         compute: gives the contributions.
-        description: the call in messages.
+        text: the call in messages, as the parts of a `Description`.
         keeps_values: whether `compute` holds what autograd holds, too, and lets go with it.
+
+    Attributes:
+        place: which of the gradients of a node is read, where its hook is called with all of them.
     """
 
     __slots__ = (
-        "_collector", "_compute", "_handle", "_keeps_values", "_kind", "_readers", "_text", "_weights",
+        "_collector", "_compute", "_handle", "_keeps_values", "_readers", "_text", "_weights", "place",
     )  # fmt: skip
 
     def __init__(
         self,
         collector: Collector,
-        outputs: Sequence[Tensor],
+        readers: Sequence[Callable[[Tensor], Tensor]],
         weights: list[Weight],
         compute: Computation,
-        description: Description,
+        text: tuple[Any, ...],
         keeps_values: bool,
     ) -> None:
-        self._collector, self._weights, self._text = collector, weights, description
+        self._collector, self._readers, self._weights, self._text = collector, readers, weights, text
         self._compute: Computation | None = compute
         self._keeps_values = keeps_values
-        self._kind = outputs[0].device.type
-        if len(outputs) == 1 and not is_view(outputs[0]):  # as nearly always
-            self._readers = _READERS
-        else:
-            self._readers = [gradient_reader(output) for output in outputs]
+        self.place: int | None = None
 
     def attach(self, hooked: Sequence[Tensor]) -> None:
         """Wait for the gradients of the outputs, given the tensors whose hooks report them."""
@@ -343,11 +365,8 @@ class Report:
         if node is None:
             hooked[0].register_hook(guard(lambda grad: self.contribute((grad,)), self.failed))
         else:  # after all hooks of the user's that may change the gradient
-            node.register_prehook(guard(self._before_node, self.failed, hooked[0].output_nr))
-
-    def _before_node(self, place: int, grads: Sequence[Tensor | None]) -> None:
-        if grads[place] is not None:
-            self.contribute((grads[place],))
+            self.place = hooked[0].output_nr
+            node.register_prehook(guard(self.contribute, self.failed))
 
     def _after_all(self, grads: Sequence[Tensor | None]) -> None:
         self.contribute(grads)
@@ -355,48 +374,51 @@ class Report:
             self._handle.remove()  # it holds nodes that hold it, a circle that no collector sees
 
     def _freed(self, grads: Sequence[Tensor | None]) -> Contributions:
-        raise UnsupportedError(f"{self._text}: {_FREED}")
+        raise UnsupportedError(f"{Description(*self._text)}: {_FREED}")
 
-    def contribute(self, grads: Sequence[Tensor | None], wants_sums: bool = False) -> list[tuple[Weight, Tensor]]:
-        """Note what the samples contribute."""
-        collector = self._collector
+    def contribute(self, grads: Sequence[Tensor | None], wants_sums: bool = False) -> Sums | None:
+        """Note what the samples contribute; -> the sums over the samples that were wanted and formed, if any."""
+        collector, weights = self._collector, self._weights
+        if self.place is not None:
+            grads = (grads[self.place],)
+            if grads[0] is None:
+                return None
         if not collector.accepting:
-            return []
-        for weight in self._weights:
+            return None
+        for weight in weights:
             if weight.reports:  # no hook on it has to wait for its gradient
                 for name in weight.names:
                     collector.got_gradient[name] = None
-        if collector.refused and all(weight.names <= collector.refused.keys() for weight in self._weights):
+        if collector.refused and all(weight.names <= collector.refused.keys() for weight in weights):
             if collector.frees:
                 self._compute = None
-            return []
-        options, compute = collector.kernel_options, self._compute
+            return None
+        options = collector.kernel_options
         with without_torch_function():
-            grad = grads[0] if self._readers is _READERS and not wants_sums and collector.samples is None else None
-            if grad is not None and type(compute) is ByRule and collector.takes_norms_of(self._weights):
-                sq_norms = compute.sq_norms(grad)
-                if sq_norms is not None:
-                    for weight, sq_norm in zip(self._weights, sq_norms, strict=True):
-                        weight.sq_norm = sq_norm
-                    if collector.frees:
-                        self._compute = None
-                    return []
             if options.max_memory is None and not (torch.is_grad_enabled() or any_autocast_is_on()):
-                return self._collect(grads, wants_sums)
+                return self._collect(grads, wants_sums) or None
             # On CUDA this is another thread; a backward may create a graph, or run under autocast.
-            with kernel_options(options), torch.no_grad(), without_autocast(self._kind):
-                return self._collect(grads, wants_sums)
+            kind = next(grad.device.type for grad in grads if grad is not None)
+            with kernel_options(options), torch.no_grad(), without_autocast(kind):
+                return self._collect(grads, wants_sums) or None
 
-    def _collect(self, grads: Sequence[Tensor | None], wants_sums: bool) -> list[tuple[Weight, Tensor]]:
-        collector, compute = self._collector, self._compute or self._freed
-        read: list[Tensor | None] = []
-        for grad, reader in zip(grads, self._readers, strict=True):
-            if grad is not None and not (reader is detached and not grad.requires_grad):
-                grad = reader(grad)
-            read.append(grad)
-        sums = collector.collect(in_smaller_chunks(partial(compute, read)), wants_sums)
-        if collector.kept:
-            collector.note_call(self._weights, compute, read)
+    def _collect(self, grads: Sequence[Tensor | None], wants_sums: bool) -> Sums:
+        collector, compute, weights = self._collector, self._compute or self._freed, self._weights
+        results = None
+        if type(compute) is ByRule and collector.samples is None and collector.takes_norms_of(weights):
+            limit = collector.kernel_options.max_memory
+            results = compute.norms(
+                grads[0], self._readers[0], wants_sums, limit, partial(collector.correct_later, weights)
+            )
+        if results is not None:
+            for weight, sq_norm in zip(weights, results, strict=False):
+                weight.sq_norm = sq_norm
+            sums = [*zip(weights, results[len(weights) :], strict=False)]
+        else:
+            read = [None if g is None else reader(g) for g, reader in zip(grads, self._readers, strict=True)]
+            sums = collector.collect(in_smaller_chunks(partial(compute, read)), wants_sums)
+            if collector.kept:
+                collector.note_call(weights, compute, read)
         if collector.frees and self._keeps_values:
             self._compute = None  # autograd lets its saved tensors go now, too
         return sums
@@ -404,7 +426,7 @@ class Report:
     def failed(self, error: Exception) -> None:
         """Say why there are no contributions."""
         collector = self._collector
-        reason = collector.why(error, str(self._text))
+        reason = collector.why(error, Description(*self._text))
         for weight in self._weights:
             for name in weight.names:
                 collector.got_gradient.setdefault(name, None)
@@ -425,24 +447,27 @@ def attach(use: Use, collector: Collector) -> None:
         refuse_where_used(use.call.outputs, weights, reason, collector)
         return
     outputs = [output for output, _ in use.outputs]
-    keeps_values = use.rule is None or bool(use.rule.reads)
-    report = Report(collector, outputs, weights, computation(use), use.description, keeps_values)
-    names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
     hooked = [hooked_tensor(output) for output in outputs]
+    readers = [gradient_reader(output, base) for output, base in zip(outputs, hooked, strict=True)]
+    keeps_values = use.rule is None or bool(use.rule.reads)
+    report = Report(collector, readers, weights, computation(use), use.description, keeps_values)
+    names = {use.weights[id(value)]: name for name, value in use.arguments.items() if id(value) in use.weights}
     if use.call.fused is None:
         report.attach(hooked)
     else:
         report_sums(report, names, use.call.fused)
     writes = use.call.inplace or bool(use.call.written)
     if use.rule is not None and len(outputs) == len(use.call.outputs) == 1 and not writes:
-        collector.nodes.watch_call(outputs[0], hooked[0].grad_fn, [operand.tensor for operand in use.call.operands])
+        node, top = hooked[0].grad_fn, outputs[0].grad_fn
+        if node is not None and top is not None:
+            collector.nodes.calls[node] = top, boundary(operand.tensor for operand in use.call.operands)
 
 
 def report_sums(report: Report, names: Mapping[Weight, str], fused: OwnBackward) -> None:
     """Let the backward of a call that runs fused report, and take the sums that this forms."""
 
     def sums_by_name(grad: Tensor, wanted: bool) -> dict[str, Tensor]:
-        return {names[weight]: total for weight, total in report.contribute((grad,), wanted and bool(names))}
+        return {names[weight]: total for weight, total in report.contribute((grad,), wanted and bool(names)) or ()}
 
     def none(error: Exception) -> dict[str, Tensor]:
         report.failed(error)

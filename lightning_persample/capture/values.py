@@ -37,11 +37,6 @@ class Values:
         return KeptGradients({name: self.structures[name] for name in names}, self.dtypes, own, quantities)
 
 
-def has_value(weight: Weight) -> bool:
-    """Whether a backward has left anything of a weight's per-sample gradient."""
-    return weight.sq_norm is not None or bool(weight.contributions)
-
-
 def read_values(
     watched: WatchedParameters,
     dispatcher: Dispatcher,
@@ -152,7 +147,7 @@ def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | N
         return total.sq_norm()
     value, later = total.sq_norm_or_later()
     if later.corrections:
-        dispatcher.corrections.append((weight, later))
+        dispatcher.corrections.append(([weight], later))
     return value
 
 

@@ -7,7 +7,6 @@ e(i) the unit vector of row i; see `lightning_persample.gradients.norms` for pre
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_persample.gradients.cost import chunks
@@ -28,7 +27,7 @@ def _number_groups(index: Tensor) -> Tensor:
     # Two positions get the same number if and only if sample and index are equal. The work does not depend on how many
     # numbers there are, so that an accelerator need not wait for the count.
     ordered, order = index.sort(dim=1)
-    rank = F.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
+    rank = torch.constant_pad_nd((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
     first = torch.arange(index.shape[0], device=index.device).unsqueeze(1) * index.shape[1]
     return torch.empty_like(index).scatter_(1, order, rank + first)
 
@@ -66,7 +65,7 @@ def _squares_by_repeats(index: Tensor, right: Tensor) -> Tensor:
     same, squares = ordered[:, 1:] == ordered[:, :-1], row_sq_norms(right)
     if not same.any():
         return squares.sum(1)
-    as_before = F.pad(same, (1, 1))
+    as_before = torch.constant_pad_nd(same, (1, 1))
     sample, place = (as_before[:, :-1] | as_before[:, 1:]).nonzero(as_tuple=True)
     position, begins = order[sample, place], ~as_before[sample, place]
     group, owner = begins.cumsum(0) - 1, sample[begins]

@@ -278,7 +278,7 @@ def convolved(inputs: Tensor, kernel: Tensor, geometry: PatchGeometry, out_size:
     # inputs (n, C, *in), kernel (O, C/groups, *kernel) -> (n, O, *out_size)
     padding = tuple(before for before, _ in geometry.padding)
     if any(before != after for before, after in geometry.padding):
-        inputs = F.pad(inputs, [number for pair in reversed(geometry.padding) for number in pair])
+        inputs = torch.constant_pad_nd(inputs, [number for pair in reversed(geometry.padding) for number in pair])
         padding = (0,) * len(padding)
     out = _CONVOLUTIONS[len(out_size)](
         inputs, kernel, None, geometry.stride, padding, geometry.dilation, geometry.groups

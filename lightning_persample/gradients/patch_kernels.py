@@ -13,7 +13,6 @@ from math import prod
 from operator import mul
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_persample.gradients.cost import PatchKernel, PatchSizes
@@ -59,7 +58,7 @@ class Rows:
         extent = self.geometry.extent(self.out_size)
         axes = list(zip(self.input.shape[3:], self.geometry.padding, extent, strict=True))
         pad = [n for size, (before, _), end in reversed(axes) for n in (before, max(0, end - size - before))]
-        padded = F.pad(self.input, pad) if any(pad) else self.input
+        padded = torch.constant_pad_nd(self.input, pad) if any(pad) else self.input
         for axis, end in enumerate(extent, start=3):  # (nothing but padding before the input may be read)
             padded = padded if padded.shape[axis] == end else padded.narrow(axis, 0, end)
         return padded.transpose(1, 2)
@@ -85,7 +84,7 @@ class Rows:
         read = self.read().squeeze(2)
         missing = (phases - 1) * step + (length - 1) * stride + 1 - read.shape[2]
         if missing > 0:
-            read = F.pad(read, (0, 0) * (read.dim() - 3) + (0, missing))
+            read = torch.constant_pad_nd(read, (0, 0) * (read.dim() - 3) + (0, missing))
         along = read.stride()[3:]
         kernel = [gap * one for gap, one in zip(geometry.dilation[1:], along, strict=True)]
         output = [step * one for step, one in zip(geometry.stride[1:], along, strict=True)]
@@ -176,7 +175,9 @@ def _products_autocorrelation(rows: Rows) -> Tensor:
     if set(geometry.stride) == {1}:  # the gradient of the output in the places of the input, so that rows fit to rows
         missing = [one for axis in reversed(range(3, read.dim())) for one in (0, read.shape[axis] - out_size[axis - 2])]
         last = 1 + sum((size - 1) * stride for size, stride in zip(out_size, along, strict=True))
-        outputs = F.pad(rows.grad_out, missing).transpose(1, 2).reshape(groups, -1, positions)[:, :, :last]
+        outputs = (
+            torch.constant_pad_nd(rows.grad_out, missing).transpose(1, 2).reshape(groups, -1, positions)[:, :, :last]
+        )
         products = torch.bmm(outputs.transpose(1, 2), outputs)
         products *= gram.as_strided(products.shape, (gram.stride(0), positions, 1))
         return products

@@ -121,10 +121,10 @@ class DeliveringDispatcher(Dispatcher):
                 return function(*args, **kwargs)
             if function is torch.autograd.grad:
                 return self.differentiate(function, args, kwargs)
-            return self.call(function, args, kwargs, mode)
+            return self.call(function, args, kwargs)
 
-        mode = ObservingMode(answer)
-        with modules_do_not_see(), mode.active():
+        self.visible = ObservingMode(answer)
+        with modules_do_not_see(), self.visible.active():
             return function(*args, **kwargs)
 
     def end_forward(self) -> None:

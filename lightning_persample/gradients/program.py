@@ -1,0 +1,237 @@
+"""What was computed from some tensors once, to be computed again from others that are laid out alike.
+
+What a rule and the kernels of its structures call depends on shapes, strides and dtypes alone. Recorded, it is a list
+of torch calls, which run again without the Python code that chose them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from operator import getitem, itemgetter
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_persample.torch_internals import as_called, with_torch_function, without_torch_function
+
+_MOST = 512  # calls of one program
+
+# Of these the shapes, strides and dtypes of the results depend on those of the arguments alone, and the values on
+# nothing but their values. What is neither here nor in `_LAYOUT` is not recorded.
+_CALLS = frozenset({
+    "T", "__add__", "__getitem__", "__iadd__", "__imul__", "__matmul__", "__mul__", "__neg__", "__radd__", "__rmul__",
+    "__rsub__", "__setitem__", "__sub__", "__truediv__", "abs", "add", "add_", "amin", "arange", "as_strided", "bmm",
+    "cat", "conj", "constant_pad_nd", "contiguous", "conv1d", "conv2d", "conv3d", "convolution_backward", "copy_",
+    "cumsum", "detach", "diagonal", "div", "div_", "empty", "expand", "expand_as", "flatten", "float", "gather",
+    "index_add_", "layer_norm", "linalg_vector_norm", "mT", "matmul", "movedim", "mul", "mul_", "narrow",
+    "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "neg", "new_empty", "new_zeros", "pad",
+    "permute", "real", "repeat", "reshape", "resolve_conj", "rms_norm", "rsqrt", "rsqrt_", "scatter_", "select", "sqrt",
+    "square", "square_", "squeeze", "stack", "sub", "sum", "t", "to", "transpose", "unflatten", "unsqueeze", "view",
+    "view_as", "zeros", "zeros_like",
+})  # fmt: skip
+_LAYOUT = frozenset({
+    "__len__", "_version", "data_ptr", "device", "dim", "dtype", "element_size", "is_complex", "is_contiguous",
+    "is_floating_point", "is_meta", "layout", "ndim", "numel", "requires_grad", "shape", "size", "storage_offset",
+    "stride",
+})  # fmt: skip
+_SAME = frozenset(
+    {"contiguous", "conj", "detach", "float", "real", "resolve_conj", "to"}
+)  # may give back what they were given
+
+
+class Program:
+    """Torch calls on slots, the first of which hold what it is given.
+
+    Args:
+        steps: of each call its function, the slots of its arguments, that of its result, and those that nobody reads
+            any more.
+        constants: what the slots hold besides, in order.
+        results: slots of the results.
+        checks: slots of numbers, each with the least for which the results hold.
+    """
+
+    __slots__ = ("_checks", "_constants", "_read", "_steps")
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[Callable[..., Any], Callable[[list[Any]], Any], int, tuple[int, ...]]],
+        constants: Sequence[Any],
+        results: Sequence[int],
+        checks: Sequence[tuple[int, float]],
+    ) -> None:
+        self._steps, self._constants, self._read, self._checks = steps, constants, _reader(results), checks
+
+    def run(self, given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[tuple[Tensor, float]]]:
+        """The results for tensors laid out like those of the recording, which hold if no number is below its least."""
+        slots = [*given, *self._constants]
+        for function, read, place, over in self._steps:
+            slots[place] = function(*read(slots))
+            for slot in over:
+                slots[slot] = None
+        checks = []
+        for slot, least in self._checks:
+            checks.append((slots[slot], least))
+        return self._read(slots), checks
+
+
+def at_least(number: Tensor, least: float) -> bool:
+    """Whether a number is not below another; a program asks again."""
+    recorder = _recorder.get()
+    if recorder is None:
+        return float(number) >= least
+    with without_torch_function():
+        holds = float(number) >= least
+    recorder.check(number, least, holds)
+    return holds
+
+
+def record(compute: Callable[[], Sequence[Tensor]], given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Program | None]:
+    """What a function computes, and the program that does so from tensors laid out like `given`, if there is one."""
+    recorder = _Recorder(given)
+    before = _recorder.set(recorder)
+    try:
+        with with_torch_function(), recorder:
+            results = compute()
+    finally:
+        _recorder.reset(before)
+    return results, recorder.program(results)
+
+
+class _Recorder(TorchFunctionMode):
+    """Takes note of the torch calls on tensors that it knows: those that are given, and what was made of them."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._places: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._constants: list[Any] = []
+        self._steps: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self._checks: list[tuple[int, float]] = []
+        self._given, self._is_known = len(given), len({*map(id, given)}) == len(given)
+        for place, tensor in enumerate(given):
+            self._places[id(tensor)] = weakref.ref(tensor), place
+            self._is_known &= type(tensor) is Tensor and not (tensor.is_complex() or tensor.is_neg())
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Make the call, offered to nobody else, and note it."""
+        with without_torch_function():
+            result = func(*args, **(kwargs or {}))
+            if self._is_known:
+                self._is_known = self._note(func, args, kwargs or {}, result)
+        return result
+
+    def check(self, number: Tensor, least: float, holds: bool) -> None:
+        """Note a question about a value, and whether the answer was as nearly always."""
+        place = self._place_of(number)
+        self._is_known &= holds and place is not None
+        if place is not None:
+            self._checks.append((place, least))
+
+    def program(self, results: Sequence[Tensor]) -> Program | None:
+        """The calls in order; what none of them reads any more is let go at once."""
+        places = [self._place_of(result) for result in results]
+        if not self._is_known or None in places or len(self._steps) > _MOST:
+            return None
+        kept = {*places, *(slot for slot, _ in self._checks), *range(self._given)}
+        steps, met = [], {slot for slot in kept if slot is not None}
+        constant = {self._given + slot for slot, value in enumerate(self._constants) if value is not None}
+        for function, arguments, place in reversed(self._steps):
+            over = tuple({*arguments, place} - met - constant)
+            met.update(over)
+            steps.append((function, _reader(arguments), place, over))
+        return Program(steps[::-1], self._constants, [slot for slot in places if slot is not None], self._checks)
+
+    def _note(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> bool:
+        name = _name_of(function)
+        if name in _LAYOUT:
+            return not isinstance(result, Tensor)
+        several = isinstance(result, (tuple, list))
+        if name not in _CALLS or (name in ("__getitem__", "__setitem__") and not _is_by_layout(args[1])):
+            return False
+        if name in _SAME and args and result is args[0]:
+            return self._place_of(result) is not None
+        function, arguments = as_called(function), [self._slot(arg) for arg in args]
+        if isinstance(kwargs.get("out"), Tensor):
+            arguments.append(self._slot(kwargs["out"]))
+            function, kwargs = partial(_into, function), {n: v for n, v in kwargs.items() if n != "out"}
+        if kwargs:
+            if any(isinstance(value, Tensor) for value in kwargs.values()):
+                return False
+            function = partial(function, **kwargs)
+        if None in arguments or not arguments:
+            return False
+        place = self._place_of(result) if isinstance(result, Tensor) else None
+        place = self._new(None) if place is None else place
+        self._steps.append((function, tuple(slot for slot in arguments if slot is not None), place))
+        if isinstance(result, Tensor):
+            self._places[id(result)] = weakref.ref(result), place
+        elif several:
+            for part, tensor in enumerate(result):
+                if isinstance(tensor, Tensor):
+                    own = self._new(None)
+                    self._steps.append((getitem, (place, self._new(part)), own))
+                    self._places[id(tensor)] = weakref.ref(tensor), own
+        return result is None or several or isinstance(result, Tensor)
+
+    def _slot(self, value: Any) -> int | None:
+        """Where a program has an argument; None of a tensor that is not known."""
+        if isinstance(value, Tensor):
+            return self._place_of(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            parts = [self._slot(item) for item in value]
+            if None in parts:
+                return None
+            place = self._new(None)
+            self._steps.append((_together, tuple(slot for slot in parts if slot is not None), place))
+            return place
+        return self._new(value)
+
+    def _place_of(self, tensor: Tensor) -> int | None:
+        reference, place = self._places.get(id(tensor), (None, 0))
+        return place if reference is not None and reference() is tensor else None
+
+    def _new(self, value: Any) -> int:
+        self._constants.append(value)
+        return self._given + len(self._constants) - 1
+
+
+_recorder: ContextVar[_Recorder | None] = ContextVar("what takes note of the calls", default=None)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Name of a torch function, of a method, or of the attribute that it reads."""
+    name: str = getattr(function, "__name__", "")
+    return getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else name
+
+
+def _is_by_layout(index: Any) -> bool:
+    """Whether the shape of what an index picks does not depend on values."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(
+        isinstance(item, (int, slice, type(None), type(Ellipsis))) and not isinstance(item, bool) for item in items
+    )
+
+
+def _reader(slots: Sequence[int]) -> Callable[[list[Any]], Any]:
+    """Reads slots in one call, which gives a tuple or list."""
+    return itemgetter(*slots) if len(slots) > 1 else itemgetter(slice(slots[0], slots[0] + 1))
+
+
+def _into(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    *args_, out = args
+    return function(*args_, out=out, **kwargs)
+
+
+def _together(*items: Any) -> tuple[Any, ...]:
+    return items
