@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ from lightning_persample.rules import Call, Rule, generic_rule, op_name
 from lightning_persample.rules.elementwise import widen
 from lightning_persample.torch_internals import saved_results, tree_flatten, tree_unflatten, version_counter
 
-_UNSEEN: Any = object()
-
-Programs: TypeAlias = dict[Hashable, Program | None]
+Programs: TypeAlias = dict[Hashable, Program | Literal["none"]]
 
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
 
@@ -325,13 +323,15 @@ class ByRule:
             grad = grad.detach()
         given = (*self._tensors.values(), *self._saved.values(), grad)
         key = (wants_sums, max_memory, grad.dtype, grad.device, *map(Tensor.stride, given))
-        program = programs.get(key, _UNSEEN)
-        if program is None:
+        program = programs.get(key)
+        if program == "none":
             return None
         compute = partial(self._norms, grad, reader, wants_sums)
         try:
-            if program is _UNSEEN:
-                results, programs[key] = record(compute, given)
+            if program is None:
+                results, made = record(compute, given)
+                if made != "not now":
+                    programs[key] = made
                 return results
             results, checks = program.run(given)
         except torch.OutOfMemoryError:  # smaller chunks take less

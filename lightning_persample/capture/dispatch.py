@@ -622,6 +622,7 @@ class Dispatcher(Collector):
         self.writes.clear()
         self.noted.clear()
         self.excuses.clear()
+        self.others = {}  # (who answers them holds this one)
         self._inner = None
 
 

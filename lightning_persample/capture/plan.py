@@ -407,9 +407,7 @@ class Report:
         results = None
         if type(compute) is ByRule and collector.samples is None and collector.takes_norms_of(weights):
             limit = collector.kernel_options.max_memory
-            results = compute.norms(
-                grads[0], self._readers[0], wants_sums, limit, partial(collector.correct_later, weights)
-            )
+            results = compute.norms(grads[0], self._readers[0], wants_sums, limit, collector.correct_later)
         if results is not None:
             for weight, sq_norm in zip(weights, results, strict=False):
                 weight.sq_norm = sq_norm

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from operator import getitem, itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -35,12 +35,11 @@ _CALLS = frozenset({
 })  # fmt: skip
 _LAYOUT = frozenset({
     "__len__", "_version", "data_ptr", "device", "dim", "dtype", "element_size", "is_complex", "is_contiguous",
-    "is_floating_point", "is_meta", "layout", "ndim", "numel", "requires_grad", "shape", "size", "storage_offset",
-    "stride",
+    "is_floating_point", "is_meta", "layout", "ndim", "numel", "promote_types", "requires_grad", "shape", "size",
+    "storage_offset", "stride",
 })  # fmt: skip
-_SAME = frozenset(
-    {"contiguous", "conj", "detach", "float", "real", "resolve_conj", "to"}
-)  # may give back what they were given
+# Of these the result may be what they were given.
+_SAME = frozenset({"contiguous", "conj", "detach", "float", "real", "resolve_conj", "to"})
 
 
 class Program:
@@ -89,7 +88,9 @@ def at_least(number: Tensor, least: float) -> bool:
     return holds
 
 
-def record(compute: Callable[[], Sequence[Tensor]], given: Sequence[Tensor]) -> tuple[Sequence[Tensor], Program | None]:
+def record(
+    compute: Callable[[], Sequence[Tensor]], given: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Program | Literal["none", "not now"]]:
     """What a function computes, and the program that does so from tensors laid out like `given`, if there is one."""
     recorder = _Recorder(given)
     before = _recorder.set(recorder)
@@ -110,6 +111,7 @@ class _Recorder(TorchFunctionMode):
         self._constants: list[Any] = []
         self._steps: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self._checks: list[tuple[int, float]] = []
+        self._holds = True
         self._given, self._is_known = len(given), len({*map(id, given)}) == len(given)
         for place, tensor in enumerate(given):
             self._places[id(tensor)] = weakref.ref(tensor), place
@@ -132,15 +134,18 @@ class _Recorder(TorchFunctionMode):
     def check(self, number: Tensor, least: float, holds: bool) -> None:
         """Note a question about a value, and whether the answer was as nearly always."""
         place = self._place_of(number)
+        self._holds &= holds
         self._is_known &= holds and place is not None
         if place is not None:
             self._checks.append((place, least))
 
-    def program(self, results: Sequence[Tensor]) -> Program | None:
+    def program(self, results: Sequence[Tensor]) -> Program | Literal["none", "not now"]:
         """The calls in order; what none of them reads any more is let go at once."""
+        if not self._holds:  # these calls are not the usual ones
+            return "not now"
         places = [self._place_of(result) for result in results]
         if not self._is_known or None in places or len(self._steps) > _MOST:
-            return None
+            return "none"
         kept = {*places, *(slot for slot, _ in self._checks), *range(self._given)}
         steps, met = [], {slot for slot in kept if slot is not None}
         constant = {self._given + slot for slot, value in enumerate(self._constants) if value is not None}

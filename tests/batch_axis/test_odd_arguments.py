@@ -27,7 +27,7 @@ def cube() -> Tensor:
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
 def test_a_list_that_is_changed_before_the_backward(monkeypatch: pytest.MonkeyPatch, name: str, fuse: bool) -> None:
-    monkeypatch.setattr(plan, "_PLANS", {})  # the first call of a layout, and one that is known
+    plan.PLANS.clear()  # the first call of a layout, and one that is known
 
     def forward(module: Any, x: Tensor) -> Tensor:
         options = {name: [2, 2]}
@@ -126,7 +126,7 @@ def test_nested_tensors_run_as_without() -> None:
 @pytest.mark.parametrize("held", range(12))
 def test_a_result_in_the_place_of_another_that_is_gone(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
     """Of two calls of one op, laid out differently, the second's result may get the id of the first's."""
-    monkeypatch.setattr(plan, "_PLANS", {})
+    plan.PLANS.clear()
     size = 3 + held
     x = torch.randn(size, size, D)
     first = Model(lambda m, x: F.layer_norm(x, (D,), m.a.weight, m.a.bias), a=nn.LayerNorm(D))

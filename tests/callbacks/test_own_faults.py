@@ -149,7 +149,7 @@ def test_a_fault_is_said_once_and_the_training_is_that_without_us(
     kind: type, function: Callable[..., Any], tmp_path: Any
 ) -> None:
     plain = without_us(kind)
-    plan._PLANS.clear()
+    plan.PLANS.clear()
     annotations.KINDS.clear()
     with broken(function, "KeyError"):
         module, trainer, said = trained(kind, all_of_ours(tmp_path), tmp_path / "watched")

@@ -210,7 +210,7 @@ def test_normalisations_that_look_alike(frozen):
         for forward in NORMALISATIONS.values():
             step = Step(lambda w, b, x, forward=forward: forward(w, b, x) + F.linear(x, w), frozen)
             assert_exact(step, mean_of_squares, (cube(),))
-    assert {F.layer_norm, F.group_norm, F.rms_norm} <= {key[0] for key in plan._PLANS}
+    assert {F.layer_norm, F.group_norm, F.rms_norm} <= {key[0] for key in plan.PLANS}
 
 
 def test_a_normalisation_of_the_samples_is_refused_in_every_step():
@@ -258,11 +258,11 @@ def test_a_weight_that_is_written_to_before_the_backward_is_refused_in_every_ste
 
 
 def test_what_is_remembered_is_bounded_and_may_be_forgotten_at_any_time(monkeypatch):
-    monkeypatch.setattr(plan, "_PLANS", {})
+    plan.PLANS.clear()
     monkeypatch.setattr(plan, "_MOST", 3)
     for size in (2, 3, 4, 5, 2, 3):
         assert_exact(Step(layered(lambda h: h.transpose(1, 2).mT)), mean_of_squares, (cube()[:, :size],))
-        assert 0 < len(plan._PLANS) <= 3
+        assert 0 < len(plan.PLANS) <= 3
 
 
 AXIS = BatchAxis(0)

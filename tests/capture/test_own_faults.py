@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from lightning_persample.capture import (
     values,
 )
 from lightning_persample.capture.failure import FAULT
-from lightning_persample.gradients import Outer
+from lightning_persample.gradients import Outer, program
 from tests.own_faults import broken, called, interrupted, name_of
 
 B = 4
@@ -77,7 +78,6 @@ FUNCTIONS: list[Callable[..., Any]] = [
     annotations.in_parts,
     annotations.kind_of,
     plan.read_call,
-    plan.recall,
     annotations.Marks.axis_of_all,
     annotations.Marks.get,
     annotations.Marks.of_operand,
@@ -94,9 +94,9 @@ FUNCTIONS: list[Callable[..., Any]] = [
     plan.Report.contribute,
     contributions.Use.__init__,
     plan.attach,
-    values.has_value,
     values.read_values,
     collector.WatchedNodes.below,
+    collector.WatchedNodes._read_calls,
     collector.WatchedNodes.watch_inside,
     pull_back.settle,
     pull_back.pull_back,
@@ -114,7 +114,7 @@ def observed_step(function: Callable[..., Any], kind: str, quantities: tuple[str
     module, x, y = Network(), torch.randn(B, 5), torch.tensor([0, 2, 1, 1])
     plain = step(module, x, y)
     module.zero_grad()
-    plan._PLANS.clear()
+    plan.PLANS.clear()
     annotations.KINDS.clear()
     with broken(function, kind), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PerSampleWarning)
@@ -147,6 +147,27 @@ def test_a_fault_costs_values_and_is_said_once(function: Callable[..., Any], kin
     assert "please report it" in said[0]
     assert record.unsupported
     assert record.coverage < 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [plan.Plan.holds, plan.replay, contributions.ByRule.norms, program.Program.run, collector.Collector.takes_norms_of],
+)
+def test_a_fault_in_a_warm_step_costs_values_and_is_said_once(function: Callable[..., Any]) -> None:
+    """What runs a second time only: here, the third."""
+    plan.PLANS.clear()
+    torch.manual_seed(0)
+    module, x, y = Network(), torch.randn(B, 5), torch.tensor([0, 2, 1, 1])
+    plain = step(module, x, y)
+    for fault in (None, None, function):
+        module.zero_grad()
+        with warnings.catch_warnings(record=True) as caught, broken(fault) if fault else nullcontext():
+            warnings.simplefilter("always", PerSampleWarning)
+            with expanded_weights(module, (x, y)) as capture:
+                found = step(module, x, y)
+        assert all(torch.equal(value, found[name]) for name, value in plain.items())
+        assert (capture.record.coverage < 1) == (len(caught) == 1) == (fault is not None)
+    assert "broken inside; this is a fault of lightning_persample (" in str(caught[0].message)
 
 
 @pytest.mark.parametrize("function", [plan.read_call, plan.Report.attach, values.read_values, annotations.kind_of])
@@ -309,7 +330,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def larger_step(options: dict[str, Any] | None) -> tuple[nn.Module, dict[str, Tensor], Any, list[str]]:
     torch.manual_seed(0)
     module, x, y = Larger(), torch.randn(B, 5), torch.tensor([0, 2, 1, 1])
-    plan._PLANS.clear()
+    plan.PLANS.clear()
     annotations.KINDS.clear()
     if options is None:
         return module, step(module, x, y), None, []

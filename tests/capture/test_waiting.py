@@ -70,8 +70,9 @@ def test_a_warm_step_waits_for_nothing(runs, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_first_step_reads_the_targets_of_the_loss_once(runs, name):
-    assert set(runs[name]["cold"]) == {"batch_axis/losses.py:every_target_counts"} | READ.get(name, set())
+def test_the_first_step_reads_the_targets_of_the_loss_and_whether_norms_cancel(runs, name):
+    targets = {"batch_axis/losses.py:every_target_counts"}
+    assert set(runs[name]["cold"]) - {"gradients/program.py:at_least"} == targets | READ.get(name, set())
 
 
 @pytest.mark.slow
