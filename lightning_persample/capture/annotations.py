@@ -25,6 +25,7 @@ from lightning_persample.batch_axis.ops import LOSSES, OPS, POINTWISE, having
 from lightning_persample.capture.observing import is_composite
 from lightning_persample.capture.weight import Weight, base_of, places_in
 from lightning_persample.rules import canonical_op
+from lightning_persample.torch_internals import is_wrapped_by_transform
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 _ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of the call, in its order
@@ -245,10 +246,12 @@ class Marks:
                     return None
                 if found is None or first is None:
                     first, found, rank = value, mark, value.dim()
-                elif value.dim() != rank or not (
-                    (mark is found or mark.is_same(found)) and is_plain(value) and is_plain(first)
-                ):
+                elif value.dim() != rank or not (mark is found or mark.is_same(found)):
                     return None
+                else:
+                    for tensor in (value, first):  # as `is_plain`, without a call
+                        if tensor.layout is not torch.strided or tensor.is_nested or is_wrapped_by_transform(tensor):
+                            return None
             elif type(value) not in _NUMBERS:
                 return None
         return None if found is None else (found, rank)

@@ -29,8 +29,8 @@ from lightning_persample.capture.failure import (
 from lightning_persample.capture.graph import Edges, boundary, edges_between, ends_below, leaf_of, on_gradient
 from lightning_persample.capture.pull_back import settle_one
 from lightning_persample.capture.weight import Computation, Weight
-from lightning_persample.gradients import Dense, KernelOptions, SampleGradient, sq_norms, sq_norms_and_sum
-from lightning_persample.gradients.cost import MEMORY_BUDGET
+from lightning_persample.gradients import Dense, SampleGradient, sq_norms, sq_norms_and_sum
+from lightning_persample.gradients.cost import DEFAULT_OPTIONS, MEMORY_BUDGET
 from lightning_persample.gradients.host import ASYNCHRONOUS
 from lightning_persample.gradients.precision import Later
 from lightning_persample.torch_internals import AccumulateGrad
@@ -91,7 +91,8 @@ class WatchedNodes:
             further: list[Node] = []
             weights: list[Weight] = []
             inner: list[tuple[Node, list[Weight]]] = []
-            is_plain = top is node or [below for below, _ in top.next_functions] == [node]  # (its output is a view)
+            edges = top.next_functions
+            is_plain = top is node or (len(edges) == 1 and edges[0][0] is node)  # (its output is a view)
             for end, _ in node.next_functions if is_plain else ():
                 if end is None:
                     continue
@@ -151,7 +152,7 @@ class WatchedNodes:
             for following, _ in node.next_functions:
                 if following is None:
                     continue
-                if is_unseen:
+                if is_unseen and (type(following) is AccumulateGrad or following in self._weights):
                     weights = self.weights_of(following)
                     if weights:
                         unseen.append((node, weights))
@@ -339,11 +340,13 @@ class Collector:
         self.nodes = WatchedNodes(self.marks)
         self.notes = Notes(self)
         self.keep: Callable[[Tensor], Tensor] = Tensor.detach
+        kinds: set[str] = set()
         entries = self.marks.entries  # (filled without a call for each: a model has hundreds)
         for name, parameter in weights.items():
             weight = Weight(frozenset({name}), parameter)
             self.weights.append(weight)
             entries[id(parameter)] = weakref.ref(parameter), weight
+            kinds.add(parameter.device.type)
         for buffer in buffers:
             entries[id(buffer)] = weakref.ref(buffer), KNOWN
         self.refused: dict[str, str] = {}
@@ -352,7 +355,7 @@ class Collector:
         self.keep_structures = keep_structures
         self.kept: set[str] = set()
         self.dtypes: set[torch.dtype] = set()
-        self.kernel_options = KernelOptions()
+        self.kernel_options = DEFAULT_OPTIONS
         self.samples: Tensor | None = None
         self._copies: dict[torch.device, Tensor] = {}
         self.penalized: set[str] = set()
@@ -361,8 +364,7 @@ class Collector:
         self.writes: dict[int, tuple[int, str, tuple[str, int] | None]] = {}
         self.noted: dict[tuple[str, str], set[Node]] = {}
         self.excuses: dict[tuple[str, str], set[Node]] = {}
-        waits = not any(tensor.device.type in ASYNCHRONOUS for tensor in weights.values())
-        self.corrections: deque[tuple[list[Weight], Later]] | None = None if waits else deque()
+        self.corrections: deque[tuple[list[Weight], Later]] | None = deque() if kinds & ASYNCHRONOUS else None
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed: no value of this capture is given."""

@@ -17,10 +17,19 @@ from lightning_persample.batch_axis.observed import Description, ObservedCall, v
 from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.capture.failure import OverwrittenError, reason_of
 from lightning_persample.capture.graph import boundary, edges_between
-from lightning_persample.capture.weight import Computation, Contributions, Correction, Weight
+from lightning_persample.capture.weight import Computation, Contributions, Weight
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.gradients import Block, Dense, SampleGradient, sq_norms, sq_norms_and_sum
+from lightning_persample.gradients import (
+    Block,
+    Dense,
+    KernelOptions,
+    SampleGradient,
+    kernel_options,
+    sq_norms,
+    sq_norms_and_sum,
+)
 from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
+from lightning_persample.gradients.precision import Later
 from lightning_persample.gradients.program import Program, record
 from lightning_persample.rules import Call, Rule, generic_rule, op_name
 from lightning_persample.rules.elementwise import widen
@@ -309,8 +318,8 @@ class ByRule:
         grad: Tensor | None,
         reader: Callable[[Tensor], Tensor],
         wants_sums: bool,
-        max_memory: int | None,
-        later: Callable[[list[Weight], int, Correction], None],
+        options: KernelOptions,
+        later: Callable[[list[Weight], Later], None],
     ) -> Sequence[Tensor] | None:
         """The squared norms (B,) for each weight and, where they are wanted, the sums over the samples."""
         programs = self.programs
@@ -322,11 +331,11 @@ class ByRule:
         if grad.requires_grad:
             grad = grad.detach()
         given = (*self._tensors.values(), *self._saved.values(), grad)
-        key = (wants_sums, max_memory, grad.dtype, grad.device, *map(Tensor.stride, given))
+        key = (wants_sums, options.max_memory, grad.dtype, grad.device, *map(Tensor.stride, given))
         program = programs.get(key)
         if program == "none":
             return None
-        compute = partial(self._norms, grad, reader, wants_sums)
+        compute = partial(self._norms, grad, reader, wants_sums, options)
         try:
             if program is None:
                 results, made = record(compute, given)
@@ -337,10 +346,10 @@ class ByRule:
         except torch.OutOfMemoryError:  # smaller chunks take less
             return None
         if checks and grad.device.type in ASYNCHRONOUS:
-            size = sum(tensor.numel() * tensor.element_size() for tensor in given)
+            kept = Later([*given])
             numbers = [(on_its_way(number), least) for number, least in checks]
-            again = partial(self._again, compute, numbers, (*self._versions, (grad, version_counter(grad))))
-            later([*dict.fromkeys(self._owners.values())], size, again)
+            kept.corrections.append(partial(self._correct, kept, numbers, results, compute))
+            later([*dict.fromkeys(self._owners.values())], kept)
             return results
         for number, least in checks:
             if not float(number) >= least:
@@ -348,27 +357,27 @@ class ByRule:
         return results
 
     @staticmethod
-    def _again(
-        compute: Callable[[], list[Tensor]],
+    def _correct(
+        later: Later,
         checks: Sequence[tuple[Callable[[], Tensor], float]],
-        versions: Iterable[tuple[Tensor, int]],
-    ) -> list[Tensor] | None:
-        """The norms in another way where rounding errors may show in those of the program; None where they do not."""
-        if all(float(number()) >= least for number, least in checks):
-            return None
-        if any(version_counter(tensor) != version for tensor, version in versions):
-            raise UnsupportedError(
-                "rounding errors may show in its norms, and what they are computed from was changed in place during "
-                "the backward, before the device had them; change a copy"
-            )
-        return compute()
+        results: Sequence[Tensor],
+        compute: Callable[[], list[Tensor]],
+    ) -> None:
+        """Compute norms in another way where rounding errors may show in those of the program."""
+        if not all(float(number()) >= least for number, least in checks):
+            later.check()
+            for result, right in zip(results, compute(), strict=True):
+                result.copy_(right)
 
-    def _norms(self, grad: Tensor, reader: Callable[[Tensor], Tensor], wants_sums: bool) -> list[Tensor]:
-        gradients = [gradient for _, gradient in self((reader(grad),))]
-        if not wants_sums:
-            return sq_norms(gradients)
-        squares, sums = zip(*map(sq_norms_and_sum, gradients), strict=True)
-        return [*squares, *sums]
+    def _norms(
+        self, grad: Tensor, reader: Callable[[Tensor], Tensor], wants_sums: bool, options: KernelOptions
+    ) -> list[Tensor]:
+        with kernel_options(options):
+            gradients = [gradient for _, gradient in self((reader(grad),))]
+            if not wants_sums:
+                return sq_norms(gradients)
+            squares, sums = zip(*map(sq_norms_and_sum, gradients), strict=True)
+            return [*squares, *sums]
 
     def uncentred(self) -> ByRule | None:
         """The same of a normalization that takes no mean away, from which nothing cancels; None of any other call."""

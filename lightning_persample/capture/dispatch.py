@@ -289,7 +289,7 @@ class Dispatcher(Collector):
                 if plan.name:
                     read_targets(plan, args, kwargs, result, self)
                 return result
-            if any(is_lazy(tensor) for tensor in tensors):
+            if any(map(is_lazy, tensors)):
                 result = _RUNNING
                 return function(*args, **kwargs)
             if kind.composite:
@@ -305,7 +305,7 @@ class Dispatcher(Collector):
             marked = list(zip(tensors, marks, strict=True))
             weights = [(t, m) for t, m in marked if isinstance(m, Weight)] if torch.is_grad_enabled() else []
             inplace = kind.inplace
-            stop = boundary(tensor for tensor, _ in marked) if weights else set()
+            stop = boundary(tensors) if weights else set()
             saved = args
             if weights and inplace:  # (what weights alone are made of is computed again where it is needed)
                 replayed = args[0] is tensors[0] and _can_be_made_again(marks[0]) and not kinds & {BatchAxis, Lost}

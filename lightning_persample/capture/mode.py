@@ -172,7 +172,8 @@ class Capture:
         self._parameters, buffers = parameters_and_buffers(self._module)
         keep = bool(self._quantities - {"sq_norm"})
         self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, buffers, fuse_weight_grad)
-        self._dispatcher.kernel_options = KernelOptions(max_memory)
+        if max_memory is not None:
+            self._dispatcher.kernel_options = KernelOptions(max_memory)
         self._dispatcher.samples = samples
         self._dispatcher.visible = self._mode
         self._dispatcher.accepting = False  # a backward that is not seen (of another thread) belongs to no record
@@ -477,14 +478,15 @@ class Capture:
         coverage = classify(trainable, dispatcher.got_gradient, reported, dispatcher.refused, dispatcher.penalized)
         reached = coverage.reached
         notes = dispatcher.notes
-        is_said = notes.reached("weighting") or notes.reached("mixing")
-        if part is not None and not (part.mean_of or part.is_sum or is_said) and weights == "mean":
+        of_calls, weighing = notes.reached("mixing"), notes.reached("weighting")
+        if part is not None and not (part.mean_of or part.is_sum or of_calls or weighing) and weights == "mean":
             notes.add_of_loss(
                 f"the loss takes {len(part.samples)} of the {self.batch_size} samples alone, and not by one mean: give "
                 "the weight of each sample in the loss as loss_reduction"
             )
-        (mixing, axis_lost), not_additive = notes.split(notes.reached("mixing")), notes.reached("not_additive")
-        weighting = [text for text in notes.reached("weighting") if text not in (*mixing, *axis_lost)]
+            weighing = notes.reached("weighting")
+        (mixing, axis_lost), not_additive = notes.split(of_calls), notes.reached("not_additive")
+        weighting = [text for text in weighing if text not in (*mixing, *axis_lost)]
         asked = {
             field: {name: found[name] for name in reached}
             for quantity, field, found in (
@@ -518,6 +520,7 @@ class Capture:
 
 def _tops_and_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Any]]:
     """What a backward starts from, and the gradients that it is started with, if any."""
-    tops = list(tensors_in(args[:1])) or list(tensors_in(kwargs.get("tensors")))
+    first = args[0] if args else kwargs.get("tensors")
+    tops = [first] if type(first) is Tensor else list(tensors_in(first))
     found = args[1] if len(args) > 1 else kwargs.get("gradient", kwargs.get("grad_tensors"))
     return tops, list(found) if isinstance(found, (tuple, list)) else [found]

@@ -45,7 +45,6 @@ from lightning_persample.rules import Rule, op_name, rule_of
 from lightning_persample.torch_internals import (
     any_autocast_is_on,
     backward_keeps_graph,
-    is_view,
     is_wrapped_by_transform,
     view_base,
     without_torch_function,
@@ -295,8 +294,9 @@ def replay(
     weights = [*owners.values()]
     if len(weights) > 1:
         weights = list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
-    hooked = hooked_tensor(output) if is_view(output) else output
-    readers = _READERS if hooked is output else [gradient_reader(output, hooked)]
+    base, hooked, readers = view_base(output), output, _READERS
+    if base is not None and base.requires_grad:  # see `hooked_tensor`
+        hooked, readers = base, [gradient_reader(output, base)]
     report = Report(collector, readers, weights, compute, text, bool(slots.placement.rule.reads))
     node, top = hooked.grad_fn, output.grad_fn
     if fused is not None:
@@ -393,32 +393,33 @@ class Report:
             if collector.frees:
                 self._compute = None
             return None
-        options = collector.kernel_options
+        options, compute = collector.kernel_options, self._compute
         with without_torch_function():
-            if options.max_memory is None and not (torch.is_grad_enabled() or any_autocast_is_on()):
+            is_apart = torch.is_grad_enabled() or any_autocast_is_on()  # in a backward that creates a graph, say
+            is_usual = not is_apart and collector.samples is None
+            if type(compute) is ByRule and is_usual and collector.takes_norms_of(weights):
+                results = compute.norms(grads[0], self._readers[0], wants_sums, options, collector.correct_later)
+                if results is not None:
+                    for weight, sq_norm in zip(weights, results, strict=False):
+                        weight.sq_norm = sq_norm
+                    if collector.frees and self._keeps_values:
+                        self._compute = None  # autograd lets its saved tensors go now, too
+                    return [*zip(weights, results[len(weights) :], strict=False)] or None
+            if not is_apart and options.max_memory is None:
                 return self._collect(grads, wants_sums) or None
-            # On CUDA this is another thread; a backward may create a graph, or run under autocast.
+            # On CUDA this is another thread, in which no options are in force.
             kind = next(grad.device.type for grad in grads if grad is not None)
             with kernel_options(options), torch.no_grad(), without_autocast(kind):
                 return self._collect(grads, wants_sums) or None
 
     def _collect(self, grads: Sequence[Tensor | None], wants_sums: bool) -> Sums:
-        collector, compute, weights = self._collector, self._compute or self._freed, self._weights
-        results = None
-        if type(compute) is ByRule and collector.samples is None and collector.takes_norms_of(weights):
-            limit = collector.kernel_options.max_memory
-            results = compute.norms(grads[0], self._readers[0], wants_sums, limit, collector.correct_later)
-        if results is not None:
-            for weight, sq_norm in zip(weights, results, strict=False):
-                weight.sq_norm = sq_norm
-            sums = [*zip(weights, results[len(weights) :], strict=False)]
-        else:
-            read = [None if g is None else reader(g) for g, reader in zip(grads, self._readers, strict=True)]
-            sums = collector.collect(in_smaller_chunks(partial(compute, read)), wants_sums)
-            if collector.kept:
-                collector.note_call(weights, compute, read)
+        collector, compute = self._collector, self._compute or self._freed
+        read = [None if g is None else reader(g) for g, reader in zip(grads, self._readers, strict=True)]
+        sums = collector.collect(in_smaller_chunks(partial(compute, read)), wants_sums)
+        if collector.kept:
+            collector.note_call(self._weights, compute, read)
         if collector.frees and self._keeps_values:
-            self._compute = None  # autograd lets its saved tensors go now, too
+            self._compute = None
         return sums
 
     def failed(self, error: Exception) -> None:

@@ -37,6 +37,9 @@ class KernelOptions:
             raise ValueError(f"KernelOptions: max_memory is None or at least 1 byte, got {self.max_memory}.")
 
 
+DEFAULT_OPTIONS = KernelOptions()
+
+
 class _Within:
     """A context in which kernels run so; entered for every use of every parameter, hence no generator."""
 
@@ -55,7 +58,7 @@ class _Within:
 # One variable for both: what a use leaves behind that is interrupted ends with the options around it.
 _state: ContextVar[tuple[KernelOptions, list[Callable[[], int] | int] | None]] = ContextVar(
     "options of the kernels, and the bytes that the use at hand holds, counted when they are asked for",
-    default=(KernelOptions(), None),
+    default=(DEFAULT_OPTIONS, None),
 )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
+from lightning_persample.gradients.program import at_least
 from lightning_persample.torch_internals import version_counter
 
 _CANCELLATION = 1e-2  # a result smaller than this part of what was added up is computed again another way
@@ -116,7 +117,7 @@ def suspect(value: Tensor, scale: Tensor, gradients: Tensor | None = None) -> Te
     # Those are so much smaller than what was added up for them that rounding errors may show (NaN counts, since an
     # overflow may have made it), or so small that products on the way to them may have become zero.
     tiny = _tiny(value, gradients)
-    if value.numel() == 0 or value.is_meta or float(_excess(value, scale)) >= tiny:  # as nearly always
+    if value.numel() == 0 or value.is_meta or at_least(_excess(value, scale), tiny):  # as nearly always
         return None
     found = ~(value >= _CANCELLATION * scale)
     if gradients is not None:
