@@ -73,7 +73,7 @@ class Use:
         if rule is None or arguments is None or self.whole or self.entries is not None:
             return
         if rule.mixes_samples is not None and rule.mixes_samples(arguments):
-            self.mixing = f"{self.description} normalises with the statistics of the whole batch"
+            self.mixing = mixing_text(self.description)
         if self._answered_by(rule, arguments):
             self.rule, self.arguments = rule, arguments
             if call.op == "embedding" and arguments.get("scale_grad_by_freq"):
@@ -148,6 +148,11 @@ class Use:
             number = len(self.outputs)
             return f"{self.description} has {number} outputs; give it a rule with register_rule, or use its parts"
         return None
+
+
+def mixing_text(description: Description) -> str:
+    """The text on a call in which samples influence each other, as the rule of its op tells."""
+    return f"{description} normalises with the statistics of the whole batch"
 
 
 @dataclass(frozen=True, eq=False)

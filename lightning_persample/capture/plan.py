@@ -31,6 +31,7 @@ from lightning_persample.capture.contributions import (
     Programs,
     Use,
     computation,
+    mixing_text,
     not_tensors,
     placement_of,
 )
@@ -69,6 +70,7 @@ class _Slots:
         has_lists: whether there are lists among these.
         op: its name in messages.
         shapes: of all tensors of the call.
+        written: places of the tensors that the call writes to, such as running statistics.
         programs: see `ByRule`; none are kept of rules of the user's, which may do what a program cannot.
     """
 
@@ -79,6 +81,7 @@ class _Slots:
     has_lists: bool
     op: str
     shapes: tuple[torch.Size, ...]
+    written: tuple[int, ...]
     programs: Programs | None
 
 
@@ -90,6 +93,7 @@ class Plan:
         rule: the op's rule when the plan was made.
         outputs: where the batch lies in each output.
         slots: where the rule finds weights and batch; None for a call without weights.
+        mixes: whether the call computes with values of the whole batch, as its rule says.
         loss: the op, where it is a loss; None for any other call.
         place: the line of the user's on which that stands.
         name: of the op, where the values of its targets say how the samples weigh; "" for any other call.
@@ -98,6 +102,7 @@ class Plan:
     rule: Rule | None
     outputs: tuple[BatchAxis | Lost, ...]
     slots: _Slots | None
+    mixes: bool = False
     loss: object | None = None
     place: tuple[str, int] | None = None
     name: str = ""
@@ -152,8 +157,9 @@ def read_call(
                 continue
             dtype, shape = value.dtype, value.shape
             if type(mark) is BatchAxis:
-                is_key = mark.owner is None and mark.mixing is None
-                key += (shape, dtype, value.requires_grad, mark.dim, mark.outer, mark.inner)
+                is_key = mark.owner is None
+                is_mixed = mark.mixing is not None
+                key += (shape, dtype, value.requires_grad, mark.dim, mark.outer, mark.inner, is_mixed)
             else:
                 is_key = not isinstance(mark, Lost)
                 key += (shape, dtype, value.requires_grad, isinstance(mark, Weight))
@@ -194,8 +200,12 @@ def read_targets(
 def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
     """Keep what was decided of a call, where its layout alone has decided it and there was nothing to say of it."""
     rule, is_loss = rule_of(call.op), call.op in LOSSES
-    if call.layout is None or call.written or followed.mixing is not None or followed.weighting is not None:
+    if call.layout is None or followed.mixing is not None or followed.weighting is not None:
         return
+    mixed = [operand for operand in call.operands if isinstance(operand.axis, BatchAxis) and operand.axis.mixing]
+    if mixed and (is_loss or not all(operand.tensor.is_floating_point() for operand in mixed)):
+        return
+    mixing = mixed[0].axis.mixing if mixed else None  # type: ignore[union-attr]
     if is_loss and (use is not None or len(call.operands) != 2):  # (a third one holds weights)
         return
     if followed.by_values or (followed.entries is not None and not is_loss):
@@ -204,9 +214,13 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
     if len(axes) != len(call.outputs):
         return
     axes = tuple(replace(axis, shares=None) if isinstance(axis, Lost) else axis for axis in axes)
-    if any(axis.owner is not None or axis.mixing is not None for axis in axes if isinstance(axis, BatchAxis)):
+    if any(axis.owner is not None or axis.mixing != mixing for axis in axes if isinstance(axis, BatchAxis)):
         return
-    if rule is not None and rule.mixes_samples is not None:  # which may look at values
+    axes = tuple(axis.mixed(None) if isinstance(axis, BatchAxis) else axis for axis in axes)
+    may_mix = rule is not None and rule.mixes_samples is not None
+    if may_mix and (use is None or rule is None or not rule.is_builtin):  # (another may look at values)
+        return
+    if call.written and not (may_mix and not call.inplace and _are_of_no_sample(call)):
         return
     if use is not None:
         plain = use.rule is rule is not None and not (rule.several_outputs or rule.reads_output or rule.draws)
@@ -218,8 +232,19 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         slots = _slots_of(placement_of(use, rule), call.args, call.kwargs, tensors)
         if slots is None:
             return
+        slots = replace(slots, written=tuple(n for n, tensor in enumerate(tensors) if id(tensor) in call.written))
+    mixes = use is not None and use.mixing is not None and call.batch_size > 1
     name = call.name if is_loss and depends_on_targets(call) else ""
-    _keep(call.layout, Plan(rule, axes, slots, *((call.op, user_place(), name) if is_loss else ())))
+    _keep(call.layout, Plan(rule, axes, slots, mixes, *((call.op, user_place(), name) if is_loss else ())))
+
+
+def _are_of_no_sample(call: ObservedCall) -> bool:
+    """Whether what a call writes to holds neither samples nor is a weight: running statistics."""
+    return all(
+        operand.axis is None and not operand.tensor.requires_grad
+        for operand in call.operands
+        if id(operand.tensor) in call.written
+    )
 
 
 def remember_as(
@@ -227,6 +252,8 @@ def remember_as(
 ) -> None:
     """Keep a plan under the key of a function that makes the call alone that the plan is of."""
     if plan.slots is not None:
+        if plan.slots.written:
+            return
         slots = _slots_of(plan.slots.placement, args, kwargs, tensors)
         if slots is None:
             return
@@ -256,7 +283,7 @@ def _slots_of(
     has_lists = any(isinstance(value, list) for value in others.values())
     shapes = tuple(tensor.shape for tensor in tensors)
     programs: Programs | None = {} if placement.rule.is_builtin else None
-    return _Slots(placement, values, owners, others, has_lists, op_name(placement.rule.op), shapes, programs)
+    return _Slots(placement, values, owners, others, has_lists, op_name(placement.rule.op), shapes, (), programs)
 
 
 def replay(
@@ -271,7 +298,13 @@ def replay(
     entries, outputs = collector.marks.entries, (result,) if type(result) is Tensor else result
     if type(outputs) is not tuple:
         outputs = tuple(tensors_in(outputs))
+    mixings = []
+    for mark in marks:
+        if type(mark) is BatchAxis and mark.mixing is not None:
+            mixings.append(mark.mixing)
     for output, axis in zip(outputs, plan.outputs, strict=True):
+        if mixings and type(axis) is BatchAxis:
+            axis = axis.mixed(mixings[0])
         entries[id(output)] = weakref.ref(output), axis
     slots = plan.slots
     if slots is None:
@@ -288,8 +321,14 @@ def replay(
     for name, place in slots.values:
         values[name] = tensors[place]
     text = (slots.op, slots.shapes, user_place(), tuple(names))
+    if plan.mixes:
+        mixings.insert(0, mixing_text(Description(*text)))
+        collector.marks[output] = plan.outputs[0].mixed(mixings[0])  # type: ignore[union-attr]
+    for mixing in mixings if collector.batch_size > 1 else ():
+        collector.notes.add("mixing", mixing, outputs)
+    written = {tensors[place].data_ptr() for place in slots.written} if slots.written else ()
     others = not_tensors(slots.others) if slots.has_lists else slots.others  # (into a list a rule might write)
-    compute = ByRule(slots.placement, values, others, owners, text, output)
+    compute = ByRule(slots.placement, values, others, owners, text, output, written)
     compute.programs = slots.programs
     weights = [*owners.values()]
     if len(weights) > 1:

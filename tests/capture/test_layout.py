@@ -268,7 +268,6 @@ def test_what_is_remembered_is_bounded_and_may_be_forgotten_at_any_time(monkeypa
 AXIS = BatchAxis(0)
 NO_KEY: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "picked-from-the-batch": ((torch.ones(B, 2),), (BatchAxis(0, owner=Owner(torch.arange(B))),)),
-    "mixed": ((torch.ones(B, 2),), (BatchAxis(0, mixing="here"),)),
     "lost": ((torch.ones(B, 2),), (Lost("there"),)),
     "sparse": ((torch.ones(B, 2).to_sparse(),), (AXIS,)),
     "a-class-of-its-own": ((torch.ones(B, 2).as_subclass(type("Own", (Tensor,), {})),), (AXIS,)),

@@ -28,7 +28,11 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.blocks, self.head = nn.Embedding(11, 8), nn.Sequential(Block(8, 2), Block(8, 2)), nn.Linear(8, 3)
+        self.tokens, self.blocks, self.head = (
+            nn.Embedding(11, 8),
+            nn.Sequential(Block(8, 2), Block(8, 2)),
+            nn.Linear(8, 3),
+        )
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.tokens(index)).mean(1))
