@@ -35,6 +35,8 @@ from lightning_persample.rules import Call, Rule, generic_rule, op_name
 from lightning_persample.rules.elementwise import widen
 from lightning_persample.torch_internals import saved_results, tree_flatten, tree_unflatten, version_counter
 
+_MOST = 32  # ways in which the tensors of calls of one plan lie in memory
+
 Programs: TypeAlias = dict[Hashable, Program | Literal["none"]]
 
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
@@ -344,6 +346,8 @@ class ByRule:
         try:
             if program is None:
                 results, made = record(compute, given)
+                if len(programs) >= _MOST:
+                    programs.clear()
                 if made != "not now":
                     programs[key] = made
                 return results
@@ -351,14 +355,14 @@ class ByRule:
         except torch.OutOfMemoryError:  # smaller chunks take less
             return None
         if checks and grad.device.type in ASYNCHRONOUS:
-            kept = Later([*given])
+            kept = Later([*(tensor for tensor, _ in self._versions), *self._saved.values(), grad])
             numbers = [(on_its_way(number), least) for number, least in checks]
             kept.corrections.append(partial(self._correct, kept, numbers, results, compute))
             later([*dict.fromkeys(self._owners.values())], kept)
             return results
         for number, least in checks:
             if not float(number) >= least:
-                return compute()
+                return None
         return results
 
     @staticmethod

@@ -70,7 +70,7 @@ class Rows:
         along_kernel = map(mul, self.geometry.dilation, strides)
         along_output = map(mul, self.geometry.stride, strides)
         stride = (*read.stride()[:2], *along_kernel, read.stride(2), *along_output)
-        return read.as_strided(size, stride, read.storage_offset())
+        return read.as_strided(size, stride)
 
     def layers(self) -> tuple[Tensor, list[tuple[int, slice]]]:
         """The input with its patches written out along all spatial axes but the first, for one row per sample."""
@@ -91,7 +91,7 @@ class Rows:
         size = (*read.shape[:2], *others, phases, length, *self.out_size[1:])
         strides = (*read.stride()[:2], *kernel, step * read.stride(2), stride * read.stride(2), *output)
         groups, _ = self.group_shape
-        written = read.as_strided(size, strides, read.storage_offset())
+        written = read.as_strided(size, strides)
         slices = [(phase, slice(start * inner, (start + first) * inner)) for phase, start in places]
         return written.reshape(groups, -1, phases, length * inner), slices
 

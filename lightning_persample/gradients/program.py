@@ -21,7 +21,8 @@ from lightning_persample.torch_internals import as_called, with_torch_function, 
 _MOST = 512  # calls of one program
 
 # Of these the shapes, strides and dtypes of the results depend on those of the arguments alone, and the values on
-# nothing but their values. What is neither here nor in `_LAYOUT` is not recorded.
+# nothing but their values. What is neither here nor in `_LAYOUT` is not recorded, such as where in its memory a tensor
+# begins: a batch may be any part of a larger one.
 _CALLS = frozenset({
     "T", "__add__", "__getitem__", "__iadd__", "__imul__", "__matmul__", "__mul__", "__neg__", "__radd__", "__rmul__",
     "__rsub__", "__setitem__", "__sub__", "__truediv__", "abs", "add", "add_", "amin", "arange", "as_strided", "bmm",
@@ -36,7 +37,7 @@ _CALLS = frozenset({
 _LAYOUT = frozenset({
     "__len__", "_version", "data_ptr", "device", "dim", "dtype", "element_size", "is_complex", "is_contiguous",
     "is_floating_point", "is_meta", "layout", "ndim", "numel", "promote_types", "requires_grad", "shape", "size",
-    "storage_offset", "stride",
+    "stride",
 })  # fmt: skip
 # Of these the result may be what they were given.
 _SAME = frozenset({"contiguous", "conj", "detach", "float", "real", "resolve_conj", "to"})

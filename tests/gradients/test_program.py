@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import Dense, Indexed, Outer, Patches, PatchGeometry, SampleGradient, sq_norms
+from lightning_persample.gradients import (
+    Dense,
+    Indexed,
+    Outer,
+    Patches,
+    PatchGeometry,
+    SampleGradient,
+    patches,
+    sq_norms,
+)
 from lightning_persample.gradients.program import Program, at_least, record
 
 B = 3
@@ -56,6 +65,25 @@ def test_squared_norms_of_other_tensors_are_those_of_the_gradients(name, dtype):
         tolerance = 1e-10 if dtype is torch.float64 else 1e-4
         torch.testing.assert_close(ran(program, *tensors).double(), expected, rtol=tolerance, atol=0.0)
         assert all(map(torch.equal, tensors, kept))
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("kernel", ["layers", "unfolded", "unfolded gram", "grouped", "autocorrelation"])
+def test_where_a_tensor_begins_in_its_memory_does_not_matter(kernel, padding, monkeypatch):
+    monkeypatch.setattr(patches, "patch_kernel", lambda sizes, dense: kernel)
+    geometry = PatchGeometry((3, 3), (1, 1), ((padding, padding),) * 2, (1, 1))
+    gradients, inputs = drawn(((5 * B, 1, 2, *geometry.output_size((6, 7))), (5 * B, 1, 3, 6, 7)))
+    program = recorded(lambda g, x: Patches(g, x, geometry).sq_norm(), gradients[:B], inputs[:B])
+    for g, x in zip(gradients.split(B), inputs.split(B), strict=True):
+        weight = torch.zeros(2, 3, 3, 3, dtype=torch.float64)
+        expected = [
+            torch.nn.grad.conv2d_weight(x[b], weight.shape, g[b], padding=padding).square().sum() for b in range(B)
+        ]
+        torch.testing.assert_close(ran(program, g, x), torch.stack(expected))
+
+
+def test_a_program_that_would_ask_where_a_tensor_begins_is_none():
+    assert recorded(lambda x: x.as_strided((2,), (1,), x.storage_offset()), torch.ones(3)) == "none"
 
 
 def test_what_is_written_in_place_and_into_parts_is_so_in_a_program():
