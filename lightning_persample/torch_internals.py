@@ -259,7 +259,7 @@ def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
     # Nothing where hooks on saved tensors are in place: to read what they have packed (activation checkpointing) would
     # run the forward again.
     node = output.grad_fn
-    if node is None or _TOP_HOOKS is None or _TOP_HOOKS(False) is not None:
+    if node is None or _saved_tensors_are_hooked():
         return {}
     rows, found = output.shape[:1], {}
     for name in names:

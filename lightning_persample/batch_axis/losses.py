@@ -60,9 +60,15 @@ def _weighed_by_the_batch(call: ObservedCall, weights: Tensor) -> Followed:
     return replace(followed, weighting=text if differs else followed.weighting, by_values=True)
 
 
+def target_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The targets among the arguments of a loss, which every loss of torch takes second."""
+    target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
+    return target
+
+
 def every_target_counts(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether no target of a loss is ignored, which is all that its values say where it has no weights."""
-    target = args[1] if len(args) > 1 else kwargs["target"]
+    target = target_of(args, kwargs)
     if op not in _CLASS_LOSSES or target.is_floating_point() or target.is_meta:  # (which has no values)
         return True
     ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
@@ -83,7 +89,7 @@ def unequal_targets(
     args: Sequence[Any], kwargs: Mapping[str, Any], axis: BatchAxis, batch_size: int, name: str
 ) -> Callable[[], str | None]:
     """Start to read how many targets of each sample count; what is returned says whether they differ, and how."""
-    target, place = args[1] if len(args) > 1 else kwargs["target"], user_place()
+    target, place = target_of(args, kwargs), user_place()
     ignored = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
     totals = on_its_way(batch_first(target != ignored, axis, batch_size, fill=False).flatten(1).sum(1))
 

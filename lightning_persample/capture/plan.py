@@ -19,6 +19,7 @@ from lightning_persample.batch_axis.losses import (
     READ_BY_SAMPLE,
     depends_on_targets,
     every_target_counts,
+    target_of,
     unequal_targets,
 )
 from lightning_persample.batch_axis.observed import Description, ObservedCall, OwnBackward, tensors_in, user_place
@@ -113,7 +114,7 @@ class Plan:
             return False
         if not self.name:
             return True
-        target = args[1] if len(args) > 1 else kwargs["target"]
+        target = target_of(args, kwargs)
         if target.device.type in ASYNCHRONOUS:  # its values are on their way to the host when they are needed
             return self.place not in LEAVES_OUT
         return every_target_counts(self.loss, args, kwargs)
@@ -190,7 +191,7 @@ def read_targets(
     plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor, collector: Collector
 ) -> None:
     """Let the targets of a loss say, before there is a record, whether they weigh the samples unequally."""
-    target = args[1] if len(args) > 1 else kwargs["target"]
+    target = target_of(args, kwargs)
     axis = collector.marks.of_operand(target)
     if isinstance(axis, BatchAxis) and target.device.type in ASYNCHRONOUS and collector.batch_size > 1:
         text = unequal_targets(args, kwargs, axis, collector.batch_size, plan.name)

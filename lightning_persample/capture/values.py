@@ -146,8 +146,7 @@ def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | N
     if dispatcher.corrections is None:
         return total.sq_norm()
     value, later = total.sq_norm_or_later()
-    if later.corrections:
-        dispatcher.corrections.append(([weight], later))
+    dispatcher.correct_later([weight], later)
     return value
 
 
