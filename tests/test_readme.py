@@ -48,7 +48,6 @@ def test_python_blocks_run_in_order(epochs, own_rules, tmp_path, monkeypatch, ca
     assert "\n8 of the 512 samples captured\n" in printed
     assert "'per_sample_grad/optimizer_1/norm_mean'" in printed
     assert "'0.weight': (4, 32, 8)" in printed
-    assert "step  epoch  sample_index  learning_rate  weight   norm\n" in printed
 
 
 def test_a_rule_of_ones_own_takes_less_than_20_lines():
@@ -107,11 +106,6 @@ def test_what_a_record_holds_is_listed_in_full():
 def test_listed_ops_are_those_with_a_rule_of_their_own():
     listed = [name for row in table_rows("Supported layers") for name in re.findall(r"`(\w+)`", row[1])]
     assert sorted(listed) == list(supported_ops())
-
-
-@pytest.mark.parametrize("target", re.findall(r"\]\((?!http|#)([^)]+)\)", README))
-def test_links_lead_to_files(target):
-    assert (ROOT / target).is_file()
 
 
 def test_the_map_leads_to_every_section_but_that_for_developers():
