@@ -3,6 +3,7 @@
 # In a Trainer
 from lightning_persample.batch_axis.batch import mark_samples
 from lightning_persample.callbacks import (
+    EigenProjection,
     PerSampleCallback,
     PerSampleGradientMonitor,
     PerSampleGradientWriter,
@@ -41,6 +42,7 @@ __all__ = [
     "Call",
     "Capture",
     "Dense",
+    "EigenProjection",
     "ExpandedWeight",
     "Indexed",
     "OptionError",

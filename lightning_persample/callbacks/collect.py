@@ -13,13 +13,21 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning import __version__ as lightning_version
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch import __version__ as torch_version
 
 from lightning_persample.callbacks.base import name_of
 from lightning_persample.callbacks.checkpoints import Checkpoints, Source, requiring_gradients
-from lightning_persample.callbacks.collecting import Collection, SamplesOnce, WritesInAnyCase, collecting_with
+from lightning_persample.callbacks.collecting import (
+    Collection,
+    Kind,
+    Pass,
+    SamplesOnce,
+    Storing,
+    WritesInAnyCase,
+    made_for,
+)
 from lightning_persample.callbacks.lightning_internals import borrowed, is_a, is_lightning_module, quiet_trainer
 from lightning_persample.callbacks.rows import layout_of
 from lightning_persample.capture.parameters import is_sharded
@@ -140,22 +148,13 @@ def collect_gradients(
     Returns:
         The store, with the rows of all processes.
 
-    Raises:
-        OptionError: an option has a value that is not allowed, or the folder holds another store.
-        UnsupportedError: a gradient is not known exactly, or the module is sharded; the text says why.
+    It is an `OptionError` where an option has a value that is not allowed or the folder holds another store, and an
+    `UnsupportedError` where a gradient is not known exactly or the module is sharded; the text says why.
     """
     path = os.fspath(dirpath) if isinstance(dirpath, os.PathLike) else dirpath
     check_option("dirpath", dirpath, is_path(path), "the path of a folder")
     folder = Path(dirpath).absolute()  # wherever a loader goes
-    for name, given in {"loss": loss, "sample_index": sample_index}.items():
-        check_option(name, given, given is None or callable(given), "None or a callable")
-    capture: dict[str, Any] = {
-        "loss_reduction": loss_reduction,
-        "batch_dim": batch_dim,
-        "batch_size": batch_size,
-        "max_memory": max_memory,
-    }
-    check_options(**capture, overwrite=overwrite)
+    check_options(overwrite=overwrite)
     check_option("direction", direction, direction in (None, "adam"), "None or 'adam'")
     is_projection = projection is None or isinstance(projection, Projection)
     check_option("projection", projection, is_projection, "None (in full) or a Projection as Projection(dim=64)")
@@ -163,6 +162,74 @@ def collect_gradients(
     by_name: Any = {} if columns is None else columns
     are_columns = isinstance(by_name, Mapping) and all(map(callable, by_name.values()))
     check_option("columns", columns, are_columns, "None or a dict of callables (outputs, batch)")
+    common = checked_pass(
+        module,
+        dataloader,
+        checkpoints=checkpoints,
+        loss=loss,
+        parameters=parameters,
+        sample_index=sample_index,
+        weights_only=weights_only,
+        quantity="grad_sample" if direction or projection is None else "projection",
+        loss_reduction=loss_reduction,
+        batch_dim=batch_dim,
+        batch_size=batch_size,
+        max_memory=max_memory,
+    )
+    module = common.module
+    known = dict(module.named_parameters())
+    columns = {} if columns is None else dict(columns)
+    trainer = quiet_trainer() if trainer is None else trainer
+    callables = {"loss": loss, "loss_reduction": loss_reduction}
+    columns_of = {f"columns[{name!r}]": column for name, column in columns.items()}
+    manifest = StoreManifest(
+        run=uuid.uuid4().hex,
+        parameters=layout_of({name: known[name].shape for name in common.names}, projection),
+        projection=None if projection is None else projection.settings(),
+        dtype=dtype,
+        columns=tuple(columns),
+        settings={
+            "direction": direction,
+            **{name: named(each) for name, each in {**callables, **columns_of}.items()},
+            "precision": trainer.precision,
+        },
+        libraries={"torch": torch_version, "lightning": lightning_version, "numpy": np.__version__},
+        samples=None if sample_index is not None else common.samples.size,
+    )
+    asked = Collection(
+        **vars(common),
+        dirpath=folder,
+        manifest=manifest,
+        trainable={name: parameter.requires_grad for name, parameter in known.items()},
+        not_compared=[name for name, each in {**callables, **columns_of}.items() if not _is_known_by_name(each)],
+        columns=columns,
+        projection=projection,
+        direction=direction,
+        rows_per_shard=rows_per_shard,
+        overwrite=overwrite,
+    )
+    run_pass(asked, trainer, Storing, [WritesInAnyCase()])
+    store = GradientStore(folder, complete=False)
+    common.samples.check_complete(store.rows, len(common.checkpoints))
+    return store
+
+
+def checked_pass(
+    module: nn.Module,
+    dataloader: Iterable[Any],
+    *,
+    checkpoints: Sequence[Source] | None,
+    loss: Callable[[Any, Any], Any] | None,
+    parameters: Sequence[str] | None,
+    sample_index: Callable[[Any], Any] | None,
+    weights_only: bool | None,
+    quantity: str,
+    **capture: Any,
+) -> Pass:
+    """The options of a pass over a dataset, where all of them are allowed."""
+    for name, given in {"loss": loss, "sample_index": sample_index}.items():
+        check_option(name, given, given is None or callable(given), "None or a callable")
+    check_options(**capture)
     check_option("weights_only", weights_only, weights_only in (None, True, False), "None, True or False")
     module = getattr(module, COMPILED, module)  # what torch.compile wraps
     if loss is None and not is_lightning_module(module):
@@ -187,57 +254,24 @@ def collect_gradients(
     frozen = [name for name, parameter in known.items() if parameter.is_inference()]
     if frozen:
         raise OptionError(f"`{frozen[0]}` was made under torch.inference_mode and has no gradient: make it outside")
-    shapes = {name: known[name].shape for name in chosen}
-    columns = {} if columns is None else dict(columns)
-    trainer = quiet_trainer() if trainer is None else trainer
-    callables = {"loss": loss, "loss_reduction": loss_reduction}
-    columns_of = {f"columns[{name!r}]": column for name, column in columns.items()}
-    manifest = StoreManifest(
-        run=uuid.uuid4().hex,
-        parameters=layout_of(shapes, projection),
-        projection=None if projection is None else projection.settings(),
-        dtype=dtype,
-        columns=tuple(columns),
-        settings={
-            "direction": direction,
-            **{name: named(each) for name, each in {**callables, **columns_of}.items()},
-            "precision": trainer.precision,
-        },
-        libraries={"torch": torch_version, "lightning": lightning_version, "numpy": np.__version__},
-        samples=None if sample_index is not None else samples.size,
-    )
+    return Pass(module, samples, Checkpoints(places, weights_only), chosen, loss, capture, quantity, sample_index)
+
+
+def run_pass(asked: Pass, trainer: Trainer, kind: type[Kind], callbacks: Sequence[Callback] = ()) -> Kind:
+    """Let a Trainer predict with a module of this kind, and leave the user's module and the Trainer as they were."""
+    module = asked.module
     if is_sharded(module) or not is_a(trainer.strategy, "SingleDeviceStrategy", "DDPStrategy"):
         held = f"{type(module).__name__} is sharded" if is_sharded(module) else type(trainer.strategy).__name__
         raise UnsupportedError(f"{held}: gradients are collected on one device, or under strategy='ddp'")
-    required = dict.fromkeys(chosen, True)
-    trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     with (
         torch.inference_mode(False),
-        borrowed(trainer, [WritesInAnyCase()]),
+        borrowed(trainer, list(callbacks)),
         untouched(module),
-        requiring_gradients(module, required),
+        requiring_gradients(module, dict.fromkeys(asked.names, True)),
     ):
-        asked = Collection(
-            module=module,
-            samples=samples,
-            checkpoints=Checkpoints(places, weights_only),
-            dirpath=folder,
-            manifest=manifest,
-            trainable=trainable,
-            not_compared=[name for name, each in {**callables, **columns_of}.items() if not _is_known_by_name(each)],
-            loss=loss,
-            columns=columns,
-            projection=projection,
-            direction=direction,
-            capture=capture,
-            sample_index=sample_index,
-            rows_per_shard=rows_per_shard,
-            overwrite=overwrite,
-        )
-        trainer.predict(collecting_with(trainer)(asked), return_predictions=False)
-    store = GradientStore(folder, complete=False)
-    samples.check_complete(store.rows, len(places or (None,)))
-    return store
+        made = made_for(trainer, kind)(asked)
+        trainer.predict(made, return_predictions=False)
+    return made
 
 
 def _places(checkpoints: Any) -> tuple[Source, ...] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -164,22 +164,30 @@ def _like(loader: DataLoader[Any], batches: list[list[int]]) -> DataLoader[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Collection:
-    """What `collect_gradients` was asked for, see there, and what it has made of it."""
+class Pass:
+    """A pass over every sample of a dataset: options of `collect_gradients`, see there, and what it made of them."""
 
     module: nn.Module
     samples: SamplesOnce
     checkpoints: Checkpoints
+    names: Sequence[str]  # of the parameters whose gradients are looked at
+    loss: Callable[[Any, Any], Any] | None
+    capture: Mapping[str, Any]  # `loss_reduction`, `batch_dim`, `batch_size` and `max_memory`
+    quantity: str  # of the records
+    sample_index: Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Collection(Pass):
+    """A pass whose gradients are stored."""
+
     dirpath: Path
     manifest: StoreManifest  # as far as it is known before the processes are there
     trainable: Mapping[str, bool]  # by parameter whether the module as it was given trains it
     not_compared: Sequence[str]  # the options that are callables which their names do not tell from others
-    loss: Callable[[Any, Any], Any] | None
     columns: Mapping[str, Callable[[Any, Any], Tensor]]
     projection: Projection | None
     direction: Literal["adam"] | None
-    capture: Mapping[str, Any]  # `loss_reduction`, `batch_dim`, `batch_size` and `max_memory`
-    sample_index: Callable[[Any], Any] | None
     rows_per_shard: int | None
     overwrite: bool
 
@@ -211,24 +219,156 @@ else:
 def _as_the_module(hook: str) -> Callable[..., Any]:
     """A hook that moves the batch on its way as the module does it."""
 
-    def moved(self: _Collecting, batch: _Fetched, *args: Any, **kwargs: Any) -> Any:
+    def moved(self: Passing, batch: _Fetched, *args: Any, **kwargs: Any) -> Any:
         if not is_lightning_module(self.module):
-            return getattr(super(_Collecting, self), hook)(batch, *args, **kwargs)
+            return getattr(super(Passing, self), hook)(batch, *args, **kwargs)
         return batch._replace(batch=getattr(self.module, hook)(batch.batch, *args, **kwargs))
 
     return moved
 
 
-class _Collecting(_Base):
-    """Holds the module that gradients are of, and stores those of the batches that it is given."""
+Kind = TypeVar("Kind", bound="Passing")
 
-    def __init__(self, asked: Collection) -> None:
+
+class Passing(_Base):
+    """Holds the module that gradients are of, and sees those of every sample of a dataset at each checkpoint."""
+
+    def __init__(self, asked: Pass) -> None:
         super().__init__()
         self.module = asked.module
         self._asked, self._has_warned = asked, False
+        self._place = -1
+
+    def setup(self, stage: str) -> None:
+        """Make the module ready: all processes are there."""
+        trainer = self.trainer
+        if is_lightning_module(self.module):  # Lightning does it for modules under its own package name alone
+            self.module.to(trainer.strategy.root_device)
+            self.module.trainer = trainer
+        self._asked.samples.check_processes(trainer.world_size)
+
+    def predict_dataloader(self) -> Iterator[_Fetched]:
+        """The batches that are wanted, those of this process; without a length, as one process may have none."""
+        rank, processes = self.trainer.global_rank, self.trainer.world_size
+        return self._asked.samples.batches(len(self._asked.checkpoints), self._visited_at, rank, processes)
+
+    def _visited_at(self, place: int) -> np.ndarray[Any, Any]:
+        return np.empty(0, np.int64)
+
+    def _move_to(self, place: int) -> Mapping[str, Any] | None:
+        """Give the module the weights of a checkpoint."""
+        checkpoint = self._asked.checkpoints.read(self.trainer, place)
+        self._asked.checkpoints.load(place, checkpoint, self.module)
+        self._place = place
+        return checkpoint
+
+    def predict_step(self, fetched: _Fetched, batch_idx: int) -> int:
+        """Look at the gradients of the samples of a batch that are wanted."""
+        if fetched.place != self._place:
+            self._move_to(fetched.place)
+        batch, asked = fetched.batch, self._asked
+        view = batch if fetched.places is None else with_samples_at(batch, fetched.places)
+        drawn = None if fetched.keys is None or asked.sample_index is not None else len(fetched.keys)
+        size = count_samples(view, asked.capture["batch_dim"], asked.capture["batch_size"], drawn)
+        index = self._index_of(fetched, size)
+        wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
+        if not len(wanted):
+            return 0
+        with torch.enable_grad(), muted(self.module), self._observed(fetched, view, wanted, size) as (record, outputs):
+            samples = wanted if record.samples is None else record.samples.cpu()
+            self._take(record, outputs, fetched, index, samples)
+        return len(samples)
+
+    def _take(self, record: PerSampleRecord, outputs: Any, fetched: _Fetched, index: Tensor, samples: Tensor) -> None:
+        """Use the record of some samples, (m,) places in the batch, whose samples have these indices, (B,)."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _observed(self, fetched: _Fetched, view: Any, wanted: Tensor, size: int) -> Iterator[tuple[Any, Any]]:
+        """The record of the wanted samples, by their places (m,), and what the loss was taken from."""
+        asked, batch = self._asked, fetched.batch
+        reduction = asked.capture["loss_reduction"]
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
+        capture = expanded_weights(
+            self.module,
+            view,
+            **{**asked.capture, "loss_reduction": "sum" if callable(reduction) else reduction, "batch_size": size},
+            quantities=("sq_norm", asked.quantity),
+            unsupported="ignore",  # said by us, as an error
+            samples=None if len(wanted) == size else wanted,
+        )
+        try:
+            with capture.observe(), _recurrent_layers_can_go_backward(self.module):
+                outputs = self._outputs(batch, fetched.number)
+                loss = self._checked_loss(outputs)
+                if callable(reduction):
+                    with torch.no_grad():
+                        capture.attach_loss(loss, reduction(outputs, batch))
+                else:
+                    capture.attach_loss(loss)
+                with torch.autocast(loss.device.type, enabled=False):
+                    capture.backward_into_record(loss * scale)
+            self._check(capture.record)
+            yield capture.record, outputs
+        finally:
+            capture.close()
+
+    def _outputs(self, batch: Any, number: int) -> Any:
+        if self._asked.loss is not None:
+            return self._asked.loss(self.module, batch)
+        step: Any = self.module.training_step
+        needs_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        return step(batch, number) if needs_number else step(batch)
+
+    def _checked_loss(self, outputs: Any) -> Tensor:
+        loss = loss_of(outputs)
+        said = "loss(module, batch)" if self._asked.loss is not None else f"{type(self.module).__name__}.training_step"
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            got = "a loss without a graph" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UnsupportedError(f"{said} gave {got}, but gradients need the loss of every batch")
+        if loss.numel() != 1:
+            raise OptionError(
+                f"{said} gave a loss of shape {tuple(loss.shape)}; allowed is one number, the loss of the batch: "
+                "reduce it, with .mean() for loss_reduction='mean' or .sum() for 'sum'"
+            )
+        return loss
+
+    def _check(self, record: PerSampleRecord) -> None:
+        """Refuse values that are missing, or that are not those of each sample's own loss."""
+        if any(name in self._asked.names for name in record.unsupported):
+            raise UnsupportedError(
+                f"{warning_texts(record)[0]}\nLeave them out with parameters=[...], the names of all others, or change "
+                "the texts on them"
+            )
+        rest = [text for text in warning_texts(record) if not text.startswith("Per-sample gradients are missing")]
+        if record.mixing or record.axis_lost:
+            raise UnsupportedError(f"{rest[0]}\nThis is not collected: pass loss=..., or a module, without such calls")
+        if record.weighting:
+            raise UnsupportedError(rest[0])
+        if record.not_additive and not self._has_warned:
+            self._has_warned = True
+            warn_user(rest[0])
+
+    def _index_of(self, fetched: _Fetched, size: int) -> torch.Tensor:
+        if self._asked.sample_index is not None:
+            return checked_index(self._asked.sample_index(fetched.batch), size)
+        return torch.tensor(fetched.keys, dtype=torch.int64)
+
+    on_before_batch_transfer = _as_the_module("on_before_batch_transfer")
+    transfer_batch_to_device = _as_the_module("transfer_batch_to_device")
+    on_after_batch_transfer = _as_the_module("on_after_batch_transfer")
+
+
+class Storing(Passing):
+    """Stores the gradients of the samples that the store lacks."""
+
+    _asked: Collection
+
+    def __init__(self, asked: Collection) -> None:
+        super().__init__(asked)
         self._shards, self._manifest = Shards(asked.dirpath), asked.manifest
         self._visited: dict[int, np.ndarray[Any, Any]] = {}
-        self._place = -1
         self._adam: dict[str, Direction] = {}
         self._writer: StoreWriter | None = None
         self.lock = FolderLock(asked.dirpath)
@@ -237,11 +377,8 @@ class _Collecting(_Base):
         """Open the store: all processes are there. A folder that holds another one gives an `OptionError`."""
         # It is done here because an error in `predict_dataloader` would leave Lightning's changes in torch's
         # DataLoader.
+        super().setup(stage)
         trainer = self.trainer
-        if is_lightning_module(self.module):  # Lightning does it for modules under its own package name alone
-            self.module.to(trainer.strategy.root_device)
-            self.module.trainer = trainer
-        self._asked.samples.check_processes(trainer.world_size)
         self._manifest = opened(trainer, self.lock, self._open, "gradients")
         rows = GradientStore(self._asked.dirpath, complete=False).rows
         for place in np.unique(rows["checkpoint"]).tolist():
@@ -251,11 +388,6 @@ class _Collecting(_Base):
             self._promise(self._expected(len(rows)))
         trainer.strategy.barrier("all have read the store")  # and nobody has written to it
         self._writer = StoreWriter(self._asked.dirpath, self._manifest, trainer.global_rank, self._asked.rows_per_shard)
-
-    def predict_dataloader(self) -> Iterator[_Fetched]:
-        """The batches that the store lacks, those of this process; without a length, as one process may have none."""
-        rank, processes = self.trainer.global_rank, self.trainer.world_size
-        return self._asked.samples.batches(len(self._asked.checkpoints), self._visited_at, rank, processes)
 
     def _expected(self, there: int) -> int:
         """How many rows the store is going to have; -1 where only the batches tell it."""
@@ -314,22 +446,12 @@ class _Collecting(_Base):
     def _visited_at(self, place: int) -> np.ndarray[Any, Any]:
         return self._visited.get(place, np.empty(0, np.int64))
 
-    def predict_step(self, fetched: _Fetched, batch_idx: int) -> int:
-        """Store the gradients of the samples of a batch that the store lacks."""
+    def _take(self, record: PerSampleRecord, outputs: Any, fetched: _Fetched, index: Tensor, samples: Tensor) -> None:
         if self._writer is None:
-            return 0
-        if fetched.place != self._place:
-            self._move_to(fetched.place)
-        batch, asked = fetched.batch, self._asked
-        view = batch if fetched.places is None else with_samples_at(batch, fetched.places)
-        drawn = None if fetched.keys is None or self._asked.sample_index is not None else len(fetched.keys)
-        size = count_samples(view, asked.capture["batch_dim"], asked.capture["batch_size"], drawn)
-        index = self._index_of(fetched, size)
-        wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
-        if not len(wanted):
-            return 0
-        with torch.enable_grad(), muted(self.module):
-            samples, values, columns = self._gradients_of(batch, view, fetched.number, wanted, size)
+            return
+        asked, layout = self._asked, self._manifest.parameters
+        values = self._directions(record) if asked.direction else values_of(record, layout, asked.projection)
+        columns = self._columns(outputs, fetched.batch, len(index), samples)
         checkpoint = self._manifest.checkpoints[fetched.place]
         step, rate = checkpoint["step"], checkpoint["learning_rate"]
         self._write(
@@ -343,94 +465,18 @@ class _Collecting(_Base):
                 **columns,
             },
         )
-        return len(samples)
-
-    def _gradients_of(
-        self, batch: Any, view: Any, number: int, wanted: Tensor, size: int
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Of m wanted samples their places in the batch, (m,), their values, (m, K), and the user's columns, (m,)."""
-        asked = self._asked
-        quantity = "grad_sample" if asked.direction or asked.projection is None else "projection"
-        reduction = asked.capture["loss_reduction"]
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
-        capture = expanded_weights(
-            self.module,
-            view,
-            **{**asked.capture, "loss_reduction": "sum" if callable(reduction) else reduction, "batch_size": size},
-            quantities=("sq_norm", quantity),
-            unsupported="ignore",  # said by us, as an error
-            samples=None if len(wanted) == size else wanted,
-        )
-        try:
-            with capture.observe(), _recurrent_layers_can_go_backward(self.module):
-                outputs = self._outputs(batch, number)
-                loss = self._checked_loss(outputs)
-                if callable(reduction):
-                    with torch.no_grad():
-                        capture.attach_loss(loss, reduction(outputs, batch))
-                else:
-                    capture.attach_loss(loss)
-                with torch.autocast(loss.device.type, enabled=False):
-                    capture.backward_into_record(loss * scale)
-            record = capture.record
-            self._check(record)
-            samples = wanted if record.samples is None else record.samples.cpu()
-            layout = self._manifest.parameters
-            values = self._directions(record) if asked.direction else values_of(record, layout, asked.projection)
-            return samples, values, self._columns(outputs, batch, size, samples)
-        finally:
-            capture.close()
-
-    def _outputs(self, batch: Any, number: int) -> Any:
-        if self._asked.loss is not None:
-            return self._asked.loss(self.module, batch)
-        step: Any = self.module.training_step
-        needs_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        return step(batch, number) if needs_number else step(batch)
-
-    def _checked_loss(self, outputs: Any) -> Tensor:
-        loss = loss_of(outputs)
-        said = "loss(module, batch)" if self._asked.loss is not None else f"{type(self.module).__name__}.training_step"
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
-            got = "a loss without a graph" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UnsupportedError(f"{said} gave {got}, but gradients need the loss of every batch")
-        if loss.numel() != 1:
-            raise OptionError(
-                f"{said} gave a loss of shape {tuple(loss.shape)}; allowed is one number, the loss of the batch: "
-                "reduce it, with .mean() for loss_reduction='mean' or .sum() for 'sum'"
-            )
-        return loss
-
-    def _check(self, record: PerSampleRecord) -> None:
-        """Refuse values that are missing, or that are not those of each sample's own loss."""
-        stored = {each.name for each in self._manifest.parameters}
-        if any(name in stored for name in record.unsupported):
-            raise UnsupportedError(
-                f"{warning_texts(record)[0]}\nLeave them out with parameters=[...], the names of all others, or change "
-                "the texts on them"
-            )
-        rest = [text for text in warning_texts(record) if not text.startswith("Per-sample gradients are missing")]
-        if record.mixing or record.axis_lost:
-            raise UnsupportedError(f"{rest[0]}\nThis is not collected: pass loss=..., or a module, without such calls")
-        if record.weighting:
-            raise UnsupportedError(rest[0])
-        if record.not_additive and not self._has_warned:
-            self._has_warned = True
-            warn_user(rest[0])
 
     def _directions(self, record: PerSampleRecord) -> Tensor:
         parameters = dict(self.module.named_parameters())
-        parts = []
+        projection = self._asked.projection
+        parts = {}
         for each in self._manifest.parameters:
             parameter = parameters[each.name]
             is_known = each.name in record.names
             grads = record.grad_samples[each.name] if is_known else parameter.new_zeros(record.num_values, *each.shape)
             found = self._adam[each.name](grads)
-            projection = self._asked.projection
-            projected = found if projection is None else Dense(found).project(projection, each.name)
-            parts.append(projected.reshape(len(grads), each.stop - each.start))
-        return torch.cat(parts, 1)
+            parts[each.name] = found.flatten(1) if projection is None else Dense(found).project(projection, each.name)
+        return torch.cat(list((parts if projection is None else projection.joined(parts)).values()), 1)
 
     def _columns(self, outputs: Any, batch: Any, size: int, samples: Tensor) -> dict[str, Tensor]:
         found = {}
@@ -443,19 +489,13 @@ class _Collecting(_Base):
             found[name] = values.detach().to("cpu", torch.float64)[samples]
         return found
 
-    def _move_to(self, place: int) -> None:
+    def _move_to(self, place: int) -> Mapping[str, Any] | None:
         """Give the module the weights of a checkpoint."""
-        checkpoint = self._asked.checkpoints.read(self.trainer, place)
-        self._asked.checkpoints.load(place, checkpoint, self.module)
+        checkpoint = super()._move_to(place)
         if self._asked.direction == "adam":
-            names = [each.name for each in self._manifest.parameters]
+            names = self._asked.names
             self._adam = adam_directions(checkpoint, self.module, self.trainer, names, self._asked.trainable)
-        self._place = place
-
-    def _index_of(self, fetched: _Fetched, size: int) -> torch.Tensor:
-        if self._asked.sample_index is not None:
-            return checked_index(self._asked.sample_index(fetched.batch), size)
-        return torch.tensor(fetched.keys, dtype=torch.int64)
+        return checkpoint
 
     def on_predict_end(self) -> None:
         """Write what there is, and wait until all processes have."""
@@ -479,10 +519,6 @@ class _Collecting(_Base):
                 "before is whole: make room and repeat the call, which goes on there"
             ) from error
 
-    on_before_batch_transfer = _as_the_module("on_before_batch_transfer")
-    transfer_batch_to_device = _as_the_module("transfer_batch_to_device")
-    on_after_batch_transfer = _as_the_module("on_after_batch_transfer")
-
 
 def _as_before(now: dict[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint as the store describes it, if the weights are the same, for a state dict tells less than a file."""
@@ -492,14 +528,14 @@ def _as_before(now: dict[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
     return {**now, **{name: was.get(name) for name in ("path", *known)}}
 
 
-class Collecting(_Collecting, LightningModule):
+class Collecting(Storing, LightningModule):
     """For Trainers of the package `lightning`; at the top of a file, so that it can be sent to other processes."""
 
 
-def collecting_with(trainer: Trainer) -> type[_Collecting]:
+def made_for(trainer: Trainer, kind: type[Kind]) -> type[Kind]:
     """The class of a module that a Trainer predicts with: Trainers of `pytorch_lightning` take no other modules."""
     base = lightning_module_for(trainer)
-    return Collecting if base is LightningModule else type("Collecting", (_Collecting, base), {})
+    return Collecting if (kind, base) == (Storing, LightningModule) else type(kind.__name__, (kind, base), {})
 
 
 class WritesInAnyCase(Callback):
@@ -507,7 +543,7 @@ class WritesInAnyCase(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the rows that wait."""
-        if isinstance(pl_module, _Collecting):
+        if isinstance(pl_module, Storing):
             try:
                 pl_module.write()
             finally:

@@ -199,7 +199,15 @@ def _joined(parts: Sequence[Any], counts: Sequence[int]) -> np.ndarray[Any, Any]
 def layout_of(shapes: Mapping[str, Sequence[int]], projection: Projection | None) -> tuple[ParameterColumns, ...]:
     """Which columns are those of which parameter."""
     sizes = {name: torch.Size(shape) for name, shape in shapes.items()}
-    kept = {name: size.numel() if projection is None else projection.size_of(size) for name, size in sizes.items()}
+    for name, column in {} if projection is None else projection.appended.items():
+        if column in sizes and name not in sizes:
+            raise OptionError(
+                f"`{column}` is a further column of `{name}` in this projection, and that is not stored: store both, "
+                "or fit the projection to the parameters that are stored, with parameters=[...]"
+            )
+    kept = {
+        name: size.numel() if projection is None else projection.size_of(size, name) for name, size in sizes.items()
+    }
     return columns_for({name: (tuple(size), kept[name]) for name, size in sizes.items()})
 
 
@@ -210,11 +218,13 @@ def values_of(record: PerSampleRecord, layout: Sequence[ParameterColumns], proje
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     device = next((part.device for part in parts.values()), torch.device("cpu"))
     values = torch.zeros(record.num_values, layout[-1].stop, dtype=dtype, device=device)
+    appended = {} if projection is None else projection.appended
+    unknown = record.unsupported.keys() & {each.name for each in layout}
     for each in layout:
-        if each.name in parts:
-            values[:, each.start : each.stop] = parts[each.name].reshape(len(values), each.stop - each.start)
-        elif each.name in record.unsupported:
+        if each.name in unknown or appended.get(each.name) in unknown:
             values[:, each.start : each.stop] = float("nan")
+        elif each.name in parts:
+            values[:, each.start : each.stop] = parts[each.name].reshape(len(values), each.stop - each.start)
     return values
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import FrameType
@@ -19,6 +19,7 @@ from lightning_persample.capture.failure import in_smaller_chunks, stop
 from lightning_persample.errors import OptionError, PerSampleWarning, UnsupportedError
 from lightning_persample.gradients import Projection, SampleGradient, kernel_options
 from lightning_persample.gradients.cost import current_options
+from lightning_persample.gradients.moments import Moments
 from lightning_persample.torch_internals import divide_each, multiply_each, version_counter
 
 OF_KEPT = frozenset({"dot", "projection"})
@@ -90,7 +91,19 @@ class KeptGradients:
                 rows = in_smaller_chunks(partial(structure.project, projection, name))
             (own,) = [rows] if self._own is None else self._own.own([rows])
             projected[name] = _in_gradient_dtype(self._dtypes[name], own)
-        return projected
+        return projection.joined(projected)
+
+    @torch.no_grad()
+    def moments(self, samples: Tensor) -> Iterator[tuple[str, Moments, Tensor | None]]:
+        """By parameter the moments of some samples' own gradients, (m,) places, and what a column of ones would get."""
+        for name, structure in self._structures.items():
+            self._refuse_changed(name, "project")
+            ones = torch.ones(structure.batch_size, dtype=structure.dtype, device=structure.device)
+            (factors,) = [ones] if self._own is None else self._own.own([ones])
+            with kernel_options(self._options):
+                own = structure.pick(samples).scaled(factors[samples])
+                is_vector = len(own.shape) < 2
+                yield name, own.moments(), own.dense() if is_vector else own.times_one()
 
     def _refuse_changed(self, name: str, method: str) -> None:
         if any(version_of(tensor) != version for tensor, version in self._versions[name]):
@@ -410,6 +423,11 @@ class PerSampleRecord:
         gradients are made of was changed in place since the backward.
         """
         return self._kept_for("projections", "projection").project(projection)
+
+    def moments(self) -> Iterator[tuple[str, Moments, Tensor | None]]:
+        """What `EigenProjection.fit` adds up, of the samples whose gradient is finite."""
+        finite = self.norms().isfinite().nonzero().flatten()
+        return self._kept_for("projections", "projection").moments(finite)
 
     def _kept_for(self, what: str, quantity: str) -> KeptGradients:
         if self._kept is None or not self._kept.gives(quantity):

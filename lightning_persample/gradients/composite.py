@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_persample.gradients import norms, precision, projected
 from lightning_persample.gradients.cost import chunks, memory_budget
+from lightning_persample.gradients.moments import Moments, added
 from lightning_persample.gradients.projection import Factors
 from lightning_persample.gradients.sample_gradient import SampleGradient
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches
@@ -182,6 +183,23 @@ class Sum(SampleGradient):
         for term in self.terms[1:]:
             result += term._project(factors)
         return result
+
+    def _moments(self) -> Moments:
+        rows, columns = self.terms[0]._moments()
+        for term in self.terms[1:]:
+            more_rows, more_columns = term._moments()
+            rows, columns = added(rows, more_rows), added(columns, more_columns)
+        return rows, columns
+
+    def times_one(self) -> Tensor | None:
+        """The sum of the terms', None where one has none."""
+        parts = [term.times_one() for term in self.terms]
+        known = [part for part in parts if part is not None]
+        return torch.stack(known).sum(0) if len(known) == len(parts) else None
+
+    def scaled(self, factors: Tensor) -> Sum:
+        """The sum of the scaled terms."""
+        return Sum(tuple(term.scaled(factors) for term in self.terms))
 
     def _fits_dense(self) -> bool:
         """Is one sample's gradient within the memory budget?"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isqrt, prod
 from typing import Any, Literal, get_args
@@ -96,6 +96,7 @@ class Projection:
     dim: int = 256
     kind: Kind = "normal"
     seed: int = 0
+    appended: Mapping[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `joined`
     _kept: dict[_Key, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -118,16 +119,17 @@ class Projection:
         """
         return {"dim": self.dim, "kind": self.kind, "seed": self.seed}
 
-    def size_of(self, shape: Sequence[int]) -> int:
+    def size_of(self, shape: Sequence[int], name: str = "") -> int:
         """How many numbers a parameter of this shape becomes.
 
         Args:
             shape: of the parameter.
+            name: of the parameter, which plays a part for an `EigenProjection` alone.
 
         Returns:
             a * b: all of them where they are at most `dim`.
         """
-        return prod(self._sizes(*_as_matrix(shape)))
+        return prod(self.sizes(*as_matrix(shape)))
 
     def matrices(self, name: str, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The two matrices by which the gradient of a parameter is projected.
@@ -140,7 +142,7 @@ class Projection:
             left (a, p) and right (b, d), float64 on the CPU, identities where an axis stays as it is. The projected
             gradient is ``left @ gradient.reshape(p, d) @ right.T``, row after row.
         """
-        (p, d), found = _as_matrix(shape), self.factors(name, shape, torch.float64, torch.device("cpu"))
+        (p, d), found = as_matrix(shape), self.factors(name, shape, torch.float64, torch.device("cpu"))
         left, right = (
             torch.eye(size, dtype=torch.float64, device="cpu") if matrix is None else matrix.clone()
             for size, matrix in ((p, found.left), (d, found.right))
@@ -159,13 +161,18 @@ class Projection:
         Returns:
             The factors, whose matrices are shared and must not be changed.
         """
-        p, d = _as_matrix(shape)
-        a, b = self._sizes(p, d)
+        p, d = as_matrix(shape)
+        a, b = self.sizes(p, d)
         left = None if a == p else self._matrix((name, "left", a, p, dtype, device))
         right = None if b == d else self._matrix((name, "right", b, d, dtype, device))
         return Factors(left, right, a, b, dtype)
 
-    def _sizes(self, p: int, d: int) -> tuple[int, int]:
+    def joined(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Projected gradients by parameter, (B, k), each with those of the vector that is appended to it."""
+        return rows
+
+    def sizes(self, p: int, d: int) -> tuple[int, int]:
+        """How many rows and columns (a, b) are kept of a matrix (p, d)."""
         share = isqrt(self.dim)
         if p * d <= self.dim:
             return p, d
@@ -195,6 +202,6 @@ class Projection:
         return drawn.to(device, dtype) * rows**-0.5
 
 
-def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """The rows and columns (p, d) of a parameter: its first axis by the rest, a vector as one row."""
     return (1, prod(shape)) if len(shape) < 2 else (shape[0], prod(shape[1:]))

@@ -9,6 +9,7 @@ as squared norm and Re(conj(a) b), summed, as inner product.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from lightning_persample.gradients import norms, precision
 from lightning_persample.gradients.cost import Result, chunks, run_for_use
+from lightning_persample.gradients.moments import Moments, dense_moments
 from lightning_persample.gradients.projected import dense_projected
 from lightning_persample.gradients.projection import Factors, Projection
 
@@ -160,6 +162,27 @@ class SampleGradient(ABC):
         """
         return self._run(self._square_sum)
 
+    def moments(self) -> Moments:
+        """The second moments of what the gradients' rows and columns are made of, over samples and positions.
+
+        Returns:
+            (p, p) and (d + 1, d + 1) for a parameter read as a matrix (p, d), the last row and column of ones that are
+            appended where a bias would be; a vector of the diagonal where an axis is too long.
+        """
+        return self._run(self._moments)
+
+    def times_one(self) -> Tensor | None:
+        """What the gradient would have as a further column, of ones on the right side, (B, p); None without sides."""
+        return None
+
+    def scaled(self: AnyGradient, factors: Tensor) -> AnyGradient:
+        """The same structure with each sample's gradient times a number, (B,)."""
+        fields = [field.name for field in dataclasses.fields(self)]
+        name = next(each for each in fields if getattr(self, each).is_floating_point())  # the gradient is linear in it
+        tensor = getattr(self, name).to(self.dtype)
+        by_sample = factors.to(tensor).reshape(-1, *(1,) * (tensor.dim() - 1))
+        return dataclasses.replace(self, **{name: tensor * by_sample})
+
     def tensors(self) -> list[Tensor]:
         """The tensors that the structure holds."""
         return [x for x in vars(self).values() if isinstance(x, Tensor)]
@@ -199,6 +222,12 @@ class SampleGradient(ABC):
         for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
             total += _squares(self.samples(part.start, part.stop)._dense()).sum(0)
         return total
+
+    def _moments(self) -> Moments:
+        parts = chunks(self.batch_size, 3 * self._dense_bytes(), self.device)
+        found = [dense_moments(self.samples(part.start, part.stop)._dense()) for part in parts]
+        rows, columns = functools.reduce(lambda one, two: (one[0] + two[0], one[1] + two[1]), found)
+        return rows, columns
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         """Inner product with a kind for which this structure knows a cheap way, else None."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_persample.gradients import indexed, norms, precision, projected
+from lightning_persample.gradients import indexed, moments, norms, precision, projected
 from lightning_persample.gradients.cost import MatrixKernel, outer_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.patches import patches_dense, patches_sq_norm, patches_terms_sq_norm
@@ -127,6 +127,13 @@ class Outer(SampleGradient):
     def _project(self, factors: Factors) -> Tensor:
         return projected.outer_projected(self.left, self.right, factors)
 
+    def _moments(self) -> moments.Moments:
+        return moments.outer_moments(self.left.to(self.dtype), self.right.to(self.dtype))
+
+    def times_one(self) -> Tensor:
+        """The sum over positions of the left sides, (B, p)."""
+        return self.left.sum(1, dtype=self.dtype)
+
     def _square_sum(self) -> Tensor:
         if self.left.shape[1] != 1 or self.dtype.is_complex:
             return super()._square_sum()
@@ -187,6 +194,9 @@ class Indexed(SampleGradient):
 
     def _project(self, factors: Factors) -> Tensor:
         return projected.indexed_projected(self.index, self.right, self.num_rows, factors)
+
+    def _moments(self) -> moments.Moments:
+        return moments.indexed_moments(self.index, self.right.to(self.dtype), self.num_rows)
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         if isinstance(other, Indexed):
@@ -257,3 +267,10 @@ class Patches(SampleGradient):
 
     def _project(self, factors: Factors) -> Tensor:
         return projected.patches_projected(self.grad_out, self.input, self.geometry, factors)
+
+    def _moments(self) -> moments.Moments:
+        return moments.patches_moments(self.grad_out.to(self.dtype), self.input.to(self.dtype), self.geometry)
+
+    def times_one(self) -> Tensor:
+        """The sum over rows and positions of the output gradients, (B, O)."""
+        return self.grad_out.transpose(1, 2).flatten(2).sum(2, dtype=self.dtype)

@@ -102,6 +102,11 @@ class StoreManifest(BaseManifest):
     samples: int | None = None
     checkpoints: tuple[Mapping[str, Any], ...] = ()
 
+    @property
+    def is_eigen(self) -> bool:
+        """Whether the columns are directions of an `EigenProjection`."""
+        return self.projection is not None and self.projection.get("kind") == "eigen"
+
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             raise OptionError(f"dtype={self.dtype!r}; allowed is one of {', '.join(map(repr, _DTYPES))}")
@@ -113,7 +118,8 @@ class StoreManifest(BaseManifest):
         at = 0
         for each in self.parameters:
             full = prod(each.shape)
-            is_too_short = each.stop < at or (each.stop == at and full > 0)
+            may_be_empty = full == 0 or self.is_eigen  # a bias that is a column of its weight has none of its own
+            is_too_short = each.stop < at + (not may_be_empty)
             if each.start != at or is_too_short or (self.projection is None and each.stop - at != full):
                 number = f"{full}, all entries as there is no projection" if self.projection is None else "one at least"
                 raise OptionError(
