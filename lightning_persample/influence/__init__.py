@@ -3,6 +3,7 @@
 from lightning_persample.influence.ledger import Manifest, as_tensors, read_ledger, read_manifest
 from lightning_persample.influence.less import adam_direction, less
 from lightning_persample.influence.logra import logra
+from lightning_persample.influence.report import report
 from lightning_persample.influence.scores import PairScores, SampleScores, el2n, grand, self_influence
 from lightning_persample.influence.shards import StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore, check_comparable
@@ -28,6 +29,7 @@ __all__ = [
     "logra",
     "read_ledger",
     "read_manifest",
+    "report",
     "self_influence",
     "tracin",
     "tracin_cp",

@@ -1,4 +1,4 @@
-"""pyarrow and dask, which are imported only where they are used."""
+"""pyarrow, dask and matplotlib, which are imported only where they are used."""
 
 from __future__ import annotations
 
@@ -21,3 +21,4 @@ def _imported(package: str, extra: str, why: str, module: str = "") -> Any:
 
 arrow = partial(_imported, "pyarrow", "influence", "a ledger is written and read by pyarrow")
 dask = partial(_imported, "dask", "dask", "the array is one of dask")
+matplotlib = partial(_imported, "matplotlib", "report", "a report is drawn by matplotlib")

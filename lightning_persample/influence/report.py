@@ -1,0 +1,733 @@
+"""One page that shows a run: the norms of its samples, its layers, its noise scale, and which samples stand out."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import html
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_persample.errors import PerSampleError
+from lightning_persample.influence import charts
+from lightning_persample.influence.charts import Array
+from lightning_persample.influence.dataset import GRADIENTS, MANIFEST, write_atomically
+from lightning_persample.influence.ledger import BASE_COLUMNS, Ledger, read_ledger
+from lightning_persample.influence.optional_packages import arrow, matplotlib
+from lightning_persample.influence.pictures import Render, data_address, rendered, shortened
+from lightning_persample.options import check_option, is_int
+
+_MOST_WINDOWS, _BINS, _MOST_POINTS = 80, 36, 5000
+_QUANTILES = (0.05, 0.5, 0.95)
+
+
+@dataclass
+class Samples:
+    """What is known of each sample that was captured, (samples,) each."""
+
+    index: list[Any]
+    mean: Array  # of its finite norms; nan without one
+    last: Array
+    seen: NDArray[np.int64]
+    nonfinite: NDArray[np.int64]
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # means of floats, the last of others
+
+
+@dataclass
+class Run:
+    """What a page shows."""
+
+    title: str
+    step: Array  # of each row, (rows,)
+    norm: Array  # nan where there is none
+    groups: dict[str, Array] = field(default_factory=dict)
+    samples: Samples | None = None
+    batch_size: float | None = None
+    coverage: Array = field(default_factory=lambda: np.empty(0))
+    epochs: int = 0
+    logged: dict[str, tuple[Array, Array]] = field(default_factory=dict)  # steps and values by name
+    settings: dict[str, Any] = field(default_factory=dict)
+    libraries: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    step_unit: str = "optimizer steps"
+
+
+def report(
+    *dirpaths: str | os.PathLike[str],
+    out: str | os.PathLike[str] = "report.html",
+    render: Render | None = None,
+    labels: Mapping[str, Any] | None = None,
+    k: int = 25,
+    title: str | None = None,
+) -> Path:
+    """Write one page on a run: a file that opens in any browser, without a network and without any other file.
+
+    It shows the norms of the samples over the steps (median and 5% to 95%, and their distribution), each layer's mean
+    norm, the noise scale beside the batch size, each sample's loss and mean norm, the samples with the largest and the
+    smallest mean norms, coverage, options and versions. What a run has not recorded the page names in one sentence.
+
+    Charts are SVG by matplotlib: they take the colours of the page, light and dark, need no script, and the loggers'
+    figures are the same. (Plotly's and Bokeh's own scripts are larger than everything else in the page, and draw into
+    colours that do not follow the reader's.) The table is one of HTML, which 15 lines of script sort.
+
+    Args:
+        dirpaths: the folder of a ledger, one that holds it, and folders with the logs of a `PerSampleGradientMonitor`
+            (those of Lightning's CSVLogger or TensorBoardLogger), which has the noise scale; all of one run.
+        out: the file; one that is there is replaced.
+        render: ``render(index)`` gives what is shown for the sample with this index in the dataset: an image (PIL,
+            tensor or array of (H, W), (C, H, W) or (H, W, C); other than uint8 from 0 to 1, else scaled) or a text.
+        labels: further columns of the table by name: a sequence by index, a mapping, or a callable of the index. The
+            first one of bools colours the samples in the chart of losses.
+        k: how many of the samples with the largest and the smallest norms are in the table, each.
+        title: of the page; None takes the folder's name.
+
+    Returns:
+        The path of the file. Where there is neither a ledger nor a log of the monitor, where there are several ledgers,
+        or where one is broken, a `PerSampleError` says so.
+    """
+    check_option("dirpaths", dirpaths, bool(dirpaths), "at least one folder")
+    check_option("k", k, is_int(k, 1), "an int >= 1")
+    check_option("render", render, render is None or callable(render), "None or a callable of the sample's index")
+    is_mapping = labels is None or isinstance(labels, Mapping)
+    check_option("labels", labels, is_mapping, "None or a dict of sequences, mappings or callables by name")
+    run = read_run([Path(each) for each in dirpaths])
+    if title is not None:
+        run.title = title
+    return write_report(run, Path(out), render, labels or {}, k)
+
+
+# What is read
+
+
+def read_run(dirpaths: Sequence[Path]) -> Run:
+    """The run that lies in some folders."""
+    for each in dirpaths:
+        if not each.is_dir():
+            raise PerSampleError(f"{os.fspath(each)!r} is no folder")
+    manifests = [path for each in dirpaths for path in each.rglob(MANIFEST) if path.parent.name != GRADIENTS]
+    ledgers = sorted({path.parent.resolve() for path in manifests})
+    if len(ledgers) > 1:
+        named = ", ".join(repr(os.fspath(path)) for path in ledgers)
+        raise PerSampleError(f"a report is of one run, and these are {len(ledgers)} ledgers: {named}: pass one of them")
+    empty = np.empty(0)
+    run = _of_ledger(ledgers[0]) if ledgers else Run(dirpaths[0].resolve().name, empty, empty)
+    run.logged, text = read_logs(dirpaths)
+    run.warnings += [text] if text else []
+    if not ledgers and not run.logged:
+        named = ", ".join(repr(os.fspath(path)) for path in dirpaths)
+        raise PerSampleError(
+            f"{named} holds no ledger ({MANIFEST} is missing) and no log of a PerSampleGradientMonitor (metrics.csv or "
+            "events of TensorBoard): pass the dirpath of the PerSampleGradientWriter, or the Trainer's log_dir"
+        )
+    return run
+
+
+def _of_ledger(dirpath: Path) -> Run:
+    ledger, table = Ledger(dirpath), read_ledger(dirpath, complete=False)
+    manifest, warnings = ledger.manifest(), []
+    if missing := ledger.gap() or ledger.lacking(manifest, len(table)):
+        warnings.append(f"The ledger lacks {missing}: the page shows what there is.")
+    elif manifest.rows is None:
+        warnings.append("The fit has not ended, or was killed: the page shows the rows so far.")
+    settings = {**manifest.settings, "processes": manifest.processes, "run": manifest.run}
+    names = [name for name in table.column_names if name.startswith("norm/")]
+    step, norm = _floats(table, "step"), _floats(table, "norm")
+    if absent := table["norm"].null_count:
+        warnings.append(f"{absent:,} of {len(table):,} rows have no norm: no parameter had a per-sample gradient.")
+    if unknown := table["sample_index"].null_count:
+        warnings.append(
+            f"{unknown:,} of {len(table):,} rows have no sample_index: they are in no sample's mean. "
+            "`sample_index=` of PerSampleGradientWriter gives the index where the data carry it."
+        )
+    if manifest.settings.get("max_samples") is not None:
+        warnings.append(
+            f"max_samples={manifest.settings['max_samples']}: of larger batches a random part was captured."
+        )
+    return Run(
+        dirpath.name,
+        step,
+        norm,
+        {name.removeprefix("norm/"): _floats(table, name) for name in names},
+        _samples_of(table, norm),
+        _batch_size(table, manifest.settings),
+        _floats(table, "coverage"),
+        len(np.unique(table["epoch"].to_numpy())),
+        settings=settings,
+        libraries=dict(manifest.libraries),
+        warnings=warnings,
+        step_unit=manifest.settings.get("step_unit", "optimizer steps"),
+    )
+
+
+def _floats(table: Any, name: str) -> Array:
+    return np.asarray(table[name].to_numpy(), dtype=np.float64)
+
+
+def _batch_size(table: Any, settings: Mapping[str, Any]) -> float | None:
+    """Samples of an optimizer step over all processes: the median over the steps; None where it is not known."""
+    if not len(table):
+        return None
+    if settings.get("max_samples") is None:
+        return float(np.median(np.unique(table["step"].to_numpy(), return_counts=True)[1]))
+    weights = _floats(table, "weight")
+    known = weights[np.isfinite(weights) & (weights > 0)]
+    return float(np.median(1 / known)) if known.size and settings.get("loss_reduction") == "mean" else None
+
+
+def _samples_of(table: Any, norm: Array) -> Samples | None:
+    """Means of each sample over its rows, and the last of what is no float; None where no row has an index."""
+    known = np.asarray(table["sample_index"].is_valid()) & ~np.asarray(table["norm"].is_null())
+    if not known.any():
+        return None
+    chosen, norm = table.filter(arrow().array(known)), norm[known]
+    index, place = np.unique(chosen["sample_index"].to_numpy().astype(object), return_inverse=True)
+    last, seen = np.full(len(index), math.nan), np.bincount(place)
+    last[place] = norm  # rows are in the order of the steps
+    finite = np.isfinite(norm)
+    columns: dict[str, list[Any]] = {}
+    for name in chosen.column_names:
+        if name in BASE_COLUMNS or name.startswith("norm/"):
+            continue
+        if str(chosen[name].type) == "double":
+            columns[name] = _means(place, _floats(chosen, name), len(index)).tolist()
+        else:
+            columns[name] = list(dict(zip(place.tolist(), chosen[name].to_pylist(), strict=True)).values())
+            order = list(dict.fromkeys(place.tolist()))
+            columns[name] = [columns[name][at] for at in np.argsort(order)]
+    nonfinite = np.bincount(place[~finite], minlength=len(index))
+    return Samples(index.tolist(), _means(place, norm, len(index)), last, seen, nonfinite, columns)
+
+
+def _means(place: NDArray[np.int64], values: Array, count: int) -> Array:
+    """The mean of the finite values at each place, (count,); nan without one."""
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore"):
+        return np.bincount(place[finite], values[finite], count) / np.bincount(place[finite], minlength=count)
+
+
+def read_logs(dirpaths: Sequence[Path]) -> tuple[dict[str, tuple[Array, Array]], str]:
+    """What the monitor logged, by name, from metrics.csv, or else from events of TensorBoard; and a warning or ""."""
+    tables = sorted({path.resolve() for each in dirpaths for path in each.rglob("metrics.csv")}, key=_age)
+    events = {path.resolve().parent for each in dirpaths for path in each.rglob("events.out.tfevents.*")}
+    for places, read in ((tables, _of_csv), (sorted(events, key=_age), _of_events)):
+        found = [(place, of_place) for place in places if (of_place := _of_monitor(read(place)))]
+        points: dict[str, dict[float, float]] = {}
+        twice = ""
+        for place, values in found:  # what a run that was resumed wrote later counts
+            for name, (steps, numbers) in values.items():
+                there = points.setdefault(name, {})
+                if there.keys() & set(steps):
+                    twice = f"Several logs have values of the same steps; those of {os.fspath(place)} are shown. "
+                there.update(zip(steps, numbers, strict=True))
+        if found:
+            joined = {name: np.array(sorted(values.items())).T for name, values in points.items()}
+            text = twice and f"{twice}If they are of several runs, pass the folder of one."
+            return {name: (array[0], array[1]) for name, array in joined.items()}, text
+    return {}, ""
+
+
+Logged = dict[str, tuple[list[float], list[float]]]
+
+
+def _age(path: Path) -> tuple[float, str]:
+    return path.stat().st_mtime, os.fspath(path)
+
+
+def _of_csv(path: Path) -> Logged:
+    found: Logged = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            for name, text in row.items():
+                if name and text and "/" in name and row.get("step"):
+                    steps, values = found.setdefault(name, ([], []))
+                    steps.append(float(row["step"]))
+                    values.append(float(text))
+    return found
+
+
+def _of_events(path: Path) -> Logged:
+    try:
+        events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    except ModuleNotFoundError:
+        return {}
+    reader = events.EventAccumulator(os.fspath(path), {"scalars": 0})
+    reader.Reload()
+    scalars = {name: reader.Scalars(name) for name in reader.Tags()["scalars"] if "/" in name}
+    return {name: ([each.step for each in all_], [each.value for each in all_]) for name, all_ in scalars.items()}
+
+
+def _of_monitor(logged: Logged) -> Logged:
+    """Those of a monitor, which alone logs a coverage, of steps."""
+    prefixes = tuple(name.removesuffix("coverage") for name in logged if name.endswith("/coverage"))
+    return {name: each for name, each in logged.items() if name.startswith(prefixes) and not name.endswith("_epoch")}
+
+
+# What is computed
+
+
+def windows(steps: Array, most: int = _MOST_WINDOWS) -> Array:
+    """Edges of windows of steps, all of one width; a window without a captured step stays empty."""
+    captured = np.unique(steps)
+    spacing = float(np.median(np.diff(captured))) if len(captured) > 1 else 1.0
+    return np.linspace(captured[0], captured[-1] + spacing, min(len(captured), most) + 1)
+
+
+def _window_of(edges: Array, steps: Array) -> NDArray[np.int64]:
+    return np.clip(np.searchsorted(edges, steps, side="right") - 1, 0, len(edges) - 2)
+
+
+def _bands(run: Run) -> dict[str, Any] | None:
+    """Quantiles of the finite norms in each window of steps."""
+    finite = np.isfinite(run.norm)
+    if not finite.any():
+        return None
+    edges = windows(run.step[finite])
+    place = _window_of(edges, run.step[finite])
+    order = np.argsort(place, kind="stable")
+    split = np.split(run.norm[finite][order], np.searchsorted(place[order], np.arange(1, len(edges) - 1)))
+    found = [np.quantile(each, _QUANTILES) if each.size else np.full(3, math.nan) for each in split]
+    return {"edges": edges, **dict(zip(("p5", "p50", "p95"), np.array(found).T, strict=True))}
+
+
+def _histogram(run: Run) -> dict[str, Any] | None:
+    """The share of each window's samples in bins of log10 of the norm, (bins, windows)."""
+    positive = np.isfinite(run.norm) & (run.norm > 0)
+    if not positive.any():
+        return None
+    edges, logs = windows(run.step[positive]), np.log10(run.norm[positive])
+    ends = (logs.min(), logs.max()) if np.ptp(logs) > 1e-6 else (logs.min() - 0.5, logs.max() + 0.5)
+    bins = np.linspace(*ends, _BINS + 1)
+    counts = np.histogram2d(np.clip(logs, *ends), run.step[positive], (bins, edges))[0]
+    with np.errstate(invalid="ignore"):
+        return {"edges": edges, "log10_norm": bins, "share": counts / counts.sum(0)}
+
+
+def _layers(run: Run) -> dict[str, Any] | None:
+    """The mean norm of each group of parameters in each window of steps, (groups, windows)."""
+    groups = {name: (run.step, values) for name, values in run.groups.items()} or {
+        name.removesuffix("/norm_mean").removeprefix(prefix): values
+        for prefix in _prefixes(run)
+        for name, values in run.logged.items()
+        if name.startswith(prefix) and name.endswith("/norm_mean") and name.count("/") > prefix.count("/")
+    }
+    groups = {name: each for name, each in groups.items() if np.isfinite(each[1]).any()}
+    if not groups:
+        return None
+    edges = windows(np.concatenate([steps for steps, _ in groups.values()]))
+    means = [_means(_window_of(edges, steps), values, len(edges) - 1) for steps, values in groups.values()]
+    return {"edges": edges, "names": list(groups), "mean": np.array(means)}
+
+
+def _prefixes(run: Run) -> list[str]:
+    """What the names of the monitor's values start with, one for each optimizer that it logs."""
+    return [name.removesuffix("coverage") for name in run.logged if name.endswith("/coverage")]
+
+
+def _scores(samples: Samples) -> dict[str, Any] | None:
+    """Loss and mean norm of each sample that has both, and their rank correlation."""
+    loss = np.array(samples.columns.get("loss", [math.nan] * len(samples.index)), dtype=np.float64)
+    known = (np.isfinite(loss) & np.isfinite(samples.mean)).nonzero()[0]
+    if not known.size:
+        return None
+    shown = np.sort(np.random.default_rng(0).permutation(known)[:_MOST_POINTS])
+    points = [[samples.index[place] for place in shown], loss[shown], samples.mean[shown]]
+    correlation = rank_correlation(loss[known], samples.mean[known])
+    return {"samples": len(known), "rank_correlation": correlation, "points": points}
+
+
+def rank_correlation(x: Array, y: Array) -> float:
+    """Spearman's rank correlation of (n,) and (n,), ties with their mean rank; nan where all of one are equal."""
+    ranks = []
+    for values in (x, y):
+        _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[place] - (len(values) + 1) / 2)
+    divisor = math.sqrt(float((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum()))
+    return float((ranks[0] * ranks[1]).sum()) / divisor if divisor else math.nan
+
+
+def _table(samples: Samples, k: int) -> list[int]:
+    """The places of the k samples with the largest means, of k without a finite mean, and of the k smallest."""
+    order = np.argsort(-samples.mean, kind="stable")  # nan comes last
+    finite, others = np.split(order, [int(np.isfinite(samples.mean).sum())])
+    partly = [place for place in (samples.nonfinite > 0).nonzero()[0] if np.isfinite(samples.mean[place])]
+    return list(dict.fromkeys([*others[:k].tolist(), *partly[:k], *finite[:k].tolist(), *finite[-k:].tolist()]))
+
+
+# What is shown
+
+
+def write_report(run: Run, out: Path, render: Render | None, labels: Mapping[str, Any], k: int) -> Path:
+    """Write the page of a run."""
+    labels = {str(name): _column(each) for name, each in labels.items()}
+    numbers: dict[str, Any] = {
+        "bands": _bands(run),
+        "histogram": _histogram(run),
+        "layers": _layers(run),
+        "logged": {
+            name: list(each) for name, each in run.logged.items() if "/noise_scale" in name or "/coverage" in name
+        },
+        "scores": None if run.samples is None else _scores(run.samples),
+    }
+    warnings = [*_warnings_on_norms(run), *run.warnings]
+    table = _samples_panel(run, numbers, render, labels, k, warnings)
+    panels = [_norms_panel(run, numbers["bands"]), _histogram_panel(run, numbers["histogram"])]
+    panels += [_layers_panel(numbers["layers"]), _noise_panel(run), _scores_panel(run, numbers["scores"], labels)]
+    panels.append(_coverage_panel(run))
+    listed = "".join(f"<li>{_text(each)}</li>" for each in warnings)
+    libraries = {**run.libraries, "python": sys.version.split()[0], "matplotlib": matplotlib().__version__}
+    libraries["lightning_persample"] = importlib.import_module("lightning_persample").__version__
+    page = Template(files("lightning_persample.influence").joinpath("report.html").read_text(encoding="utf-8"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        out,
+        page.substitute(
+            title=_text(run.title),
+            subtitle=_text(_subtitle(run)),
+            tiles="".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in _tiles(run)),
+            warnings=f'<section id="warnings"><h2>Warnings</h2><ul>{listed}</ul></section>' if listed else "",
+            panels="\n".join(panels),
+            table=table,
+            settings=_listed("Options", run.settings) + _listed("Versions", libraries),
+            numbers=_json(numbers),
+        ).encode(),
+    )
+    return out
+
+
+def _column(values: Any) -> Callable[[Any], Any]:
+    """What a column of labels has for an index; None where it has nothing."""
+
+    def look_up(index: Any) -> Any:
+        try:
+            value = values(index) if callable(values) else values[index]
+            return value.item() if hasattr(value, "item") else value
+        except (LookupError, TypeError, ValueError):
+            return None
+
+    return look_up
+
+
+def _panel(name: str, title: str, chart: str, text: str) -> str:
+    absent = "" if chart else ' class="absent"'
+    return f'<section id="{name}"><h2>{title}</h2>{chart}<p{absent}>{_text(text)}</p></section>'
+
+
+def _norms_panel(run: Run, found: dict[str, Any] | None) -> str:
+    name, title = "norms", "Gradient norms of the samples"
+    if found is not None:
+        ends = [(found["p50"][place], found["p95"][place]) for place in (0, -1)]
+        text = (
+            f"The line is the median sample, the band holds 90% of them. The median goes from {_short(ends[0][0])} to "
+            f"{_short(ends[1][0])}; at the end 5% of the samples are above {_short(ends[1][1])}"
+        )
+        text += f", {_short(ends[1][1] / ends[1][0])} times the median. " if ends[1][0] > 0 else ". "
+        text += "A band that grows upwards: few samples, hard or mislabelled ones, drive the training."
+        draw = partial(charts.bands, edges=found["edges"], low=found["p5"], middle=found["p50"], high=found["p95"])
+        return _panel(name, title, charts.svg(name, f"{title} over the steps", draw), text)
+    if not (lines := _of_prefixes(run, "norm_p50")):
+        return _panel(name, title, "", "No captured row has a finite norm." if run.norm.size else _NO_ROWS)
+    text = "The median over the samples of each logged step. With PerSampleGradientWriter the page has all quantiles."
+    return _panel(name, title, charts.svg(name, title, partial(charts.curves, lines=lines, label="norm")), text)
+
+
+def _histogram_panel(run: Run, found: dict[str, Any] | None) -> str:
+    name, title = "histogram", "Distribution of the norms"
+    if found is None:
+        return _panel(name, title, "", "No captured row has a positive finite norm." if run.norm.size else _NO_ROWS)
+    text = (
+        "Each column is the samples of some steps, coloured by their share. Two ridges are two kinds of samples, and "
+        "the upper one often those with wrong labels."
+    )
+    zeros = int((run.norm == 0).sum())
+    text += f" {zeros:,} rows with a norm of 0 are not in it." if zeros else ""
+    draw = partial(charts.heat, edges=found["edges"], log_edges=found["log10_norm"], share=found["share"])
+    return _panel(name, title, charts.svg(name, f"{title} over the steps", draw), text)
+
+
+def _layers_panel(found: dict[str, Any] | None) -> str:
+    name, title = "layers", "Mean norm of each layer"
+    if found is None:
+        absent = "The run has no norms of layers: per_layer=1 (or 2) of PerSampleGradientWriter records them."
+        return _panel(name, title, "", absent)
+    text = (
+        "First layers at the top. Compare a row with its own past: one that turns dark has stopped to learn, one that "
+        "turns bright is where a training becomes unstable. (A layer of few weights is darker than a large one.)"
+    )
+    draw = partial(charts.layers, edges=found["edges"], names=found["names"], values=found["mean"])
+    height = min(2.9 + max(0, len(found["names"]) - 20) * 0.08, 5.0)
+    return _panel(name, title, charts.svg(name, f"{title} over the steps", draw, height), text)
+
+
+def _noise_panel(run: Run) -> str:
+    name, title = "noise", "Noise scale and batch size"
+    lines = _of_prefixes(run, "noise_scale")
+    if not lines:
+        text = (
+            "The run has no noise scale: PerSampleGradientMonitor logs it, and report=True of it puts it in the page."
+        )
+        return _panel(name, title, "", text)
+    known = {part: values[np.isfinite(values)] for part, (_, values) in lines.items()}
+    if not any(values.size for values in known.values()):
+        text = "The noise scale is nan at all logged steps: the mean gradient is below the noise, or it is not known."
+        return _panel(name, title, "", text)
+    part, values = next((part, values) for part, values in known.items() if values.size)
+    text = advice(float(values[-1]), run.batch_size)
+    text = text if len(lines) == 1 else f"Of {part}: {text}"
+    draw = partial(charts.curves, lines=lines, label="samples", batch_size=run.batch_size)
+    return _panel(name, title, charts.svg(name, f"{title} over the steps", draw), text)
+
+
+def advice(noise_scale: float, batch_size: float | None) -> str:
+    """What a noise scale says of a batch size."""
+    text = (
+        f"The noise scale is about {_short(noise_scale)} samples: up to such a batch size a larger batch saves steps, "
+        "beyond it hardly any."
+    )
+    if batch_size is None:
+        return f"{text} The batch size of the run is not known."
+    ratio = noise_scale / batch_size
+    if ratio > 3:
+        return (
+            f"{text} The batch of {batch_size:g} is much smaller, and its gradient mostly noise: if time matters more "
+            "than data, try a larger batch with a larger learning rate."
+        )
+    if ratio < 1 / 3:
+        return (
+            f"{text} The batch of {batch_size:g} is much larger: a smaller one takes hardly more steps, each of them "
+            "cheaper."
+        )
+    return f"{text} The batch of {batch_size:g} is near it: nothing to change."
+
+
+def _scores_panel(run: Run, found: dict[str, Any] | None, labels: Mapping[str, Callable[[Any], Any]]) -> str:
+    name, title = "scores", "Loss and gradient norm of each sample"
+    if found is None:
+        text = "Without an index of the samples there are no means of each."
+        if run.samples is not None:
+            text = (
+                'The run has no losses of samples: return {"loss": loss, "per_sample": {"loss": losses}} from '
+                "training_step, and PerSampleGradientWriter writes them."
+            )
+        return _panel(name, title, "", text)
+    index, loss, norm = found["points"]
+    marks = {each: [look_up(sample) for sample in index] for each, look_up in labels.items()}
+    mark = next((each for each, values in marks.items() if {type(value) for value in values} == {bool}), "")
+    marked = np.array(marks[mark]) if mark else None
+    correlation = found["rank_correlation"]
+    text = f"Rank correlation {correlation:.2f}. " if math.isfinite(correlation) else ""
+    text += "Samples at the upper right are the ones that the network cannot fit: hard, rare or mislabelled."
+    if len(index) < found["samples"]:
+        text += f" {len(index):,} of {found['samples']:,} samples are drawn, chosen at random."
+    chart = charts.svg(name, title, partial(charts.points, x=loss, y=norm, marked=marked, mark=mark))
+    return _panel(name, title, f'{chart}<output id="point">Point at a sample to see its index.</output>', text)
+
+
+def _coverage_panel(run: Run) -> str:
+    values = run.coverage[np.isfinite(run.coverage)]
+    if not values.size:
+        values = np.concatenate([values, *(each for _, each in _of_prefixes(run, "coverage").values())])
+    if not values.size:
+        return _panel("coverage", "Coverage", "", "The run has no coverage.")
+    least, text = float(values.min()), "The norms are over all weights that have a gradient, at every captured step."
+    if least < 1:
+        text = (
+            f"At the least covered step the norms are over {100 * least:.3g}% of the weights that have a gradient, "
+            f"{100 * float(values.mean()):.3g}% on average. The warnings of the training name the others, and why."
+        )
+    bar = f'<meter min="0" max="1" value="{least}" aria-label="coverage"></meter> <b>{100 * least:.3g}%</b>'
+    return _panel("coverage", "Coverage", bar, text)
+
+
+_NO_ROWS = "The run has no ledger: PerSampleGradientWriter keeps the norm of every sample."
+
+
+def _of_prefixes(run: Run, name: str) -> dict[str, tuple[Array, Array]]:
+    """What was logged of all parameters under a name, by optimizer."""
+    prefixes = _prefixes(run)
+    own = {prefix: prefix.rstrip("/").rpartition("/")[2] if len(prefixes) > 1 else name for prefix in prefixes}
+    return {own[prefix]: run.logged[prefix + name] for prefix in prefixes if prefix + name in run.logged}
+
+
+def _warnings_on_norms(run: Run) -> list[str]:
+    found = []
+    wrong = ~np.isfinite(run.norm)
+    if run.samples is not None and (several := int((run.samples.nonfinite > 0).sum())):
+        text = f"{several:,} samples had a norm that is inf or nan, which is in no mean and no quantile."
+        if wrong.any():
+            text += f" The first was at step {run.step[wrong][0]:.0f}."
+        found.append(text)
+    elif wrong.any():
+        found.append(f"{int(wrong.sum()):,} rows have no finite norm, the first at step {run.step[wrong][0]:.0f}.")
+    return found
+
+
+def _samples_panel(
+    run: Run,
+    numbers: dict[str, Any],
+    render: Render | None,
+    labels: Mapping[str, Callable[[Any], Any]],
+    k: int,
+    warnings: list[str],
+) -> str:
+    title, samples = "Samples with the largest and the smallest norms", run.samples
+    if samples is None:
+        text = "No captured row has a sample_index, so nothing is known of single samples."
+        return _panel("samples", title, "", text)
+    places = _table(samples, k)
+    ranks = np.argsort(np.argsort(-samples.mean, kind="stable"), kind="stable") + 1
+    names = ["rank", *(["sample"] if render is not None else []), "index", *labels, "mean norm", "last norm"]
+    columns = {name: values for name, values in samples.columns.items() if name not in labels}
+    names += [*columns, "seen", "not finite"]
+    rows, failed = [], ""
+    for place in places:
+        index = samples.index[place]
+        finite = math.isfinite(samples.mean[place])
+        row: list[Any] = [int(ranks[place]) if finite else None]
+        if render is not None:
+            row.append(rendered(render, index))
+            failed = failed or (row[-1] if isinstance(row[-1], str) and row[-1].startswith("render failed") else "")
+        row += [index, *(look_up(index) for look_up in labels.values())]
+        row += [float(samples.mean[place]), float(samples.last[place]), *(each[place] for each in columns.values())]
+        rows.append([*row, int(samples.seen[place]), int(samples.nonfinite[place])])
+    if failed:
+        warnings.append(f"A sample is not shown: {failed}.")
+    numbers["samples"] = {
+        "columns": names,
+        "rows": [[None if _is_image(each) else each for each in row] for row in rows],
+    }
+    kinds = [' class="number"' if any(map(_is_number, column)) else "" for column in zip(*rows, strict=True)]
+    head = "".join(
+        f'<th scope="col"{kind}><button>{_text(name)}</button></th>' for name, kind in zip(names, kinds, strict=True)
+    )
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    text = (
+        f"{len(rows):,} of {len(samples.index):,} samples; rank 1 has the largest mean norm over the captured steps. "
+        "Click a column's name to sort by it."
+    )
+    text += "" if render is not None else " With render=function of an index the samples themselves are shown."
+    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<section id="samples"><h2>{title}</h2><p class="soft">{_text(text)}</p>{table}</section>'
+
+
+def _is_image(value: Any) -> bool:
+    return hasattr(value, "save") and hasattr(value, "size")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> str:
+    if _is_image(value):
+        return f'<td data-value=""><img src="{data_address(value)}" alt=""></td>'
+    if isinstance(value, bool):
+        return f'<td data-value="{int(value)}">{"yes" if value else "no"}</td>'
+    if _is_number(value):
+        return f'<td class="number" data-value="{value if math.isfinite(value) else ""}">{_short(value)}</td>'
+    return f'<td class="text">{"" if value is None else _text(shortened(str(value)))}</td>'
+
+
+def _tiles(run: Run) -> list[tuple[str, str]]:
+    found = [("captured steps", f"{len(np.unique(run.step)):,}")]
+    if run.samples is not None:
+        found.append(("samples", f"{len(run.samples.index):,}"))
+    if (finite := run.norm[np.isfinite(run.norm)]).size:
+        found.append(("median norm", _short(float(np.median(finite)))))
+    if run.batch_size is not None:
+        found.append(("batch size", _short(run.batch_size)))
+    for part, (_, values) in _of_prefixes(run, "noise_scale").items():
+        if np.isfinite(values).any():
+            found.append((part.replace("_", " "), _short(float(values[np.isfinite(values)][-1]))))
+    found.append(("rows not finite", f"{int((~np.isfinite(run.norm)).sum()):,}"))
+    return found
+
+
+def _subtitle(run: Run) -> str:
+    if not run.step.size:
+        return "values of the monitor's logs"
+    epochs = f" in {run.epochs:,} epoch{'s' * (run.epochs != 1)}" if run.epochs else ""
+    steps = f"{run.step_unit} {run.step.min():.0f} to {run.step.max():.0f}"
+    return f"Per-sample gradients of {steps}{epochs}, {run.norm.size:,} rows"
+
+
+def _listed(title: str, values: Mapping[str, Any]) -> str:
+    if not values:
+        return _panel(title.lower(), title, "", "The run has recorded none.")
+    listed = "".join(f"<dt>{_text(name)}</dt><dd>{_text(shortened(str(each)))}</dd>" for name, each in values.items())
+    return f'<section id="{title.lower()}"><h2>{title}</h2><dl>{listed}</dl></section>'
+
+
+def _short(value: float) -> str:
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def _text(value: object) -> str:
+    """A text of a user, as a page shows it."""
+    return html.escape(str(value).encode(errors="replace").decode())
+
+
+def _json(value: object) -> str:
+    """Numbers for a script of the page: null for what is not finite, and nothing that ends the script."""
+    return json.dumps(_plain(value), allow_nan=False).replace("<", "\\u003c")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int)) else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command ``lightning-persample``."""
+    parser = argparse.ArgumentParser(
+        "lightning-persample", description="Per-sample gradients of PyTorch Lightning runs."
+    )
+    command = parser.add_subparsers(required=True, metavar="command").add_parser(
+        "report", help="write one page on a run", description="Write one page on a run, which opens without a network."
+    )
+    command.add_argument("dirpaths", nargs="+", metavar="RUN_DIR", help="folders of one run: its ledger, its logs")
+    command.add_argument("--out", default="report.html", help="the file to write (default: report.html)")
+    command.add_argument("--render", metavar="MODULE:FUNCTION", help="a function of a sample's index: an image or text")
+    command.add_argument(
+        "-k", type=int, default=25, help="samples with the largest and the smallest norms (default: 25)"
+    )
+    command.add_argument("--title", help="of the page (default: the folder's name)")
+    options = parser.parse_args(arguments)
+    try:
+        render = None if options.render is None else _imported(options.render)
+        written = report(*options.dirpaths, out=options.out, render=render, k=options.k, title=options.title)
+    except (PerSampleError, OSError, ModuleNotFoundError) as error:
+        sys.stderr.write(f"lightning-persample: {error}\n")
+        return 1
+    sys.stdout.write(f"{written} ({written.stat().st_size / 1e6:.1f} MB)\n")
+    return 0
+
+
+def _imported(name: str) -> Any:
+    """A function by the name of its module, which may lie in the working directory, and its own."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    found = getattr(importlib.import_module(module), function, None) if module and function else None
+    check_option("--render", name, callable(found), "MODULE:FUNCTION, a function that can be imported")
+    return found
