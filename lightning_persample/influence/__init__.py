@@ -1,5 +1,6 @@
 """Data influence: the ledger of a training run, stores of per-sample gradients, and scores of the samples."""
 
+from lightning_persample.influence.ekfac import ekfac
 from lightning_persample.influence.ledger import Manifest, as_tensors, read_ledger, read_manifest
 from lightning_persample.influence.less import adam_direction, less
 from lightning_persample.influence.logra import logra
@@ -21,6 +22,7 @@ __all__ = [
     "as_tensors",
     "check_comparable",
     "correct_class_margin",
+    "ekfac",
     "el2n",
     "grad_cos",
     "grad_dot",

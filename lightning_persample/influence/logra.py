@@ -6,11 +6,11 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_persample.errors import OptionError
 from lightning_persample.influence.products import (
     StoreOrPath,
     add_products,
     align,
+    checked_damping,
     cholesky_factor,
     given_gradients,
     second_moments,
@@ -27,8 +27,9 @@ _ONE = "take logra(train.at(checkpoint), test.at(checkpoint)) of one, as a rule 
 def logra(
     train: StoreOrPath,
     test: StoreOrPath,
-    damping: float | None = None,
+    damping: float = 0.1,
     *,
+    absolute: bool = False,
     max_memory: int | None = None,
 ) -> PairScores:
     """The influence ``sum_b g_b(z')^T (H_b + damping_b I)^-1 g_b(z)`` over parameters b.
@@ -44,8 +45,8 @@ def logra(
     Args:
         train: gradients of the training samples at one checkpoint, (n, K); a store or its folder.
         test: gradients of the test samples there, (m, K); a store or its folder.
-        damping: what is added to the diagonal of every H_b, above 0; None adds a tenth of the mean of its eigenvalues,
-            to each its own.
+        damping: what is added to the diagonal of every H_b, above 0, as a multiple of the mean of its eigenvalues.
+        absolute: whether `damping` is added as it is, to all alike.
         max_memory: bytes for what is held at a time besides the scores; the less, the more often the stores are read.
             H_b of the largest parameter is held in any case, twice. None reads blocks of 64 MiB and holds matrices of
             1 GiB.
@@ -53,22 +54,20 @@ def logra(
     Returns:
         The scores, (n, m).
 
-    Raises:
-        OptionError: `damping` is not above 0, or the stores have several checkpoints.
+    It is an `OptionError` where `damping` is not above 0, or the stores have several checkpoints.
 
     Reference: Choe et al. 2024, What is your data worth to GPT? LLM-scale data valuation with influence functions,
     section 3, arXiv 2405.13954; the damping is that of Grosse et al. 2023, Studying large language model generalization
     with influence functions, arXiv 2308.03296.
     """
-    if damping is not None and not damping > 0:
-        raise OptionError(f"damping={damping!r} is not allowed: damping must be a number > 0, or None")
+    checked_damping(damping, absolute, above_zero=True)
     train, test = given_gradients(train, test, "logra")
     aligned = align(train, test, why_one=_ONE)
     scores = aligned.zeros()
     ((train_rows, test_rows),) = aligned.pairs
     for names in _groups(train_rows.store, max_memory):
         train_part, test_part = (rows._replace(store=rows.store.parameters(names)) for rows in (train_rows, test_rows))
-        factors = _factors(train_part.store, names, damping, max_memory)
+        factors = _factors(train_part.store, names, damping, absolute, max_memory)
         solved = partial(solved_by, factors=factors)
         add_products(scores, train_part, test_part, max_memory=max_memory, share=2, of_test=solved)
     text = (
@@ -93,7 +92,7 @@ def _groups(store: GradientStore, max_memory: int | None) -> list[list[str]]:
 
 
 def _factors(
-    store: GradientStore, names: list[str], damping: float | None, max_memory: int | None
+    store: GradientStore, names: list[str], damping: float, absolute: bool, max_memory: int | None
 ) -> list[tuple[slice, Tensor | None]]:
     """For each parameter its columns and L with ``L L^T = H + damping I``, None where all its gradients are 0."""
     columns = [store.columns_of(name) for name in names]
@@ -105,5 +104,5 @@ def _factors(
             found.append((part, None))
             continue
         what = f"H of {name!r}, of {count} samples and {len(moment)} columns,"
-        found.append((part, cholesky_factor(moment, damping, what)))
+        found.append((part, cholesky_factor(moment, damping, absolute, what)))
     return found

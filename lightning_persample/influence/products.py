@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.influence.scores import PairScores
 from lightning_persample.influence.store import GradientStore, check_comparable
+from lightning_persample.options import check_option
 
 StoreOrPath = GradientStore | str | os.PathLike[str]
 """A store, a part of one, or the folder of one."""
@@ -358,35 +359,46 @@ def unit_rows(values: Tensor) -> Tensor:
 
 
 def second_moments(
-    store: GradientStore, columns: Sequence[slice], *, max_memory: int | None, share: int = 1
+    store: GradientStore, columns: Sequence[slice], *, max_memory: int | None, share: int = 1, diagonal: bool = False
 ) -> tuple[list[Tensor], int]:
-    """The sums of ``g g^T`` over the rows that are finite, for each of some ranges of columns."""
-    moments = [torch.zeros(part.stop - part.start, part.stop - part.start, dtype=torch.float64) for part in columns]
+    """The sums of ``g g^T``, or their diagonals, over the rows that are finite, for each of some ranges of columns."""
+    lengths = [part.stop - part.start for part in columns]
+    moments = [torch.zeros((size,) if diagonal else (size, size), dtype=torch.float64) for size in lengths]
     count = 0
     for _, values in _float64_blocks(store, max_memory, share):
         finite = values[values.isfinite().all(1)]
         count += len(finite)
         for part, moment in zip(columns, moments, strict=True):
-            moment.addmm_(finite[:, part].T, finite[:, part])
+            if diagonal:
+                moment += finite[:, part].square().sum(0)
+            else:
+                moment.addmm_(finite[:, part].T, finite[:, part])
     if count == 0:
         raise PerSampleError(f"none of the {len(store)} gradients of the train store is finite")
     return moments, count
 
 
-def cholesky_factor(moment: Tensor, damping: float | None, what: str) -> Tensor:
-    """L with ``L L^T = moment + damping I``."""
+def checked_damping(damping: object, absolute: object, *, above_zero: bool) -> None:
+    """Refuse a damping that is not allowed."""
+    if not isinstance(damping, int | float) or not (damping > 0 or (damping == 0 and not above_zero)):
+        allowed = "> 0" if above_zero else ">= 0"
+        raise OptionError(f"damping={damping!r} is not allowed: damping must be a number {allowed}")
+    check_option("absolute", absolute, isinstance(absolute, bool), "True or False")
+
+
+def cholesky_factor(moment: Tensor, damping: float, absolute: bool, what: str) -> Tensor:
+    """L with ``L L^T = moment + damping I``, the damping a multiple of the mean eigenvalue if it is not absolute."""
     mean = float(moment.diagonal().mean())
-    if damping is None:
-        damping = 0.1 * mean
-    moment.diagonal().add_(damping)
+    moment.diagonal().add_(damping if absolute else damping * mean)
     factor, failed = torch.linalg.cholesky_ex(moment)
     pivots = factor.diagonal().square()
-    if mean == 0 and damping == 0:
+    if mean == 0 and not (absolute and damping > 0):
         raise PerSampleError(f"{what} is 0, and so is every gradient that it is of: there is nothing to score by")
     if failed or pivots.min() <= len(pivots) * torch.finfo(moment.dtype).eps * pivots.max():
+        enough = f"{0.1 * mean:.2g}, a tenth of its mean eigenvalue" if absolute else "0.1"
         raise PerSampleError(
-            f"{what} has no inverse with damping={damping!r}: pass a larger one, for example damping={0.1 * mean:.2g}, "
-            "a tenth of its mean eigenvalue, or a store of fewer columns (a Projection of smaller dim)"
+            f"{what} has no inverse with damping={damping!r}: pass a larger one, for example damping={enough}, or "
+            "a store of fewer columns (a Projection of smaller dim)"
         )
     return factor
 

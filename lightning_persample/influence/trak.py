@@ -12,6 +12,7 @@ from lightning_persample.influence.products import (
     StoreOrPath,
     add_products,
     align,
+    checked_damping,
     cholesky_factor,
     given_gradients,
     second_moments,
@@ -56,8 +57,9 @@ def correct_class_margin(logits: Tensor, targets: Tensor) -> Tensor:
 def trak(
     train: StoreOrPath,
     test: StoreOrPath,
-    damping: float | None = None,
+    damping: float = 0.1,
     *,
+    absolute: bool = False,
     one_minus_p: str = "one_minus_p",
     max_memory: int | None = None,
 ) -> PairScores:
@@ -75,9 +77,10 @@ def trak(
     Args:
         train: margin gradients of the training samples, (n, K) at each checkpoint; a store or its folder.
         test: margin gradients of the test samples, (m, K), at the same checkpoints; a store or its folder.
-        damping: what is added to the diagonal of ``Phi^T Phi``, 0 or more; None adds a tenth of the mean of its
-            eigenvalues, at each checkpoint its own. With 0 it has no inverse where the logits are of a layer with bias,
-            as the gradients of a margin sum to 0 over the logits, or where samples are fewer than columns.
+        damping: what is added to the diagonal of ``Phi^T Phi``, 0 or more, as a multiple of the mean of its eigenvalues
+            at each checkpoint. With 0 it has no inverse where the logits are of a layer with bias, as the
+            gradients of a margin sum to 0 over the logits, or where samples are fewer than columns.
+        absolute: whether `damping` is added as it is.
         one_minus_p: the column of the training store that has 1 - p, in [0, 1].
         max_memory: bytes for what is held at a time besides the scores and two matrices (K, K); None reads blocks of
             64 MiB.
@@ -91,8 +94,7 @@ def trak(
     Reference: Park et al. 2023, TRAK: attributing model behavior at scale, section 3,
     arXiv 2303.14186.
     """
-    if damping is not None and not damping >= 0:
-        raise OptionError(f"damping={damping!r} is not allowed: damping must be a number >= 0, or None")
+    checked_damping(damping, absolute, above_zero=False)
     train, test = given_gradients(train, test, "trak")
     if one_minus_p not in train.manifest.columns:
         raise OptionError(
@@ -107,7 +109,7 @@ def trak(
         mistaken[train_rows.places] += _probabilities(train_rows.store, one_minus_p)
         size = train_rows.store.num_columns
         (gram,), count = second_moments(train_rows.store, [slice(0, size)], max_memory=max_memory)
-        factor = cholesky_factor(gram, damping, f"Phi^T Phi of {count} samples and {size} columns")
+        factor = cholesky_factor(gram, damping, absolute, f"Phi^T Phi of {count} samples and {size} columns")
         solved = partial(solved_by, factors=[(slice(0, size), factor)])
         add_products(kernel, train_rows, test_rows, max_memory=max_memory, of_test=solved)
     models = len(aligned.pairs)

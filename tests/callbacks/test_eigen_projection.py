@@ -22,65 +22,19 @@ from lightning_persample import (
 )
 from lightning_persample.influence import GradientStore, grad_dot
 from tests.callbacks.collect_runs import stored
+from tests.callbacks.eigen_cases import (
+    CASES,
+    COUNT,
+    Pooled,
+    data,
+    loss_of,
+    sample_grads,
+    seen_by,
+    sides,
+    span,
+    with_bias,
+)
 from tests.callbacks.runs import make_trainer
-
-COUNT = 11
-
-
-class Pooled(nn.Module):
-    """A layer, its positions averaged, and classes."""
-
-    def __init__(self, layer: nn.Module, features: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.head = layer, nn.Linear(features, 3)
-        self.double()
-
-    def forward(self, inputs):
-        out = self.layer(inputs)
-        out = out.flatten(2).mean(2) if out.dim() == inputs.dim() > 3 else out if out.dim() == 2 else out.mean(1)
-        return self.head(torch.tanh(out))
-
-
-def loss_of(module, batch):
-    return F.cross_entropy(module(batch[0]), batch[1])
-
-
-def data(*shape: int, tokens: int | None = None) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(COUNT, *shape, generator=generator, dtype=torch.float64)
-    if tokens is not None:
-        inputs = torch.randint(0, tokens, (COUNT, *shape), generator=generator)
-    return TensorDataset(inputs, torch.randint(0, 3, (COUNT,), generator=generator))
-
-
-def sample_grads(module, dataset):
-    rows = []
-    for inputs, label in dataset:
-        loss = loss_of(module, (inputs[None], label[None]))
-        grads = torch.autograd.grad(loss, list(module.parameters()))
-        rows.append(dict(zip(dict(module.named_parameters()), grads, strict=True)))
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def sides(module, layer, dataset):
-    """Inputs and output gradients of a layer, sample by sample."""
-    seen = []
-
-    def see(_, inputs, out):
-        out.retain_grad()
-        seen.append((inputs[0], out))
-
-    hook = layer.register_forward_hook(see)
-    for inputs, label in dataset:
-        loss_of(module, (inputs[None], label[None])).backward()
-    hook.remove()
-    module.zero_grad()
-    return [(x.detach(), out.grad) for x, out in seen]
-
-
-def span(rows):
-    return rows.T @ rows
 
 
 def assert_span(found, moment, count):
@@ -90,35 +44,11 @@ def assert_span(found, moment, count):
     torch.testing.assert_close(span(found), top @ top.T, rtol=1e-8, atol=1e-8)
 
 
-def unfolded(conv, x):
-    """Patches as rows of a linear map, (N, C K / groups), those of all groups together."""
-    size = {"kernel_size": conv.kernel_size, "dilation": conv.dilation, "padding": conv.padding, "stride": conv.stride}
-    return torch.cat([F.unfold(part, **size)[0].T for part in x.chunk(conv.groups, 1)])
-
-
-CASES = {
-    "linear": (lambda: nn.Linear(5, 4), 4, (5,), lambda layer, x: x.flatten(0, -2)),
-    "linear-positions": (lambda: nn.Linear(5, 4), 4, (3, 5), lambda layer, x: x.flatten(0, -2)),
-    "linear-no-bias": (lambda: nn.Linear(5, 4, bias=False), 4, (3, 5), lambda layer, x: x.flatten(0, -2)),
-    "conv": (lambda: nn.Conv2d(2, 4, 3), 4, (2, 6, 5), unfolded),
-    "conv-stride-dilation": (lambda: nn.Conv2d(2, 4, (2, 3), (2, 1), (1, 0), (1, 2)), 4, (2, 6, 7), unfolded),
-    "conv-groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), 6, (4, 4, 3), unfolded),
-}
-
-
 @pytest.mark.parametrize("dim", [9, None])
 @pytest.mark.parametrize("case", CASES)
 def test_directions_and_projected_gradients(case, dim, tmp_path):
-    make, features, shape, rows_of = CASES[case]
-    layer = make()
-    module, dataset = Pooled(layer, features), data(*shape)
+    module, dataset, left, right = seen_by(case)
     projection = EigenProjection.fit(module, DataLoader(dataset, 4), dim, loss=loss_of)
-    seen = sides(module, layer, dataset)
-    right = torch.cat([rows_of(layer, x) for x, _ in seen])
-    left = torch.cat([g.flatten(2)[0].T if g.dim() == 4 else g.flatten(0, -2) for _, g in seen])
-    has_bias = layer.bias is not None
-    if has_bias:
-        right = torch.cat([right, torch.ones(len(right), 1, dtype=torch.float64)], 1)
     basis = projection.bases["layer.weight"]
     assert_span(basis.rows, span(left), len(basis.rows))
     assert_span(basis.columns, span(right), len(basis.columns))
@@ -130,14 +60,11 @@ def test_directions_and_projected_gradients(case, dim, tmp_path):
     grads = sample_grads(module, dataset)
     expected = []
     for name in ("layer", "head"):
-        own = grads[f"{name}.weight"].flatten(2)
-        if f"{name}.bias" in grads:
-            own = torch.cat([own, grads[f"{name}.bias"][:, :, None]], 2)
         used = projection.bases[f"{name}.weight"]
-        expected.append((used.rows @ own @ used.columns.T).flatten(1))
+        expected.append((used.rows @ with_bias(grads, name) @ used.columns.T).flatten(1))
     torch.testing.assert_close(stored(store), torch.cat(expected, 1), rtol=1e-10, atol=1e-12)
     assert store.manifest.projection == projection.settings()
-    if has_bias:
+    if "layer.bias" in grads:
         assert projection.appended["layer.weight"] == "layer.bias"
         assert {each.name: each.stop - each.start for each in store.manifest.parameters}["layer.bias"] == 0
 

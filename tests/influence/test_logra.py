@@ -25,21 +25,22 @@ def nets(tmp_path_factory):
     return *stores, grads, test_grads
 
 
-def dense(grads, test_grads, sizes, damping=None):
+def dense(grads, test_grads, sizes, damping=0.1, *, absolute=False):
     """Each parameter's own matrix, inverted."""
     total = torch.zeros(len(grads), len(test_grads), dtype=torch.float64)
     for own, test_own in zip(grads.split(sizes, 1), test_grads.split(sizes, 1), strict=True):
         hessian = sum(torch.outer(row, row) for row in own) / len(own)
-        added = 0.1 * torch.linalg.eigvalsh(hessian).mean() if damping is None else damping
+        added = damping if absolute else damping * torch.linalg.eigvalsh(hessian).mean()
         total += own @ torch.linalg.inv(hessian + added * torch.eye(len(hessian), dtype=torch.float64)) @ test_own.T
     return total
 
 
-@pytest.mark.parametrize("damping", [None, 0.5])
-def test_the_dense_formula(nets, damping):
+@pytest.mark.parametrize("absolute", [False, True])
+def test_the_dense_formula(nets, absolute):
     train, test, grads, test_grads = nets
-    found = logra(train, test, damping)
-    torch.testing.assert_close(found.scores, dense(grads, test_grads, [12, 4, 8, 2], damping), rtol=1e-10, atol=1e-10)
+    found = logra(train, test, 0.5, absolute=absolute)
+    expected = dense(grads, test_grads, [12, 4, 8, 2], 0.5, absolute=absolute)
+    torch.testing.assert_close(found.scores, expected, rtol=1e-10, atol=1e-10)
     assert found.convention.startswith("g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where")
 
 
@@ -54,7 +55,7 @@ def test_numbers_by_hand(tmp_path):
     train = simple(tmp_path / "train", [[2.0, 1.0, 0.0], [0.0, 0.0, 3.0]], shapes=shapes)
     test = simple(tmp_path / "test", [[1.0, 2.0, 4.0]], shapes=shapes)
     # H of a is 4 / 2, of b diag(1, 9) / 2
-    found = logra(train, test, 1.0)
+    found = logra(train, test, 1.0, absolute=True)
     expected = [[2 * 1 / 3 + 1 * 2 / 1.5], [3 * 4 / 5.5]]
     torch.testing.assert_close(found.scores, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
     found = logra(train, test)  # mean eigenvalues 2 and 2.5
@@ -66,7 +67,7 @@ def test_a_parameter_whose_training_gradients_are_zero_adds_nothing(tmp_path):
     shapes = {"a": (1,), "b": (1,)}
     train = simple(tmp_path / "train", [[2.0, 0.0], [1.0, 0.0]], shapes=shapes)
     test = simple(tmp_path / "test", [[1.0, 5.0], [math.nan, 0.0]], shapes=shapes)
-    scores = logra(train, test, 0.5).scores
+    scores = logra(train, test, 0.5, absolute=True).scores
     assert scores[:, 0].tolist() == pytest.approx([2 / 3, 1 / 3])
     assert scores[:, 1].isnan().all()
     assert logra(train.parameters(["b"]), test.parameters(["b"])).scores[:, 1].isnan().all()
@@ -74,13 +75,13 @@ def test_a_parameter_whose_training_gradients_are_zero_adds_nothing(tmp_path):
 
 def test_with_much_damping_it_is_along_grad_dot(nets):
     train, test, *_ = nets
-    found = logra(train, test, 1e9).scores * 1e9
+    found = logra(train, test, 1e9, absolute=True).scores * 1e9
     torch.testing.assert_close(found, grad_dot(train, test).scores, rtol=1e-6, atol=1e-6)
 
 
 def test_a_positive_score_is_a_sample_whose_newton_step_lowers_the_loss(nets):
     train, test, grads, _ = nets
-    scores = logra(train, test, 0.2).scores
+    scores = logra(train, test, 0.2, absolute=True).scores
     test_inputs, test_targets = data(4, 2)
     signs = torch.empty_like(scores)
     for i in range(len(grads)):
@@ -98,7 +99,7 @@ def test_a_positive_score_is_a_sample_whose_newton_step_lowers_the_loss(nets):
 
 def test_a_row_that_is_not_finite_is_left_out_of_the_others_scores(tmp_path):
     train = simple(tmp_path / "train", [[2.0, 0.0], [math.inf, 0.0], [0.0, 2.0]])
-    found = logra(train, simple(tmp_path / "test", [[1.0, 4.0]]), 1.0)
+    found = logra(train, simple(tmp_path / "test", [[1.0, 4.0]]), 1.0, absolute=True)
     assert found.scores[[0, 2], 0].tolist() == pytest.approx([2 / 3, 8 / 3])
     assert found.scores[1].isnan().all()
     assert found.nonfinite == 1
@@ -106,7 +107,7 @@ def test_a_row_that_is_not_finite_is_left_out_of_the_others_scores(tmp_path):
 
 @pytest.mark.parametrize("damping", [0.0, -1.0, math.nan])
 def test_damping_is_above_zero(nets, damping):
-    with pytest.raises(OptionError, match=f"damping={damping} is not allowed: damping must be a number > 0, or None"):
+    with pytest.raises(OptionError, match=f"damping={damping} is not allowed: damping must be a number > 0"):
         logra(nets[0], nets[1], damping)
 
 

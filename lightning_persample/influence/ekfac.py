@@ -1,0 +1,87 @@
+"""EK-FAC: influence functions with a Hessian that is diagonal in the eigenbasis of each layer's two sides."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_persample.errors import OptionError
+from lightning_persample.influence.products import (
+    StoreOrPath,
+    add_products,
+    align,
+    checked_damping,
+    given_gradients,
+    second_moments,
+)
+from lightning_persample.influence.scores import PairScores
+
+_ONE = "take ekfac(train.at(checkpoint), test.at(checkpoint)) of one, with an EigenProjection that was fitted there"
+
+
+def ekfac(
+    train: StoreOrPath,
+    test: StoreOrPath,
+    damping: float = 0.1,
+    *,
+    absolute: bool = False,
+    max_memory: int | None = None,
+) -> PairScores:
+    """The influence ``sum_k g_k(z') g_k(z) / (lambda_k + damping_b)`` over directions k of an `EigenProjection`.
+
+    lambda_k is ``(1 / n) sum_i g_k(z_i)^2`` over the training samples: the diagonal of the empirical Fisher information
+    in the Kronecker-factored eigenbasis, corrected by the samples' own second moments, in place of the Hessian. Both
+    stores are collected with one `EigenProjection`, and the store keeps all that is needed: with ``dim=None`` it is
+    EK-FAC's, and with fewer directions that of the gradients' parts within them. A training row that is not finite is
+    left out of lambda.
+
+    Cost: ``2 n m K`` operations for n training and m test samples of K columns in all, and one more reading of the
+    training store. No matrix is inverted: K may be as large as the disk.
+
+    Args:
+        train: gradients of the training samples at one checkpoint, (n, K); a store or its folder.
+        test: gradients of the test samples there, (m, K); a store or its folder.
+        damping: what is added to every lambda_k, above 0, as a multiple of the mean lambda of the parameter b that k is
+            of. The less, the more the directions count in which samples hardly differ.
+        absolute: whether `damping` is added as it is, for all parameters alike.
+        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
+
+    Returns:
+        The scores, (n, m).
+
+    Raises:
+        OptionError: `damping` is not above 0, the stores have several checkpoints, or were not collected with an
+            `EigenProjection`.
+
+    Reference: George et al. 2018, Fast approximate natural gradient descent in a Kronecker-factored eigenbasis,
+    arXiv 1806.03884; Grosse et al. 2023, Studying large language model generalization with influence functions,
+    section 2.4 and equation 20, arXiv 2308.03296.
+    """
+    checked_damping(damping, absolute, above_zero=True)
+    train, test = given_gradients(train, test, "ekfac")
+    if not train.manifest.is_eigen:
+        raise OptionError(
+            f"the train store has projection={train.manifest.projection!r}, and ekfac takes one of an eigenbasis: "
+            "collect both stores with projection=EigenProjection.fit(module, dataloader); logra takes any"
+        )
+    aligned = align(train, test, why_one=_ONE)
+    scores = aligned.zeros()
+    ((train_rows, test_rows),) = aligned.pairs
+    store = train_rows.store
+    (moments,), count = second_moments(store, [slice(0, store.num_columns)], max_memory=max_memory, diagonal=True)
+    weights = torch.zeros_like(moments)
+    for parameter in store.manifest.parameters:
+        own = moments[parameter.start : parameter.stop] / count
+        if own.any():  # else its part of every training gradient is 0, and so is its part of every score
+            added = damping if absolute else damping * own.mean()
+            weights[parameter.start : parameter.stop] = 1 / (own + added)
+
+    def weighted(values: Tensor) -> Tensor:
+        return values * weights
+
+    add_products(scores, train_rows, test_rows, max_memory=max_memory, of_test=weighted)
+    text = (
+        "g^T (Lambda + damping)^-1 g' in the eigenbasis of each layer, Lambda the mean of g^2 by direction: positive "
+        "where a small step along (Lambda + damping)^-1 g lowers the test sample's loss"
+    )
+    return aligned.scored("ekfac", scores, text)
