@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
@@ -15,16 +15,22 @@ from torch import nn
 from lightning_persample import expanded_weights
 from lightning_persample.batch_axis import base, follow, ops
 from tests.influence.loops import simple
+from tests.processes import run_alone
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "examples" / "guide"
-PAGES = sorted(path.name for path in GUIDE.glob("*.md"))
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *GUIDE.glob("*.md")])
+RUN_BY_OTHERS = {"examples/guide/contributing.md", "examples/guide/devices.md"}  # tests below
 
 
-def blocks_and_outputs(path: Path) -> list[tuple[str, str]]:
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks_and_outputs(page: str) -> list[tuple[str, str]]:
     """The Python blocks of a page in order, each with the text block that follows it, or ""."""
     fence = r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?"
-    return re.findall(fence, path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(fence, read(page), flags=re.MULTILINE | re.DOTALL)
 
 
 def without_numbers(text: str) -> str:
@@ -37,28 +43,28 @@ def without_numbers(text: str) -> str:
 def of_the_readme() -> dict[str, Any]:
     """What the README's first block defines, which the pages continue."""
     namespace: dict[str, Any] = {"__name__": "guide"}
-    block, _ = blocks_and_outputs(ROOT / "README.md")[0]
+    block, _ = blocks_and_outputs("README.md")[0]
     exec(compile(block.split("\ntrainer = ")[0], "README.md", "exec"), namespace)
     return namespace
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "contributing.md"])
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in RUN_BY_OTHERS and "```python" in read(page)])
 def test_code_runs_and_prints_what_stands_below_it(page, of_the_readme, own_rules, tmp_path, monkeypatch, capsys):
-    """Trainings of thirty epochs end after six: numbers are not compared, only which are printed."""
+    """Trainings of thirty epochs end after four: numbers are not compared, only which are printed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(TQDMProgressBar, "on_train_batch_end", L.Callback.on_train_batch_end)  # drawing takes longest
+    monkeypatch.setattr(TQDMProgressBar, "is_disabled", True)
     namespace = dict(of_the_readme)
-    for number, (block, output) in enumerate(blocks_and_outputs(GUIDE / page)):
-        block = block.replace("max_epochs=30", "max_epochs=6")
+    for block, output in blocks_and_outputs(page):
+        block = block.replace("max_epochs=30", "max_epochs=4")
         capsys.readouterr()
-        exec(compile(block, f"{page}, block {number}", "exec"), namespace)
+        exec(compile(block, page, "exec"), namespace)
         assert without_numbers(output) in without_numbers(capsys.readouterr().out), block
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"examples/guide/{page}" for page in PAGES)])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_sections(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", read(page)):
         path, _, anchor = target.partition("#")
         file = (ROOT / page).parent / path if path else ROOT / page
         assert file.exists(), target
@@ -77,13 +83,33 @@ def contributed(own_rules, monkeypatch) -> dict[str, Any]:
             del getattr(module, name)[key]
     monkeypatch.setattr(base, "BY_LAYOUT", set(base.BY_LAYOUT))
     namespace: dict[str, Any] = {"__name__": "contributing"}
-    for number, (block, _) in enumerate(blocks_and_outputs(GUIDE / "contributing.md")):
+    for number, (block, _) in enumerate(blocks_and_outputs("examples/guide/contributing.md")):
         exec(compile(block, f"contributing.md, block {number}", "exec"), namespace)
     return namespace
 
 
+def test_the_index_names_every_page():
+    linked = set(re.findall(r"\]\((\w+\.md)\)", read("examples/guide/README.md")))
+    assert linked == {path.name for path in GUIDE.glob("*.md")} - {"README.md"}
+
+
+@pytest.mark.slow  # it starts two processes
+def test_several_devices_print_what_the_page_says(tmp_path):
+    ((block, output),) = blocks_and_outputs("examples/guide/devices.md")
+    (tmp_path / "two.py").write_text(block, encoding="utf-8")
+    ended = run_alone(str(tmp_path / "two.py"), timeout=100)
+    assert ended.codes == [0], ended.outputs
+    assert without_numbers(output) in without_numbers(ended.outputs[0])
+
+
+def test_a_rule_of_ones_own_takes_less_than_20_lines():
+    (block,) = [block for block, _ in blocks_and_outputs("examples/guide/op.md")]
+    assert len([line for line in block.splitlines() if line.strip()]) < 20
+    assert "check_rule(" in block.splitlines()[-2]
+
+
 def test_each_addition_takes_less_than_20_lines():
-    blocks = [block for block, _ in blocks_and_outputs(GUIDE / "contributing.md")]
+    blocks = [block for block, _ in blocks_and_outputs("examples/guide/contributing.md")]
     lengths = [len([line for line in block.splitlines() if line.strip()]) for block in blocks]
     assert len(lengths) >= 4
     assert max(lengths) < 20
@@ -120,3 +146,28 @@ def test_a_score_added_as_the_page_says(contributed, tmp_path):
     train, test = simple(tmp_path / "train", [[3.0, 4.0], [0.0, 2.0]]), simple(tmp_path / "test", [[1.0, 1.0]])
     scores = contributed["relative_grad_dot"](train, test).scores
     torch.testing.assert_close(scores, torch.tensor([[7 / 5], [1.0]], dtype=torch.float64))
+
+
+def texts_of_the_package() -> list[str]:
+    """Every text in the package's code, with a gap where it is filled in."""
+    texts = []
+    for path in (ROOT / "lightning_persample").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def test_every_warning_of_the_page_is_one_of_the_package():
+    listed = re.findall(r"^\| `([^|]+)` \|", read("examples/guide/warnings.md"), flags=re.MULTILINE)
+    assert len(listed) > 40
+    texts = texts_of_the_package()
+    patterns = {text: ".*".join(re.escape(part.strip()) for part in text.split("…")) for text in listed}
+    missing = [
+        text for text, pattern in patterns.items() if not any(re.search(pattern, each, re.DOTALL) for each in texts)
+    ]
+    assert missing == []

@@ -221,7 +221,7 @@ def register_rule(
 
         assert check_rule(scaled_linear, (torch.randn(6, 3), torch.randn(2, 3), 0.5))
 
-    "Your own op" in the README has the whole of it.
+    examples/guide/op.md has the whole of it.
 
     Args:
         op: the op as torch dispatches it; every spelling of a torch op counts as the same op. A custom op

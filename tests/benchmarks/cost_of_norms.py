@@ -15,9 +15,10 @@ between: as in a training that captures a step now and then. Shown are the media
 
 Peak memory is that of a process of its own (on an accelerator: of the allocator), less what the process holds before
 the first step. On a CPU this has what malloc keeps between the tensors and the code that is loaded, and differs from
-run to run; --memory counts the tensors alone. Where a peer is not installed its cell is "-"; "How fast" in the README
-says how to install them. The last column counts the calls of Python functions of a warm step with norms beyond those of
-a plain one: on a GPU, where kernels are short, a step takes as long as these. It is the same in every run.
+run to run; --memory counts the tensors alone. Where a peer is not installed its cell is "-": the guide's page on
+benchmarks says how to install them. The last column counts the calls of Python functions of a warm step with norms
+beyond those of a plain one: on a GPU, where kernels are short, a step takes as long as these. It is the same in every
+run.
 
 Without --models it runs the four models of this folder; the others are of the packages of the extra "collections".
 """

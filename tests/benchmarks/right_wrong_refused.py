@@ -7,7 +7,7 @@ right    every trainable parameter's per-sample gradients (or norms, all that so
 wrong    there is an answer, with another value or another shape;
 refused  an exception, on the way or when a value is asked for that is not there.
 
-Peers that are not installed get "-"; "How fast" in the README says how to install them. Run it by hand:
+Peers that are not installed get "-"; examples/guide/benchmarks.md says how to install them. Run it by hand:
 
     python -m tests.benchmarks.right_wrong_refused [--details]
 """
