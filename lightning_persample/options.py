@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -20,6 +20,7 @@ class CaptureOptions(TypedDict, total=False):
     loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
     batch_dim: int
     batch_size: int | None
+    batch_layout: Callable[[Any], Mapping[Tensor, Any]] | None
     sample_index: Callable[[Any], Any] | None
     unsupported: Literal["warn", "error", "vmap"]
     engine: Literal["expanded", "vmap", "loop"]
@@ -33,6 +34,7 @@ CAPTURE_DEFAULTS = CaptureOptions(
     loss_reduction="mean",
     batch_dim=0,
     batch_size=None,
+    batch_layout=None,
     sample_index=None,
     unsupported="warn",
     engine="expanded",
@@ -104,6 +106,10 @@ _SHARED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss_reduction": (_is_reduction, "'mean', 'sum', or a callable (outputs, batch) -> Tensor of shape (B,)"),
     "batch_dim": (lambda value: is_int(value, 0), "an int >= 0"),
     "batch_size": (lambda value: is_none_or_int(value, 1), "None or an int >= 1"),
+    "batch_layout": (
+        lambda value: value is None or callable(value),
+        "None or a callable (batch) -> mapping from tensors of the batch to where their samples lie",
+    ),
     "sample_index": (lambda value: value is None or callable(value), "None or a callable (batch) -> B ints"),
     "verify": (lambda value: isinstance(value, bool), "True or False"),
     "fuse_weight_grad": (lambda value: isinstance(value, bool), "True or False"),

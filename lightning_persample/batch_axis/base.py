@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, row_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.torch_internals import is_wrapped_by_transform
@@ -133,6 +133,55 @@ def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
         return Followed((Lost(reason),) * len(call.outputs))
     owners = row_owners(axis, call.batch_size).tolist()
     return Followed(tuple(Lost(reason, samples=frozenset({owners[row]}), parts=frozenset({1})) for row in rows))
+
+
+def with_constant_rows(call: ObservedCall, owners: Tensor, rows: Tensor, dim: int, even: bool = False) -> Tensor | None:
+    """The sample of each row along `dim`: constant rows (-1) belong as in a layout of the batch of as many rows."""
+    rest = owners < 0
+    if not bool(rest.any()):
+        return owners
+    constant = rows.index_select(dim, rest.nonzero().flatten().to(rows.device))
+    if (rows.is_floating_point() or rows.is_complex()) and not has_equal_rows(constant, dim):
+        return None  # (which one each sample alone would have is not known)
+    known = [layout for owner in call.owners if (layout := owner.to(owners.device)).shape == owners.shape]
+    each, left = divmod(len(owners), call.batch_size)
+    if even and not left:
+        known.append(torch.arange(call.batch_size, device=owners.device).repeat_interleave(each))
+    return next((layout for layout in known if bool((rest | (layout == owners)).all())), None)
+
+
+def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, source: object) -> Followed | None:
+    """Rows written or added along `dim` to rows of the same sample, by the values of `index`; None where not so."""
+    # The index has the target's axes, as that of `scatter`, or one axis or none, as that of `index_add`.
+    where, by = call.axis_of(target), call.axis_of(index)
+    found = call.axis_of(source) if isinstance(source, Tensor) else None
+    along = dim if index.dim() == target.dim() else 0
+    if any(tensor is not index for tensor, _ in call.lost) or index.dim() not in (0, 1, target.dim()):
+        return None
+    if isinstance(source, Tensor) and found is None and source.requires_grad:
+        return None
+    before = target.dim() - source.dim() if isinstance(source, Tensor) else 0  # axes over which the source is laid
+    incoming: Tensor | None = None
+    for axis, own in ((found, dim - before), (by, along)):
+        if not isinstance(axis, BatchAxis):
+            continue
+        owners = row_owners(axis, call.batch_size, index.device)[: index.size(along) if index.dim() else 1]
+        if axis.mixing is not None or axis.dim != own or not (incoming is None or torch.equal(owners, incoming)):
+            return None
+        incoming = owners
+    if incoming is None or not index.numel() or len(incoming) != (index.size(along) if index.dim() else 1):
+        return None
+    rows = index.movedim(along, 0).reshape(len(incoming), -1) if index.dim() else index.reshape(1, 1)
+    written = incoming[:, None].expand_as(rows)
+    constant = target is call.outputs[0] if call.inplace else not target.requires_grad
+    if where is None and constant:  # each of its rows is of the sample that is written there
+        owners = incoming.new_full((target.size(dim),), -1).index_put((rows,), written)
+        known = with_constant_rows(call, owners, call.outputs[0], dim, even=True)
+        where = None if known is None else picked(dim, known, call.batch_size)
+    if not isinstance(where, BatchAxis) or where.dim != dim:
+        return None
+    same = torch.equal(row_owners(where, call.batch_size, index.device)[rows], written)
+    return keep(call, where) if same else None
 
 
 def is_plain(tensor: Tensor) -> bool:

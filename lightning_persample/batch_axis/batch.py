@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
-from lightning_persample.errors import BatchSizeError
+from lightning_persample.errors import BatchSizeError, OptionError
+from lightning_persample.options import shown
 from lightning_persample.torch_internals import tree_leaves
 
 Place = BatchAxis | Lost | None
 Path = tuple[Any, ...]
+Layout: TypeAlias = Callable[[Any], Mapping[Tensor, Any]]
+"""The option `batch_layout`: for tensors of a batch, the axis of the samples, the sample of each row, or None."""
 
 
 class EmptyBatchError(BatchSizeError):
@@ -43,34 +48,34 @@ def batch_tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor
     yield from _Walk(batch, path).tensors
 
 
-def lay_out(batch: Any, batch_dim: int, batch_size: int | None = None) -> BatchLayout:
+def lay_out(
+    batch: Any, batch_dim: int, batch_size: int | None = None, batch_layout: Layout | None = None
+) -> BatchLayout:
     """How many samples a batch holds and where; raises a `BatchSizeError` where that cannot be known."""
-    walk = _Walk(batch, "batch")
+    walk = _Walk(batch, "batch", {} if batch_layout is None else _declared(batch_layout(batch)))
     size = _read_batch_size(walk, batch_dim) if batch_size is None else batch_size
     of_one = _items(walk, batch_dim, size)
-    places = [of_one.get(id(tensor)) or _place(path, tensor, batch_dim, size) for path, tensor in walk.tensors]
-    for path, packed in walk.packed:
-        count = int(packed.batch_sizes[0])
-        if count == size:
-            place: Place = picked(0, packed_owners(packed), size)
-        else:
-            place = Lost(f"{path} is a packed sequence of {count} samples in a batch of {size}", unplaced=True)
-        walk.tensors.append((f"{path}.data", packed.data))
-        places.append(place)
+    places = [
+        known.place(size) if (known := walk.known.get(id(tensor))) is not None
+        else of_one.get(id(tensor)) or _place(path, tensor, batch_dim, size)
+        for path, tensor in walk.tensors
+    ]  # fmt: skip
     return BatchLayout(size, walk.tensors, places)
 
 
-def read_batch_size(batch: Any, batch_dim: int) -> int:
+def read_batch_size(batch: Any, batch_dim: int, batch_layout: Layout | None = None) -> int:
     """The number of samples B on which all tensors of a batch agree; raises a `BatchSizeError` where they do not."""
-    return lay_out(batch, batch_dim).batch_size
+    return lay_out(batch, batch_dim, None, batch_layout).batch_size
 
 
-def count_samples(batch: Any, batch_dim: int, declared: int | None, drawn: int | None) -> int:
+def count_samples(
+    batch: Any, batch_dim: int, declared: int | None, drawn: int | None, batch_layout: Layout | None = None
+) -> int:
     """The number of samples B: the rows that a data loader drew, where that is known, else as declared or read."""
     # A collate function that adds or drops rows makes samples of which nobody knows whose they are.
     if drawn is None:
-        return read_batch_size(batch, batch_dim) if declared is None else declared
-    found = _agreed_size(batch, batch_dim) if declared is None else declared
+        return read_batch_size(batch, batch_dim, batch_layout) if declared is None else declared
+    found = _agreed_size(batch, batch_dim, batch_layout) if declared is None else declared
     if found is not None and (found % drawn or declared not in (None, drawn)):
         what, remedy = f"batch_size={declared}", "leave batch_size out"
         if declared is None:
@@ -84,16 +89,16 @@ def count_samples(batch: Any, batch_dim: int, declared: int | None, drawn: int |
     return drawn
 
 
-def _agreed_size(batch: Any, batch_dim: int) -> int | None:
+def _agreed_size(batch: Any, batch_dim: int, batch_layout: Layout | None) -> int | None:
     try:
-        return read_batch_size(batch, batch_dim)
+        return read_batch_size(batch, batch_dim, batch_layout)
     except EmptyBatchError:
         raise
     except BatchSizeError:
         return None
 
 
-def declared_place(path: str, tensor: Tensor, batch_dim: int, batch_size: int) -> Place:
+def declared_place(path: str, tensor: Tensor, batch_dim: int, batch_size: int, owner: Tensor | None = None) -> Place:
     """Where the samples lie in a tensor that was declared to hold them: k * B rows are k rows of each sample."""
     # k neighbouring rows; along an axis other than the first every B-th row.
     if tensor.is_nested:
@@ -101,11 +106,88 @@ def declared_place(path: str, tensor: Tensor, batch_dim: int, batch_size: int) -
     if tensor.dim() == 0:
         return None
     size = tensor.size(batch_dim) if tensor.dim() > batch_dim else 0
+    if owner is not None:
+        return _by_owner(path, tensor, batch_dim, batch_size, owner)
     rows, rest = divmod(size, batch_size)
     if rest or not rows:
         shape = tuple(tensor.shape)
         return Lost(f"{path} has shape {shape}, which does not hold {batch_size} samples along axis {batch_dim}")
     return BatchAxis(batch_dim, inner=rows) if batch_dim == 0 else BatchAxis(batch_dim, outer=rows)
+
+
+def _by_owner(path: str, tensor: Tensor, dim: int, batch_size: int, owner: Tensor) -> Place:
+    """The place of rows along an axis of which `owner` (N,) gives the samples."""
+    rows = tensor.size(dim) if tensor.dim() > dim else 0
+    if owner.shape != (rows,) or owner.is_floating_point() or owner.is_complex() or owner.dtype is torch.bool:
+        return Lost(
+            f"{path} has shape {tuple(tensor.shape)}, and its owner has shape {tuple(owner.shape)} and dtype "
+            f"{owner.dtype}; allowed are integers ({rows},), the sample of each row along axis {dim}"
+        )
+    if rows and (int(owner.min()) < 0 or int(owner.max()) >= batch_size):
+        first, last = int(owner.min()), int(owner.max())
+        return Lost(f"{path} has owners from {first} to {last}; allowed are 0 to {batch_size - 1}, one for each sample")
+    return picked(dim, owner.detach().long(), batch_size)
+
+
+def declared_places(
+    batch: Any, batch_size: int, batch_layout: Layout | None
+) -> dict[int, tuple[BatchAxis, Tensor | None] | None]:
+    """By tensor of which `batch_layout` says it, where the samples lie, and by which owner; None for shared data."""
+    found: dict[int, tuple[BatchAxis, Tensor | None] | None] = {}
+    for key, (tensor, where) in ({} if batch_layout is None else _declared(batch_layout(batch))).items():
+        place = _by_declaration("batch_layout", tensor, where).place(batch_size)
+        if isinstance(place, Lost):
+            raise BatchSizeError(place.reason)
+        owner = where[1] if isinstance(where, tuple) else where if isinstance(where, Tensor) else None
+        found[key] = None if place is None else (place, owner)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Known:
+    """A tensor of the batch of which it is known whose its rows are.
+
+    Attributes:
+        place: gives where B samples lie in it.
+        count: number of samples that it holds; None where it does not tell.
+        text: what to say of it where the batch's tensors do not agree.
+    """
+
+    place: Callable[[int], Place]
+    count: int | None = None
+    text: str = ""
+
+
+def _declared(layout: Any) -> dict[int, tuple[Tensor, Any]]:
+    """What `batch_layout` returned, by the id of the tensor."""
+    if not isinstance(layout, Mapping) or not all(isinstance(tensor, Tensor) for tensor in layout):
+        raise OptionError(
+            f"batch_layout returned {shown(layout)}; allowed is a mapping from tensors of the batch to the axis of "
+            "their samples, to the sample of each of their rows, to (axis, sample of each row along it), or to None "
+            "for data that all samples share"
+        )
+    return {id(tensor): (tensor, where) for tensor, where in layout.items()}
+
+
+def _as_given(place: Place, batch_size: int) -> Place:
+    return place
+
+
+def _by_declaration(path: str, tensor: Tensor, where: Any) -> _Known:
+    if where is None:
+        return _Known(partial(_as_given, None))
+    if isinstance(where, Tensor):
+        where = (0, where)
+    if isinstance(where, int) and not isinstance(where, bool) and 0 <= where < tensor.dim():
+        axis = where
+        return _Known(lambda size: declared_place(path, tensor, axis, size), tensor.size(axis), "declared")
+    if isinstance(where, tuple) and len(where) == 2 and isinstance(where[0], int) and isinstance(where[1], Tensor):
+        dim, owner = where
+        return _Known(lambda size: declared_place(path, tensor, dim, size, owner))
+    raise OptionError(
+        f"batch_layout says {shown(where)} of {path}, {shown(tensor)}; allowed is an axis of it, the sample of each "
+        "row as a tensor (N,), a tuple (axis, sample of each row along it), or None for data that all samples share"
+    )
 
 
 def packed_owners(packed: PackedSequence) -> Tensor:
@@ -160,28 +242,95 @@ def with_samples_at(batch: Any, places: Collection[Path], path: Path = ()) -> An
     return batch
 
 
-class _Walk:
-    """The tensors of a batch, its lists and its packed sequences, each with where it stands."""
+def _of_packed(path: str, packed: PackedSequence) -> _Known:
+    count = int(packed.batch_sizes[0])
 
-    def __init__(self, batch: Any, path: str) -> None:
+    def place(batch_size: int) -> Place:
+        if count == batch_size:
+            return picked(0, packed_owners(packed), batch_size)
+        return Lost(f"{path} is a packed sequence of {count} samples in a batch of {batch_size}", unplaced=True)
+
+    return _Known(place, count, f"packed sequence of {count}")
+
+
+def is_batch_of_graphs(item: Any) -> bool:
+    """Whether an item is a batch of torch_geometric, of which each row is known to be of one graph."""
+    return _slices_of(item) is not None
+
+
+def _slices_of(item: Any) -> Mapping[Any, Any] | None:
+    """Where the rows of each graph begin in every tensor of a batch of graphs, as torch_geometric keeps it, or None."""
+    slices = getattr(item, "_slice_dict", None)
+    return slices if isinstance(slices, Mapping) and hasattr(item, "stores") else None
+
+
+def _graph_tensors(item: Any, path: str, slices: Mapping[Any, Any]) -> Iterator[tuple[str, Any, _Known | None]]:
+    """What a batch of graphs of torch_geometric holds, and of which sample each row of it is, where that is known."""
+    for store in item.stores:
+        kind = store._key
+        own = slices if kind is None else slices.get(kind, {})
+        where = path if kind is None else f"{path}[{kind!r}]"
+        for key, value in store.items():
+            starts = own.get(key) if isinstance(value, Tensor) else None
+            owner: Tensor
+            if key == "batch" and isinstance(value, Tensor):
+                owner, dim, count = value, 0, int(item.num_graphs)
+            elif isinstance(starts, Tensor):
+                axis = item.__cat_dim__(key, value, store)
+                dim, count = 0 if axis is None else axis % max(value.dim(), 1), starts.numel() - 1
+                owner = torch.arange(count, device=value.device).repeat_interleave(starts.diff().to(value.device))
+            elif key == "ptr" and isinstance(value, Tensor):
+                begins = Lost(f"{where}.ptr holds where each graph begins in the whole batch", unplaced=True)
+                yield f"{where}.ptr", value, _Known(partial(_as_given, begins))
+                continue
+            else:
+                yield f"{where}.{key}", value, None
+                continue
+            yield f"{where}.{key}", value, _of_graphs(f"{where}.{key}", value, dim, count, owner)
+
+
+def _of_graphs(path: str, tensor: Tensor, dim: int, count: int, owner: Tensor) -> _Known:
+    def place(batch_size: int) -> Place:
+        if count == batch_size:
+            return declared_place(path, tensor, dim, batch_size, owner)
+        return Lost(f"{path} is of {count} graphs in a batch of {batch_size} samples", unplaced=True)
+
+    return _Known(place, count, f"of {count} graphs")
+
+
+class _Walk:
+    """The tensors of a batch, its lists, and what is known of single tensors, each with where it stands."""
+
+    def __init__(
+        self, batch: Any, path: str, declared: Mapping[int, tuple[Tensor, Any]] = MappingProxyType({})
+    ) -> None:
         self.tensors: list[tuple[str, Tensor]] = []
         self.lists: list[tuple[str, list[Any]]] = []
-        self.packed: list[tuple[str, PackedSequence]] = []
+        self.known: dict[int, _Known] = {}
+        self._declared = declared
         self._seen: set[int] = set()
         self._visit(batch, path)
 
     def _visit(self, item: Any, path: str) -> None:
         if isinstance(item, Tensor):
             self.tensors.append((path, item))
+            if id(item) in self._declared:
+                self.known[id(item)] = _by_declaration(path, item, self._declared[id(item)][1])
             return
         if item is None or isinstance(item, (str, bytes, int, float, complex, type)) or id(item) in self._seen:
             return
         self._seen.add(id(item))
-        if isinstance(item, Mapping):
+        if isinstance(item, PackedSequence):
+            self._visit(item.data, f"{path}.data")
+            self.known.setdefault(id(item.data), _of_packed(path, item))
+        elif (slices := _slices_of(item)) is not None:
+            for where, value, known in _graph_tensors(item, path, slices):
+                self._visit(value, where)
+                if known is not None:
+                    self.known.setdefault(id(value), known)
+        elif isinstance(item, Mapping):
             for key, value in item.items():
                 self._visit(value, f"{path}[{key!r}]")
-        elif isinstance(item, PackedSequence):
-            self.packed.append((path, item))
         elif isinstance(item, (list, tuple)):
             if type(item) is list:
                 self.lists.append((path, item))
@@ -208,18 +357,19 @@ def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
     nested = next((path for path, tensor in walk.tensors if tensor.is_nested), None)
     if nested is not None:
         raise BatchSizeError(_nested(nested).reason + "; pad it")
-    counted = [(path, tensor) for path, tensor in walk.tensors if tensor.dim() > 0]
-    if not counted and not walk.packed:
+    counted = [(path, tensor) for path, tensor in walk.tensors if tensor.dim() > 0 and id(tensor) not in walk.known]
+    known = {path: each for path, tensor in walk.tensors if (each := walk.known.get(id(tensor))) and each.count}
+    if not counted and not known:
         raise BatchSizeError(
             "the batch holds no tensor with an axis to read a batch size from; pass batch_size, or let the data "
             "loader give tensors"
         )
     sizes = {path: _rows(tensor, batch_dim) for path, tensor in counted}
-    sizes |= {path: int(packed.batch_sizes[0]) for path, packed in walk.packed}
+    sizes |= {path: each.count for path, each in known.items()}
     found = set(sizes.values())
     for path, items in walk.lists:
         if len(items) > 1 and is_alike(items) and _hold_all(walk, len(items)):
-            if not walk.packed and len(items) not in found - {None}:
+            if not known and len(items) not in found - {None}:
                 found.add(len(items))  # each item may be a sample
             if len(found) > 1:
                 raise BatchSizeError(
@@ -231,7 +381,7 @@ def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
     if len(found) > 1 or None in found:
         raise BatchSizeError(
             f"the tensors of the batch do not agree on a number of samples along axis {batch_dim} "
-            f"(batch_dim={batch_dim}): {_shapes(counted)}{_packed(walk)}; pass batch_dim if the samples lie along "
+            f"(batch_dim={batch_dim}): {_shapes(counted)}{_texts(known)}; pass batch_dim if the samples lie along "
             "another axis, or batch_size to say how many samples there are: tensors without that many rows then count "
             "as data that all samples share"
         )
@@ -331,12 +481,12 @@ def _shapes(tensors: Sequence[tuple[str, Tensor]]) -> str:
     return f"{shown} and {len(tensors) - most} more" if len(tensors) > most else shown
 
 
-def _packed(walk: _Walk) -> str:
-    return "".join(f", {path}: packed sequence of {int(packed.batch_sizes[0])}" for path, packed in walk.packed)
+def _texts(known: Mapping[str, _Known]) -> str:
+    return "".join(f", {path.removesuffix('.data')}: {each.text or each.count}" for path, each in known.items())
 
 
-@torch.overrides.wrap_torch_function(lambda tensor, batch_dim=0: (tensor,))
-def mark_samples(tensor: Tensor, batch_dim: int = 0) -> Tensor:
+@torch.overrides.wrap_torch_function(lambda tensor, batch_dim=0, *, owner=None: (tensor,))
+def mark_samples(tensor: Tensor, batch_dim: int = 0, *, owner: Tensor | None = None) -> Tensor:
     """Declare that a tensor made in the training step holds the samples of the batch along an axis.
 
     Noise of a generator, one row for each sample, is no tensor of the batch: which of its axes counts samples is not
@@ -347,10 +497,17 @@ def mark_samples(tensor: Tensor, batch_dim: int = 0) -> Tensor:
     >>> noise.shape
     torch.Size([4, 2])
 
+    Where samples have unequal numbers of rows, such as tokens without padding or nodes of graphs, `owner` says whose
+    each row is:
+
+    >>> lengths = torch.tensor([3, 1])
+    >>> tokens = mark_samples(torch.randn(4, 2), owner=torch.arange(2).repeat_interleave(lengths))
+
     Args:
-        tensor: data with B rows along `batch_dim`, or k * B, k rows for each sample; what was computed with parameters
-            is not changed by it.
+        tensor: data with B rows along `batch_dim`, or k * B, k rows for each sample, or any number of rows with
+            `owner`; what was computed with parameters is not changed by it.
         batch_dim: the axis that holds the samples.
+        owner: the sample of each row along `batch_dim`, (N,) integers from 0 to B - 1 in any order.
 
     Returns:
         The tensor itself; outside a capture nothing else happens.

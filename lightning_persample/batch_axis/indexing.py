@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
-from lightning_persample.batch_axis.base import Followed, alone, beside_lost, crossed, keep, lost, propagation_rule
+from lightning_persample.batch_axis.base import (
+    Followed,
+    alone,
+    beside_lost,
+    crossed,
+    into_own_rows,
+    keep,
+    lost,
+    propagation_rule,
+)
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.trial import try_on_one_sample
 
@@ -207,6 +216,9 @@ def _follow_index_put(call: ObservedCall) -> Followed:
     target, index = call.argument(0, "input", "self"), tuple(call.argument(1, "indices"))
     value = call.argument(2, "values")
     of_batch = any(isinstance(call.axis_of(each), BatchAxis) for each in (value, target))
+    by_rows = _into_rows(call, target, _per_axis(index, target.dim()), value)
+    if by_rows is not None:
+        return by_rows
     if call.argument(3, "accumulate", default=False) or not of_batch:
         return try_on_one_sample(call)
     return _written(call, target, index, value)
@@ -221,6 +233,9 @@ def _follow_setitem(call: ObservedCall) -> Followed:
 def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Followed:
     where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
     items = _per_axis(index, target.dim())
+    by_rows = _into_rows(call, target, items, value)
+    if by_rows is not None:
+        return by_rows
     if where is None and incoming is None and not call.outputs[0].requires_grad:
         placed = _along_mask(call, items)
         if placed is not None:
@@ -247,6 +262,15 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Foll
         return found if tensor is target else None
 
     return Followed((found,), aligned)
+
+
+def _into_rows(call: ObservedCall, target: Tensor, items: list[Any], value: object) -> Followed | None:
+    """``target[:, index] = rows``, each of the sample that the row of the target belongs to; None where not so."""
+    found = [dim for dim, item in enumerate(items) if not isinstance(item, slice) or item != _WHOLE]
+    index = items[found[0]] if len(found) == 1 else None
+    if not isinstance(index, Tensor) or _is_mask(index) or index.dim() != 1:
+        return None
+    return into_own_rows(call, target, found[0], index, value)
 
 
 def rows_filled(call: ObservedCall) -> Followed | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -51,6 +51,7 @@ class ObservedCall:
         written: ids of the operands that the call wrote into, such as running statistics.
         fused: the call as it ran, where its backward forms the samples' gradients and their sum together.
         layout: the key under which what is decided of the call may be remembered, see `layout`; None where it may not.
+        owners: the samples of rows in tensors of the batch that have unequal numbers of them, each (N,).
         located: the operands that hold the batch along a known axis.
         lost: the operands that depend on the batch without an axis that holds it.
     """
@@ -67,6 +68,7 @@ class ObservedCall:
     random_state: Tensor | None = None
     fused: OwnBackward | None = None
     layout: Hashable | None = None
+    owners: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
         self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]

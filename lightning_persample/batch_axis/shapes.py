@@ -16,9 +16,11 @@ from lightning_persample.batch_axis.base import (
     crossed,
     dims_argument,
     has_equal_rows,
+    into_own_rows,
     keep,
     lost,
     propagation_rule,
+    with_constant_rows,
 )
 from lightning_persample.batch_axis.observed import ObservedCall
 
@@ -154,6 +156,11 @@ def _of_each(call: ObservedCall, tensor: Tensor, dim: int) -> BatchAxis | None:
     """Where each sample has its own of rows that are copies of one, as many as the rows of the batch beside them."""
     if not tensor.requires_grad and (tensor.dim() <= dim or tensor.size(dim) == 0):
         return picked(dim, torch.empty(0, dtype=torch.int64, device=tensor.device), call.batch_size)
+    if not tensor.requires_grad:
+        unknown = torch.full((tensor.size(dim),), -1, dtype=torch.int64, device=tensor.device)
+        known = with_constant_rows(call, unknown, tensor, dim)
+        if known is not None:
+            return picked(dim, known, call.batch_size)
     beside = [axis for other, axis in call.located if other.size(dim) == tensor.size(dim)]
     if not beside or any(not axis.same_layout(beside[0]) for axis in beside):
         return None
@@ -243,10 +250,12 @@ def _follow_gather(call: ObservedCall) -> Followed:
     target = call.argument(0, "input", "self")
     dim = call.argument(2 if call.op == "take_along_dim" else 1, "dim")
     own = None
-    if call.op in ("index_add", "index_copy"):
-        own = _into_own_rows(call, target, int(dim) % target.dim())
-    elif call.op in ("gather", "take_along_dim") and dim is not None:
-        own = _own_rows(call, target, int(dim) % max(target.dim(), 1))
+    if call.op in ("gather", "take_along_dim"):
+        own = None if dim is None else _own_rows(call, target, int(dim) % max(target.dim(), 1))
+    elif call.op != "index_fill":
+        source = call.argument(3, "source", "tensor", "src", "value")
+        dim = int(dim) % max(target.dim(), 1)
+        own = into_own_rows(call, target, dim, call.argument(2, "index"), source)
     if own is not None:
         return own
     if dim is None or call.lost:
@@ -254,7 +263,7 @@ def _follow_gather(call: ObservedCall) -> Followed:
     dim = int(dim) % max(target.dim(), 1)
     located = call.located
     _, axis = located[0]
-    if call.op in ("index_add", "index_copy", "index_fill"):
+    if call.op in ("index_add", "index_copy", "index_fill", "index_reduce"):
         index = call.argument(2, "index")
         clear = dim != axis.dim and call.axis_of(index) is None and call.axis_of(target) is not None
         clear = clear and all(other.same_place(axis) for _, other in located)
@@ -280,27 +289,6 @@ def _follow_gather(call: ObservedCall) -> Followed:
         return axis if tensor.dim() > axis.dim and call.batch_size > 1 else None
 
     return keep(call, axis, aligned)
-
-
-def _into_own_rows(call: ObservedCall, target: Tensor, dim: int) -> Followed | None:
-    """Rows added or copied to rows of the same sample, as the values of the index show; None for any other call."""
-    index, source = call.argument(2, "index"), call.argument(3, "source", "tensor")
-    where, found = call.axis_of(target), call.axis_of(source) if isinstance(source, Tensor) else None
-    if not isinstance(found, BatchAxis) or found.mixing is not None or found.dim != dim:
-        return None
-    incoming, rows = row_owners(found, call.batch_size, index.device), index.flatten()
-    constant = target is call.outputs[0] if call.inplace else not target.requires_grad
-    if where is None and constant:  # each of its rows is of the sample that is written there
-        owners = incoming.new_full((target.size(dim),), -1).index_put((rows,), incoming)
-        if bool((owners < 0).any()):
-            owners = row_owners(
-                BatchAxis(dim, inner=target.size(dim) // call.batch_size), call.batch_size, index.device
-            )
-        where = picked(dim, owners, call.batch_size) if owners.numel() == target.size(dim) else None
-    if not isinstance(where, BatchAxis) or where.dim != dim:
-        return None
-    same = torch.equal(row_owners(where, call.batch_size, index.device)[rows], incoming)
-    return keep(call, where) if same else None
 
 
 def _own_rows(call: ObservedCall, target: Tensor, dim: int) -> Followed | None:

@@ -36,6 +36,10 @@ class PerSampleCallback(Callback):
             yourself (a number of accumulated batches) belongs to l_i unless a callable says otherwise.
         batch_dim: the axis of the batch's tensors that counts samples.
         batch_size: number of samples B; None reads it from the batch's tensors.
+        batch_layout: a callable ``(batch)`` that says where the samples lie in tensors that do not hold them along
+            `batch_dim`: a mapping from each such tensor to the axis of its samples, to the sample of each of its rows
+            as integers (N,), to a tuple ``(axis, sample of each row along it)``, or to None for data that all samples
+            share. Batches of torch_geometric and packed sequences need none.
         sample_index: gives each record's `sample_index` where the data carry it themselves: a callable ``(batch)`` that
             returns the index of each sample, a tensor (B,) or a sequence of B ints. None takes what the sampler of the
             train dataloader drew, without any change to the data.

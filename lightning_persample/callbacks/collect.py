@@ -89,6 +89,7 @@ def collect_gradients(
     loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
     batch_dim: int = 0,
     batch_size: int | None = None,
+    batch_layout: Callable[[Any], Mapping[Tensor, Any]] | None = None,
     sample_index: Callable[[Any], Any] | None = None,
     trainer: Trainer | None = None,
     rows_per_shard: int | None = None,
@@ -135,6 +136,8 @@ def collect_gradients(
             what the loss was taken from, and the batch.
         batch_dim: the axis of the batch's tensors that counts samples.
         batch_size: number of samples B of each batch; None reads it from the batch's tensors.
+        batch_layout: says where the samples lie in tensors that do not hold them along `batch_dim`, see
+            `PerSampleCallback`.
         sample_index: a callable ``(batch)`` that returns the index of each sample, in place of that in the dataset.
         trainer: decides on devices, strategy and precision; its own callbacks, loggers and data module have no part.
             None takes one of one device that shows nothing; of several processes each needs to be given one.
@@ -174,6 +177,7 @@ def collect_gradients(
         loss_reduction=loss_reduction,
         batch_dim=batch_dim,
         batch_size=batch_size,
+        batch_layout=batch_layout,
         max_memory=max_memory,
     )
     module = common.module

@@ -172,7 +172,7 @@ class Pass:
     checkpoints: Checkpoints
     names: Sequence[str]  # of the parameters whose gradients are looked at
     loss: Callable[[Any, Any], Any] | None
-    capture: Mapping[str, Any]  # `loss_reduction`, `batch_dim`, `batch_size` and `max_memory`
+    capture: Mapping[str, Any]  # `loss_reduction`, `batch_dim`, `batch_size`, `batch_layout` and `max_memory`
     quantity: str  # of the records
     sample_index: Callable[[Any], Any] | None
 
@@ -269,7 +269,9 @@ class Passing(_Base):
         batch, asked = fetched.batch, self._asked
         view = batch if fetched.places is None else with_samples_at(batch, fetched.places)
         drawn = None if fetched.keys is None or asked.sample_index is not None else len(fetched.keys)
-        size = count_samples(view, asked.capture["batch_dim"], asked.capture["batch_size"], drawn)
+        size = count_samples(
+            view, asked.capture["batch_dim"], asked.capture["batch_size"], drawn, asked.capture.get("batch_layout")
+        )
         index = self._index_of(fetched, size)
         wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
         if not len(wanted):

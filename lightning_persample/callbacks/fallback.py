@@ -67,7 +67,8 @@ class SecondEngine:
         self._trainer = trainer
         self._module = pl_module
         self._weighting: Weighting = options["loss_reduction"]
-        self._batch_dim = options["batch_dim"]
+        self._cut = partial(take, batch_dim=options["batch_dim"], batch_layout=options["batch_layout"])
+        self._batch_dim, self._batch_layout = options["batch_dim"], options["batch_layout"]
         self._choice = choice
         # Of a pass whose sums are to be compared with ``.grad``, the weighted sums over the samples by name; None where
         # they cannot be compared, as the samples drew random numbers of their own: the pass itself compares them then.
@@ -120,7 +121,7 @@ class SecondEngine:
         parameters = self._trainable()
         with second_pass(self._trainer, self._module) as state, batch_statistics_explained(self._module):
             for place, sample in enumerate(collected.places):
-                one = take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
+                one = self._cut(batch, sample, sample + 1, batch_size=size)
                 loss = self._own_loss(training_step, one)
                 if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
                     raise UnsupportedError(_CHECKPOINT)
@@ -131,7 +132,7 @@ class SecondEngine:
             collected.drew = state.drew_random_numbers()
 
     def _vmap(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
-        if has_ragged_samples(batch, size, self._batch_dim):
+        if has_ragged_samples(batch, size, self._batch_dim, self._batch_layout):
             raise UnsupportedError("the batch holds one item per sample, not rows of tensors, which vmap cannot stack")
         scale = self._loss_scale(size)
         bytes_each = sum(parameter.numel() * parameter.element_size() for parameter in self._trainable().values())
@@ -139,7 +140,7 @@ class SecondEngine:
         with second_pass(self._trainer, self._module) as state:
             for start in range(0, len(collected.places), chunk):
                 ones = [
-                    take(batch, sample, sample + 1, batch_size=size, batch_dim=self._batch_dim)
+                    self._cut(batch, sample, sample + 1, batch_size=size)
                     for sample in collected.places[start : start + chunk]
                 ]
                 stacked = [torch.stack(tensors) for tensors in zip(*map(tensors_of, ones), strict=True)]
@@ -170,7 +171,7 @@ class SecondEngine:
 
     def _copied(self, batch: Any, size: int) -> Any:
         """The batch for a second pass, which may change its inputs in place."""
-        return take(batch, 0, size, batch_size=size, batch_dim=self._batch_dim)
+        return self._cut(batch, 0, size, batch_size=size)
 
     def _trainable(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self._module.named_parameters() if p.requires_grad}

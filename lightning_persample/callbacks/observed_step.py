@@ -226,6 +226,7 @@ class ObservedStep:
             loss_reduction="sum" if callable(self._reduction) else self._reduction,
             batch_dim=options["batch_dim"],
             batch_size=batch_size,
+            batch_layout=options["batch_layout"],
             quantities=tuple(sorted(quantities)),
             unsupported="ignore",  # what there is to say is for where records are delivered
             fuse_weight_grad=options["fuse_weight_grad"],

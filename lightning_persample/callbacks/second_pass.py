@@ -137,6 +137,7 @@ def verify_values(
             loss_reduction=options["loss_reduction"],
             batch_dim=options["batch_dim"],
             batch_size=batch_size,
+            batch_layout=options["batch_layout"],
         )
     if isinstance(report.failure, NoLossError) and calls == 1:
         return False

@@ -377,7 +377,7 @@ class SharedCapture:
     def _run_second(self, engine: str, *, sums: bool) -> PerSampleRecord | PerSampleError:
         try:
             view, size = self._samples_of_batch()
-            layout = lay_out(view, self._options["batch_dim"], size)
+            layout = lay_out(view, self._options["batch_dim"], size, self._options["batch_layout"])
         except BatchSizeError as error:
             return error
         record = guard(self._second.record, partial(why_no_record, engine))
@@ -392,7 +392,7 @@ class SharedCapture:
         if self._indices is not None:
             drawn = self._indices.rows_drawn()
             view = self._indices.arranged(view)
-        return view, count_samples(view, options["batch_dim"], options["batch_size"], drawn)
+        return view, count_samples(view, options["batch_dim"], options["batch_size"], drawn, options["batch_layout"])
 
     def _open(self) -> ObservedStep | None:
         self._is_empty = False

@@ -80,6 +80,7 @@ class Dispatcher(Collector):
         of_no_sample: the present backward starts from numbers made of weights alone: a penalty.
         differentiated: where in the user's code a gradient was computed with ``create_graph=True``; "" where none was.
         part: which samples the loss of the present backward is made of; None where it is all of them, or unknown.
+        owners: the samples of rows in tensors of the batch that have unequal numbers of them.
         visible: the mode under which calls are seen.
         others: functions that somebody else answers, and who.
     """
@@ -87,6 +88,7 @@ class Dispatcher(Collector):
     visible: ObservingMode
     others: Mapping[Callable[..., Any], Answer] = {}
 
+    owners: tuple[Tensor, ...] = ()
     part: Part | None = None
     of_no_sample = False
     differentiated = ""
@@ -95,6 +97,10 @@ class Dispatcher(Collector):
     def mark_batch(self, tensor: Tensor, mark: BatchAxis | Lost) -> None:
         """Declare where the batch lies in a tensor of the batch."""
         self.marks[tensor] = mark
+        if isinstance(mark, BatchAxis) and mark.owner is not None:
+            owner = mark.owner.sample
+            if not any(owner.shape == known.shape and torch.equal(owner, known) for known in self.owners):
+                self.owners = (*self.owners, owner)
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run ``torch.autograd.grad`` in the middle of a step, and note where the samples lie in what it gives."""
@@ -341,7 +347,7 @@ class Dispatcher(Collector):
             )
             call = ObservedCall(
                 op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
-                layout,
+                layout, self.owners,
             )  # fmt: skip
             involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
             live = involved if weights and any(output.requires_grad for output in outputs) else {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_persample.batch_axis.batch import BatchLayout, declared_place, lay_out, mark_samples
+from lightning_persample.batch_axis.batch import BatchLayout, Layout, declared_place, lay_out, mark_samples
 from lightning_persample.batch_axis.observed import tensors_in
 from lightning_persample.capture.dispatch import Dispatcher
 from lightning_persample.capture.failure import fault_of, guard, run_all, stop
@@ -51,6 +51,7 @@ def expanded_weights(
     loss_reduction: Literal["mean", "sum"] | Tensor = "mean",
     batch_dim: int = 0,
     batch_size: int | None = None,
+    batch_layout: Layout | None = None,
     quantities: Collection[str] = ("sq_norm",),
     unsupported: Literal["warn", "error", "ignore"] = "warn",
     fuse_weight_grad: bool = False,
@@ -77,6 +78,10 @@ def expanded_weights(
             weights w_i as a tensor (B,). Values are divided by w_i.
         batch_dim: the axis that holds the samples in the batch's tensors.
         batch_size: number of samples B; by default the size on which all tensors of the batch agree.
+        batch_layout: a callable ``(batch)`` that says where the samples lie in tensors that do not hold them along
+            `batch_dim`: a mapping from each such tensor to the axis of its samples, to the sample of each of its rows
+            as integers (N,), to a tuple ``(axis, sample of each row along it)``, or to None for data that all samples
+            share. Batches of torch_geometric and packed sequences need none.
         quantities: what the record holds: "sq_norm", "grad_sample" for the gradients themselves, "square_sum" for the
             sums over the samples of their squared entries, "dot" to ask it for dots with vectors, and "projection" for
             random projections.
@@ -102,13 +107,14 @@ def expanded_weights(
     check_options(
         batch_dim=batch_dim,
         batch_size=batch_size,
+        batch_layout=batch_layout,
         quantities=quantities,
         fuse_weight_grad=fuse_weight_grad,
         max_memory=max_memory,
         samples=samples,
     )
     capture = Capture(module, loss_reduction, quantities, unsupported)
-    capture._follow(batch, batch_dim, batch_size, samples, fuse_weight_grad, max_memory)
+    capture._follow(batch, batch_dim, batch_size, batch_layout, samples, fuse_weight_grad, max_memory)
     return capture
 
 
@@ -151,12 +157,13 @@ class Capture:
         batch: Any,
         batch_dim: int,
         batch_size: int | None,
+        batch_layout: Layout | None,
         samples: Tensor | None,
         fuse_weight_grad: bool,
         max_memory: int | None,
     ) -> None:
         """Mark the tensors of the batch and the parameters."""
-        layout = guard(lay_out, self._cannot_lay_out)(batch, batch_dim, batch_size)
+        layout = guard(lay_out, self._cannot_lay_out)(batch, batch_dim, batch_size, batch_layout)
         self.batch_size = self.counted = layout.batch_size
         if samples is not None and not self._fault:
             are_places = int(samples.min()) >= 0 and int(samples.max()) < self.batch_size
@@ -305,8 +312,8 @@ class Capture:
     def _why_at_fault(self) -> str:
         return self._fault or self._dispatcher.fault
 
-    def _declare(self, tensor: Tensor, batch_dim: int = 0) -> None:
-        place = declared_place("the tensor given to mark_samples", tensor, batch_dim, self.batch_size)
+    def _declare(self, tensor: Tensor, batch_dim: int = 0, *, owner: Tensor | None = None) -> None:
+        place = declared_place("the tensor given to mark_samples", tensor, batch_dim, self.batch_size, owner)
         if place is not None and not tensor.requires_grad:
             self._dispatcher.mark_batch(tensor, place)
 

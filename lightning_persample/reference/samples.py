@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lightning_persample.batch_axis.batch import batch_tensors, is_alike
+from lightning_persample.batch_axis.axis import BatchAxis, row_owners
+from lightning_persample.batch_axis.batch import Layout, batch_tensors, declared_places, is_alike, is_batch_of_graphs
 from lightning_persample.errors import OptionError, PerSampleError
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
@@ -19,14 +20,20 @@ Weighting: TypeAlias = Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
 _PLAIN = (str, bytes, int, float, complex, type, type(None))
 
 
-def take(batch: Any, start: int, stop: int, *, batch_size: int, batch_dim: int = 0) -> Any:
+def take(
+    batch: Any, start: int, stop: int, *, batch_size: int, batch_dim: int = 0, batch_layout: Layout | None = None
+) -> Any:
     """The samples `start` to `stop` of a batch, as a batch of that many samples."""
     # Tensors are copied, so that nothing done to the result reaches the batch. A tensor with k * B rows has k rows per
     # sample, as everywhere in the engine; one without rows of samples (class weights) is kept whole. A list or tuple of
     # B items is cut itself where its tensors do not all have B rows (images of unequal sizes, texts), and the batch
-    # itself is, where none of its tensors has; so is a packed sequence.
+    # itself is, where none of its tensors has; so are packed sequences and batches of graphs.
+    declared = declared_places(batch, batch_size, batch_layout)
+    owners = {id(place[1]) for place in declared.values() if place is not None}
 
     def rows(tensor: Tensor) -> Tensor:
+        if id(tensor) in declared:
+            return declared_rows(tensor, declared[id(tensor)])
         found = _rows_per_sample(tensor, batch_size, batch_dim)
         whole = tensor.detach()
         if not found:
@@ -36,12 +43,22 @@ def take(batch: Any, start: int, stop: int, *, batch_size: int, batch_dim: int =
         parts = whole.unflatten(batch_dim, (found, batch_size)).narrow(batch_dim + 1, start, stop - start)
         return parts.flatten(batch_dim, batch_dim + 1).clone()
 
-    def items(item: Sequence[Any]) -> Sequence[Any] | None:
+    def declared_rows(tensor: Tensor, place: tuple[BatchAxis, Tensor | None] | None) -> Tensor:
+        if place is None:
+            return tensor.detach().clone()
+        axis, _ = place
+        owner = row_owners(axis, batch_size, tensor.device)
+        own = tensor.detach().index_select(axis.dim, ((owner >= start) & (owner < stop)).nonzero().flatten())
+        return own - start if id(tensor) in owners else own  # (which says by number whose the rows are)
+
+    def items(item: Any) -> Any:
         if isinstance(item, PackedSequence):
             if int(item.batch_sizes[0]) != batch_size:
                 return None
             padded, lengths = pad_packed_sequence(item, batch_first=True)
             return pack_padded_sequence(padded[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
+        if is_batch_of_graphs(item):
+            return type(item).from_data_list([item.get_example(sample) for sample in range(start, stop)])
         if not _is_one_item_per_sample(item, batch_size, batch_dim, item is batch):
             return None
         return _rebuilt(item[start:stop], lambda tensor: copied(tensor.detach().clone(), tensor))
@@ -52,12 +69,18 @@ def take(batch: Any, start: int, stop: int, *, batch_size: int, batch_dim: int =
     return _rebuilt(batch, lambda tensor: copied(rows(tensor), tensor), items)
 
 
-def has_ragged_samples(batch: Any, batch_size: int, batch_dim: int = 0) -> bool:
+def has_ragged_samples(batch: Any, batch_size: int, batch_dim: int = 0, batch_layout: Layout | None = None) -> bool:
     """Whether a batch holds one item for each sample instead of rows, so that its samples cannot be stacked."""
-    found = []
+    found: list[Any] = [
+        place for place in declared_places(batch, batch_size, batch_layout).values() if place and place[1] is not None
+    ]
 
-    def items(item: Sequence[Any]) -> None:
-        if isinstance(item, PackedSequence) or _is_one_item_per_sample(item, batch_size, batch_dim, item is batch):
+    def items(item: Any) -> None:
+        if (
+            isinstance(item, PackedSequence)
+            or is_batch_of_graphs(item)
+            or _is_one_item_per_sample(item, batch_size, batch_dim, item is batch)
+        ):
             found.append(item)
 
     _rebuilt(batch, lambda tensor: tensor, items)
@@ -142,7 +165,7 @@ def _is_one_item_per_sample(item: Sequence[Any], batch_size: int, batch_dim: int
 def _rebuilt(
     batch: Any,
     on_tensor: Callable[[Tensor], Tensor],
-    on_sequence: Callable[[Sequence[Any]], Sequence[Any] | None] = lambda _: None,
+    on_sequence: Callable[[Any], Any] = lambda _: None,
 ) -> Any:
     """A copy of a batch's containers with other tensors; `on_sequence` may replace a whole list or tuple."""
     memo: dict[int, Any] = {}
@@ -158,9 +181,12 @@ def _rebuilt(
         return memo[id(item)]
 
     def rebuild_container(item: Any) -> Any:
-        if isinstance(item, (list, tuple)):
+        if isinstance(item, (list, tuple)) or is_batch_of_graphs(item):
             replaced = on_sequence(item)
-            return rebuild_sequence(item) if replaced is None else replaced
+            if replaced is not None:
+                return replaced
+        if isinstance(item, (list, tuple)):
+            return rebuild_sequence(item)
         if isinstance(item, Mapping):
             rebuilt: Any = copy.copy(item) if hasattr(item, "__setitem__") else dict(item)
             for key, value in item.items():

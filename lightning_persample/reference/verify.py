@@ -9,12 +9,13 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_persample.batch_axis.batch import batch_tensors, read_batch_size
+from lightning_persample.batch_axis.batch import Layout, batch_tensors, read_batch_size
 from lightning_persample.capture.graph import REENTRANT, node_below
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.parameters import default_tolerance, unwrapped
@@ -250,6 +251,7 @@ def check_per_sample_gradients(
     loss_reduction: Weighting = "mean",
     batch_dim: int = 0,
     batch_size: int | None = None,
+    batch_layout: Layout | None = None,
     tolerance: float | None = None,
 ) -> VerificationReport:
     """Compare the per-sample gradients of `expanded_weights` with those of a loop over single samples.
@@ -276,6 +278,8 @@ def check_per_sample_gradients(
             loss, (B,); see `expanded_weights`.
         batch_dim: the axis that holds the samples in the batch's tensors.
         batch_size: number of samples B in the batch; by default the size on which all its tensors agree.
+        batch_layout: says where the samples lie in tensors that do not hold them along `batch_dim`, see
+            `expanded_weights`.
         tolerance: largest relative error that counts as agreement; by default what the precision of the parameters
             (under autocast: its precision) allows, from 1e-7 in double to 0.1 in half precision.
 
@@ -286,29 +290,32 @@ def check_per_sample_gradients(
         PerSampleError: the loss is not one number, or an option has a value that is not allowed (`OptionError`).
     """
     check_option("samples", samples, is_int(samples, 2), "an int >= 2")
-    check_options(loss_reduction=loss_reduction, batch_dim=batch_dim, batch_size=batch_size)
+    check_options(loss_reduction=loss_reduction, batch_dim=batch_dim, batch_size=batch_size, batch_layout=batch_layout)
     check_option("tolerance", tolerance, is_none_or_positive(tolerance), "None or a number > 0")
     trainable = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
     allowed = _tolerance(list(trainable.values())) if tolerance is None else tolerance
     other_axes = _other_axes([tensor for _, tensor in batch_tensors(batch)], batch_dim)
     try:
-        size = read_batch_size(batch, batch_dim) if batch_size is None else batch_size
+        size = read_batch_size(batch, batch_dim, batch_layout) if batch_size is None else batch_size
     except BatchSizeError as error:
         return _nothing(trainable, 0, allowed, "; ".join(text for text in (str(error), other_axes) if text), error)
     count = min(samples, size)
-    check = _Check(_as_step(module, loss_fn), trainable, loss_reduction, batch_dim)
+    check = _Check(
+        _as_step(module, loss_fn), trainable, loss_reduction, {"batch_dim": batch_dim, "batch_layout": batch_layout}
+    )
     record: PerSampleRecord | None = None
     doing = f"on the first {count} samples"
     with warnings.catch_warnings(), without_dropout(module), untouched(module) as state, torch.enable_grad():
         # A LightningModule without a Trainer says so each time its training step logs.
         warnings.filterwarnings("ignore", r"You are trying to `self\.log\(\)`")
         try:
-            few = take(batch, 0, count, batch_size=size, batch_dim=batch_dim)
+            cut = partial(take, batch_dim=batch_dim, batch_layout=batch_layout)
+            few = cut(batch, 0, count, batch_size=size)
             record = check.engine(module, few, count, state)
             rows = []
             for sample in range(count):
                 doing = f"on sample {sample} alone"
-                one = take(batch, sample, sample + 1, batch_size=size, batch_dim=batch_dim)
+                one = cut(batch, sample, sample + 1, batch_size=size)
                 rows.append(check.one_sample(one, state))
         except PerSampleError:
             raise
@@ -324,9 +331,7 @@ def check_per_sample_gradients(
         loop = {name: torch.stack([row[name] for row in rows]) for name in trainable}
 
         def is_random() -> bool:
-            return check.changes_with_the_seed(
-                batch=take(few, 0, count, batch_size=count, batch_dim=batch_dim), state=state
-            )
+            return check.changes_with_the_seed(batch=cut(few, 0, count, batch_size=count), state=state)
 
         return VerificationReport(
             _compare(record, loop, loss_reduction, allowed, is_random, other_axes), count, allowed
@@ -336,11 +341,13 @@ def check_per_sample_gradients(
 class _Check:
     """Runs the loss of some samples, each time from the same state of module and random number generators."""
 
-    def __init__(self, step: Step, trainable: dict[str, nn.Parameter], weighting: Weighting, batch_dim: int) -> None:
+    def __init__(
+        self, step: Step, trainable: dict[str, nn.Parameter], weighting: Weighting, layout: Mapping[str, Any]
+    ) -> None:
         self._step = step
         self._trainable = trainable
         self._weighting = weighting
-        self._batch_dim = batch_dim
+        self._layout = layout
 
     def engine(self, module: nn.Module, batch: Any, count: int, state: ModuleState) -> PerSampleRecord:
         """The record of one observed forward and backward."""
@@ -348,7 +355,7 @@ class _Check:
             module,
             batch,
             loss_reduction="sum" if callable(self._weighting) else self._weighting,
-            batch_dim=self._batch_dim,
+            **self._layout,
             batch_size=count,
             quantities=("grad_sample",),
             unsupported="ignore",

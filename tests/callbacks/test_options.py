@@ -249,7 +249,8 @@ def test_the_shared_options_are_those_of_the_base_and_every_signature_shows_them
     types = typing.get_type_hints(CaptureOptions)
     assert {name: each.annotation for name, each in shared.items() if name != "every_n_steps"} == types
     assert {name: each.default for name, each in shared.items()} == {
-        **dict.fromkeys(("every_n_steps", "batch_size", "sample_index", "max_memory", "max_samples")), "batch_dim": 0,
+        **dict.fromkeys(("every_n_steps", "batch_size", "batch_layout", "sample_index", "max_memory", "max_samples")),
+        "batch_dim": 0,
         "loss_reduction": "mean", "unsupported": "warn", "engine": "expanded", "verify": False,
         "fuse_weight_grad": False,
     }  # fmt: skip

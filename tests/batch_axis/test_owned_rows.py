@@ -1,0 +1,330 @@
+"""Batches of which each row says whose it is: tokens without padding, nodes and edges of graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_persample import (
+    BatchSizeError,
+    OptionError,
+    PerSampleRecord,
+    check_per_sample_gradients,
+    expanded_weights,
+    mark_samples,
+)
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+B, D, H = 5, 3, 4
+LENGTHS = (4, 2, 6, 1, 5)
+Batch = Mapping[str, Tensor]
+
+
+def graphs(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0) -> Batch:
+    """Graphs of so many nodes in one batch; the last node of the first and third has no edge."""
+    torch.manual_seed(seed)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    edges, of_edge = [], []
+    for graph, nodes in enumerate(lengths):
+        linked = nodes - 1 if nodes > 3 else nodes
+        edges.append(torch.randint(linked, (2, 2 * nodes)) + starts[graph])
+        of_edge += [graph] * (2 * nodes)
+    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return {
+        "x": torch.randn(sum(lengths), D),
+        "edges": torch.cat(edges, 1),
+        "attr": torch.rand(len(of_edge)),
+        "owner": owner,
+        "of_edge": torch.tensor(of_edge),
+        "y": torch.randint(H, (len(lengths),)),
+    }
+
+
+def graph(batch: Batch, sample: int) -> Batch:
+    own, own_edge = batch["owner"] == sample, batch["of_edge"] == sample
+    first = int(own.nonzero()[0])
+    return {
+        "x": batch["x"][own],
+        "edges": batch["edges"][:, own_edge] - first,
+        "attr": batch["attr"][own_edge],
+        "owner": torch.zeros(int(own.sum()), dtype=torch.int64),
+        "of_edge": torch.zeros(int(own_edge.sum()), dtype=torch.int64),
+        "y": batch["y"][sample : sample + 1],
+    }
+
+
+def layout(batch: Batch) -> dict[Tensor, Any]:
+    return {
+        batch["x"]: batch["owner"],
+        batch["owner"]: batch["owner"],
+        batch["edges"]: (1, batch["of_edge"]),
+        batch["attr"]: batch["of_edge"],
+        batch["of_edge"]: batch["of_edge"],
+    }
+
+
+def pooled(h: Tensor, batch: Batch) -> Tensor:
+    return h.new_zeros(len(batch["y"]), h.size(1)).index_add(0, batch["owner"], h)
+
+
+def sums(h: Tensor, batch: Batch) -> Tensor:
+    source, target = batch["edges"]
+    return torch.zeros_like(h).index_add(0, target, h[source] * batch["attr"][:, None])
+
+
+def scattered(h: Tensor, batch: Batch) -> Tensor:
+    source, target = batch["edges"]
+    index = target[:, None].expand(-1, h.size(1))
+    return h + h.new_zeros(h.shape).scatter_add_(0, index, h.index_select(0, source))
+
+
+def means(h: Tensor, batch: Batch) -> Tensor:
+    source, target = batch["edges"]
+    index = target[:, None].expand(-1, h.size(1))
+    return h.scatter_reduce(0, index, h[source], "mean", include_self=True)
+
+
+def largest(h: Tensor, batch: Batch) -> Tensor:
+    source, target = batch["edges"]
+    return h.new_zeros(h.shape).index_reduce_(0, target, h[source], "amax", include_self=False)
+
+
+def with_loops(h: Tensor, batch: Batch) -> Tensor:
+    loops = torch.arange(len(h)).expand(2, -1)
+    source, target = torch.cat([batch["edges"], loops], 1)
+    weights = torch.cat([batch["attr"], torch.ones(len(h))])
+    degree = torch.zeros(len(h)).index_add_(0, target, torch.ones(len(target)))
+    messages = h[source] * (weights / degree[source].sqrt() / degree[target].sqrt())[:, None]
+    return torch.zeros_like(h).index_add(0, target, messages)
+
+
+def attention(h: Tensor, batch: Batch) -> Tensor:
+    source, target = batch["edges"]
+    score = (h[source] * h[target]).sum(1)
+    top = torch.full((len(h),), -torch.inf).scatter_reduce(0, target, score.detach(), "amax")
+    weight = (score - top[target]).exp()
+    total = torch.zeros(len(h)).index_add(0, target, weight)
+    return torch.zeros_like(h).index_add(0, target, (weight / total[target])[:, None] * h[source])
+
+
+def loops_written(h: Tensor, batch: Batch) -> Tensor:
+    """The weights of self loops are written over ones, by the numbers of the nodes that have such an edge."""
+    source, target = batch["edges"]
+    weights, same = torch.ones(len(h)), source == target
+    weights[source[same]] = batch["attr"][same]
+    return h * weights[:, None]
+
+
+PASSING: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "index_add": sums, "scatter_add": scattered, "scatter_reduce": means, "index_reduce": largest,
+    "self-loops": with_loops, "attention": attention, "loops-written": loops_written,
+}  # fmt: skip
+
+
+class Network(nn.Module):
+    def __init__(self, passing: Callable[[Tensor, Batch], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(D, H), nn.Linear(H, H), nn.Linear(H, H)
+        self.scale, self.passing = nn.Parameter(torch.rand(H)), passing
+
+    def forward(self, batch: Batch) -> Tensor:
+        h = torch.tanh(self.first(batch["x"]))
+        return self.second(self.passing(h, batch)) * self.scale
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.head(pooled(self(batch), batch)), batch["y"])
+
+
+def loop(module: nn.Module, loss: Callable[[Any], Tensor], samples: list[Any]) -> dict[str, Tensor]:
+    names = [*dict(module.named_parameters())]
+    rows = [torch.autograd.grad(loss(sample), [*module.parameters()], materialize_grads=True) for sample in samples]
+    return {name: torch.stack(grads) for name, grads in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def assert_exact(record: PerSampleRecord, expected: Mapping[str, Tensor]) -> None:
+    assert (record.coverage, record.mixing, record.axis_lost, record.weighting) == (1.0, (), (), ())
+    for name, grads in expected.items():
+        torch.testing.assert_close(record.grad_samples[name], grads)
+        torch.testing.assert_close(record.sq_norms[name], grads.flatten(1).square().sum(1))
+
+
+def captured(module: Any, batch: Any, loss: Callable[[], Tensor], **options: Any) -> PerSampleRecord:
+    quantities = options.pop("quantities", ("sq_norm", "grad_sample"))
+    with expanded_weights(module, batch, quantities=quantities, **options) as capture:
+        loss().backward()
+    return capture.record
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("passing", PASSING)
+def test_messages_along_edges_stay_in_their_graphs(passing: str) -> None:
+    module = Network(PASSING[passing])
+    for step in range(3):  # other graphs of other sizes each time
+        batch = graphs(LENGTHS[step:] + LENGTHS[:step], seed=step)
+        record = captured(module, batch, lambda batch=batch: module.loss(batch), batch_layout=layout)
+        assert_exact(record, loop(module, module.loss, [graph(batch, sample) for sample in range(B)]))
+
+
+def test_losses_of_nodes_belong_to_their_graphs() -> None:
+    module, batch = Network(sums), graphs()
+
+    def loss(batch: Batch) -> Tensor:
+        of_node = module.head(module(batch)).square().sum(1, keepdim=True)
+        return pooled(of_node, batch).mean()
+
+    record = captured(module, batch, lambda: loss(batch), batch_layout=layout)
+    assert_exact(record, loop(module, loss, [graph(batch, sample) for sample in range(B)]))
+
+
+def test_an_edge_between_two_graphs_is_named() -> None:
+    module, batch = Network(sums), graphs()
+    batch["edges"][1, 0] = len(batch["x"]) - 1
+    record = captured(module, batch, lambda: module.loss(batch), batch_layout=layout, unsupported="ignore")
+    assert record.coverage < 1 or record.mixing
+
+
+def test_rows_in_any_order_are_declared_in_the_step() -> None:
+    module, lengths, order = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, 1)), torch.tensor(LENGTHS), 17
+    tokens, owner = torch.randn(18, D), torch.arange(B).repeat_interleave(lengths)
+    mixed = torch.randperm(18, generator=torch.Generator().manual_seed(order))
+    tokens, owner, y = tokens[mixed], owner[mixed], torch.randn(B)
+
+    def loss(tokens: Tensor, owner: Tensor, y: Tensor) -> Tensor:
+        out = module(tokens)[:, 0]
+        return (torch.zeros(len(y)).index_add(0, owner, out) * y).mean()
+
+    record = captured(module, y, lambda: loss(mark_samples(tokens, owner=owner), owner, y))
+    alone = [(tokens[owner == i], torch.zeros(int(lengths[i]), dtype=torch.int64), y[i : i + 1]) for i in range(B)]
+    assert_exact(record, loop(module, lambda sample: loss(*sample), alone))
+
+
+@pytest.mark.parametrize(
+    ("owner", "text"),
+    [
+        (torch.zeros(4, dtype=torch.int64), "its owner has shape (4,) and dtype torch.int64; allowed are integers"),
+        (torch.zeros(6), "dtype torch.float32; allowed are integers"),
+        (torch.tensor([0, 0, 1, 1, 2, 5]), "has owners from 0 to 5; allowed are 0 to 4"),
+        (torch.tensor([0, 0, 1, 1, 2, -1]), "has owners from -1 to 2"),
+    ],
+)
+def test_owners_that_do_not_fit_are_named(owner: Tensor, text: str) -> None:
+    module, y = nn.Linear(D, 1), torch.randn(B)
+    record = captured(
+        module, y, lambda: module(mark_samples(torch.randn(6, D), owner=owner)).sum() * y.mean(), unsupported="ignore"
+    )
+    assert text in record.unsupported["weight"]
+
+
+def test_an_axis_and_shared_data_are_declared() -> None:
+    module = nn.Linear(D, 1)
+    batch = {"state": torch.randn(7, B, D), "anchors": torch.randn(B, D), "y": torch.randn(B)}
+
+    def loss(batch: Batch) -> Tensor:
+        return (module(batch["state"]).mean(0)[:, 0] * batch["y"]).mean() * batch["anchors"].square().mean()
+
+    where = {"state": 1, "anchors": None}
+    record = captured(module, batch, lambda: loss(batch), batch_layout=lambda b: {b[k]: v for k, v in where.items()})
+    alone = [
+        {"state": batch["state"][:, i : i + 1], "anchors": batch["anchors"], "y": batch["y"][i : i + 1]}
+        for i in range(B)
+    ]
+    assert_exact(record, loop(module, loss, alone))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (lambda batch: [batch], "batch_layout returned .*; allowed is a mapping from tensors of the batch"),
+        (lambda batch: {batch: "rows"}, "batch_layout says 'rows' of batch, a tensor of shape"),
+        (lambda batch: {batch: 2}, "batch_layout says 2 of batch, a tensor of shape"),
+        (lambda batch: {batch: True}, "batch_layout says True of batch, a tensor of shape"),
+    ],
+)
+def test_an_answer_that_says_nothing_is_refused(answer: Any, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        expanded_weights(nn.Linear(D, 1), torch.randn(B, D), batch_layout=answer)
+
+
+def test_a_layout_that_does_not_agree_is_refused() -> None:
+    batch = {"a": torch.randn(3, B), "b": torch.randn(4, D)}
+    with pytest.raises(BatchSizeError, match=r"do not agree on a number of samples.*batch\['a'\]: declared"):
+        expanded_weights(nn.Linear(D, 1), batch, batch_layout=lambda batch: {batch["a"]: 1})
+
+
+@dataclass
+class BatchOfGraphs:
+    """What is read of a batch of torch_geometric."""
+
+    x: Tensor
+    edge_index: Tensor
+    weight: Tensor
+    batch: Tensor
+    ptr: Tensor
+    y: Tensor
+    num_graphs: int
+    _slice_dict: Mapping[str, Tensor]
+
+    @property
+    def stores(self) -> list[Any]:
+        names = ("x", "edge_index", "weight", "y", "batch", "ptr")
+        return [SimpleNamespace(_key=None, items=lambda: [(name, getattr(self, name)) for name in names])]
+
+    def __cat_dim__(self, key: str, value: Any, store: Any) -> int:
+        return -1 if "index" in key else 0
+
+    @classmethod
+    def of(cls, batch: Batch) -> BatchOfGraphs:
+        rows = [batch["owner"].bincount(), batch["of_edge"].bincount(), torch.ones(len(batch["y"]), dtype=torch.int64)]
+        starts, of_edge, each = (torch.cat([torch.zeros(1, dtype=torch.int64), n]).cumsum(0) for n in rows)
+        slices = {"x": starts, "edge_index": of_edge, "weight": of_edge, "y": each}
+        parts = batch["x"], batch["edges"], batch["attr"], batch["owner"], starts, batch["y"]
+        return cls(*parts, len(batch["y"]), slices)
+
+    def get_example(self, sample: int) -> Batch:
+        return graph(self.parts(), sample)
+
+    @classmethod
+    def from_data_list(cls, samples: list[Batch]) -> BatchOfGraphs:
+        before = torch.tensor([0, *(len(each["x"]) for each in samples)]).cumsum(0)
+        joined = {name: torch.cat([each[name] for each in samples]) for name in ("x", "attr", "y")}
+        joined["edges"] = torch.cat([each["edges"] + n for each, n in zip(samples, before, strict=False)], 1)
+        for name, like in (("owner", "x"), ("of_edge", "attr")):
+            counts = torch.tensor([len(each[like]) for each in samples])
+            joined[name] = torch.arange(len(samples)).repeat_interleave(counts)
+        return cls.of(joined)
+
+    def parts(self) -> Batch:
+        of_edge = torch.arange(self.num_graphs).repeat_interleave(self._slice_dict["weight"].diff())
+        edges = {"edges": self.edge_index, "attr": self.weight, "of_edge": of_edge}
+        return {"x": self.x, "owner": self.batch, "y": self.y, **edges}
+
+
+@pytest.mark.parametrize("passing", ["index_add", "self-loops", "loops-written"])
+def test_a_batch_of_graphs_needs_no_declaration(passing: str) -> None:
+    module, batch = Network(PASSING[passing]), graphs()
+    held = BatchOfGraphs.of(batch)
+    record = captured(module, held, lambda: module.loss(held.parts()))
+    assert_exact(record, loop(module, module.loss, [graph(batch, sample) for sample in range(B)]))
+
+
+def test_graphs_and_owned_rows_are_cut_for_a_check() -> None:
+    module, batch = Network(with_loops), graphs()
+    held = BatchOfGraphs.of(batch)
+    assert check_per_sample_gradients(module, held, lambda m, b: m.loss(b.parts()))
+
+    def loss(module: Any, batch: Batch) -> Tensor:
+        return (pooled(module.head(torch.tanh(module.first(batch["x"]))), batch)[:, 0] * batch["y"]).mean()
+
+    rows = {name: batch[name] for name in ("x", "owner", "y")}
+    report = check_per_sample_gradients(
+        module, rows, loss, batch_layout=lambda b: {b["x"]: b["owner"], b["owner"]: b["owner"]}
+    )
+    assert report, report
