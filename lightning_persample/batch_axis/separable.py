@@ -131,8 +131,9 @@ def _itself(values: Sequence[Tensor], alone: bool) -> Tensor:
 
 def _of_one(leaf: Any, batch_size: int, counts: Sequence[float]) -> Any:
     """What stands beside one sample alone: ones for a tensor with a row for each sample, and for their number."""
-    is_number = isinstance(leaf, (int, float)) or (isinstance(leaf, Tensor) and leaf.numel() == 1)
-    if is_number and any(math.isclose(float(leaf), count, rel_tol=1e-5) for count in counts):
+    number = leaf.detach() if isinstance(leaf, Tensor) and leaf.numel() == 1 else leaf
+    is_number = number is not leaf or isinstance(leaf, (int, float))
+    if is_number and any(math.isclose(float(number), count, rel_tol=1e-5) for count in counts):
         return leaf / leaf
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or batch_size not in leaf.shape:
         return leaf

@@ -45,6 +45,7 @@ EXPANDED = {
     "quantiles": [0.25, 0.5],
     "statistics": ["diversity", "cosine_to_mean"],
     "sample_index": f"{__name__}.places",
+    "batch_layout": f"{__name__}.no_layout",
     "worst_samples": 3,
     "histogram": True,
     "prefix": "grads",
@@ -86,6 +87,11 @@ def half_of_a_mean(outputs: Any, batch: Any) -> Tensor:
 def places(batch: Any) -> Tensor:
     """An index of each sample that is the same in every batch."""
     return torch.arange(len(batch[0]))
+
+
+def no_layout(batch: Any) -> dict[Tensor, int]:
+    """Where the samples lie in no tensor that does not hold them along the first axis."""
+    return {}
 
 
 def labels(outputs: Any, batch: Any) -> dict[str, Tensor]:
@@ -156,7 +162,7 @@ def test_options_of_the_monitor_reach_it_and_the_fit_runs(options, tmp_path):
     cli = command("fit", "--config", str(write(tmp_path / "config.yaml", [monitor(**options)])))
     callback = found(cli, PerSampleGradientMonitor)
     expected = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    for name, function in (("loss_reduction", half_of_a_mean), ("sample_index", places)):
+    for name, function in (("loss_reduction", half_of_a_mean), ("sample_index", places), ("batch_layout", no_layout)):
         given = getattr(callback, name)
         if callable(given):
             assert given is function or given.__name__ == function.__name__
