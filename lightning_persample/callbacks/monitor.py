@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_persample.callbacks.lightning_internals import (
     why_unsupported,
     window_continues,
 )
+from lightning_persample.callbacks.logged_steps import LoggedSteps
 from lightning_persample.callbacks.loggers import log_histogram, log_metrics, show_means
 from lightning_persample.callbacks.optimizer_steps import names_by_optimizer
 from lightning_persample.callbacks.session import shared_capture
@@ -33,9 +35,18 @@ from lightning_persample.callbacks.statistics import (
 from lightning_persample.callbacks.worst import SampleNorms, WorstSamples, write_worst_samples
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
-from lightning_persample.errors import OptionError
+from lightning_persample.errors import OptionError, PerSampleError
+from lightning_persample.influence.optional_packages import matplotlib
+from lightning_persample.influence.report import write_report
 from lightning_persample.metrics.functional import are_quantiles
-from lightning_persample.options import CaptureOptions, check_option, check_options, is_int, is_none_or_int
+from lightning_persample.options import (
+    CAPTURE_DEFAULTS,
+    CaptureOptions,
+    check_option,
+    check_options,
+    is_int,
+    is_none_or_int,
+)
 
 NOT_IN_A_FIT = "this callback was in no fit; where a library copies callbacks, ask the one in `trainer.callbacks`"
 
@@ -103,6 +114,11 @@ class PerSampleGradientMonitor(PerSampleCallback):
             and so on with several optimizers; of several monitors all but the first show theirs with their prefix.
         worst_samples: write that many of the samples with the largest mean norm to ``worst_samples.csv`` in the
             Trainer's `log_dir` at the end of the fit, see `worst`; None writes none.
+        report: write the page ``report.html`` to the Trainer's `log_dir` at the end of the fit, see
+            `lightning_persample.influence.report`. With a `PerSampleGradientWriter` in the Trainer it is of the
+            ledger, else of the logged steps, whose norms are kept for it (4 bytes each).
+        render: ``render(index)`` gives what the page and the table of the worst samples in TensorBoard and W&B show
+            for the sample with this index in the dataset: an image or a text, as for `report`.
         capture: `loss_reduction`, `batch_dim`, `batch_size`, `sample_index`, `unsupported`, `engine`, `verify`,
             `fuse_weight_grad`, `max_memory` and `max_samples`, see `PerSampleCallback`. With `max_samples`, means,
             quantiles, noise scale and diversity are estimates from a random sample of the batch, without bias but for
@@ -123,6 +139,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         prefix: str = "per_sample_grad",
         prog_bar: bool = False,
         worst_samples: int | None = None,
+        report: bool = False,
+        render: Callable[[Any], Any] | None = None,
         **capture: Unpack[CaptureOptions],
     ) -> None:
         super().__init__(every_n_steps, **capture)
@@ -137,6 +155,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
         check_option("prefix", prefix, is_prefix, "a str that is not empty and does not end with '/'")
         check_option("prog_bar", prog_bar, prog_bar in (True, False), "True or False")
         check_option("worst_samples", worst_samples, is_none_or_int(worst_samples, 1), "None or an int >= 1")
+        check_option("report", report, report in (True, False), "True or False")
+        check_option("render", render, render is None or callable(render), "None or a callable of the sample's index")
+        self.report, self.render = report, render
         self.per_layer = per_layer
         self.quantiles = tuple(float(quantile) for quantile in quantiles)
         self.statistics = tuple(statistics)
@@ -145,6 +166,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self.prog_bar = prog_bar
         self.worst_samples = worst_samples
         self._norms, self._logged = SampleNorms(), False
+        self._steps, self._warnings = LoggedSteps(), list[str]()
         self._loaded_norms: dict[str, Any] = {}
         self._parts: tuple[LoggedMetrics, ...] = ()
         self._window = Window()
@@ -163,6 +185,12 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if stage == "fit":
             self._norms, self._loaded_norms, self._loaded_averages, self._joined = SampleNorms(), {}, {}, None
             self._why_nothing, self._said_coverage, self._logged = "no step has run yet", False, False
+            self._steps, self._warnings = LoggedSteps(), []
+            if self.report:
+                try:
+                    matplotlib()
+                except ModuleNotFoundError as error:  # before the fit, at whose end there would be no page
+                    raise OptionError(str(error)) from error
 
     def worst(self, k: int = 10) -> WorstSamples:
         """The samples with the largest mean gradient norm so far in this fit, with their indices in the dataset.
@@ -201,12 +229,30 @@ class PerSampleGradientMonitor(PerSampleCallback):
         """Write the table of the worst samples, if it is asked for; say so where no step was logged."""
         self._why_nothing, shared = self._why_no_step(trainer), shared_capture(trainer)
         is_said = shared is not None and shared.reports.has_said_fault
+        self._warnings += [] if shared is None else shared.reports.texts
         if self.worst_samples is not None:
             norms = self._norms_of_all()
             write_worst_samples(trainer, norms, self.worst_samples, self._why_nothing, is_said=is_said)
         never = self.every_n_steps is None and not trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self._why_nothing and not (self._logged or never) and shared is not None and not is_said:
-            warn_user(f"`{self.prefix}` has logged nothing: {self._why_nothing}")
+            self._warn(f"`{self.prefix}` has logged nothing: {self._why_nothing}")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the page, if it is asked for, when every ledger of the Trainer is complete."""
+        if not self.report or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        folder, norms = trainer.log_dir, self._norms_of_all()  # ask all processes
+        if folder is None or not trainer.is_global_zero:
+            return
+        settings = {
+            name: getattr(self, name) for name in ("every_n_steps", "per_layer", "statistics", *CAPTURE_DEFAULTS)
+        }
+        try:
+            run = self._steps.run(trainer, norms, settings)
+            run.warnings += self._warnings
+            write_report(run, Path(folder) / "report.html", self.render, {}, 25)
+        except (PerSampleError, OSError) as error:
+            warn_user(f"report.html is not written: {error}")
 
     def _why_no_step(self, trainer: Trainer) -> str:
         """Why no step of the fit was due to be captured, or "" where one was."""
@@ -379,6 +425,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 new += named
         self._norms.settle()
         log_metrics(trainer, metrics, new, step=logging_step(trainer))
+        if self.report:
+            self._steps.add(trainer, logging_step(trainer), metrics, [step.norms for step in steps.values()])
         if self.histogram:
             for place, step in steps.items():
                 name = f"{self._parts[place].prefix}/norm_histogram"
@@ -392,14 +440,18 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if 0 < share < 1 and any(map(math.isfinite, of_mean)) and not self._said_coverage:
             self._said_coverage = True
             names = ", ".join(self.statistics)
-            warn_user(
+            self._warn(
                 f"{names} of `{self.prefix}` are those of the weights that have per-sample gradients alone, "
                 f"{share:.2g} of all that got a gradient (see coverage): they say little of the others"
             )
         reason = self._window.why_unknown(steps[min(steps)])
         if reason:
             text = f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}"
-            warn_user(f"{text}; statistics=() leaves them out")
+            self._warn(f"{text}; statistics=() leaves them out")
+
+    def _warn(self, text: str) -> None:
+        self._warnings.append(text)
+        warn_user(text)
 
     def _let_go(self) -> None:
         self._window = Window()

@@ -25,6 +25,7 @@ class Reports:
         self._module = pl_module
         self._raises = raises
         self._said: set[str] = set()
+        self.texts: list[str] = []  # of the warnings, as they were given
         self.has_said_fault = False  # whether values are missing by a fault of this package
         self._grad_samples: dict[torch.nn.Parameter, Tensor] = {}
 
@@ -69,4 +70,5 @@ class Reports:
         self.has_said_fault |= FAULT in text
         if said not in self._said:
             self._said.add(said)
+            self.texts.append(text)
             warn_user(text)

@@ -281,8 +281,8 @@ def _of_monitor(logged: Logged) -> Logged:
 def windows(steps: Array, most: int = _MOST_WINDOWS) -> Array:
     """Edges of windows of steps, all of one width; a window without a captured step stays empty."""
     captured = np.unique(steps)
-    spacing = float(np.median(np.diff(captured))) if len(captured) > 1 else 1.0
-    return np.linspace(captured[0], captured[-1] + spacing, min(len(captured), most) + 1)
+    half = float(np.median(np.diff(captured))) / 2 if len(captured) > 1 else 0.5
+    return np.linspace(captured[0] - half, captured[-1] + half, min(len(captured), most) + 1)
 
 
 def _window_of(edges: Array, steps: Array) -> NDArray[np.int64]:
@@ -290,16 +290,21 @@ def _window_of(edges: Array, steps: Array) -> NDArray[np.int64]:
 
 
 def _bands(run: Run) -> dict[str, Any] | None:
-    """Quantiles of the finite norms in each window of steps."""
+    """Quantiles of the finite norms in each window of steps, and in the first and in the last tenth of the steps."""
     finite = np.isfinite(run.norm)
     if not finite.any():
         return None
-    edges = windows(run.step[finite])
-    place = _window_of(edges, run.step[finite])
+    steps, norms = run.step[finite], run.norm[finite]
+    edges = windows(steps)
+    place = _window_of(edges, steps)
     order = np.argsort(place, kind="stable")
-    split = np.split(run.norm[finite][order], np.searchsorted(place[order], np.arange(1, len(edges) - 1)))
+    split = np.split(norms[order], np.searchsorted(place[order], np.arange(1, len(edges) - 1)))
     found = [np.quantile(each, _QUANTILES) if each.size else np.full(3, math.nan) for each in split]
-    return {"edges": edges, **dict(zip(("p5", "p50", "p95"), np.array(found).T, strict=True))}
+    bands = {"edges": edges, **dict(zip(("p5", "p50", "p95"), np.array(found).T, strict=True))}
+    tenth = (steps.max() - steps.min()) / 10
+    bands["first"] = np.quantile(norms[steps <= steps.min() + tenth], _QUANTILES)
+    bands["last"] = np.quantile(norms[steps >= steps.max() - tenth], _QUANTILES)
+    return bands
 
 
 def _histogram(run: Run) -> dict[str, Any] | None:
@@ -309,8 +314,10 @@ def _histogram(run: Run) -> dict[str, Any] | None:
         return None
     edges, logs = windows(run.step[positive]), np.log10(run.norm[positive])
     ends = (logs.min(), logs.max()) if np.ptp(logs) > 1e-6 else (logs.min() - 0.5, logs.max() + 0.5)
-    bins = np.linspace(*ends, _BINS + 1)
-    counts = np.histogram2d(np.clip(logs, *ends), run.step[positive], (bins, edges))[0]
+    bins, count = np.linspace(*ends, _BINS + 1), len(edges) - 1
+    place = np.clip(((logs - ends[0]) / (ends[1] - ends[0]) * _BINS).astype(int), 0, _BINS - 1)
+    place = place * count + _window_of(edges, run.step[positive])
+    counts = np.bincount(place, minlength=_BINS * count).reshape(_BINS, count)
     with np.errstate(invalid="ignore"):
         return {"edges": edges, "log10_norm": bins, "share": counts / counts.sum(0)}
 
@@ -428,12 +435,12 @@ def _panel(name: str, title: str, chart: str, text: str) -> str:
 def _norms_panel(run: Run, found: dict[str, Any] | None) -> str:
     name, title = "norms", "Gradient norms of the samples"
     if found is not None:
-        ends = [(found["p50"][place], found["p95"][place]) for place in (0, -1)]
+        (_, first, _), (_, median, high) = found["first"], found["last"]
         text = (
-            f"The line is the median sample, the band holds 90% of them. The median goes from {_short(ends[0][0])} to "
-            f"{_short(ends[1][0])}; at the end 5% of the samples are above {_short(ends[1][1])}"
+            f"The line is the median sample, the band holds 90% of them. The median is {_short(first)} in the first "
+            f"tenth of the steps and {_short(median)} in the last, where 5% of the samples are above {_short(high)}"
         )
-        text += f", {_short(ends[1][1] / ends[1][0])} times the median. " if ends[1][0] > 0 else ". "
+        text += f", {_short(high / median)} times the median. " if median > 0 else ". "
         text += "A band that grows upwards: few samples, hard or mislabelled ones, drive the training."
         draw = partial(charts.bands, edges=found["edges"], low=found["p5"], middle=found["p50"], high=found["p95"])
         return _panel(name, title, charts.svg(name, f"{title} over the steps", draw), text)

@@ -47,6 +47,8 @@ EXPANDED = {
     "sample_index": f"{__name__}.places",
     "batch_layout": f"{__name__}.no_layout",
     "worst_samples": 3,
+    "report": True,
+    "render": f"{__name__}.described",
     "histogram": True,
     "prefix": "grads",
     "prog_bar": True,
@@ -97,6 +99,11 @@ def no_layout(batch: Any) -> dict[Tensor, int]:
 def labels(outputs: Any, batch: Any) -> dict[str, Tensor]:
     """A column of a ledger."""
     return {"label": batch[1]}
+
+
+def described(index: int) -> str:
+    """What is shown of a sample."""
+    return f"sample {index}"
 
 
 class Trained(Classifier):
@@ -162,7 +169,13 @@ def test_options_of_the_monitor_reach_it_and_the_fit_runs(options, tmp_path):
     cli = command("fit", "--config", str(write(tmp_path / "config.yaml", [monitor(**options)])))
     callback = found(cli, PerSampleGradientMonitor)
     expected = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    for name, function in (("loss_reduction", half_of_a_mean), ("sample_index", places), ("batch_layout", no_layout)):
+    functions = {
+        "loss_reduction": half_of_a_mean,
+        "sample_index": places,
+        "batch_layout": no_layout,
+        "render": described,
+    }
+    for name, function in functions.items():
         given = getattr(callback, name)
         if callable(given):
             assert given is function or given.__name__ == function.__name__

@@ -112,11 +112,15 @@ def test_numbers_are_those_of_the_parquet_files(tmp_path, ranks, unsaved):
     found, rows = numbers(report(folder, out=tmp_path / "report.html")), rows_of(folder)
     rows["norm"] = rows["norm"].where(np.isfinite(rows["norm"]))  # which pandas leaves out everywhere
 
-    windows = pandas.cut(rows["step"], np.linspace(0, 200, 81), right=False)
+    windows = pandas.cut(rows["step"], np.linspace(-0.5, 199.5, 81), right=False)
     norms = rows["norm"].groupby(windows, observed=True)
-    np.testing.assert_allclose(found["bands"]["edges"], np.linspace(0, 200, 81))
+    np.testing.assert_allclose(found["bands"]["edges"], np.linspace(-0.5, 199.5, 81))
     for name, quantile in (("p5", 0.05), ("p50", 0.5), ("p95", 0.95)):
         np.testing.assert_allclose(found["bands"][name], norms.quantile(quantile), rtol=1e-5)
+
+    for name, chosen in (("first", rows["step"] <= 19.9), ("last", rows["step"] >= 179.1)):
+        expected = rows["norm"][chosen].quantile([0.05, 0.5, 0.95])
+        np.testing.assert_allclose(found["bands"][name], expected, rtol=1e-5)
 
     assert found["layers"]["names"] == ["encoder", "head"]
     for name, means in zip(("norm/encoder", "norm/head"), found["layers"]["mean"], strict=True):
