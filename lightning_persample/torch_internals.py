@@ -39,6 +39,7 @@ __all__ = [
     "BatchNormBase",
     "DropoutBase",
     "NormBase",
+    "OpOverload",
     "TensorBase",
     "TorchDispatchMode",
     "TreeSpec",
@@ -212,7 +213,7 @@ def is_torch_op(op: object) -> bool:
 
 def as_called(function: Callable[..., Any]) -> Callable[..., Any]:
     """What ``torch.ops.aten.<op>`` calls, for it is a Python object itself; any other function as it is."""
-    return function._op if isinstance(function, OpOverloadPacket) else function
+    return function._op if isinstance(function, (OpOverload, OpOverloadPacket)) else function
 
 
 def name_of_custom_op(op: object) -> object:

@@ -154,6 +154,29 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def flattened(tree: Any, leaves: list[Any]) -> tuple[Any, ...]:
+    """Add what nested tuples, lists and dicts hold to `leaves`; -> what `rebuilt` makes them of again."""
+    keys = (*tree,) if isinstance(tree, dict) else None
+    parts: list[tuple[Any, ...] | None] = []
+    for item in tree if keys is None else tree.values():
+        if isinstance(item, (tuple, list, dict)) and type(item) is not torch.Size:
+            parts.append(flattened(item, leaves))
+        else:
+            leaves.append(item)
+            parts.append(None)
+    return list if isinstance(tree, list) else tuple, keys, tuple(parts)
+
+
+def rebuilt(leaves: Iterable[Any], parts: tuple[Any, ...]) -> Any:
+    """The nested tuples, lists and dicts with these leaves."""
+    kind, keys, inner = parts
+    each = iter(leaves)
+    items = []
+    for part in inner:
+        items.append(next(each) if part is None else rebuilt(each, part))
+    return kind(items) if keys is None else dict(zip(keys, items, strict=True))
+
+
 def operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Every tensor among the arguments of a call, in order."""
     found: list[Tensor] = []

@@ -20,6 +20,7 @@ from lightning_persample.batch_axis.follow import follow
 from lightning_persample.batch_axis.observed import (
     ObservedCall,
     Operand,
+    flattened,
     has_history,
     operands_of,
     tensors_in,
@@ -64,7 +65,7 @@ from lightning_persample.capture.plan import (
 from lightning_persample.capture.record import OUTSIDE
 from lightning_persample.capture.weight import Derivation, Weight, base_of, in_one_row, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
-from lightning_persample.torch_internals import is_view, tree_flatten, view_base
+from lightning_persample.torch_internals import is_view, view_base
 
 _OF_NO_SAMPLE = {type(None), Constant}
 _PLAIN = {type(None), Constant, BatchAxis}
@@ -448,23 +449,26 @@ class Dispatcher(Collector):
         tensor.register_hook(guard(arrive, self.fail))
 
     def _derive(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
-        leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
-        parents = {p: involved[id(leaf)] for p, leaf in enumerate(leaves) if id(leaf) in involved}
-        names = frozenset().union(*(parent.names for parent in parents.values()))
-        outside = (
-            any(parent.outside for parent in parents.values())
-            or call.op in DATA_SOURCES
-            or not all(self.marks.is_known(o.tensor) for o in call.operands if id(o.tensor) not in involved)
-        )
-        data = {id(operand.tensor) for operand in call.operands}
-        detached = tuple(
-            leaf if not isinstance(leaf, Tensor) else self.keep(leaf) if id(leaf) in data else without_data(leaf)
-            for leaf in leaves
-        )
-        text, tensors = call.describe(), [operand.tensor for operand in call.operands]
-        seen = {key: parent.tensor for key, parent in involved.items() if not parent.hidden}  # (where it is one row)
-        operands = [seen.get(id(tensor), tensor) for tensor in tensors]
-        versions: list[int | None] = [version_of(leaf) if isinstance(leaf, Tensor) else None for leaf in detached]
+        leaves: list[Any] = []
+        spec = flattened((call.args, dict(call.kwargs)), leaves)
+        operands, data, names, outside = [], set(), frozenset[str](), call.op in DATA_SOURCES
+        for operand in call.operands:
+            weight = involved.get(id(operand.tensor))
+            outside = outside or (not self.marks.is_known(operand.tensor) if weight is None else weight.outside)
+            names = names if weight is None else names | weight.names
+            operands.append(
+                operand.tensor if weight is None or weight.hidden else weight.tensor
+            )  # (where it is one row)
+            data.add(id(operand.tensor))
+        parents: dict[int, Weight] = {}
+        versions: list[int | None] = []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                if id(leaf) in involved:
+                    parents[place] = involved[id(leaf)]
+                leaves[place] = self.keep(leaf) if id(leaf) in data else without_data(leaf)
+            versions.append(version_of(leaves[place]) if isinstance(leaf, Tensor) else None)
+        detached, text = tuple(leaves), call.describe()
         if call.inplace and 0 in parents and _can_be_made_again(parents[0]):
             versions[0] = None
         for position, output in enumerate(call.outputs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,14 @@ from torch import Tensor
 from lightning_persample.batch_axis.axis import BatchAxis, row_owners
 from lightning_persample.batch_axis.base import Followed, has_equal_rows
 from lightning_persample.batch_axis.follow import follow
-from lightning_persample.batch_axis.observed import Description, ObservedCall, Operand, tensors_in, version_of
+from lightning_persample.batch_axis.observed import (
+    Description,
+    ObservedCall,
+    Operand,
+    rebuilt,
+    tensors_in,
+    version_of,
+)
 from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.capture.annotations import data_of
 from lightning_persample.capture.contributions import Use, computation
@@ -22,17 +29,18 @@ from lightning_persample.capture.weight import Derivation, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import Block, Dense, Indexed, Outer, SampleGradient, add_up
 from lightning_persample.gradients.cost import current_options, halved
+from lightning_persample.gradients.program import Program, record_kernels
 from lightning_persample.rules import (
+    BATCHES,
     Call,
-    Pull,
     agree,
     find_rule,
     generators_kept,
+    is_of_torch,
     other_generators_kept,
     pull_each,
     vector_jacobian,
 )
-from lightning_persample.torch_internals import tree_unflatten
 
 _JOINS, _COPIES = having("joins"), having("same", "moves", "picks", "joins")
 
@@ -41,7 +49,7 @@ def looked_up(derivation: Derivation, gradient: SampleGradient) -> SampleGradien
     """What the gradient of rows that were looked up in a table contributes to the table, by the rule for look-ups."""
     if derivation.op != "embedding" or not isinstance(gradient, (Block, Dense)):
         return None
-    rule, (args, kwargs) = find_rule(derivation.function), tree_unflatten(derivation.leaves, derivation.spec)
+    rule, (args, kwargs) = find_rule(derivation.function), rebuilt(derivation.leaves, derivation.spec)
     named = rule.bind(args, kwargs) if rule is not None else None
     if rule is None or named is None or named.get("scale_grad_by_freq"):
         return None
@@ -90,7 +98,7 @@ def copied(derivation: Derivation, gradient: Block) -> list[tuple[Weight, Sample
 
 
 def _replayed(derivation: Derivation, leaves: list[Any]) -> Tensor:
-    args, kwargs = tree_unflatten(leaves, derivation.spec)
+    args, kwargs = rebuilt(leaves, derivation.spec)
     return list(tensors_in(derivation.function(*args, **kwargs)))[derivation.output]
 
 
@@ -187,7 +195,7 @@ def _readings(
     derivation: Derivation, leaves: list[Any], axis: BatchAxis, gradient: Block
 ) -> Iterator[tuple[ObservedCall, Followed]]:
     """The derivation as a call on a batch: one operand lies along the batch, and the result where the block says."""
-    args, kwargs = tree_unflatten(leaves, derivation.spec)
+    args, kwargs = rebuilt(leaves, derivation.spec)
     tensors = data_of(derivation.op, args, kwargs)
     result = derivation.value.detach().requires_grad_()
     size = gradient.shape[gradient.dim]
@@ -218,6 +226,22 @@ def _in_place(gradient: Block) -> Tensor:
 _SAME_ENTRIES, _PERMUTES = having("same", "casts"), having("permutes")
 _REPEATS = {torch.float32: 1e-5, torch.float64: 1e-10}
 _BUDGET = 64 * 2**20
+_DRAWS = having("draws")
+_COMPARED = (
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    type(Ellipsis),
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_PROGRAMS: dict[Hashable, Program | Literal["none", "not now"]] = {}  # by the op and the layout of its gradient
+_MOST = 4096
 
 
 def settle(
@@ -289,53 +313,114 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
         if kept is not None:
             parents[0].add(kept)
             return
-    devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
-    with generators_kept(devices, derivation.function) as drawn:
-        derivation = _as_read(derivation)
-        one = _of_one_row(derivation, gradient) if isinstance(gradient, Block) else None
-        rows = row_by_row(derivation, gradient) if isinstance(gradient, Block) and one is None else None
-        block, derivation = gradient, one or derivation
-        inputs = [derivation.leaves[position] for position in derivation.parents]
-        if rows is not None:
-            _check_repeats(derivation, derivation.compute(*inputs), inputs)
-            for parent, part in rows:
-                parent.add(part)
-            return
-        (value,), pull = vector_jacobian(lambda *inputs: [derivation.compute(*inputs)], inputs)
-        _check_repeats(derivation, value, inputs)
-        drawn()
-        pulled = _pulled(value, pull, gradient if one is None else Dense(block.tensors()[0]), _kind(derivation))
-        if drawn():
-            raise UnsupportedError(
-                f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op away "
-                "from the weights"
-            )
+    block = gradient if isinstance(gradient, Block) else None
+    pulled, one = None if block else _by_programs(derivation, gradient), None
+    if pulled is None:
+        devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
+        with generators_kept(devices, derivation.function) as drawn:
+            derivation = _as_read(derivation)
+            one = _of_one_row(derivation, block) if block is not None else None
+            rows = row_by_row(derivation, block) if block is not None and one is None else None
+            derivation = one or derivation
+            if rows is not None:
+                inputs = [derivation.leaves[place] for place in derivation.parents]
+                _check_repeats(derivation, derivation.compute(*inputs))
+                for parent, part in rows:
+                    parent.add(part)
+                return
+            cotangents = gradient if block is None or one is None else Dense(block.grad)
+            pulled = _joined([_pull(derivation, part, drawn) for part in _parts(derivation, cotangents)])
     for parent, grads in zip(parents, pulled, strict=True):
-        parent.add(replace(block, grad=grads) if isinstance(block, Block) and one else Dense(grads))
+        parent.add(replace(block, grad=grads) if block is not None and one else Dense(grads))
+
+
+def _parts(derivation: Derivation, gradient: SampleGradient) -> Iterator[Tensor]:
+    """The gradients of a derived weight, (b, *shape) for parts of the batch that fit into the memory budget."""
+    value, limit = derivation.value, halved(current_options().max_memory or _BUDGET)
+    step = max(1, limit // (value.element_size() * max(1, math.prod(gradient.shape))))
+    for start in range(0, gradient.batch_size, step):
+        part = gradient if step >= gradient.batch_size else gradient.samples(start, start + step)
+        yield part.dense().to(value.dtype)
+
+
+def _joined(parts: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    return parts[0] if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
+
+
+def _pull(derivation: Derivation, cotangents: Tensor, drawn: Callable[[], bool]) -> Sequence[Tensor]:
+    """The gradients of the parents, (b, *shape) each; from the third time on they are those of a program."""
+    inputs, kind = [derivation.leaves[place] for place in derivation.parents], _kind(derivation)
+
+    def compute() -> list[Tensor]:
+        (value,), pull = vector_jacobian(lambda *inputs: [derivation.compute(*inputs)], inputs)
+        if not may_note:
+            _check_repeats(derivation, value)
+            drawn()
+        return [value, *pull_each(pull, cotangents, kind)]
+
+    layout = kind, cotangents.shape, cotangents.stride(), cotangents.dtype
+    may_note = bool(BATCHES.get(kind)) and layout not in _PROGRAMS and _may_be_noted(derivation)
+    if may_note:
+        (value, *pulled), program = record_kernels(compute, [*tensors_in(derivation.leaves), cotangents])
+        _check_repeats(derivation, value)
+        if len(_PROGRAMS) >= _MOST:
+            _PROGRAMS.clear()
+        _PROGRAMS[layout] = program
+    else:
+        _, *pulled = compute()
+    if drawn():
+        raise UnsupportedError(
+            f"{derivation.text} computes a weight, and draws random numbers in its backward; keep such an op away "
+            "from the weights"
+        )
+    return pulled
+
+
+def _may_be_noted(derivation: Derivation) -> bool:
+    """Whether nothing but the arguments, none of which says where entries lie, decides what a derivation computes."""
+    is_fixed = is_of_torch(derivation.function) and derivation.op not in _DRAWS and derivation.random_state is None
+    return is_fixed and all(
+        leaf.is_floating_point() or leaf.dtype is torch.bool for leaf in tensors_in(derivation.leaves)
+    )
+
+
+def _by_programs(derivation: Derivation, gradient: SampleGradient) -> Sequence[Tensor] | None:
+    """What `_pull` gives, where all of it was noted and no tensor was written to since."""
+    kind, found = _kind(derivation), []
+    if not BATCHES.get(kind) or version_of(derivation.value) != derivation.made:
+        return None
+    leaves = [leaf for leaf in derivation.leaves if isinstance(leaf, Tensor)]
+    versions = [version for version in derivation.versions if version is not None]
+    if len(versions) != len(leaves) or any(map(int.__ne__, map(version_of, leaves), versions)):
+        return None
+    for cotangents in _parts(derivation, gradient):
+        program = _PROGRAMS.get((kind, cotangents.shape, cotangents.stride(), cotangents.dtype))
+        if not isinstance(program, Program):
+            return None
+        (value, *pulled), _ = program.run([*leaves, cotangents])
+        _check_repeats(derivation, value)
+        found.append(pulled)
+    return _joined(found)
 
 
 def _kind(derivation: Derivation) -> Hashable | None:
-    """The op of a derived weight with its arguments, tensors by shape and dtype; None where one cannot be compared."""
-    leaves = tuple(
-        (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in derivation.leaves
-    )
-    kind = derivation.function, derivation.spec, leaves, tuple(derivation.parents), derivation.output
-    try:
-        hash(kind)
-    except TypeError:
-        return None
-    return kind
-
-
-def _pulled(value: Tensor, pull: Pull, gradient: SampleGradient, kind: Hashable | None) -> list[Tensor]:
-    """The gradients of the parents, (B, *shape) each, in parts of the batch that fit into the memory budget."""
-    limit = halved(current_options().max_memory or _BUDGET)
-    step = max(1, limit // (value.element_size() * max(1, math.prod(gradient.shape))))
-    pieces: list[tuple[Tensor, ...]] = []
-    for start in range(0, gradient.batch_size, step):
-        cotangents = gradient.samples(start, min(start + step, gradient.batch_size)).dense().to(value.dtype)
-        pieces.append(pull_each(pull, cotangents, kind))
-    return [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*pieces, strict=True)]
+    """The op of a derived weight with its arguments, tensors by layout and dtype; None where one cannot be compared."""
+    kind: list[Any] = [derivation.function, derivation.spec, *derivation.parents, derivation.output]
+    for leaf in derivation.leaves:
+        kind.append(type(leaf))
+        if isinstance(leaf, Tensor):
+            if leaf.layout is not torch.strided:
+                return None
+            kind += leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+        elif isinstance(leaf, slice):
+            kind += leaf.start, leaf.stop, leaf.step
+            if not {type(leaf.start), type(leaf.stop), type(leaf.step)} <= {int, type(None)}:
+                return None
+        elif isinstance(leaf, _COMPARED):
+            kind.append(repr(leaf) if isinstance(leaf, (float, complex)) else leaf)  # (-0.0 is another number than 0.0)
+        else:
+            return None
+    return tuple(kind)
 
 
 def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGradient) -> SampleGradient | None:
@@ -399,10 +484,10 @@ def _is_of_one_row(tensor: Tensor, dim: int) -> bool:
     return tensor.stride(dim) == 0 or has_equal_rows(tensor, dim)
 
 
-def _check_repeats(derivation: Derivation, value: Tensor, inputs: Sequence[Tensor]) -> None:
+def _check_repeats(derivation: Derivation, value: Tensor) -> None:
     recorded = derivation.value
     if version_of(recorded) != derivation.made:  # overwritten: what is random differs from one repetition to the next
-        recorded = derivation.compute(*inputs)
+        recorded = derivation.compute(*(derivation.leaves[place] for place in derivation.parents))
     if value.shape == recorded.shape:
         if not recorded.numel() or not recorded.is_floating_point() or torch.equal(value, recorded):
             return

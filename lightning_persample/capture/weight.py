@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.observed import Description, tensors_in, version_of
+from lightning_persample.batch_axis.observed import Description, rebuilt, tensors_in, version_of
 from lightning_persample.batch_axis.ops import POINTWISE
 from lightning_persample.gradients import Block, Dense, SampleGradient, Sum, add_up
-from lightning_persample.torch_internals import TreeSpec, tree_unflatten, view_base
+from lightning_persample.torch_internals import view_base
 
 Contributions: TypeAlias = "list[tuple[Weight, SampleGradient]]"
 Computation: TypeAlias = Callable[[Sequence["Tensor | None"]], Contributions]
@@ -44,7 +44,7 @@ class Derivation:
     op: object
     function: Callable[..., Any]
     leaves: tuple[Any, ...]
-    spec: TreeSpec
+    spec: tuple[Any, ...]
     parents: Mapping[int, Weight]
     output: int
     value: Tensor
@@ -70,7 +70,7 @@ class Derivation:
             leaves[0] = leaves[0].clone()
         if self.random_state is not None:
             torch.set_rng_state(self.random_state)
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = rebuilt(leaves, self.spec)
         result = self.function(*args, **kwargs)
         return list(tensors_in(leaves[0] if result is None else result))[self.output]
 

@@ -13,10 +13,17 @@ from functools import partial
 from operator import getitem, itemgetter
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_persample.torch_internals import as_called, with_torch_function, without_torch_function
+from lightning_persample.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    as_called,
+    with_torch_function,
+    without_torch_function,
+)
 
 _MOST = 512  # calls of one program
 
@@ -41,6 +48,12 @@ _LAYOUT = frozenset({
 })  # fmt: skip
 # Of these the result may be what they were given.
 _SAME = frozenset({"contiguous", "conj", "detach", "float", "real", "resolve_conj", "to"})
+_INDEXING = frozenset({"__getitem__", "__setitem__"})
+# What torch says of kernels whose results depend on more than the layout and the values of their arguments.
+_BY_VALUES = frozenset({
+    torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view,
+    torch.Tag.nondeterministic_seeded,
+})  # fmt: skip
 
 
 class Program:
@@ -96,27 +109,29 @@ def record(
     recorder = _Recorder(given)
     before = _recorder.set(recorder)
     try:
-        with with_torch_function(), recorder:
+        with with_torch_function(), _Calls(recorder):
             results = compute()
     finally:
         _recorder.reset(before)
     return results, recorder.program(results)
 
 
-class _Recorder(TorchFunctionMode):
-    """Takes note of the torch calls on tensors that it knows: those that are given, and what was made of them."""
+def record_kernels(
+    compute: Callable[[], Sequence[Tensor]], given: Sequence[Tensor]
+) -> tuple[Sequence[Tensor], Program | Literal["none", "not now"]]:
+    """As `record`, of the kernels that run below autograd and the transforms of torch.func."""
+    recorder = _Recorder(given)
+    with _Kernels(recorder):
+        results = compute()
+    return results, recorder.program(results)
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+
+class _Calls(TorchFunctionMode):
+    """Has the torch calls noted whose results depend on the arguments alone."""
+
+    def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
-        self._places: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._constants: list[Any] = []
-        self._steps: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
-        self._checks: list[tuple[int, float]] = []
-        self._holds = True
-        self._given, self._is_known = len(given), len({*map(id, given)}) == len(given)
-        for place, tensor in enumerate(given):
-            self._places[id(tensor)] = weakref.ref(tensor), place
-            self._is_known &= type(tensor) is Tensor and not (tensor.is_complex() or tensor.is_neg())
+        self._recorder = recorder
 
     def __torch_function__(
         self,
@@ -127,14 +142,60 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         """Make the call, offered to nobody else, and note it."""
         with without_torch_function():
-            result = func(*args, **(kwargs or {}))
-            if self._is_known:
-                self._is_known = self._note(func, args, kwargs or {}, result)
+            result, name = func(*args, **(kwargs or {})), _name_of(func)
+            if name in _LAYOUT:
+                self._recorder.note_if(not isinstance(result, Tensor))
+            elif name in _SAME and args and result is args[0]:
+                self._recorder.note_if(self._recorder.place_of(result) is not None)
+            else:
+                by_layout = name in _CALLS and (name not in _INDEXING or _is_by_layout(args[1]))
+                self._recorder.note_if(by_layout, func, args, kwargs or {}, result)
         return result
+
+
+class _Kernels(TorchDispatchMode):
+    """Has the kernels noted of which torch says that shapes are those of the arguments, and values too."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the kernel, and note it."""
+        result, name = func(*args, **(kwargs or {})), func.name()
+        by_layout = name.startswith("aten::") and _BY_VALUES.isdisjoint(func.tags) and "as_strided" not in name
+        is_filled = "empty" not in name or result.numel() == 0  # (otherwise nobody sees by what)
+        self._recorder.note_if(by_layout and is_filled, func, args, kwargs or {}, result)
+        return result
+
+
+class _Recorder:
+    """Takes note of calls on tensors that it knows: those that are given, and what was made of them."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        self._places: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._constants: list[Any] = []
+        self._steps: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self._checks: list[tuple[int, float]] = []
+        self._holds = True
+        self._given, self._is_known = len(given), len({*map(id, given)}) == len(given)
+        for place, tensor in enumerate(given):
+            self._places[id(tensor)] = weakref.ref(tensor), place
+            self._is_known &= type(tensor) is Tensor and not (tensor.is_complex() or tensor.is_neg())
+
+    def note_if(self, is_known: bool, *call: Any) -> None:
+        """Note a call, (function, args, kwargs, result), and that there is no program where it cannot be noted."""
+        self._is_known = self._is_known and is_known and (not call or self._note(*call))
 
     def check(self, number: Tensor, least: float, holds: bool) -> None:
         """Note a question about a value, and whether the answer was as nearly always."""
-        place = self._place_of(number)
+        place = self.place_of(number)
         self._holds &= holds
         self._is_known &= holds and place is not None
         if place is not None:
@@ -144,7 +205,7 @@ class _Recorder(TorchFunctionMode):
         """The calls in order; what none of them reads any more is let go at once."""
         if not self._holds:  # these calls are not the usual ones
             return "not now"
-        places = [self._place_of(result) for result in results]
+        places = [self.place_of(result) for result in results]
         if not self._is_known or None in places or len(self._steps) > _MOST:
             return "none"
         kept = {*places, *(slot for slot, _ in self._checks), *range(self._given)}
@@ -159,14 +220,6 @@ class _Recorder(TorchFunctionMode):
     def _note(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> bool:
-        name = _name_of(function)
-        if name in _LAYOUT:
-            return not isinstance(result, Tensor)
-        several = isinstance(result, (tuple, list))
-        if name not in _CALLS or (name in ("__getitem__", "__setitem__") and not _is_by_layout(args[1])):
-            return False
-        if name in _SAME and args and result is args[0]:
-            return self._place_of(result) is not None
         function, arguments = as_called(function), [self._slot(arg) for arg in args]
         if isinstance(kwargs.get("out"), Tensor):
             arguments.append(self._slot(kwargs["out"]))
@@ -177,7 +230,8 @@ class _Recorder(TorchFunctionMode):
             function = partial(function, **kwargs)
         if None in arguments or not arguments:
             return False
-        place = self._place_of(result) if isinstance(result, Tensor) else None
+        several = isinstance(result, (tuple, list))
+        place = self.place_of(result) if isinstance(result, Tensor) else None
         place = self._new(None) if place is None else place
         self._steps.append((function, tuple(slot for slot in arguments if slot is not None), place))
         if isinstance(result, Tensor):
@@ -193,7 +247,7 @@ class _Recorder(TorchFunctionMode):
     def _slot(self, value: Any) -> int | None:
         """Where a program has an argument; None of a tensor that is not known."""
         if isinstance(value, Tensor):
-            return self._place_of(value)
+            return self.place_of(value)
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
             parts = [self._slot(item) for item in value]
             if None in parts:
@@ -203,7 +257,8 @@ class _Recorder(TorchFunctionMode):
             return place
         return self._new(value)
 
-    def _place_of(self, tensor: Tensor) -> int | None:
+    def place_of(self, tensor: Tensor) -> int | None:
+        """The slot of a tensor that is known."""
         reference, place = self._places.get(id(tensor), (None, 0))
         return place if reference is not None and reference() is tensor else None
 

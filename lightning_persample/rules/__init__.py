@@ -33,7 +33,7 @@ float32.
 """
 
 from lightning_persample.rules import convolution, elementwise, embedding, linear, normalization, recurrent
-from lightning_persample.rules.generators import generators_kept, other_generators_kept
+from lightning_persample.rules.generators import generators_kept, is_of_torch, other_generators_kept
 from lightning_persample.rules.generic import generic_rule
 from lightning_persample.rules.registry import (
     Call,
@@ -47,9 +47,10 @@ from lightning_persample.rules.registry import (
     supported_ops,
     watched,
 )
-from lightning_persample.rules.vector_jacobian import Pull, agree, pull_each, vector_jacobian
+from lightning_persample.rules.vector_jacobian import BATCHES, Pull, agree, pull_each, vector_jacobian
 
 __all__ = [
+    "BATCHES",
     "Call",
     "Pull",
     "Rule",
@@ -62,6 +63,7 @@ __all__ = [
     "find_rule",
     "generators_kept",
     "generic_rule",
+    "is_of_torch",
     "linear",
     "normalization",
     "op_name",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Functions without a line of Python, which draws from neither; to read NumPy's state takes longer than most of them.
@@ -20,6 +21,12 @@ _COMPILED = (
     types.MethodWrapperType,
     types.WrapperDescriptorType,
 )
+_MODULES = tuple(function.__module__ for function in (F.relu, torch.einsum, Tensor.norm))
+
+
+def is_of_torch(function: object) -> bool:
+    """Whether a function is torch's own, and no op that a user has added."""
+    return isinstance(function, _COMPILED) or getattr(function, "__module__", None) in _MODULES
 
 
 @contextmanager

@@ -15,7 +15,8 @@ Pull: TypeAlias = Callable[[list[Tensor]], tuple[Tensor, ...]]
 # An autograd.Function whose `forward` fills the context, as that of every custom op does and most in use do; a function
 # that reads the numbers of a tensor, as `tensor_split` does with its places.
 _UNKNOWN_TO_FUNC = ("must override the setup_context", "Cannot access data pointer")
-_BATCHES: dict[Hashable, bool] = {}  # whether torch's batching rules gave what the op gives of one gradient
+BATCHES: dict[Hashable, bool] = {}
+"""Whether torch's batching rules gave what an op gives of one gradient, by what tells it from others."""
 _MOST = 4096
 
 
@@ -67,7 +68,7 @@ def pull_each(pull: Pull, cotangents: Tensor, kind: Hashable | None) -> tuple[Te
     Raises:
         torch.OutOfMemoryError: as the device raised it; fewer cotangents need less.
     """
-    batches = _BATCHES.get(kind) if kind is not None else None
+    batches = BATCHES.get(kind) if kind is not None else None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop because we have not yet implemented the b")
@@ -79,8 +80,8 @@ def pull_each(pull: Pull, cotangents: Tensor, kind: Hashable | None) -> tuple[Te
         raise
     except (RuntimeError, NotImplementedError):  # no batching rule for the backward of this op
         batches = False
-    if kind is not None and len(_BATCHES) < _MOST:
-        _BATCHES[kind] = batches
+    if kind is not None and len(BATCHES) < _MOST:
+        BATCHES[kind] = batches
     return found if batches else _one_after_another(pull, cotangents)
 
 

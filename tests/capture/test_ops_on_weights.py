@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
 from lightning_persample import UnsupportedError, call_for_per_sample_grads, vmap_per_sample_grads
+from lightning_persample.capture import pull_back
 from tests.capture.model_cases import Model, mean_of_squares, parameter
 from tests.capture.reference import assert_exact, assert_values, loop, record_of
 from tests.capture.two_runs import assert_same, first_order
@@ -272,3 +273,50 @@ def test_an_infinite_entry_does_not_hide_that_an_op_draws():
     module = Model(lambda m, x: x * doubled_with_noise(m.w + far, "forward python").clamp(max=9.0), w=parameter(6))
     record = record_of(module, mean_of_squares, torch.randn(5, 6))
     assert "gives another value when it is repeated" in record.unsupported["w"]
+
+
+def standardised(w: Tensor, gain: Tensor) -> Tensor:
+    return F.batch_norm(w.reshape(1, 4, 6), None, None, (gain * 0.5).view(-1), training=True, eps=1e-5).reshape_as(w)
+
+
+# What is made of weights, and whether its kernels alone say so.
+WARM: dict[str, tuple[Callable[[Any], Tensor], bool]] = {
+    "standardised": (lambda m: standardised(m.w, m.gain), True),
+    "by-hand": (lambda m: (m.w - m.w.mean(1, keepdim=True)) / (m.w.std(1, keepdim=True) + 1e-5) * m.gain, True),
+    "weight-norm": (lambda m: torch._weight_norm(m.w, m.gain, 0), True),
+    "product": (lambda m: m.a @ m.b * m.s, True),
+    "of-itself": (lambda m: m.w * m.w + m.w.roll(1, 0), True),
+    "cut": (lambda m: torch.cat([m.w[:, 3:], m.w[:, :3].tanh()], 1), True),
+    "masked": (lambda m: m.w.masked_fill(TOP_LEFT, 0.5) + m.w[1:2], True),
+    "solved": (lambda m: torch.linalg.solve(m.a.T @ m.a + torch.eye(3), m.a.T).T @ m.b, True),
+    "einsum": (lambda m: torch.einsum("ik,kj,ik->ij", m.a, m.b, m.a), True),
+    "attention": (lambda m: F.scaled_dot_product_attention(m.w, m.w.sin(), m.w), True),
+    "largest": (lambda m: m.w * m.w.max(), True),
+    "in-place": (lambda m: (m.w + 1).mul_(2.0).add_(m.w), False),
+    "distances": (lambda m: torch.cdist(m.a, m.b.T), False),
+    "product-of-entries": (lambda m: m.w + m.w.prod(1, keepdim=True), True),
+    "sorted": (lambda m: m.w.sort(1).values, True),
+    "median": (lambda m: m.w - m.w.median(), True),
+    "permuted": (lambda m: m.w[:, m.order], False),
+}
+TOP_LEFT = torch.eye(4, 6) > 0
+
+
+@pytest.mark.parametrize("name", WARM)
+def test_values_stay_exact_while_weights_and_shapes_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, by_kernels = WARM[name]
+    module, differentiated = module_of(make), []
+    module.gain = nn.Parameter(torch.rand(4, 1) + 0.5)
+    module.register_buffer("order", torch.arange(6))
+    jacobian = pull_back.vector_jacobian
+    monkeypatch.setattr(pull_back, "vector_jacobian", lambda *given: differentiated.append(step) or jacobian(*given))
+    for step in range(6):
+        assert_exact(module, mean_of_squares, (torch.randn(5 if step != 3 else 3, 6),))
+        module.order.copy_(torch.randperm(6))
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+                if step == 2:  # (as when a checkpoint is loaded)
+                    parameter.data = parameter * 2
+    assert (5 not in differentiated) == by_kernels
+    assert_same(module, [torch.randn(5, 6)], first_order)
