@@ -100,3 +100,10 @@ def test_cli_trains_as_its_file_says(tmp_path, started):
     assert all(float(row["per_sample_grad/coverage"]) == 1 for row in rows)
     assert all(float(row["per_sample_grad/encoder/norm_mean"]) > 0 for row in rows)
     assert len(list(log.parent.glob("checkpoints/epoch=*.ckpt"))) == 1
+
+
+def test_datamodeling_score_draws_the_table(tmp_path, started):
+    printed = started("datamodeling_score.py", "--fast", "--output", str(tmp_path))
+    table = dict(re.findall(r"^(\w+, \w+\(\w+\)) +(-?[\d.]+)$", printed, re.M))
+    assert len(table) == 5
+    assert float(table["ekfac, EigenProjection(None)"]) > 0.2

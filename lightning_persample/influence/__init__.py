@@ -1,5 +1,6 @@
 """Data influence: the ledger of a training run, stores of per-sample gradients, and scores of the samples."""
 
+from lightning_persample.influence.datamodeling import linear_datamodeling_score
 from lightning_persample.influence.ekfac import ekfac
 from lightning_persample.influence.ledger import Manifest, as_tensors, read_ledger, read_manifest
 from lightning_persample.influence.less import adam_direction, less
@@ -28,6 +29,7 @@ __all__ = [
     "grad_dot",
     "grand",
     "less",
+    "linear_datamodeling_score",
     "logra",
     "read_ledger",
     "read_manifest",
