@@ -25,9 +25,9 @@ from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.capture.annotations import data_of
 from lightning_persample.capture.contributions import Use, computation
 from lightning_persample.capture.failure import OverwrittenError, attempt, guard
-from lightning_persample.capture.weight import Derivation, Weight
+from lightning_persample.capture.weight import Contributions, Derivation, Weight
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.gradients import Block, Dense, Indexed, Outer, SampleGradient, add_up
+from lightning_persample.gradients import Block, Deflated, Dense, Indexed, Outer, Patches, SampleGradient, add_up
 from lightning_persample.gradients.cost import current_options, halved
 from lightning_persample.gradients.program import Program, record_kernels
 from lightning_persample.rules import (
@@ -37,7 +37,6 @@ from lightning_persample.rules import (
     find_rule,
     generators_kept,
     is_of_torch,
-    other_generators_kept,
     pull_each,
     vector_jacobian,
 )
@@ -226,6 +225,10 @@ def _in_place(gradient: Block) -> Tensor:
 _SAME_ENTRIES, _PERMUTES = having("same", "casts"), having("permutes")
 _REPEATS = {torch.float32: 1e-5, torch.float64: 1e-10}
 _BUDGET = 64 * 2**20
+_SHAPED = frozenset({
+    "_unsafe_view", "flatten", "ravel", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as",
+})  # fmt: skip
+_OF_ROWS, _EPS = frozenset({"batch_norm", "_weight_norm"}), 1e-5
 _DRAWS = having("draws")
 _COMPARED = (
     int,
@@ -308,11 +311,11 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
         for parent, part in entries:
             parent.add(part)
         return
-    if len(parents) == 1:
-        kept = _keep_structure(derivation, parents[0], gradient)
-        if kept is not None:
-            parents[0].add(kept)
-            return
+    kept = _keep_structure(derivation, gradient)
+    if kept is not None:
+        for parent, part in kept:
+            parent.add(part)
+        return
     block = gradient if isinstance(gradient, Block) else None
     pulled, one = None if block else _by_programs(derivation, gradient), None
     if pulled is None:
@@ -423,16 +426,77 @@ def _kind(derivation: Derivation) -> Hashable | None:
     return tuple(kind)
 
 
-def _keep_structure(derivation: Derivation, parent: Weight, gradient: SampleGradient) -> SampleGradient | None:
-    if derivation.value.is_complex() or parent.tensor.is_complex():
+def _keep_structure(derivation: Derivation, gradient: SampleGradient) -> Contributions | None:
+    """What the parents get where it need not be formed to be known."""
+    parent, *others = derivation.parents.values()
+    if derivation.value.is_complex() or parent.tensor.is_complex() or isinstance(gradient, Block):
         return None
+    if others or derivation.op in _OF_ROWS:
+        return _by_rows(derivation, gradient) if derivation.op in _OF_ROWS else None
     if derivation.op in _SAME_ENTRIES and parent.shape == gradient.shape:
-        return gradient
+        return [(parent, gradient)]
     matrix = len(parent.shape) == 2 and len(gradient.shape) == 2
     if derivation.op in _PERMUTES and matrix and isinstance(gradient, Outer):
         moved = derivation.compute(torch.empty(2, 3, device="meta"))
-        return gradient if moved.shape == (2, 3) else Outer(gradient.right, gradient.left)
+        return [(parent, gradient if moved.shape == (2, 3) else Outer(gradient.right, gradient.left))]
+    if derivation.op in _SHAPED and derivation.value.dtype == parent.tensor.dtype:
+        if isinstance(gradient, Dense):
+            return [(parent, Dense(gradient.grad.reshape(gradient.batch_size, *parent.shape)))]
+        known = _rows_of_a_sum(gradient)
+        return None if known is None else [(parent, replace(known, size=parent.shape))]
     return None
+
+
+def _rows_of_a_sum(gradient: SampleGradient) -> Deflated | None:
+    """A sum of products as rows of a weight of any shape, where it costs less not to form it."""
+    if isinstance(gradient, Deflated):
+        return gradient
+    if not isinstance(gradient, (Outer, Patches)) or gradient.dtype.is_complex or gradient._is_formed():
+        return None
+    along = gradient.tensors()[0].new_empty(gradient.batch_size, 0, gradient.shape[0], dtype=gradient.dtype)
+    return Deflated(gradient, gradient.shape, along)
+
+
+def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions | None:
+    """What the parents get of batch or weight normalization of each row of a weight: the Jacobian projects rows."""
+    known = _rows_of_a_sum(gradient)
+    if known is None or known.along.shape[1] or derivation.value.dtype not in _REPEATS:
+        return None
+    derivation, source = _as_read(derivation), known.source
+    (args, kwargs), count = rebuilt(derivation.leaves, derivation.spec), source.shape[0]
+    shift: Tensor | None = None
+    if derivation.op == "batch_norm":
+        rule = find_rule(derivation.function)
+        named = {} if rule is None else rule.bind(args, kwargs) or {}
+        if not named.get("training") or named["input"].shape[:2] != (1, count):
+            return None
+        weight, scale, shift = named["input"], named.get("weight"), named.get("bias")
+        value, mean, factor = torch.native_batch_norm(
+            weight, scale, shift, None, None, True, 0.0, named.get("eps", _EPS)
+        )
+        rows, length = weight.reshape(count, -1) - mean.unsqueeze(1), (weight.numel() / count) ** 0.5
+        direction = rows * (factor / length).unsqueeze(1)
+        dots = [source._row_dots(None) / length, source._row_dots(direction)]
+    else:
+        weight, scale, *dim = args
+        if kwargs or dim != [0] or len(weight) != count:
+            return None
+        value, rows, length = derivation.function(*args), weight.reshape(count, -1), 1.0
+        factor = torch.linalg.vector_norm(rows, dim=1).reciprocal()
+        direction = rows * factor.unsqueeze(1)
+        dots = [source._row_dots(direction)]
+    _check_repeats(derivation, value)
+    found: Contributions = []
+    for place, parent in derivation.parents.items():
+        leaf = derivation.leaves[place]
+        if leaf is weight:
+            by = factor if scale is None else factor * scale.reshape(-1)
+            along = torch.stack(dots, 1) * by
+            found.append((parent, Deflated(source._by_row(by), parent.shape, along, direction)))
+        else:
+            dot = dots[-1] if leaf is scale else dots[0]  # (else it is the shift)
+            found.append((parent, Dense((dot * length).reshape(gradient.batch_size, *parent.shape))))
+    return found
 
 
 def _as_read(derivation: Derivation, *, parents_too: bool = True, for_value: bool = False) -> Derivation:
@@ -453,7 +517,8 @@ def _as_read(derivation: Derivation, *, parents_too: bool = True, for_value: boo
                 " before the backward ended; change it afterwards, or change a copy of it",
             )
         made = _as_read(parent.derivation, for_value=True)
-        with other_generators_kept(made.function):
+        devices = [leaf.device] if leaf.is_cuda else []
+        with generators_kept(devices, made.function):
             leaves[place] = made.compute(*(made.leaves[position] for position in made.parents))
     return replace(derivation, leaves=tuple(leaves))
 

@@ -221,6 +221,75 @@ class Sum(SampleGradient):
         return value, torch.stack(scales).sum(0)
 
 
+@dataclass(frozen=True, eq=False)
+class Deflated(SampleGradient):
+    """Another structure in another shape, less what lies along two directions in each row of what it is made of.
+
+    g[b, o] = source[b, o] - sum_k along[b, k, o] direction[k, o], along[b, k, o] = source[b, o] . direction[k, o]: for
+    a row of equal entries, of norm 1, if any, and a direction orthogonal to it. A weight gets it whose rows are
+    normalised. |g|^2 = |source|^2 - sum (2 - |direction|^2) along^2, for which nothing has to be formed.
+
+    Attributes:
+        source: an Outer or Patches with rows o.
+        size: the shape of the parameter, which holds as many entries.
+        along: (B, K, O).
+        direction: (O, n), the last of the K; None where there is none.
+    """
+
+    source: Outer | Patches
+    size: torch.Size
+    along: Tensor
+    direction: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+        return self.size
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples, B."""
+        return self.source.batch_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.source.device
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of what it is made of, and of what is taken from it."""
+        return [*self.source.tensors(), self.along]
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Deflated:
+        return replace(self, source=self.source._map(function), along=function(self.along))
+
+    def _dense(self) -> Tensor:
+        rows = self.source._dense().reshape(self.batch_size, self.along.shape[2], -1)
+        if self.along.shape[1] > (self.direction is not None):
+            rows = rows - rows.mean(2, keepdim=True)
+        if self.direction is not None:
+            direction = self.direction.to(rows.dtype)
+            rows = torch.addcmul(rows, (rows * direction).sum(2, keepdim=True), direction, value=-1)
+        return rows.reshape(self.batch_size, *self.size)
+
+    def _sq_norm(self, later: precision.Later | None = None) -> Tensor:
+        scale = self.source._sq_norm()
+        squares = self.along.to(scale.dtype).square()
+        if self.direction is not None:
+            squares[:, -1] *= 2 - self.direction.to(scale.dtype).square().sum(1)
+
+        def again(some: Tensor) -> Tensor:
+            return norms.dense_sq_norm(self.pick(some)._widened()._dense()).to(scale.dtype)
+
+        value = scale - squares.flatten(1).sum(1)
+        return precision.corrected(value, scale, again, self.source.tensors()[0], later)
+
+    _sq_norm_or_later = _sq_norm
+
+    def _terms_sq_norm(self) -> Tensor:
+        return self.source._sq_norm()
+
+
 def _disagreement(terms: Sequence[SampleGradient]) -> str:
     """Why these terms cannot be added, empty if they can."""
     if not terms:

@@ -90,6 +90,12 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, l
     return value if scale is None else corrected(value, scale, again, grad_out, later)
 
 
+def patches_are_formed(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> bool:
+    """Whether the cheapest way to the squared norm forms the gradient."""
+    sizes = Rows(grad_out, inputs, geometry).sizes(accumulation_dtype(grad_out, inputs))
+    return patch_kernel(sizes, dense=False) not in GRAM
+
+
 def _squares_by(
     kernel: PatchKernel, grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, sizes: PatchSizes
 ) -> tuple[Tensor, Tensor | None]:

@@ -13,7 +13,12 @@ from torch import Tensor
 from lightning_persample.gradients import indexed, moments, norms, precision, projected
 from lightning_persample.gradients.cost import MatrixKernel, outer_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
-from lightning_persample.gradients.patches import patches_dense, patches_sq_norm, patches_terms_sq_norm
+from lightning_persample.gradients.patches import (
+    patches_are_formed,
+    patches_dense,
+    patches_sq_norm,
+    patches_terms_sq_norm,
+)
 from lightning_persample.gradients.projection import Factors
 from lightning_persample.gradients.sample_gradient import SampleGradient
 
@@ -117,6 +122,15 @@ class Outer(SampleGradient):
 
     def _kernel(self) -> MatrixKernel:
         return outer_kernel(self.left.shape[1], *self.shape)
+
+    def _is_formed(self) -> bool:
+        return self.left.shape[1] > 1 and self._kernel() == "direct"
+
+    def _row_dots(self, rows: Tensor | None) -> Tensor:
+        return norms.outer_row_dots(self.left, self.right, rows)
+
+    def _by_row(self, factor: Tensor) -> Outer:
+        return Outer(self.left * factor, self.right)
 
     def _terms_sq_norm(self) -> Tensor:
         return norms.outer_terms_sq_norm(self.left, self.right)
@@ -261,6 +275,18 @@ class Patches(SampleGradient):
 
     def _terms_sq_norm(self) -> Tensor:
         return patches_terms_sq_norm(self.grad_out, self.input, self.geometry)
+
+    def _is_formed(self) -> bool:
+        return not (self.grad_out.numel() and self.input.numel()) or patches_are_formed(
+            self.grad_out, self.input, self.geometry
+        )
+
+    def _row_dots(self, rows: Tensor | None) -> Tensor:
+        return norms.patches_row_dots(self.grad_out, self.input, self.geometry, rows)
+
+    def _by_row(self, factor: Tensor) -> Patches:
+        grad_out = self.grad_out * factor.reshape(-1, *(1,) * (self.grad_out.dim() - 3))
+        return Patches(grad_out, self.input, self.geometry)
 
     def _dot(self, vector: Tensor) -> Tensor:
         return norms.patches_dot(self.grad_out, self.input, self.geometry, vector)

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from lightning_persample.gradients import Dense, Patches, PatchGeometry, Sum, patches
-from tests.gradients.structures import GEOMETRIES, assert_close, inner, sq_norm
+from lightning_persample.gradients import Deflated, Dense, Outer, Patches, PatchGeometry, Sum, patches
+from tests.gradients.structures import GEOMETRIES, MATRIX, assert_close, inner, outer, sq_norm
 from tests.in_turn import in_turn
 
 KERNELS = ["unfolded", "layers", "grouped", "autocorrelation", "unfolded gram"]
@@ -80,3 +80,53 @@ def test_geometry_counts_outputs() -> None:
     assert PatchGeometry((3, 2), (2, 1), ((1, 1), (0, 0)), (1, 2)).output_size((10, 8)) == tuple(out.shape[2:])
     assert geometry.output_size((0, 1)) == (0, 0)
     assert geometry.extent((4, 6)) == (9, 8)
+
+
+def deflated(
+    source: Outer | Patches, rows: torch.Tensor, size: tuple[int, ...], parts: str
+) -> tuple[Deflated, torch.Tensor]:
+    """A structure, and what it is by the projections of its rows (B, O, n) in float64; parts may be mean, direction."""
+    batch_size, outputs, n = rows.shape
+    rows, direction, along = rows.double(), None, []
+    expected = rows
+    if "mean" in parts:
+        along.append(source._row_dots(None) / n**0.5)
+        expected = expected - rows.mean(2, keepdim=True)
+    if "direction" in parts:
+        direction = torch.randn(outputs, n, dtype=torch.float64)
+        direction = 0.9 * torch.nn.functional.normalize(direction - direction.mean(1, keepdim=True), dim=1)
+        along.append(source._row_dots(direction))
+        expected = expected - (rows * direction).sum(2, keepdim=True) * direction
+    stacked = torch.stack(along, 1) if along else rows.new_empty(batch_size, 0, outputs, dtype=source.dtype)
+    return Deflated(source, torch.Size(size), stacked, direction), expected.reshape(batch_size, *size)
+
+
+@pytest.mark.parametrize("parts", ["", "mean", "mean direction"])
+@pytest.mark.parametrize("name", [*GEOMETRIES, "outer"])
+def test_rows_less_what_lies_along_directions(name: str, parts: str) -> None:
+    dtype = torch.float64
+    source, dense = outer(dtype, 3, 4, *MATRIX) if name == "outer" else GEOMETRIES[name].build(dtype)
+    gradient, expected = deflated(source, dense.flatten(2), (1, dense[0].numel()), parts)
+    assert (gradient.batch_size, tuple(gradient.shape)) == (len(dense), (1, dense[0].numel()))
+    assert_close(gradient.dense(), expected)
+    assert_close(gradient.sq_norm(), sq_norm(expected))
+    assert_close(gradient.samples(1, 3).sq_norm(), sq_norm(expected[1:]))
+    assert_close(gradient.inner(Dense(expected)), sq_norm(expected))
+    assert_close(Sum([gradient, gradient]).sq_norm(), 4 * sq_norm(expected))
+    factor = torch.randn(dense.shape[1], dtype=dtype)
+    assert_close(source._by_row(factor).dense(), dense * factor.reshape(-1, *(1,) * (dense.dim() - 2)))
+
+
+@pytest.mark.parametrize("rest", [1e-2, 1e-4, 0.0])
+def test_rows_that_lie_along_a_direction_nearly(rest: float) -> None:
+    q = torch.nn.functional.normalize(torch.randn(1, 600), dim=1)
+    right = q.expand(3, 2, -1) + rest * torch.randn(3, 2, 600) / 600**0.5
+    source = Outer(torch.randn(3, 2, 8), right)
+    direction = q.expand(8, -1)
+    gradient = Deflated(source, source.shape, source._row_dots(direction).unsqueeze(1), direction)
+    rows = torch.einsum("btp,btd->bpd", source.left.double(), right.double())
+    expected = sq_norm(rows - (rows @ q[0].double()).unsqueeze(2) * q.double())
+    torch.testing.assert_close(
+        gradient.sq_norm().double(), expected, rtol=2e-3, atol=1e-12 * float(sq_norm(rows).max())
+    )
+    assert bool((gradient.sq_norm() >= 0).all())
