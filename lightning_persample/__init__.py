@@ -4,7 +4,6 @@
 from lightning_persample.batch_axis.batch import mark_samples
 from lightning_persample.callbacks import (
     EigenProjection,
-    InRunInfluence,
     PerSampleCallback,
     PerSampleGradientMonitor,
     PerSampleGradientWriter,
@@ -45,7 +44,6 @@ __all__ = [
     "Dense",
     "EigenProjection",
     "ExpandedWeight",
-    "InRunInfluence",
     "Indexed",
     "OptionError",
     "Outer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import nn
 
-from lightning_persample import expanded_weights
+import lightning_persample
+from lightning_persample import expanded_weights, influence, metrics
 from lightning_persample.batch_axis import base, follow, ops
 from tests.influence.loops import simple
 from tests.processes import run_alone
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "examples" / "guide"
+ROOMS = (lightning_persample, influence, metrics)
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *GUIDE.glob("*.md")])
 RUN_BY_OTHERS = {"examples/guide/contributing.md", "examples/guide/devices.md"}  # tests below
 
@@ -171,3 +174,30 @@ def test_every_warning_of_the_page_is_one_of_the_package():
         text for text, pattern in patterns.items() if not any(re.search(pattern, each, re.DOTALL) for each in texts)
     ]
     assert missing == []
+
+
+def has_an_example(value: object) -> bool:
+    """Whether the docstring of a public object, or of a method of it, has an example."""
+    return any(">>>" in (inspect.getdoc(each) or "") for each in [value, *getattr(value, "__dict__", {}).values()])
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
+def test_every_public_name_has_an_example_that_runs(room):
+    code = "\n".join(block for page in PAGES for block, _ in blocks_and_outputs(page))
+    missing = [
+        name for name in room.__all__ if not re.search(rf"\b{name}\b", code) and not has_an_example(getattr(room, name))
+    ]
+    assert set(missing) <= {"__version__"}
+
+
+@pytest.mark.slow  # it imports everything and writes some hundred kilobytes of pages
+@pytest.mark.timeout(300)
+def test_the_api_reference_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx")
+    pytest.importorskip("furo")
+    ended = run_alone("sphinx", "-qW", str(GUIDE / "api"), str(tmp_path), timeout=280)
+    assert ended.codes == [0], ended.outputs
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    for room in ROOMS:
+        missing = [name for name in room.__all__ if f'id="{room.__name__}.{name}"' not in page]
+        assert set(missing) <= {"__version__"}

@@ -25,6 +25,12 @@ _COLUMNS = ("index", "mean", "last", "seen", "nonfinite")
 class WorstSamples:
     """The samples with the largest mean gradient norm, largest first; ``print`` shows a table.
 
+    >>> worst = WorstSamples(index=(7,), mean=(2.0,), last=(1.5,), seen=(3,), nonfinite={}, samples=10)
+    >>> print(worst)
+    index  mean  last  seen
+        7     2   1.5     3
+    1 of the 10 samples captured
+
     Attributes:
         index: the samples' indices in the dataset of the train dataloader.
         mean: the mean of each one's finite norms.

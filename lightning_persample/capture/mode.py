@@ -121,6 +121,15 @@ def expanded_weights(
 class Capture:
     """One observed training step; see `expanded_weights` for the arguments.
 
+    >>> import torch
+    >>> from lightning_persample import expanded_weights
+    >>> module, batch = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    >>> with expanded_weights(module, batch) as capture:
+    ...     for part in batch.chunk(2):
+    ...         module(part).square().mean().backward()
+    >>> capture.batch_size, [record.samples.tolist() for record in capture.records]
+    (4, [[0, 1], [2, 3]])
+
     Attributes:
         batch_size: number of samples B.
         records: one record per backward, in order.

@@ -33,6 +33,12 @@ AnyGradient = TypeVar("AnyGradient", bound="SampleGradient")
 class SampleGradient(ABC):
     """The gradient of each of B samples with respect to one parameter.
 
+    >>> import torch
+    >>> from lightning_persample import Outer
+    >>> gradient = Outer(torch.ones(4, 5, 2), torch.ones(4, 5, 3))  # of a linear layer on five positions
+    >>> gradient.sq_norm().round(), gradient.dense().shape
+    (tensor([150., 150., 150., 150.]), torch.Size([4, 2, 3]))
+
     A subclass is a frozen dataclass of tensors first, all with the batch as their first axis. It defines `shape` and
     `_dense`, which give the default, slow way to every quantity, and overrides what it can do cheaper.
     """

@@ -227,6 +227,11 @@ class Patches(SampleGradient):
     patch[b, k, t] is what the kernel covers at output position t of input[b, k]; it is not built unless this is the
     cheapest way. With groups, each group of output channels sees its own group of input channels.
 
+    >>> geometry = PatchGeometry((3, 3), stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1))
+    >>> gradient = Patches(torch.ones(4, 1, 8, 5, 5), torch.ones(4, 1, 2, 5, 5), geometry)
+    >>> gradient.shape, gradient.dense().shape
+    (torch.Size([8, 2, 3, 3]), torch.Size([4, 8, 2, 3, 3]))
+
     Attributes:
         grad_out: (B, k, O, *out), k rows per sample.
         input: (B, k, C, *in).

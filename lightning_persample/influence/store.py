@@ -124,7 +124,7 @@ class GradientStore:
 
     @property
     def visited(self) -> Tensor:
-        """(samples,), bool: which samples of the dataset have a row here, be it one that is not finite.
+        """Whether each sample of the dataset has a row here, be it one that is not finite; bool, (samples,).
 
         Raises:
             PerSampleError: the size of the dataset is not known.

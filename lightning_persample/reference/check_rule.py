@@ -333,6 +333,12 @@ _HEADER = ("call", "weight", "largest relative error", "status", "reason")
 class RuleCheck:
     """One row of a `RuleReport`.
 
+    >>> import torch
+    >>> from lightning_persample import check_rule
+    >>> report = check_rule(torch.nn.functional.linear, (torch.randn(6, 3), torch.randn(2, 3), torch.randn(2)))
+    >>> report.checks[0].weight, report.checks[0].status
+    ('weight', 'agrees')
+
     Attributes:
         call: how the rule was called: how many samples, with how many rows each, in which layout, by whom.
         weight: name of the weight.
@@ -354,6 +360,12 @@ class RuleCheck:
 @dataclass(frozen=True)
 class RuleReport:
     """A rule beside a loop over single samples; true where all rows agree that prove anything, at least one per weight.
+
+    >>> import torch
+    >>> from lightning_persample import check_rule
+    >>> report = check_rule(torch.nn.functional.linear, (torch.randn(6, 3), torch.randn(2, 3), torch.randn(2)))
+    >>> bool(report), {check.status for check in report.checks}
+    (True, {'agrees'})
 
     Attributes:
         op: the op.

@@ -155,6 +155,13 @@ _HEADER = ("parameter", "largest relative error", "status", "reason")
 class ParameterCheck:
     """One row of a `VerificationReport`.
 
+    >>> import torch
+    >>> from lightning_persample import check_per_sample_gradients
+    >>> module, batch = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    >>> report = check_per_sample_gradients(module, batch, lambda module, batch: module(batch).square().mean())
+    >>> [(check.name, check.status) for check in report.parameters]
+    [('weight', 'agrees'), ('bias', 'agrees')]
+
     Attributes:
         name: the parameter.
         error: largest error of a sample's gradient, ``max_i ||g_i - r_i|| / ||r_i||`` with the one-sample loop's r_i (a
@@ -173,6 +180,13 @@ class ParameterCheck:
 @dataclass(frozen=True)
 class VerificationReport:
     """Per-sample gradients of the engine beside those of the one-sample loop; true where all parameters agree.
+
+    >>> import torch
+    >>> from lightning_persample import check_per_sample_gradients
+    >>> module, batch = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    >>> report = check_per_sample_gradients(module, batch, lambda module, batch: module(batch).square().mean())
+    >>> bool(report), report.samples
+    (True, 4)
 
     Attributes:
         parameters: one row for each trainable parameter.

@@ -23,6 +23,13 @@ from lightning_persample.torch_internals import is_torch_op, name_of_custom_op
 class Call:
     """One call of an op as a rule sees it: batch first.
 
+    >>> import torch
+    >>> from lightning_persample import Outer
+    >>> def rule(call, grad_output):  # of torch.mm, (B, 1, d) and (B, 1, p)
+    ...     return {"mat2": Outer(call.arguments["input"], grad_output)}
+    >>> rule(Call(2, {"input": torch.ones(2, 1, 3)}, ("mat2",)), torch.ones(2, 1, 4))["mat2"].shape
+    torch.Size([3, 4])
+
     Attributes:
         batch_size: number of samples B.
         arguments: value of every argument that was passed, by name. A tensor named in `Rule.batched` is batch-first
@@ -66,6 +73,12 @@ Bind: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any] 
 @dataclass(frozen=True)
 class Rule:
     """A registered rule.
+
+    >>> import torch
+    >>> from lightning_persample.rules import find_rule
+    >>> rule = find_rule(torch.nn.functional.linear)
+    >>> rule.arguments, sorted(rule.weights)
+    (('input', 'weight', 'bias'), ['bias', 'weight'])
 
     Attributes:
         op: canonical op, see `canonical_op`.

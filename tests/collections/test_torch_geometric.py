@@ -57,7 +57,7 @@ def network(name: str, **options: Any) -> Trial:
 
 
 def case(name: str, **options: Any) -> Case:
-    return Case(name, lambda: network(name, **options), "which do not hold 3 samples along axis 0")
+    return Case(name, lambda: network(name, **options))
 
 
 CASES = [
