@@ -7,10 +7,11 @@ import importlib
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
@@ -21,6 +22,7 @@ from torch import Tensor
 from lightning_persample.callbacks.lightning_internals import is_a, prefix_of
 from lightning_persample.capture.failure import of_user
 from lightning_persample.capture.record import warn_user
+from lightning_persample.influence.pictures import montage
 
 _SAID: set[str] = set()
 
@@ -47,20 +49,54 @@ def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> No
         _log_to_wandb(logger, name, "Histogram", finite.numpy(), step=step)
 
 
+def takes_pictures(logger: Logger) -> bool:
+    """Whether a logger shows pictures, and so figures in place of many curves."""
+    return is_a(logger, "TensorBoardLogger", "WandbLogger")
+
+
+@rank_zero_only
+def log_picture(loggers: Sequence[Logger], name: str, image: Any, step: int) -> None:
+    """Write a ``PIL.Image.Image`` to the loggers that have pictures."""
+    for logger in filter(takes_pictures, loggers):
+        _unless_disk_fails(name, partial(_write_picture, logger, name, image, step))
+
+
+def _write_picture(logger: Logger, name: str, image: Any, step: int) -> None:
+    if is_a(logger, "TensorBoardLogger"):
+        pixels = np.asarray(image.convert("RGB"))
+        of_user(_experiment(logger).add_image, _prefixed(logger, name), pixels, step, dataformats="HWC")
+    else:
+        _log_to_wandb(logger, name, "Image", image, step=step)
+
+
 @rank_zero_only
 def log_table(
-    loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
+    loggers: Sequence[Logger],
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    step: int,
+    images: Sequence[Any] = (),
 ) -> None:
-    """Write a table to the loggers that have tables."""
+    """Write a table to the loggers that have tables, with an image or None for each row where there are any."""
     for logger in loggers:
-        _unless_disk_fails(name, partial(_write_table, logger, name, columns, rows, step))
+        _unless_disk_fails(name, partial(_write_table, logger, name, columns, rows, step, images))
 
 
-def _write_table(logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+def _write_table(
+    logger: Logger, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int, images: Sequence[Any]
+) -> None:
     if is_a(logger, "TensorBoardLogger"):
         of_user(_experiment(logger).add_text, _prefixed(logger, name), _markdown(columns, rows), step)
+        if images:
+            captions = [f"{_markdown_cell(row[0])}: {_markdown_cell(row[1])}" for row in rows]
+            _write_picture(logger, f"{name}_pictures", montage(images, captions), step)
     elif is_a(logger, "WandbLogger"):
         data = [list(row) for row in rows]
+        if images:
+            make: Any = importlib.import_module("wandb").Image
+            columns = [*columns, "picture"]
+            data = [[*row, image and make(image)] for row, image in zip(data, images, strict=True)]
         _log_to_wandb(logger, name, "Table", step=step, columns=list(columns), data=data)
     elif is_a(logger, "MLFlowLogger"):
         # Not log_table of MLflow, which needs pandas and adds rows to what is there.
@@ -127,15 +163,24 @@ def _comma_separated(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> s
     return text.getvalue()
 
 
-def log_metrics(trainer: Trainer, metrics: Mapping[str, float], new: Iterable[str], *, step: int) -> None:
-    """Write values at one step to every logger, and some of them to `callback_metrics`."""
+def log_metrics(
+    trainer: Trainer, metrics: Mapping[str, float], new: Mapping[str, float], *, step: int, drawn: Collection[str] = ()
+) -> None:
+    """Write values at one step to every logger, and those that are new to `callback_metrics`.
+
+    Those that are `drawn` in figures are no curves of loggers that have pictures.
+    """
     # With the epoch, as Lightning adds it to the values of its own.
     for logger in trainer.loggers:
-        values = {**metrics, "epoch": float(trainer.current_epoch)}
+        left_out = drawn if takes_pictures(logger) else ()
+        values = {name: value for name, value in metrics.items() if name not in left_out}
+        if not values:
+            continue
+        values["epoch"] = float(trainer.current_epoch)
         _unless_disk_fails(next(iter(metrics), ""), partial(of_user, logger.log_metrics, values, step=step))
     if not trainer.barebones:
         # Not by self.log, which goes through everything that was ever logged for each of the names.
-        trainer.callback_metrics.update({name: torch.tensor(metrics[name]) for name in new})
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in new.items()})
 
 
 def show_means(trainer: Trainer, name: str, means: Sequence[float | None]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from lightning_persample.callbacks.lightning_internals import (
     window_continues,
 )
 from lightning_persample.callbacks.logged_steps import LoggedSteps
-from lightning_persample.callbacks.loggers import log_histogram, log_metrics, show_means
+from lightning_persample.callbacks.loggers import log_histogram, log_metrics, log_picture, show_means, takes_pictures
 from lightning_persample.callbacks.optimizer_steps import names_by_optimizer
 from lightning_persample.callbacks.session import shared_capture
 from lightning_persample.callbacks.statistics import (
@@ -49,6 +51,8 @@ from lightning_persample.options import (
 )
 
 NOT_IN_A_FIT = "this callback was in no fit; where a library copies callbacks, ask the one in `trainer.callbacks`"
+
+_BETWEEN_FIGURES = 60  # seconds at least: a figure takes about one
 
 
 class PerSampleGradientMonitor(PerSampleCallback):
@@ -86,9 +90,12 @@ class PerSampleGradientMonitor(PerSampleCallback):
     "loop", whose passes have random numbers of their own, they are left out.
 
     With `per_layer` there is also ``<prefix>/<group>/norm_mean`` for each group of parameters, nan where a group has
-    none, and its noise_scale, diversity and signal_to_noise. At the end of an epoch the same statistics of all its
-    logged steps are logged under names that end in ``_epoch``: of all their samples' norms, the noise scale as the
-    ratio of averages over the steps, diversity, cosine and signal to noise as means of the steps.
+    none, and its noise_scale, diversity and signal_to_noise. TensorBoard and W&B show these as one figure,
+    ``<prefix>/layers``, in place of a curve for each: at the ends of epochs, at most once a minute, and of the fit
+    (where matplotlib is not installed, as curves). At the end of an epoch the same statistics of all its logged steps
+    are logged under names that end in ``_epoch``: of all their samples' norms, the noise scale as the
+    ratio of averages over the steps, diversity, cosine and signal to noise as means of the steps. (Those of an epoch
+    with one logged step, which are that step's, go to `callback_metrics` alone.)
     They go to every logger of the Trainer at the step number of ``self.log`` values, and to `callback_metrics`, so that
     `ModelCheckpoint` and `EarlyStopping` can monitor them.
 
@@ -116,7 +123,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             Trainer's `log_dir` at the end of the fit, see `worst`; None writes none.
         report: write the page ``report.html`` to the Trainer's `log_dir` at the end of the fit, see
             `lightning_persample.influence.report`. With a `PerSampleGradientWriter` in the Trainer it is of the
-            ledger, else of the logged steps, whose norms are kept for it (4 bytes each).
+            ledger, else of the logged steps, of which at most 2,048 are kept.
         render: ``render(index)`` gives what the page and the table of the worst samples in TensorBoard and W&B show
             for the sample with this index in the dataset: an image or a text, as for `report`.
         capture: `loss_reduction`, `batch_dim`, `batch_size`, `sample_index`, `unsupported`, `engine`, `verify`,
@@ -166,7 +173,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self.prog_bar = prog_bar
         self.worst_samples = worst_samples
         self._norms, self._logged = SampleNorms(), False
-        self._steps, self._warnings = LoggedSteps(), list[str]()
+        self._steps, self._warnings, self._drawn = LoggedSteps(), list[str](), frozenset[str]()
+        self._last_drawn = -1, -math.inf  # the step, and when it was
         self._loaded_norms: dict[str, Any] = {}
         self._parts: tuple[LoggedMetrics, ...] = ()
         self._window = Window()
@@ -185,7 +193,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if stage == "fit":
             self._norms, self._loaded_norms, self._loaded_averages, self._joined = SampleNorms(), {}, {}, None
             self._why_nothing, self._said_coverage, self._logged = "no step has run yet", False, False
-            self._steps, self._warnings = LoggedSteps(), []
+            self._steps, self._warnings, self._last_drawn = LoggedSteps(), [], (-1, -math.inf)
             if self.report:
                 try:
                     matplotlib()
@@ -232,7 +240,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._warnings += [] if shared is None else shared.reports.texts
         if self.worst_samples is not None:
             norms = self._norms_of_all()
-            write_worst_samples(trainer, norms, self.worst_samples, self._why_nothing, is_said=is_said)
+            write_worst_samples(
+                trainer, norms, self.worst_samples, self._why_nothing, is_said=is_said, render=self.render
+            )
+        self._draw_layers(trainer)
         never = self.every_n_steps is None and not trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self._why_nothing and not (self._logged or never) and shared is not None and not is_said:
             self._warn(f"`{self.prefix}` has logged nothing: {self._why_nothing}")
@@ -286,6 +297,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
         )
         for part in self._parts:
             part.load_state_dict(self._loaded_averages.get(part.prefix, []))
+        draws = any(map(takes_pictures, trainer.loggers)) and find_spec("matplotlib") is not None
+        names_of_groups = (f"{part.prefix}/{name}" for part in self._parts for name in part.names if "/" in name)
+        self._drawn = frozenset(names_of_groups) if draws else frozenset()
         why_not = partial(why_no_mean_gradient, trainer)
         mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size, why_not) if chosen else None
         if "signal_to_noise" in chosen and trainer.world_size > 1:
@@ -373,7 +387,19 @@ class PerSampleGradientMonitor(PerSampleCallback):
         """Log the statistics of all logged steps of the epoch."""
         found = {f"{part.prefix}/{n}": value for part in self._parts for n, value in part.of_epoch().items()}
         if found:
-            log_metrics(trainer, found, found, step=logging_step(trainer) - 1)
+            # Those of an epoch with one logged step say what that step said: they are for `ModelCheckpoint` alone.
+            has_several = any(part.steps > 1 for part in self._parts)
+            drawn = {f"{name}_epoch" for name in self._drawn}
+            log_metrics(trainer, found if has_several else {}, found, step=logging_step(trainer) - 1, drawn=drawn)
+        if time.monotonic() - self._last_drawn[1] > _BETWEEN_FIGURES:
+            self._draw_layers(trainer)
+
+    def _draw_layers(self, trainer: Trainer) -> None:
+        step, last = logging_step(trainer) - 1, self._last_drawn[0]
+        for part in self._parts if self._drawn and trainer.is_global_zero and step != last else ():
+            if (image := self._steps.layers(part.prefix)) is not None:
+                log_picture(trainer.loggers, f"{part.prefix}/layers", image, step)
+        self._last_drawn = step, time.monotonic()
 
     def _own_norms(self, trainer: Trainer, last: int | None) -> list[StepNorms]:
         """Those of this process for each part; none, unless all of the step was captured, its last batch included."""
@@ -409,7 +435,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def _log_step(self, trainer: Trainer, steps: Mapping[int, StepNorms]) -> None:
         metrics: dict[str, float] = {}
-        new: list[str] = []
+        new: dict[str, float] = {}
         self._logged = True
         for place, part in enumerate(self._parts):
             step = steps.get(place)
@@ -422,11 +448,12 @@ class PerSampleGradientMonitor(PerSampleCallback):
             named = {f"{part.prefix}/{name}": value for name, value in values.items()}
             metrics |= named
             if step is not None:
-                new += named
+                new |= named
         self._norms.settle()
-        log_metrics(trainer, metrics, new, step=logging_step(trainer))
-        if self.report:
-            self._steps.add(trainer, logging_step(trainer), metrics, [step.norms for step in steps.values()])
+        log_metrics(trainer, metrics, new, step=logging_step(trainer), drawn=self._drawn)
+        kept = metrics if self.report else {name: value for name, value in metrics.items() if name in self._drawn}
+        norms = [step.norms for step in steps.values()] if self.report else []
+        self._steps.add(trainer, logging_step(trainer), kept, norms)
         if self.histogram:
             for place, step in steps.items():
                 name = f"{self._parts[place].prefix}/norm_histogram"

@@ -406,6 +406,7 @@ class LoggedMetrics:
     def start_epoch(self) -> None:
         """Forget the steps of the last epoch."""
         self._waiting: list[Tensor] = []
+        self.steps = 0  # logged in this epoch
         for metric in (self._norms, *self._of_steps.values()):
             metric.reset()
 
@@ -414,12 +415,11 @@ class LoggedMetrics:
         finite = step.norms.isfinite()
         norms = step.norms[finite]
         self._waiting.append(step.norms)
+        self.steps += 1
         if len(self._waiting) >= _TOGETHER:
             self._settle()
         statistics = statistics_of_values(norms, self._quantiles)
         values = {f"norm_{name}": value.item() for name, value in statistics.items()}
-        values["coverage"] = step.coverage
-        values["nonfinite"] = float(finite.numel() - norms.numel())
         totals, counts, sq_sums = step.group_sums.unbind(1)
         if self.groups:
             values |= self._add("norm_mean", totals / counts, counts)
@@ -429,7 +429,7 @@ class LoggedMetrics:
         if "signal_to_noise" in self._chosen:
             absent = torch.full((1 + len(self.groups),), math.nan, dtype=torch.float64)
             values |= self._add("signal_to_noise", absent if signal_to_noise is None else signal_to_noise)
-        return values
+        return values | {"nonfinite": float(finite.numel() - norms.numel()), "coverage": step.coverage}
 
     def _of_mean(self, step: StepNorms, sums: Tensor, samples: int) -> dict[str, float]:
         """Statistics of the mean gradient, from sums of squared norms over the samples captured, (1 + groups,)."""

@@ -16,6 +16,7 @@ from lightning_persample.callbacks.loggers import log_table, save_table
 from lightning_persample.callbacks.sample_index import PASS_INDEX, keys_of
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.errors import UnsupportedError
+from lightning_persample.influence.pictures import Render, rendered
 
 _TOGETHER = 64  # captured batches whose norms leave the device in one go
 _COLUMNS = ("index", "mean", "last", "seen", "nonfinite")
@@ -209,9 +210,18 @@ class SampleNorms:
 
 
 def write_worst_samples(
-    trainer: Trainer, norms: SampleNorms, k: int, why_nothing: str = "", *, is_said: bool = False
+    trainer: Trainer,
+    norms: SampleNorms,
+    k: int,
+    why_nothing: str = "",
+    *,
+    is_said: bool = False,
+    render: Render | None = None,
 ) -> None:
-    """Write ``worst_samples.csv`` to the Trainer's `log_dir`, and a table to loggers that have tables."""
+    """Write ``worst_samples.csv`` to the Trainer's `log_dir`, and a table to loggers that have tables.
+
+    With `render` its texts are a further column, and its images go to the loggers that have pictures.
+    """
     # To be called on every process alike. A table without samples is not written. Below the samples with the largest
     # means are those that had a norm that is not finite and are not among them, k at most, without mean.
     folder = trainer.log_dir  # asks all processes
@@ -225,9 +235,15 @@ def write_worst_samples(
         others = [
             (index, None, None, None, count) for index, count in worst.nonfinite.items() if index not in worst.index
         ]
-        rows = [*worst.rows(), *others[:k]]
-        save_table(f"{folder}/worst_samples.csv", worst.columns, rows)
-        log_table(trainer.loggers, "worst_samples", worst.columns, rows, trainer.global_step)
+        rows: list[tuple[Any, ...]] = [*worst.rows(), *others[:k]]
+        shown = [] if render is None else [rendered(render, row[0]) for row in rows]
+        columns, images = worst.columns, [None if isinstance(each, str) else each for each in shown]
+        if any(isinstance(each, str) for each in shown):
+            columns = (*columns, "sample")
+            rows = [(*row, each if isinstance(each, str) else "") for row, each in zip(rows, shown, strict=True)]
+        save_table(f"{folder}/worst_samples.csv", columns, rows)
+        images = images if any(each is not None for each in images) else []
+        log_table(trainer.loggers, "worst_samples", columns, rows, trainer.global_step, images)
 
 
 def _are_hashable(keys: list[Any]) -> bool:

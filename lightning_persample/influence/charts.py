@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,17 @@ def svg(name: str, label: str, draw: Callable[[Any], None], height: float = 2.9)
     )  # in every figure alike
     head = f'<svg id="chart-{name}" role="img" aria-label="{html.escape(label)}"'
     return re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", lambda match: f"{head} {match[1]}>", drawn, count=1)
+
+
+def picture(draws: Sequence[Callable[[Any], None]]) -> Any:
+    """What functions draw into axes of their own, one below the other, as a ``PIL.Image.Image``."""
+    content = io.BytesIO()
+    with matplotlib("style").context("default"):
+        figure = matplotlib("figure").Figure(figsize=(8, 3 * len(draws)), layout="constrained")
+        for draw, axes in zip(draws, figure.subplots(len(draws), squeeze=False)[:, 0], strict=True):
+            draw(axes)
+        figure.savefig(content, format="png", dpi=100)
+    return importlib.import_module("PIL.Image").open(content)
 
 
 def bands(axes: Any, edges: Array, low: Array, middle: Array, high: Array) -> None:

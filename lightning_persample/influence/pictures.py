@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import importlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,3 +77,19 @@ def data_address(image: Any) -> str:
     kind = "PNG" if max(image.size) <= 32 else "WEBP"  # lossless where the pixels can be seen
     image.save(content, kind)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+def montage(images: Sequence[Any], captions: Sequence[str]) -> Any:
+    """Pictures beside and below each other, each over its caption; None has an empty place."""
+    cell, columns = _SIDE + 24, min(len(images), 8)
+    pil = {name: importlib.import_module(f"PIL.{name}") for name in ("Image", "ImageDraw")}
+    canvas = pil["Image"].new("RGB", (cell * columns, cell * -(-len(images) // columns)), "white")
+    pen = pil["ImageDraw"].Draw(canvas)
+    for place, (image, caption) in enumerate(zip(images, captions, strict=True)):
+        left, top = cell * (place % columns) + 12, cell * (place // columns) + 4
+        pen.text((left, top + _SIDE + 4), caption, fill="black")
+        if image is not None:
+            factor = _SIDE / max(image.size)
+            size = tuple(max(1, round(side * factor)) for side in image.size)
+            canvas.paste(image.resize(size, pil["Image"].Resampling.NEAREST), (left, top))
+    return canvas

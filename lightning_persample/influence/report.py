@@ -30,7 +30,7 @@ from lightning_persample.influence.optional_packages import arrow, matplotlib
 from lightning_persample.influence.pictures import Render, data_address, rendered, shortened
 from lightning_persample.options import check_option, is_int
 
-_MOST_WINDOWS, _BINS, _MOST_POINTS = 80, 36, 5000
+_MOST_WINDOWS, _BINS, _MOST_POINTS, _MOST_CURVE = 80, 36, 5000, 600
 _QUANTILES = (0.05, 0.5, 0.95)
 
 
@@ -322,13 +322,14 @@ def _histogram(run: Run) -> dict[str, Any] | None:
         return {"edges": edges, "log10_norm": bins, "share": counts / counts.sum(0)}
 
 
-def _layers(run: Run) -> dict[str, Any] | None:
-    """The mean norm of each group of parameters in each window of steps, (groups, windows)."""
+def layers_of(run: Run, statistic: str = "norm_mean") -> dict[str, Any] | None:
+    """The mean of a statistic of each group of parameters in each window of steps, (groups, windows)."""
+    end = f"/{statistic}"
     groups = {name: (run.step, values) for name, values in run.groups.items()} or {
-        name.removesuffix("/norm_mean").removeprefix(prefix): values
+        name.removesuffix(end).removeprefix(prefix): values
         for prefix in _prefixes(run)
         for name, values in run.logged.items()
-        if name.startswith(prefix) and name.endswith("/norm_mean") and name.count("/") > prefix.count("/")
+        if name.startswith(prefix) and name.endswith(end) and name.count("/") > prefix.count("/")
     }
     groups = {name: each for name, each in groups.items() if np.isfinite(each[1]).any()}
     if not groups:
@@ -341,6 +342,12 @@ def _layers(run: Run) -> dict[str, Any] | None:
 def _prefixes(run: Run) -> list[str]:
     """What the names of the monitor's values start with, one for each optimizer that it logs."""
     return [name.removesuffix("coverage") for name in run.logged if name.endswith("/coverage")]
+
+
+def _thinned(steps: Array, values: Array) -> tuple[Array, Array]:
+    """At most `_MOST_CURVE` values of a curve, evenly."""
+    every = -(-len(steps) // _MOST_CURVE) or 1
+    return steps[::every], values[::every]
 
 
 def _scores(samples: Samples) -> dict[str, Any] | None:
@@ -378,13 +385,17 @@ def _table(samples: Samples, k: int) -> list[int]:
 
 def write_report(run: Run, out: Path, render: Render | None, labels: Mapping[str, Any], k: int) -> Path:
     """Write the page of a run."""
+    run.logged = {name: each if name.endswith("/coverage") else _thinned(*each) for name, each in run.logged.items()}
     labels = {str(name): _column(each) for name, each in labels.items()}
     numbers: dict[str, Any] = {
         "bands": _bands(run),
         "histogram": _histogram(run),
-        "layers": _layers(run),
+        "layers": layers_of(run),
         "logged": {
-            name: list(each) for name, each in run.logged.items() if "/noise_scale" in name or "/coverage" in name
+            prefix + name: list(_thinned(*run.logged[prefix + name]))
+            for prefix in _prefixes(run)
+            for name in ("noise_scale", "norm_p50", "coverage")
+            if prefix + name in run.logged
         },
         "scores": None if run.samples is None else _scores(run.samples),
     }

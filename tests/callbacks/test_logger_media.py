@@ -15,9 +15,10 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from lightning_persample.callbacks import PerSampleGradientMonitor, loggers
+from lightning_persample.callbacks import PerSampleGradientMonitor, loggers, monitor
 from lightning_persample.callbacks.loggers import log_histogram, log_table
 from lightning_persample.errors import PerSampleWarning
+from lightning_persample.influence import charts
 from tests.callbacks.runs import Classifier, WithReference, fit, loader
 from tests.callbacks.ways import GAN, Way, run
 from tests.callbacks.written_media import read_tensorboard, read_wandb
@@ -345,3 +346,34 @@ def test_two_ranks_write_one_histogram_of_all_samples(tmp_path):
         assert (found.num, found.sum) == pytest.approx((7, norms.sum()), rel=1e-9)
         assert found.bucket == np.histogram(norms, [-np.inf, *found.bucket_limit])[0].tolist()
     assert [rank["collectives"] for rank in ranks] == [3, 3]
+
+
+def test_means_of_layers_are_one_figure_in_place_of_curves(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(charts, "layers", lambda axes, **found: drawn.append(found))
+    monkeypatch.setattr(monitor, "_BETWEEN_FIGURES", 0)
+    both = [TensorBoardLogger(tmp_path / "tensorboard"), CSVLogger(tmp_path / "csv")]
+    trainer = fit(Classifier(), [PerSampleGradientMonitor(1, per_layer=2)], logger=both, max_epochs=2)
+    events = read_tensorboard(tmp_path / "tensorboard")
+    curves = [name for name in events.Tags()["scalars"] if name.startswith("per_sample_grad/")]
+    assert curves != []
+    assert all(name.count("/") == 1 for name in curves)
+    assert events.Tags()["images"] == ["per_sample_grad/layers"]
+    assert [each.step for each in events.Images("per_sample_grad/layers")] == [2, 5]  # once at the end
+    norms, noise, diversity = drawn[-3:]
+    assert (norms["label"], noise["label"], diversity["label"]) == ("norm_mean", "noise_scale", "diversity")
+    for place, name in enumerate(("network.0", "network.2")):
+        assert norms["names"][place] == name
+        with (Path(both[1].log_dir) / "metrics.csv").open(newline="") as file:  # a logger of numbers has them all
+            values = [row[f"per_sample_grad/{name}/norm_mean"] for row in csv.DictReader(file)]
+        expected = [float(value) for value in values if value]
+        assert norms["values"][place].tolist() == pytest.approx(expected, rel=1e-6)
+        assert f"per_sample_grad/{name}/norm_mean" in trainer.callback_metrics
+
+
+def test_without_matplotlib_layers_are_curves(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor, "find_spec", lambda name: None)
+    fit(Classifier(), [PerSampleGradientMonitor(1, per_layer=2)], logger=TensorBoardLogger(tmp_path))
+    events = read_tensorboard(tmp_path)
+    assert "per_sample_grad/network.0/norm_mean" in events.Tags()["scalars"]
+    assert events.Tags()["images"] == []

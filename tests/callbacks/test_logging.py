@@ -33,6 +33,14 @@ def names(row, prefix="per_sample_grad"):
     return {name.removeprefix(f"{prefix}/") for name in row if name.startswith(prefix)}
 
 
+def ends_of_epochs_with_several(logged_steps, ends):
+    """The last steps of the epochs with more than one logged step, whose own values say something else."""
+    begins = [-1, *ends[:-1]]
+    return [
+        end for begin, end in zip(begins, ends, strict=True) if sum(begin < step <= end for step in logged_steps) > 1
+    ]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("every", [1, 3])
 def test_logs_on_the_trainers_own_logging_steps(accumulate, every, tmp_path):
@@ -42,7 +50,8 @@ def test_logs_on_the_trainers_own_logging_steps(accumulate, every, tmp_path):
     assert len(steps(trainer)) == math.ceil(5 / accumulate) * 3 // every
     assert all(names(row) == NAMES | OF_MEAN for row in logged(trainer))
     epochs = logged(trainer, epochs=True)
-    assert [row["step"] for row in epochs] == [step for step in last_steps(trainer, 3) if step >= every - 1]
+    ends = last_steps(trainer, 3)
+    assert [row["step"] for row in epochs] == ends_of_epochs_with_several(steps(trainer), ends)
     assert all(names(row) == OF_EPOCH for row in epochs)
 
 
@@ -115,6 +124,13 @@ def test_callback_metrics_hold_what_was_logged_last(tmp_path):
     last = logged(trainer)[-1] | logged(trainer, epochs=True)[-1]
     found = {name: value.item() for name, value in trainer.callback_metrics.items() if "per_sample" in name}
     assert found == pytest.approx({n: value for n, value in last.items() if n != "step"}, rel=1e-6, nan_ok=True)
+
+
+def test_values_of_an_epoch_with_one_logged_step_are_for_callbacks_alone(tmp_path):
+    trainer = fit(Classifier(), [PerSampleGradientMonitor(3)], tmp_path)
+    assert logged(trainer, epochs=True) == []
+    (mean,) = column(trainer, "per_sample_grad/norm_mean")
+    assert trainer.callback_metrics["per_sample_grad/norm_mean_epoch"].item() == pytest.approx(mean, rel=1e-6)
 
 
 def test_model_checkpoint_monitors_the_mean_norm(tmp_path):
