@@ -4,6 +4,7 @@
 from lightning_persample.batch_axis.batch import mark_samples
 from lightning_persample.callbacks import (
     EigenProjection,
+    InRunInfluence,
     PerSampleCallback,
     PerSampleGradientMonitor,
     PerSampleGradientWriter,
@@ -44,6 +45,7 @@ __all__ = [
     "Dense",
     "EigenProjection",
     "ExpandedWeight",
+    "InRunInfluence",
     "Indexed",
     "OptionError",
     "Outer",

@@ -282,8 +282,15 @@ class PerSampleGradientWriter(PerSampleCallback):
             {} if self.per_layer is None else record.group_norms(self.per_layer),
             None if gradients is None else gradients.values_of(record),
         )
+        rows.columns = self._added(trainer, pl_module, record, rows)
         self._current.append(rows)
         rates.wait(rows, record)
+
+    def _added(
+        self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, rows: CapturedRows
+    ) -> dict[str, Tensor]:
+        """Further columns of the rows of a backward, each (m,)."""
+        return {}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -317,7 +324,12 @@ class PerSampleGradientWriter(PerSampleCallback):
     def _complete(self, outputs: Any, batch: Any, *, ran_again: bool) -> None:
         current, self._current = self._current, []
         columns = columns_of(outputs, batch, self.columns)
-        own = [rows.own(columns) for rows in current] if columns else [{}]
+        own = [{**rows.columns, **rows.own(columns)} for rows in current] if columns else [dict(current[0].columns)]
+        taken = sorted(columns.keys() & current[0].columns.keys())
+        if taken:
+            raise OptionError(
+                f"the column {taken[0]!r} of the run has the name of one of {type(self).__name__}: rename it"
+            )
         self._types = checked_types(self._types, self._groups, current[0], own[0])
         if isinstance(current[0].keys, list) and self._types["sample_index"] != "string":
             self._warn("the sampler drew keys that are no ints after it had drawn ints: their sample_index is null")

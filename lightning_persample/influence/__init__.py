@@ -6,7 +6,7 @@ from lightning_persample.influence.ledger import Manifest, as_tensors, read_ledg
 from lightning_persample.influence.less import adam_direction, less
 from lightning_persample.influence.logra import logra
 from lightning_persample.influence.report import report
-from lightning_persample.influence.scores import PairScores, SampleScores, el2n, grand, self_influence
+from lightning_persample.influence.scores import PairScores, SampleScores, data_shapley, el2n, grand, self_influence
 from lightning_persample.influence.shards import StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore, check_comparable
 from lightning_persample.influence.tracin import grad_cos, grad_dot, tracin, tracin_cp
@@ -23,6 +23,7 @@ __all__ = [
     "as_tensors",
     "check_comparable",
     "correct_class_margin",
+    "data_shapley",
     "ekfac",
     "el2n",
     "grad_cos",

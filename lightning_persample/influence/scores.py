@@ -251,6 +251,31 @@ def self_influence(ledger: Any, *, weighted: bool = False) -> SampleScores:
     return rows.summed("self_influence", values, text)
 
 
+def data_shapley(ledger: Any) -> SampleScores:
+    """First-order in-run data Shapley values: the sum of ``eta_t w_t g_t(z) . g_val`` over the rows t of each sample.
+
+    By so much a sample's part in the captured steps lowered the loss on the validation data, to first order; the values
+    of all samples sum to the first-order change of the validation loss. The ledger is one of `InRunInfluence`.
+
+    >>> import pyarrow
+    >>> data_shapley(pyarrow.table({"sample_index": [3, 5, 3], "shapley": [0.5, -0.25, 1.0]})).top()
+    [(3, 1.5), (5, -0.25)]
+
+    Args:
+        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger` or its ``to_pandas()``, or a part of one.
+
+    Returns:
+        The scores, positive where a sample helped. A row whose value is nan makes its sample's score nan.
+
+    Reference: Wang et al. 2024, Data Shapley in one training run, section 4, arXiv 2406.11011.
+    """
+    rows = _Rows(ledger, ("shapley",), why="write the ledger with the callback InRunInfluence")
+    text = (
+        "sum of learning_rate * weight * g . g_val over the rows: positive where a sample lowered the validation loss"
+    )
+    return rows.summed("data_shapley", rows["shapley"], text)
+
+
 def grand(ledger: Any, steps: Collection[int] | None = None) -> SampleScores:
     """GraNd of each sample: the mean of ``||g_t(z)||`` over its rows t.
 

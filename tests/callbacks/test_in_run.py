@@ -1,0 +1,258 @@
+"""In-run influence against loops by hand, in float64: dots, Shapley values, and a training that it does not touch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_persample import InRunInfluence, OptionError, PerSampleWarning
+from lightning_persample.influence import data_shapley, read_ledger
+from tests.callbacks.runs import make_trainer
+
+pytest.importorskip("pyarrow")
+B, STEPS = 4, 6
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+
+
+def data(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.randint(0, 3, (count,), generator=generator))
+
+
+TRAIN, VAL = DataLoader(data(B * STEPS, 1), B), DataLoader(data(7, 2), 3)
+
+
+class Net(LightningModule):
+    """A small classifier with an optimizer to be chosen."""
+
+    def __init__(self, make=SGD, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        self.make, self.options = make, {"lr": 0.1, **options}
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return self.make(self.parameters(), **self.options)
+
+
+def written(folder, module, callbacks=(), **options):
+    """The ledger of one epoch, in the order of the samples."""
+    callback = InRunInfluence(folder, options.pop("val", VAL), overwrite=True, **options)
+    make_trainer([*callbacks, callback], max_epochs=1).fit(module, TRAIN)
+    return read_ledger(folder).to_pandas().sort_values(["step", "row"])
+
+
+def flat(loss, module, **options):
+    grads = torch.autograd.grad(loss, list(module.parameters()), **options)
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def stepped(module, grad):
+    """The parameters after one step of a copy of the module's optimizer along this gradient."""
+    module = copy.deepcopy(module)
+    for parameter, part in zip(module.parameters(), grad.split([p.numel() for p in module.parameters()]), strict=True):
+        parameter.grad = part.view_as(parameter).clone()
+    module.optimizer.step()
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+class ByHand:
+    """What one step makes of each sample's gradient: without it, SGD's step is another one by just its part."""
+
+    def __init__(self, module):
+        self.module = module
+        module.optimizer = module.configure_optimizers()
+
+    def parts(self, grads):
+        whole = stepped(self.module, grads.mean(0))
+        return torch.stack([stepped(self.module, grads.mean(0) - grad / len(grads)) - whole for grad in grads])
+
+
+class AdamByHand(ByHand):
+    """Algorithm 1 of Kingma and Ba, whose second moment is held fixed."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.t, self.v = 0, 0.0
+
+    def parts(self, grads):
+        lr, (b1, b2), decay = (self.module.options.get(name, other) for name, other in DEFAULTS.items())
+        total = grads.mean(0)
+        if self.module.make is ADAM:
+            total = total + decay * nn.utils.parameters_to_vector(self.module.parameters()).detach()
+        self.t, self.v = self.t + 1, b2 * self.v + (1 - b2) * total.square()
+        down = (self.v / (1 - b2**self.t)).sqrt() + 1e-8
+        return lr * (1 - b1) / (1 - b1**self.t) * grads / len(grads) / down
+
+
+DEFAULTS = {"lr": 0.1, "betas": (0.9, 0.999), "weight_decay": 0.0}
+
+
+def by_hand(module, *, refresh=1):
+    """The columns of a training that is run by hand, sample by sample."""
+    rule = (ByHand if module.make is SGD else AdamByHand)(module)
+    found = {"val_dot": [], "shapley": [], "val_loss": [], "staleness": []}
+    val_inputs, val_labels = VAL.dataset.tensors
+    for step, (inputs, labels) in enumerate(TRAIN):
+        if step % refresh == 0:
+            val_loss = F.cross_entropy(module.net(val_inputs), val_labels)
+            val_grad = flat(val_loss, module)
+        losses = F.cross_entropy(module.net(inputs), labels, reduction="none")
+        grads = torch.stack([flat(loss, module, retain_graph=True) for loss in losses])
+        found["val_dot"] += (grads @ val_grad).tolist()
+        found["shapley"] += (rule.parts(grads) @ val_grad).tolist()
+        found["val_loss"] += [val_loss.item()] * B
+        found["staleness"] += [step % refresh] * B
+        module.optimizer.zero_grad()
+        losses.mean().backward()
+        module.optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "refresh"),
+    [
+        (SGD, {}, 1),
+        (SGD, {}, 4),
+        (SGD, {"momentum": 0.9, "weight_decay": 0.1}, 1),
+        (SGD, {"momentum": 0.9, "dampening": 0.5}, 2),
+        (SGD, {"momentum": 0.9, "nesterov": True}, 1),
+        (ADAM, {}, 1),
+        (ADAM, {"betas": (0.5, 0.9), "weight_decay": 0.1}, 2),
+        (ADAMW, {"weight_decay": 0.1}, 1),
+    ],
+    ids=str,
+)
+def test_dots_and_shapley_values_are_those_of_a_loop(make, options, refresh, tmp_path):
+    rows = written(tmp_path / "ledger", Net(make, **options), refresh_every_n_steps=refresh)
+    expected = by_hand(Net(make, **options), refresh=refresh)
+    for name, values in expected.items():
+        np.testing.assert_allclose(rows[name], values, rtol=1e-10, atol=1e-12)
+    sums = data_shapley(rows)
+    np.testing.assert_allclose(sums.scores, rows.groupby("sample_index")["shapley"].sum(), rtol=1e-12)
+    assert sums.convention.endswith("positive where a sample lowered the validation loss")
+
+
+def test_rates_by_group_and_rates_that_change_before_the_step(tmp_path):
+    class Groups(Net):
+        def configure_optimizers(self):
+            first, last = self.net[0].parameters(), self.net[2].parameters()
+            return SGD([{"params": first, "lr": 0.3}, {"params": last, "lr": 0.05}])
+
+    class Changes(Net):
+        def on_before_optimizer_step(self, optimizer):
+            optimizer.param_groups[0]["lr"] = 0.7
+
+    rows, expected = written(tmp_path / "groups", Groups()), by_hand(Groups())
+    np.testing.assert_allclose(rows["shapley"], expected["shapley"], rtol=1e-10, atol=1e-12)
+    rows = written(tmp_path / "changes", Changes())
+    np.testing.assert_allclose(rows["shapley"], 0.7 / B * rows["val_dot"], rtol=1e-12)
+
+
+class Quadratic(LightningModule):
+    """A quadratic loss, of which the second-order change is known."""
+
+    def __init__(self):
+        super().__init__()
+        self.point = nn.Linear(3, 1, bias=False).double()
+        nn.init.ones_(self.point.weight)
+
+    def training_step(self, batch, batch_idx):
+        return (self.point(batch[0][:, :3]).square()).mean()
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), 0.01)
+
+
+def test_values_sum_to_the_change_of_the_validation_loss_up_to_second_order(tmp_path):
+    rows = written(tmp_path / "ledger", Quadratic())
+    steps = rows.groupby("step")
+    change, first_order = -steps["val_loss"].first().diff().iloc[1:].to_numpy(), steps["shapley"].sum().to_numpy()
+    weight = torch.ones(3, dtype=torch.float64)
+    inputs = VAL.dataset.tensors[0][:, :3]
+    hessian = 2 * inputs.T @ inputs / len(inputs)
+    for step, (batch, _) in enumerate(TRAIN):
+        moved = 0.01 * 2 * batch[:, :3].T @ (batch[:, :3] @ weight) / B
+        taylor = float(moved @ hessian @ weight)
+        assert first_order[step] == pytest.approx(taylor, rel=1e-10)
+        if step < len(change):
+            assert change[step] == pytest.approx(taylor - float(moved @ hessian @ moved) / 2, rel=1e-10)
+        weight = weight - moved
+
+
+class Restless(Net):
+    """Draws random numbers, counts, logs, and has layers and buffers that change in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3)).double()
+        self.register_buffer("count", torch.zeros(()))
+        self.drawn = []
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        self.drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_the_validation_pass_changes_nothing(tmp_path):
+    states = []
+    for is_on in (False, True):
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+        module = Restless()
+        val = DataLoader(VAL.dataset, 3, shuffle=True)
+        callbacks = [InRunInfluence(tmp_path / "ledger", val, unsupported="warn")] if is_on else []
+        trainer = make_trainer(callbacks, max_epochs=2)
+        with pytest.warns(PerSampleWarning) if is_on else nullcontext():
+            trainer.fit(module, DataLoader(TRAIN.dataset, B, shuffle=True))
+        logged = {name: value.item() for name, value in trainer.logged_metrics.items()}
+        states.append((module.state_dict(), module.drawn, logged, torch.rand(3), random.random(), np.random.rand()))
+        assert module.training
+        assert all("training_step" not in each for each in (vars(module),))
+    (one, *rest), (other, *others) = states
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert rest[:2] == others[:2]
+    assert torch.equal(rest[2], others[2])
+    assert rest[3:] == others[3:]
+
+
+def test_what_is_not_known_is_nan_and_said(tmp_path):
+    with pytest.warns(PerSampleWarning, match="shapley is nan: it is known of SGD, Adam and AdamW, and RMSprop steps"):
+        rows = written(tmp_path / "other", Net(torch.optim.RMSprop))
+    assert rows["shapley"].isna().all()
+    assert rows["val_dot"].notna().all()
+    val = list(VAL)
+    rows = written(tmp_path / "list", Net(), val=val)
+    np.testing.assert_allclose(rows["val_dot"], by_hand(Net())["val_dot"], rtol=1e-10)
+
+
+def test_text_of_errors(tmp_path):
+    with pytest.raises(OptionError, match=r"val_dataloader=.* must be batches that can be gone through again"):
+        InRunInfluence(tmp_path, iter([]))
+    with pytest.raises(
+        OptionError, match="refresh_every_n_steps=0 is not allowed: refresh_every_n_steps must be an in"
+    ):
+        InRunInfluence(tmp_path, VAL, refresh_every_n_steps=0)
+    with pytest.raises(OptionError, match="val_dataloader gave no batch"):
+        written(tmp_path / "none", Net(), val=[])
+    with pytest.raises(OptionError, match="the validation loss is no single number with a graph"):
+        written(tmp_path / "bad", Net(), val_loss=lambda module, batch: torch.zeros(2))
+    with pytest.raises(ZeroDivisionError):  # as it is
+        written(tmp_path / "raises", Net(), val_loss=lambda module, batch: 1 / 0)
+    with pytest.raises(OptionError, match="the column 'shapley' of the run has the name of one of InRunInfluence"):
+        written(tmp_path / "taken", Net(), columns=lambda outputs, batch: {"shapley": batch[1]})
