@@ -53,7 +53,7 @@ def test_ci_runs_the_two_commands_of_the_readme():
 def test_logged_keys_are_the_monitors(tmp_path):
     logger = CSVLogger(tmp_path)
     trainer = L.Trainer(
-        max_steps=1,
+        max_steps=2,
         log_every_n_steps=1,
         accelerator="cpu",
         logger=logger,
@@ -63,7 +63,7 @@ def test_logged_keys_are_the_monitors(tmp_path):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(4, 32), batch_size=4))
+    trainer.fit(BoringModel(), torch.utils.data.DataLoader(torch.randn(8, 32), batch_size=4))
     with (Path(logger.log_dir) / "metrics.csv").open(encoding="utf-8") as file:
         logged = {key for key in next(csv.reader(file)) if key.startswith("per_sample_grad/")}
     rows = table_rows(ROOT / "README.md", "What is logged")
