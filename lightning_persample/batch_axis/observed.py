@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +18,7 @@ from torch import Tensor
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.torch_internals import TORCH_FOLDER, version_counter
 
+_shape = attrgetter("shape")
 _OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (TORCH_FOLDER, Path(__file__).parent.parent))
 
 
@@ -90,11 +92,16 @@ class ObservedCall:
     @property
     def name(self) -> str:
         """The op's name for messages."""
-        return self.op if isinstance(self.op, str) else getattr(self.function, "__name__", str(self.function))
+        return name_of(self.op, self.function)
 
     def describe(self, parameters: Iterable[str] = ()) -> Description:
         """Op, sizes of its tensors and the user's line, for messages; to be asked for while the call's line runs."""
         return describe(self.name, [operand.tensor for operand in self.operands], parameters)
+
+
+def name_of(op: object, function: Callable[..., Any]) -> str:
+    """An op's name for messages."""
+    return op if isinstance(op, str) else getattr(function, "__name__", str(function))
 
 
 class Description(NamedTuple):  # one is made for every call with weights
@@ -121,7 +128,7 @@ class Description(NamedTuple):  # one is made for every call with weights
 
 def describe(name: str, tensors: Iterable[Tensor], parameters: Iterable[str] = ()) -> Description:
     """The description of a call of these tensors; to be asked for while the call's line runs."""
-    return Description(name, tuple(tensor.shape for tensor in tensors), user_place(), tuple(parameters))
+    return Description(name, tuple(map(_shape, tensors)), user_place(), tuple(parameters))
 
 
 def version_of(tensor: Tensor) -> int:

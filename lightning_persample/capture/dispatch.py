@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from lightning_persample.batch_axis.follow import follow
 from lightning_persample.batch_axis.observed import (
     ObservedCall,
     Operand,
+    describe,
     flattened,
     has_history,
+    name_of,
     operands_of,
     tensors_in,
     user_line,
@@ -68,6 +71,9 @@ from lightning_persample.rules import rule_of
 from lightning_persample.torch_internals import is_view, view_base
 
 _OF_NO_SAMPLE = {type(None), Constant}
+_OF_SAMPLES = {BatchAxis, Lost}
+_TAKEN_APART = {"broadcast_tensors", "index_select"}  # see `in_parts` and `_is_of_copies`
+_requires_grad = attrgetter("requires_grad")
 _PLAIN = {type(None), Constant, BatchAxis}
 _TENSORS = {Tensor, nn.Parameter}
 _INDEXES, _SHAPES = having("indexes"), having("shapes")  # ops that read a number as `int` gives it
@@ -296,7 +302,7 @@ class Dispatcher(Collector):
                 if plan.name:
                     read_targets(plan, args, kwargs, result, self)
                 return result
-            if any(map(is_lazy, tensors)):
+            if not _TENSORS.issuperset(map(type, tensors)) and any(map(is_lazy, tensors)):
                 result = _RUNNING
                 return function(*args, **kwargs)
             if kind.composite:
@@ -317,7 +323,9 @@ class Dispatcher(Collector):
             if weights and inplace:  # (what weights alone are made of is computed again where it is needed)
                 replayed = args[0] is tensors[0] and _can_be_made_again(marks[0]) and not kinds & {BatchAxis, Lost}
                 saved = (args[0].detach() if replayed else args[0].detach().clone(), *args[1:])
-            versions = [(tensor, version_of(tensor)) for tensor, _ in marked]
+            is_plain_call = not inplace and "out" not in kwargs
+            derives = bool(weights) and is_plain_call and not kinds & _OF_SAMPLES and op not in _TAKEN_APART
+            versions = [] if derives else [(tensor, version_of(tensor)) for tensor, _ in marked]
             rule = rule_of(op) if weights else None
             draws = bool(weights) and (op in DATA_SOURCES or (rule is not None and rule.draws is not None))
             random_state = torch.get_rng_state() if draws else None
@@ -326,10 +334,17 @@ class Dispatcher(Collector):
             result = function(*args, **kwargs) if fused is None else fused.run()
             if inplace or "out" in kwargs:
                 self._note_write(kind.op, function, args, kwargs)
-            outputs = tuple(tensors_in(args[0] if result is None and inplace else result))
-            if not inplace and "out" not in kwargs:  # `contiguous`, `to` and the like may return what they were given
-                outputs = tuple(output for output in outputs if all(output is not tensor for tensor, _ in marked))
+            outputs = (result,) if type(result) is Tensor else (*tensors_in(args[0] if result is None else result),)
+            if is_plain_call:  # `contiguous`, `to` and the like may return what they were given
+                given = {*map(id, tensors)}
+                if not given.isdisjoint(map(id, outputs)):
+                    outputs = tuple(output for output in outputs if id(output) not in given)
             if not outputs:
+                return result
+            if derives and any(map(_requires_grad, outputs)):
+                involved = {id(tensor): weight for tensor, weight in weights}
+                self.nodes.watch_inside(outputs, stop)
+                self._derive(op, function, (args, kwargs), tensors, outputs, involved, random_state=random_state)
                 return result
             if op == "index_select" and BatchAxis not in kinds and _is_of_copies(args, kwargs, marked, outputs[0]):
                 op, function, saved, kwargs = "clone", torch.clone, (tensors[0],), {}
@@ -421,7 +436,10 @@ class Dispatcher(Collector):
         if call.located or call.lost:
             self._with_batch(call, involved)
         elif involved:
-            self._derive(call, involved)
+            tensors, given = [operand.tensor for operand in call.operands], (call.args, dict(call.kwargs))
+            self._derive(
+                call.op, call.function, given, tensors, call.outputs, involved, call.inplace, call.random_state
+            )  # fmt: skip
         elif not (written and isinstance(known[0], Weight)):
             self.marks.note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
         for output, mark in zip(written, known, strict=True):
@@ -448,18 +466,27 @@ class Dispatcher(Collector):
 
         tensor.register_hook(guard(arrive, self.fail))
 
-    def _derive(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
+    def _derive(
+        self,
+        op: object,
+        function: Callable[..., Any],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        involved: Mapping[int, Weight],
+        inplace: bool = False,
+        random_state: Tensor | None = None,
+    ) -> None:
+        """Note how the outputs were computed from weights alone."""
         leaves: list[Any] = []
-        spec = flattened((call.args, dict(call.kwargs)), leaves)
-        operands, data, names, outside = [], set(), frozenset[str](), call.op in DATA_SOURCES
-        for operand in call.operands:
-            weight = involved.get(id(operand.tensor))
-            outside = outside or (not self.marks.is_known(operand.tensor) if weight is None else weight.outside)
+        spec = flattened(arguments, leaves)
+        operands, data, names, outside = [], set(), frozenset[str](), op in DATA_SOURCES
+        for tensor in tensors:
+            weight = involved.get(id(tensor))
+            outside = outside or (not self.marks.is_known(tensor) if weight is None else weight.outside)
             names = names if weight is None else names | weight.names
-            operands.append(
-                operand.tensor if weight is None or weight.hidden else weight.tensor
-            )  # (where it is one row)
-            data.add(id(operand.tensor))
+            operands.append(tensor if weight is None or weight.hidden else weight.tensor)  # (where it is one row)
+            data.add(id(tensor))
         parents: dict[int, Weight] = {}
         versions: list[int | None] = []
         for place, leaf in enumerate(leaves):
@@ -468,16 +495,16 @@ class Dispatcher(Collector):
                     parents[place] = involved[id(leaf)]
                 leaves[place] = self.keep(leaf) if id(leaf) in data else without_data(leaf)
             versions.append(version_of(leaves[place]) if isinstance(leaf, Tensor) else None)
-        detached, text = tuple(leaves), call.describe()
-        if call.inplace and 0 in parents and _can_be_made_again(parents[0]):
+        detached, text = tuple(leaves), describe(name_of(op, function), tensors)
+        if inplace and 0 in parents and _can_be_made_again(parents[0]):
             versions[0] = None
-        for position, output in enumerate(call.outputs):
+        for position, output in enumerate(outputs):
             if not output.requires_grad:
                 continue
-            value = self.keep(in_one_row(output, None if call.inplace else call.op, operands))
+            value = self.keep(in_one_row(output, None if inplace else op, operands))
             derivation = Derivation(
-                call.op, call.function, detached, spec, parents, position, value, call.inplace, text,
-                call.random_state, tuple(versions), version_of(value),
+                op, function, detached, spec, parents, position, value, inplace, text,
+                random_state, tuple(versions), version_of(value),
             )  # fmt: skip
             weight = Weight(names, value, derivation, outside=outside, version=version_of(output))
             for parent in parents.values():
@@ -555,10 +582,7 @@ class Dispatcher(Collector):
     ) -> None:
         """Note that a tensor is a function of weights; the last argument says where entries lie."""
         self.marks[args[-1]] = KNOWN
-        operands = tuple(Operand(tensor, None) for tensor in args)
-        overwrites = op == "as_strided_scatter"
-        call = ObservedCall(op, function, args, {}, operands, (output,), self.batch_size, overwrites, frozenset())
-        self._derive(call, involved)
+        self._derive(op, function, (args, {}), args, (output,), involved, inplace=op == "as_strided_scatter")
 
     def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         self._note_function([tensor for tensor, _ in call.lost])

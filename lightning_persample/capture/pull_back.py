@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -40,13 +39,14 @@ from lightning_persample.rules import (
     pull_each,
     vector_jacobian,
 )
+from lightning_persample.torch_internals import any_autocast_is_on
 
 _JOINS, _COPIES = having("joins"), having("same", "moves", "picks", "joins")
 
 
 def looked_up(derivation: Derivation, gradient: SampleGradient) -> SampleGradient | None:
     """What the gradient of rows that were looked up in a table contributes to the table, by the rule for look-ups."""
-    if derivation.op != "embedding" or not isinstance(gradient, (Block, Dense)):
+    if not isinstance(gradient, (Block, Dense)):
         return None
     rule, (args, kwargs) = find_rule(derivation.function), rebuilt(derivation.leaves, derivation.spec)
     named = rule.bind(args, kwargs) if rule is not None else None
@@ -262,9 +262,10 @@ def settle(
                 raise UnsupportedError(reason)
         pull_back(weight)
 
-    for weight in reversed(weights):
-        if weight.derivation is not None:
-            settle_one(weight, failed, checked)
+    with torch.no_grad():
+        for weight in reversed(weights):
+            if weight.derivation is not None and (weight.contributions or weight.arrived is not None):
+                settle_one(weight, failed, pull_back if weight.arrived is None else checked)
 
 
 def settle_one(
@@ -279,7 +280,10 @@ def settle_one(
     def fail(error: Exception) -> None:
         failed(weight, error, derivation.text)
 
-    with torch.no_grad(), torch.autocast(derivation.value.device.type, enabled=False):
+    if torch.is_grad_enabled() or any_autocast_is_on():
+        with torch.no_grad(), torch.autocast(derivation.value.device.type, enabled=False):
+            attempt(settled or pull_back, fail, weight)
+    else:
         attempt(settled or pull_back, fail, weight)
 
 
@@ -287,36 +291,39 @@ def pull_back(weight: Weight) -> None:
     """Move the contributions of a derived weight to the weights it was computed from."""
     # A computation that gives another value when it is repeated (it is random, or its inputs were changed in place
     # since) gives an `UnsupportedError`.
-    derivation = weight.derivation
-    if derivation is None or not weight.contributions:
+    derivation, terms = weight.derivation, weight.contributions
+    if derivation is None or not terms:
         return
-    blocks = [term for term in weight.contributions if isinstance(term, Block)]
-    others = [term for term in weight.contributions if not isinstance(term, Block)]
-    weight.contributions.clear()
-    for terms in (blocks, others):
-        if terms:
-            _pull_back_one(derivation, add_up(terms))
+    weight.contributions = []
+    if len(terms) == 1:
+        _pull_back_one(derivation, terms[0])
+        return
+    blocks = [term for term in terms if isinstance(term, Block)]
+    others = [term for term in terms if not isinstance(term, Block)]
+    for same in blocks, others:
+        if same:
+            _pull_back_one(derivation, add_up(same))
 
 
 def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
     parents = list(derivation.parents.values())
-    of_table = looked_up(derivation, gradient)
+    of_table = looked_up(derivation, gradient) if derivation.op == "embedding" else None
     if of_table is not None:
         _as_read(derivation, parents_too=False)
         parents[0].add(of_table)
         return
-    entries = copied(derivation, gradient) if isinstance(gradient, Block) else None
+    block = gradient if type(gradient) is Block else None
+    entries = copied(derivation, block) if block is not None else None
     if entries is not None:
         _as_read(derivation, parents_too=False)
         for parent, part in entries:
             parent.add(part)
         return
-    kept = _keep_structure(derivation, gradient)
+    kept = _keep_structure(derivation, gradient) if block is None else None
     if kept is not None:
         for parent, part in kept:
             parent.add(part)
         return
-    block = gradient if isinstance(gradient, Block) else None
     pulled, one = None if block else _by_programs(derivation, gradient), None
     if pulled is None:
         devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
@@ -340,10 +347,10 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
 def _parts(derivation: Derivation, gradient: SampleGradient) -> Iterator[Tensor]:
     """The gradients of a derived weight, (b, *shape) for parts of the batch that fit into the memory budget."""
     value, limit = derivation.value, halved(current_options().max_memory or _BUDGET)
-    step = max(1, limit // (value.element_size() * max(1, math.prod(gradient.shape))))
-    for start in range(0, gradient.batch_size, step):
-        part = gradient if step >= gradient.batch_size else gradient.samples(start, start + step)
-        yield part.dense().to(value.dtype)
+    step, size = max(1, limit // (value.element_size() * max(1, value.numel()))), gradient.batch_size
+    for start in range(0, size, step):
+        part = gradient if step >= size else gradient.samples(start, start + step)
+        yield (part.grad if type(part) is Dense else part.dense()).to(value.dtype)
 
 
 def _joined(parts: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
@@ -392,10 +399,12 @@ def _by_programs(derivation: Derivation, gradient: SampleGradient) -> Sequence[T
     kind, found = _kind(derivation), []
     if not BATCHES.get(kind) or version_of(derivation.value) != derivation.made:
         return None
-    leaves = [leaf for leaf in derivation.leaves if isinstance(leaf, Tensor)]
-    versions = [version for version in derivation.versions if version is not None]
-    if len(versions) != len(leaves) or any(map(int.__ne__, map(version_of, leaves), versions)):
-        return None
+    leaves = []
+    for leaf, version in zip(derivation.leaves, derivation.versions, strict=True):
+        if isinstance(leaf, Tensor):
+            leaves.append(leaf)
+            if version_of(leaf) != version:
+                return None
     for cotangents in _parts(derivation, gradient):
         program = _PROGRAMS.get((kind, cotangents.shape, cotangents.stride(), cotangents.dtype))
         if not isinstance(program, Program):
@@ -429,18 +438,17 @@ def _kind(derivation: Derivation) -> Hashable | None:
 def _keep_structure(derivation: Derivation, gradient: SampleGradient) -> Contributions | None:
     """What the parents get where it need not be formed to be known."""
     parent, *others = derivation.parents.values()
-    if derivation.value.is_complex() or parent.tensor.is_complex() or isinstance(gradient, Block):
+    if derivation.value.is_complex() or parent.tensor.is_complex():
         return None
     if others or derivation.op in _OF_ROWS:
         return _by_rows(derivation, gradient) if derivation.op in _OF_ROWS else None
     if derivation.op in _SAME_ENTRIES and parent.shape == gradient.shape:
         return [(parent, gradient)]
-    matrix = len(parent.shape) == 2 and len(gradient.shape) == 2
-    if derivation.op in _PERMUTES and matrix and isinstance(gradient, Outer):
+    if derivation.op in _PERMUTES and len(parent.shape) == 2 and isinstance(gradient, Outer):
         moved = derivation.compute(torch.empty(2, 3, device="meta"))
         return [(parent, gradient if moved.shape == (2, 3) else Outer(gradient.right, gradient.left))]
     if derivation.op in _SHAPED and derivation.value.dtype == parent.tensor.dtype:
-        if isinstance(gradient, Dense):
+        if type(gradient) is Dense:
             return [(parent, Dense(gradient.grad.reshape(gradient.batch_size, *parent.shape)))]
         known = _rows_of_a_sum(gradient)
         return None if known is None else [(parent, replace(known, size=parent.shape))]

@@ -57,7 +57,7 @@ class Network(nn.Module):
 
 FUNCTIONS: list[Callable[..., Any]] = [
     batch.lay_out,
-    pull_back.looked_up,
+    pull_back._keep_structure,
     contributions.ByRule.__call__,
     contributions.placement_of,
     collector.Collector.collect,
