@@ -39,9 +39,9 @@ class EigenProjection(Projection):
     unfolded patches, of an embedding one-hot rows and the output gradients; of any other parameter rows and columns of
     the gradient itself. It becomes ``Q_left G Q_right^T``, (a, b) with ``a * b <= dim``, whose rows are the a and b
     top eigenvectors of ``sum left_t left_t^T`` and ``sum right_t right_t^T`` over samples and positions whose output
-    gradient is not 0. The bias of a linear map or a convolution is a further column of the weight, whose right side is
-    1: the weight's numbers are of both, and the bias has none. An axis longer than 4096 keeps its entries of the
-    largest second moment.
+    gradient is not 0; a and b are those of the largest product of the two sums of eigenvalues. The bias of a linear map
+    or a convolution is a further column of the weight, whose right side is 1: the weight's numbers are of both, and the
+    bias has none. An axis longer than 4096 keeps its entries of the largest second moment.
 
     It keeps more of what tells samples apart than `Projection` of equal size does, and is the basis of `ekfac`. Dots of
     projected gradients are dots of the gradients' parts within it, and not unbiased estimates of the dots.
@@ -53,8 +53,8 @@ class EigenProjection(Projection):
     >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 4)
     >>> loss = lambda module, batch: nn.functional.mse_loss(module(batch[0]), batch[1])
     >>> projection = EigenProjection.fit(module, loader, dim=30, loss=loss)
-    >>> projection.size_of((3, 20), "weight"), projection.size_of((3,), "bias")  # 3 rows by 10 columns
-    (30, 0)
+    >>> projection.size_of((3, 20), "weight") <= 30, projection.size_of((3,), "bias")
+    (True, 0)
 
     Attributes:
         dim: the most numbers that are kept of one parameter; None keeps the whole eigenbasis.
@@ -154,10 +154,10 @@ class EigenProjection(Projection):
                 rows, columns = fitted.sums[name]
                 p, d = as_matrix(parameter.shape)
                 d += name in fitted.appended
-                a, b = (p, d) if dim is None else Projection(dim).sizes(p, d)
+                found = _sorted(rows), _sorted(columns[:d] if columns.dim() == 1 else columns[:d, :d])
+                sizes = (p, d) if dim is None else _best_sizes(found[0][0], found[1][0], dim)
                 dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-                kept = columns[:d] if columns.dim() == 1 else columns[:d, :d]
-                bases[name] = Basis(_top(rows, a).to(dtype), _top(kept, b).to(dtype))
+                bases[name] = Basis(*(top(size).to(dtype) for (_, top), size in zip(found, sizes, strict=True)))
         return cls(dim, bases, fitted.appended)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -285,16 +285,27 @@ class EigenProjection(Projection):
         return rows
 
 
-def _top(moment: Tensor, count: int) -> Tensor:
-    """The top eigenvectors of a second moment (k, k), or of its diagonal (k,), as rows: (count, k)."""
+def _sorted(moment: Tensor) -> tuple[Tensor, Callable[[int], Tensor]]:
+    """The eigenvalues of a second moment (k, k) or (k,), largest first, and what gives the top vectors as rows."""
     if moment.dim() > 1 and not (moment - moment.diagonal().diag_embed()).any():
         moment = moment.diagonal()
     if moment.dim() == 1:
-        order = moment.argsort(descending=True, stable=True)[:count]
-        return moment.new_zeros(count, len(moment)).scatter_(1, order.unsqueeze(1), 1.0)
-    vectors = torch.linalg.eigh(moment)[1].flip(1)[:, :count].mT.contiguous()
+        values, order = moment.sort(descending=True, stable=True)
+        size = len(moment)
+        return values, lambda count: values.new_zeros(count, size).scatter_(1, order[:count].unsqueeze(1), 1.0)
+    values, vectors = torch.linalg.eigh(moment)
+    vectors = vectors.mT.flip(0)
     largest = vectors.gather(1, vectors.abs().argmax(1, keepdim=True))
-    return vectors * torch.where(largest < 0, -1.0, 1.0)  # one sign, whatever the algorithm
+    vectors = vectors * torch.where(largest < 0, -1.0, 1.0)  # one sign, whatever the algorithm
+    return values.flip(0).clamp_min(0), lambda count: vectors[:count].clone()
+
+
+def _best_sizes(rows: Tensor, columns: Tensor, dim: int) -> tuple[int, int]:
+    """The (a, b), ``a b <= dim``, of the largest share: the sum of the top a times that of the top b eigenvalues."""
+    a = torch.arange(1, min(len(rows), dim) + 1)
+    b = (dim // a).clamp_max(len(columns))
+    best = int((rows.cumsum(0)[a - 1] * columns.cumsum(0)[b - 1]).argmax())
+    return int(a[best]), int(b[best])
 
 
 def _biases(names: Collection[str], module: nn.Module) -> dict[str, str]:

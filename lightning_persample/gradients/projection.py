@@ -129,7 +129,7 @@ class Projection:
         Returns:
             a * b: all of them where they are at most `dim`.
         """
-        return prod(self.sizes(*as_matrix(shape)))
+        return prod(self._sizes(*as_matrix(shape)))
 
     def matrices(self, name: str, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The two matrices by which the gradient of a parameter is projected.
@@ -162,7 +162,7 @@ class Projection:
             The factors, whose matrices are shared and must not be changed.
         """
         p, d = as_matrix(shape)
-        a, b = self.sizes(p, d)
+        a, b = self._sizes(p, d)
         left = None if a == p else self._matrix((name, "left", a, p, dtype, device))
         right = None if b == d else self._matrix((name, "right", b, d, dtype, device))
         return Factors(left, right, a, b, dtype)
@@ -171,8 +171,7 @@ class Projection:
         """Projected gradients by parameter, (B, k), each with those of the vector that is appended to it."""
         return rows
 
-    def sizes(self, p: int, d: int) -> tuple[int, int]:
-        """How many rows and columns (a, b) are kept of a matrix (p, d)."""
+    def _sizes(self, p: int, d: int) -> tuple[int, int]:
         share = isqrt(self.dim)
         if p * d <= self.dim:
             return p, d

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ _ONE = "take ekfac(train.at(checkpoint), test.at(checkpoint)) of one, with an Ei
 def ekfac(
     train: StoreOrPath,
     test: StoreOrPath,
-    damping: float = 0.1,
+    damping: float = 3.0,
     *,
     absolute: bool = False,
     max_memory: int | None = None,
@@ -42,7 +44,8 @@ def ekfac(
         train: gradients of the training samples at one checkpoint, (n, K); a store or its folder.
         test: gradients of the test samples there, (m, K); a store or its folder.
         damping: what is added to every lambda_k, above 0, as a multiple of the mean lambda of the parameter b that k is
-            of. The less, the more the directions count in which samples hardly differ.
+            of, where directions that the projection leaves out count as 0. The less it is, the more the directions
+            count in which samples hardly differ.
         absolute: whether `damping` is added as it is, for all parameters alike.
         max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
 
@@ -73,7 +76,8 @@ def ekfac(
     for parameter in store.manifest.parameters:
         own = moments[parameter.start : parameter.stop] / count
         if own.any():  # else its part of every training gradient is 0, and so is its part of every score
-            added = damping if absolute else damping * own.mean()
+            size = max(prod(parameter.shape), len(own))  # directions that were left out count as 0
+            added = damping if absolute else damping * own.sum() / size
             weights[parameter.start : parameter.stop] = 1 / (own + added)
 
     def weighted(values: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def correct_class_margin(logits: Tensor, targets: Tensor) -> Tensor:
 def trak(
     train: StoreOrPath,
     test: StoreOrPath,
-    damping: float = 0.1,
+    damping: float = 0.3,
     *,
     absolute: bool = False,
     one_minus_p: str = "one_minus_p",

@@ -52,6 +52,12 @@ def test_directions_and_projected_gradients(case, dim, tmp_path):
     basis = projection.bases["layer.weight"]
     assert_span(basis.rows, span(left), len(basis.rows))
     assert_span(basis.columns, span(right), len(basis.columns))
+    energies = [torch.linalg.eigvalsh(span(side)).flip(0) for side in (left, right)]
+    kept = float(energies[0][: len(basis.rows)].sum() * energies[1][: len(basis.columns)].sum())
+    for a in range(1, 1 + len(energies[0])):
+        for b in range(1, 1 + len(energies[1])):
+            if dim is None or a * b <= dim:
+                assert float(energies[0][:a].sum() * energies[1][:b].sum()) <= kept * (1 + 1e-9)
     assert dim is None or len(basis.rows) * len(basis.columns) <= dim
 
     store = collect_gradients(

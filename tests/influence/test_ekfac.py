@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_persample import EigenProjection, OptionError, collect_gradients
-from lightning_persample.influence import ekfac, grad_dot
+from lightning_persample.influence import GradientStore, ekfac, grad_dot
+from lightning_persample.influence.shards import Shards, StoreManifest, StoreWriter, columns_for
 from tests.callbacks.eigen_cases import CASES, loss_of, sample_grads, seen_by, sides, span, with_bias
 from tests.influence.loops import simple
 
@@ -54,10 +55,26 @@ def test_numbers_by_hand(tmp_path):
     train = simple(tmp_path / "train", values, shapes=shapes, projection=EIGEN)
     test = simple(tmp_path / "test", [[1.0, 2.0, 4.0, 5.0], [math.nan] * 4], shapes=shapes, projection=EIGEN)
     found = ekfac(train, test)  # lambda is 2, and (0.5, 4.5) with mean 2.5
-    expected = [2 * 1 / 2.2 + 1 * 2 / 0.75, 3 * 4 / 4.75]
+    expected = [2 * 1 / 8 + 1 * 2 / 8, 3 * 4 / 12]
     assert found.scores[:2, 0].tolist() == pytest.approx(expected, rel=1e-12)
     assert found.scores.isnan().tolist() == [[False, True], [False, True], [True, True]]
     assert found.nonfinite == 2
+
+
+def test_the_mean_counts_the_directions_that_were_left_out(tmp_path):
+    folders = iter((tmp_path / "train", tmp_path / "test"))
+    parameters = columns_for({"a": ((3, 4), 2)})
+    made = [StoreManifest("run", parameters, EIGEN, "float64", checkpoints=({"step": 1},)) for _ in range(2)]
+    stores = []
+    for folder, manifest in zip(folders, made, strict=True):
+        folder.mkdir()
+        Shards(folder).write_manifest(manifest)
+        writer = StoreWriter(folder, manifest)
+        writer.add(torch.tensor([[6.0, 2.0]], dtype=torch.float64), {"sample_index": torch.arange(1)})
+        writer.flush()
+        stores.append(GradientStore(folder))
+    mean = (36 + 4) / 12
+    assert ekfac(*stores, 0.5).scores.item() == pytest.approx(36 / (36 + 0.5 * mean) + 4 / (4 + 0.5 * mean))
 
 
 def test_with_much_damping_it_is_along_grad_dot(tmp_path):
