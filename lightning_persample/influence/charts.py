@@ -33,7 +33,7 @@ _LONGEST_NAME, _MOST_NAMES = 22, 40
 def svg(name: str, label: str, draw: Callable[[Any], None], height: float = 2.9) -> str:
     """What a function draws into axes, as an element of a page: no name of a program, no date and no address in it."""
     text = io.StringIO()
-    with matplotlib("style").context(["default", _STYLE]):
+    with matplotlib("style").context(["default", _STYLE]), np.errstate(all="ignore"):
         figure = matplotlib("figure").Figure(figsize=(4.6, height), layout="constrained")
         draw(figure.subplots())
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -49,7 +49,7 @@ def svg(name: str, label: str, draw: Callable[[Any], None], height: float = 2.9)
 def picture(draws: Sequence[Callable[[Any], None]]) -> Any:
     """What functions draw into axes of their own, one below the other, as a ``PIL.Image.Image``."""
     content = io.BytesIO()
-    with matplotlib("style").context("default"):
+    with matplotlib("style").context("default"), np.errstate(all="ignore"):
         figure = matplotlib("figure").Figure(figsize=(8, 3 * len(draws)), layout="constrained")
         for draw, axes in zip(draws, figure.subplots(len(draws), squeeze=False)[:, 0], strict=True):
             draw(axes)
