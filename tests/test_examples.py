@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import runpy
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from lightning_persample.influence import read_ledger
 from tests.processes import run_alone
+from tests.test_guide import without_numbers
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -107,3 +109,28 @@ def test_datamodeling_score_draws_the_table(tmp_path, started):
     table = dict(re.findall(r"^(\w+, \w+\(\w+\)) +(-?[\d.]+)$", printed, re.M))
     assert len(table) == 5
     assert float(table["ekfac, EigenProjection(None)"]) > 0.2
+
+
+def test_the_quickstart_notebook_prints_what_it_holds(tmp_path, monkeypatch, capsys):
+    """Its cells, one after the other, with two epochs in place of ten; numbers are not compared."""
+    for package in ("sklearn", "matplotlib", "pyarrow", "pandas"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text(encoding="utf-8"))["cells"]
+    namespace: dict[str, object] = {"__name__": "quickstart"}
+    pictures = 0
+    for number, cell in enumerate(cell for cell in cells if cell["cell_type"] == "code"):
+        code = "".join(cell["source"]).replace("max_epochs=10", "max_epochs=2")
+        capsys.readouterr()
+        exec(compile(code, f"quickstart.ipynb, cell {number}", "exec"), namespace)
+        held = "".join("".join(output.get("text", [])) for output in cell["outputs"])
+        assert without_numbers(held) in without_numbers(capsys.readouterr().out), code
+        pictures += sum("image/png" in output.get("data", {}) for output in cell["outputs"])
+    assert pictures == len(namespace["plt"].get_fignums()) == 2
+    namespace["plt"].close("all")
+    linked = re.findall(
+        r"\]\((.*?)\)", "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] != "code")
+    )
+    assert [target for target in linked if not (EXAMPLES / target).is_file()] == []
+    assert (tmp_path / "report.html").stat().st_size > 100_000
