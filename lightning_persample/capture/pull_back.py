@@ -483,8 +483,8 @@ def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions 
             weight, scale, shift, None, None, True, 0.0, named.get("eps", _EPS)
         )
         rows, length = weight.reshape(count, -1) - mean.unsqueeze(1), (weight.numel() / count) ** 0.5
-        direction = rows * (factor / length).unsqueeze(1)
-        dots = [source._row_dots(None) / length, source._row_dots(direction)]
+        direction = rows.mul_((factor / length).unsqueeze(1))
+        vectors = [direction.new_full((1, direction.shape[1]), 1 / length), direction]
     else:
         weight, scale, *dim = args
         if kwargs or dim != [0] or len(weight) != count:
@@ -492,17 +492,17 @@ def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions 
         value, rows, length = derivation.function(*args), weight.reshape(count, -1), 1.0
         factor = torch.linalg.vector_norm(rows, dim=1).reciprocal()
         direction = rows * factor.unsqueeze(1)
-        dots = [source._row_dots(direction)]
+        vectors = [direction]
     _check_repeats(derivation, value)
+    dots = source._row_dots(vectors)
     found: Contributions = []
     for place, parent in derivation.parents.items():
         leaf = derivation.leaves[place]
         if leaf is weight:
             by = factor if scale is None else factor * scale.reshape(-1)
-            along = torch.stack(dots, 1) * by
-            found.append((parent, Deflated(source._by_row(by), parent.shape, along, direction)))
+            found.append((parent, Deflated(source._by_row(by), parent.shape, dots * by, direction)))
         else:
-            dot = dots[-1] if leaf is scale else dots[0]  # (else it is the shift)
+            dot = dots[:, -1 if leaf is scale else 0]  # (else it is the shift)
             found.append((parent, Dense((dot * length).reshape(gradient.batch_size, *parent.shape))))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from math import prod
 
@@ -306,34 +306,37 @@ def patches_dot(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, vecto
     return by_chunks(inputs, dtype, bytes_each, dots)
 
 
-def outer_row_dots(left: Tensor, right: Tensor, rows: Tensor | None) -> Tensor:
-    """Of each row of sum_t left[b, t] (x) right[b, t] with its own of rows (p, d), or with ones: (B, p)."""
+def outer_row_dots(left: Tensor, right: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    """Of each row of sum_t left[b, t] (x) right[b, t] with its own of vectors, or the one, (p or 1, d): (B, K, p)."""
     dtype = accumulation_dtype(left, right)
-    result = left.new_empty(left.shape[0], left.shape[2], dtype=dtype)
-    for part in chunks(left.shape[0], left.shape[1] * (left.shape[2] + right.shape[2]) * dtype.itemsize, left.device):
+    result = left.new_empty(left.shape[0], len(vectors), left.shape[2], dtype=dtype)
+    each = left.shape[1] * (2 * left.shape[2] + right.shape[2]) * dtype.itemsize
+    for part in chunks(left.shape[0], each, left.device):
         wide, columns = left[part].to(dtype), right[part].to(dtype)
-        if rows is None:
-            result[part] = torch.bmm(columns.sum(2).unsqueeze(1), wide).squeeze(1)
-        else:
-            result[part] = (wide * (columns @ rows.to(dtype).mT)).sum(1)
+        for place, rows in enumerate(vectors):
+            result[part, place] = (wide * (columns @ rows.to(dtype).mT)).sum(1)
     return result
 
 
-def patches_row_dots(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, rows: Tensor | None) -> Tensor:
-    """Of each row of sum_kt grad_out[b, k, :, t] (x) patch[b, k, t] with its own of rows (O, C/G *kernel), or ones."""
-    # grad_out (B, k, O, *out), inputs (B, k, C, *in) -> (B, O): a convolution of the inputs by the rows, with grad_out
-    dtype, groups = accumulation_dtype(grad_out, inputs), geometry.groups
-    result = grad_out.new_empty(grad_out.shape[0], grad_out.shape[2], dtype=dtype)
+def patches_row_dots(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, vectors: Sequence[Tensor]) -> Tensor:
+    """Of each row of sum_kt grad_out[b, k, :, t] (x) patch[b, k, t] with its own of vectors (O or 1, n): (B, K, O)."""
+    # grad_out (B, k, O, *out), inputs (B, k, C, *in): a convolution of the inputs by the vectors, with grad_out
+    dtype, groups, outputs = accumulation_dtype(grad_out, inputs), geometry.groups, grad_out.shape[2]
+    shared = [rows.expand(groups, -1) if len(rows) == 1 else rows for rows in vectors]
+    kernel = torch.cat([rows.to(dtype).unflatten(0, (groups, -1)) for rows in shared], 1)  # (G, rows, n)
+    widths = [len(rows) // groups for rows in shared]
+    is_product = {groups, *geometry.kernel_size, *geometry.stride} == {1} and not any(map(any, geometry.padding))
+    result = grad_out.new_empty(grad_out.shape[0], len(vectors), outputs, dtype=dtype)
     each = 2 * (bytes_of_sample(grad_out, dtype) + bytes_of_sample(inputs, dtype))
     for part in chunks(grad_out.shape[0], each, grad_out.device):
-        grads, read = grad_out[part].to(dtype).unflatten(2, (groups, -1)), inputs[part].to(dtype).flatten(0, 1)
-        if rows is None:  # of one row for each group
-            read, channels = read.unflatten(1, (groups, -1)).sum(2), 1
-            kernel = read.new_ones(()).expand(groups, 1, *geometry.kernel_size)
+        read, grads = inputs[part].to(dtype).flatten(0, 1), grad_out[part].to(dtype).flatten(3)
+        if is_product and read.shape[2:] == grad_out.shape[3:]:
+            out = kernel[0] @ read.flatten(2)  # of one element, without the copy of the kernel that a convolution makes
         else:
-            channels = grads.shape[3]
-            kernel = rows.to(dtype).reshape(groups * channels, -1, *geometry.kernel_size)
-        out = convolved(read, kernel, geometry, tuple(grads.shape[4:])).unflatten(0, grads.shape[:2])
-        products = grads * out.unflatten(2, (groups, channels))
-        result[part] = products.flatten(4).sum(4).sum(1).flatten(1)
+            weight = kernel.reshape(-1, inputs.shape[2] // groups, *geometry.kernel_size)
+            out = convolved(read, weight, geometry, tuple(grad_out.shape[3:])).flatten(2)
+        out = out.view(*grads.shape[:2], groups, -1, grads.shape[3])
+        for place, of_rows in enumerate(out.split(widths, 3)):
+            products = grads.unflatten(2, (groups, -1)) * of_rows
+            result[part, place] = products.sum(4).sum(1).flatten(1)
     return result

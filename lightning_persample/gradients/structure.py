@@ -5,6 +5,7 @@ A rule returns one of these structures.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,8 +127,8 @@ class Outer(SampleGradient):
     def _is_formed(self) -> bool:
         return self.left.shape[1] > 1 and self._kernel() == "direct"
 
-    def _row_dots(self, rows: Tensor | None) -> Tensor:
-        return norms.outer_row_dots(self.left, self.right, rows)
+    def _row_dots(self, vectors: Sequence[Tensor]) -> Tensor:
+        return norms.outer_row_dots(self.left, self.right, vectors)
 
     def _by_row(self, factor: Tensor) -> Outer:
         return Outer(self.left * factor, self.right)
@@ -286,8 +287,8 @@ class Patches(SampleGradient):
             self.grad_out, self.input, self.geometry
         )
 
-    def _row_dots(self, rows: Tensor | None) -> Tensor:
-        return norms.patches_row_dots(self.grad_out, self.input, self.geometry, rows)
+    def _row_dots(self, vectors: Sequence[Tensor]) -> Tensor:
+        return norms.patches_row_dots(self.grad_out, self.input, self.geometry, vectors)
 
     def _by_row(self, factor: Tensor) -> Patches:
         grad_out = self.grad_out * factor.reshape(-1, *(1,) * (self.grad_out.dim() - 3))

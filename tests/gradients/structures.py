@@ -104,6 +104,7 @@ GEOMETRIES = {
     "2d-same-even-kernel": Convolution((5, 4), (2, 4), (1, 1), ((0, 1), (1, 2)), (1, 1)),
     "2d-dilation": Convolution((7, 8), (2, 3), (1, 2), ((2, 2), (1, 1)), (3, 2)),
     "2d-groups": Convolution((5, 5), (3, 3), (1, 1), (SAME, SAME), (1, 1), groups=2),
+    "2d-as-many-groups-as-elements": Convolution((5, 5), (2, 2), (1, 1), (NO_PAD, NO_PAD), (1, 1), 4, (4, 8)),
     "2d-depthwise": Convolution((5, 4), (3, 3), (1, 1), (SAME, SAME), (1, 1), groups=4, channels=(4, 4)),
     "2d-depthwise-multiplier": Convolution((5, 4), (3, 3), (2, 1), (SAME, SAME), (1, 1), groups=4, channels=(4, 8)),
     "2d-three-rows": Convolution((5, 4), (3, 2), (2, 1), (SAME, (0, 1)), (1, 1), groups=2, rows=3),

@@ -90,15 +90,15 @@ def deflated(
     rows, direction, along = rows.double(), None, []
     expected = rows
     if "mean" in parts:
-        along.append(source._row_dots(None) / n**0.5)
+        along.append(torch.full((1, n), n**-0.5, dtype=torch.float64))
         expected = expected - rows.mean(2, keepdim=True)
     if "direction" in parts:
         direction = torch.randn(outputs, n, dtype=torch.float64)
         direction = 0.9 * torch.nn.functional.normalize(direction - direction.mean(1, keepdim=True), dim=1)
-        along.append(source._row_dots(direction))
+        along.append(direction)
         expected = expected - (rows * direction).sum(2, keepdim=True) * direction
-    stacked = torch.stack(along, 1) if along else rows.new_empty(batch_size, 0, outputs, dtype=source.dtype)
-    return Deflated(source, torch.Size(size), stacked, direction), expected.reshape(batch_size, *size)
+    dots = source._row_dots(along) if along else rows.new_empty(batch_size, 0, outputs)
+    return Deflated(source, torch.Size(size), dots, direction), expected.reshape(batch_size, *size)
 
 
 @pytest.mark.parametrize("parts", ["", "mean", "mean direction"])
@@ -123,7 +123,7 @@ def test_rows_that_lie_along_a_direction_nearly(rest: float) -> None:
     right = q.expand(3, 2, -1) + rest * torch.randn(3, 2, 600) / 600**0.5
     source = Outer(torch.randn(3, 2, 8), right)
     direction = q.expand(8, -1)
-    gradient = Deflated(source, source.shape, source._row_dots(direction).unsqueeze(1), direction)
+    gradient = Deflated(source, source.shape, source._row_dots([direction]), direction)
     rows = torch.einsum("btp,btd->bpd", source.left.double(), right.double())
     expected = sq_norm(rows - (rows @ q[0].double()).unsqueeze(2) * q.double())
     torch.testing.assert_close(
