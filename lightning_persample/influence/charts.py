@@ -6,7 +6,9 @@ import html
 import importlib
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,13 +29,21 @@ _STYLE = {
     "legend.frameon": False,
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
 }
-_LONGEST_NAME, _MOST_NAMES = 22, 40
+_LONGEST_NAME, _MOST_NAMES = 24, 40
+
+
+@contextmanager
+def _drawing(style: Any) -> Iterator[None]:
+    """The style, whatever the user's is; no warnings of numbers at the ends of the range, or of missing letters."""
+    with matplotlib("style").context(style), np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # (the reader's browser has it)
+        yield
 
 
 def svg(name: str, label: str, draw: Callable[[Any], None], height: float = 2.9) -> str:
     """What a function draws into axes, as an element of a page: no name of a program, no date and no address in it."""
     text = io.StringIO()
-    with matplotlib("style").context(["default", _STYLE]), np.errstate(all="ignore"):
+    with _drawing(["default", _STYLE]):
         figure = matplotlib("figure").Figure(figsize=(4.6, height), layout="constrained")
         draw(figure.subplots())
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -49,7 +59,7 @@ def svg(name: str, label: str, draw: Callable[[Any], None], height: float = 2.9)
 def picture(draws: Sequence[Callable[[Any], None]]) -> Any:
     """What functions draw into axes of their own, one below the other, as a ``PIL.Image.Image``."""
     content = io.BytesIO()
-    with matplotlib("style").context("default"), np.errstate(all="ignore"):
+    with _drawing("default"):
         figure = matplotlib("figure").Figure(figsize=(8, 3 * len(draws)), layout="constrained")
         for draw, axes in zip(draws, figure.subplots(len(draws), squeeze=False)[:, 0], strict=True):
             draw(axes)
@@ -59,10 +69,10 @@ def picture(draws: Sequence[Callable[[Any], None]]) -> Any:
 
 def bands(axes: Any, edges: Array, low: Array, middle: Array, high: Array) -> None:
     """Quantiles of the norms in windows of steps, (windows,) each."""
-    centers = (edges[:-1] + edges[1:]) / 2
-    axes.fill_between(centers, low, high, color=_FIRST, alpha=0.25, linewidth=0, label="5% to 95% of the samples")
-    axes.plot(centers, middle, color=_FIRST, label="median", marker="." if len(centers) < 30 else "")
-    axes.set(xlabel="step", ylabel="gradient norm")
+    axes.stairs(high, edges, baseline=low, fill=True, color=_FIRST, alpha=0.25, label="5% to 95% of the samples")
+    axes.stairs(middle, edges, baseline=None, color=_FIRST, linewidth=1.4, label="median")
+    _steps(axes)
+    axes.set(ylabel="gradient norm")
     _scale(axes, np.concatenate([low, high]))
     _legend(axes)
 
@@ -72,7 +82,8 @@ def heat(axes: Any, edges: Array, log_edges: Array, share: Array) -> None:
     colors = matplotlib("colors").PowerNorm(0.5, 0)  # a first window in which all are alike leaves room for the others
     mesh = axes.pcolormesh(edges, 10**log_edges, np.where(share > 0, 100 * share, np.nan), norm=colors)
     mesh.set_rasterized(True)
-    axes.set(xlabel="step", ylabel="gradient norm", yscale="log")
+    axes.set(ylabel="gradient norm", yscale="log")
+    _steps(axes)
     _plain(axes.yaxis)
     axes.figure.colorbar(mesh, ax=axes, pad=0.02, label="% of the samples").outline.set_visible(False)
 
@@ -85,7 +96,7 @@ def layers(axes: Any, edges: Array, names: Sequence[str], values: Array, label: 
     mesh.set_rasterized(True)
     every = -(-len(names) // _MOST_NAMES)
     axes.set_yticks(np.arange(len(names))[::every] + 0.5, [_shortened(name) for name in names[::every]], fontsize=7)
-    axes.set(xlabel="step")
+    _steps(axes)
     axes.invert_yaxis()
     bar = axes.figure.colorbar(mesh, ax=axes, pad=0.02, label=label)
     bar.outline.set_visible(False)
@@ -97,10 +108,11 @@ def curves(axes: Any, lines: Mapping[str, tuple[Array, Array]], label: str, batc
     cycle = [_FIRST, "#10b981", "#a855f7", "#eab308"]
     for place, (name, (steps, values)) in enumerate(lines.items()):
         dots = "." if len(steps) < 30 else ""
-        axes.plot(steps, values, color=cycle[place % len(cycle)], label=name, marker=dots)
+        axes.plot(steps, values, color=cycle[place % len(cycle)], label=_literal(name), marker=dots)
     if batch_size is not None:
         axes.axhline(batch_size, color=_SECOND, linestyle="--", label=f"batch size {batch_size:g}")
-    axes.set(xlabel="step", ylabel=label)
+    _steps(axes)
+    axes.set(ylabel=label)
     _scale(axes, np.concatenate([values for _, values in lines.values()] + [np.array([batch_size or np.nan])]))
     _legend(axes)
 
@@ -112,9 +124,15 @@ def points(axes: Any, x: Array, y: Array, marked: NDArray[np.bool_] | None, mark
     axes.set(xlabel="mean loss", ylabel="mean gradient norm")
     _scale(axes, y)
     if marked is not None:
-        for color, name in ((_SECOND, mark), (_FIRST, f"not {mark}")):
+        for color, name in ((_SECOND, _shortened(mark)), (_FIRST, f"not {_shortened(mark)}")):
             axes.scatter([], [], s=14, color=color, label=name)
         _legend(axes)
+
+
+def _steps(axes: Any) -> None:
+    axes.set(xlabel="step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _plain(axes.xaxis)
 
 
 def _legend(axes: Any) -> None:
@@ -133,7 +151,8 @@ def _scale(axes: Any, values: Array) -> None:
 def _plain(axis: Any) -> None:
     """Numbers as people write them; no label at minor ticks but where there are few major ones."""
     ticker = matplotlib("ticker")
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}"))
+    written = ticker.FuncFormatter(lambda value, _: f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:g}")
+    axis.set_major_formatter(written)
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
         if high < 50 * low:
@@ -142,5 +161,10 @@ def _plain(axis: Any) -> None:
 
 
 def _shortened(name: str) -> str:
-    name = name.replace("$", r"\$")
-    return name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
+    half = _LONGEST_NAME // 2
+    return _literal(name if len(name) <= _LONGEST_NAME else f"{name[:half]}…{name[1 - half :]}")
+
+
+def _literal(name: str) -> str:
+    """A name in which matplotlib sees no formula."""
+    return name.replace("$", r"\$")

@@ -431,9 +431,14 @@ def _column(values: Any) -> Callable[[Any], Any]:
     def look_up(index: Any) -> Any:
         try:
             value = values(index) if callable(values) else values[index]
-            return value.item() if hasattr(value, "item") else value
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError):
             return None
+        except Exception as error:  # of the user's function, shown in place of the value
+            return f"failed: {type(error).__name__}: {error}"
+        if not hasattr(value, "item"):
+            return value
+        size = value.numel() if hasattr(value, "numel") else np.size(value)
+        return value.item() if size == 1 else str(value)
 
     return look_up
 
@@ -447,10 +452,10 @@ def _norms_panel(run: Run, found: dict[str, Any] | None) -> str:
     name, title = "norms", "Gradient norms of the samples"
     if found is not None:
         (_, first, _), (_, median, high) = found["first"], found["last"]
-        text = (
-            f"The line is the median sample, the band holds 90% of them. The median is {_short(first)} in the first "
-            f"tenth of the steps and {_short(median)} in the last, where 5% of the samples are above {_short(high)}"
-        )
+        text = f"The line is the median sample, the band holds 90% of them. The median is {_short(first)}"
+        if len(found["edges"]) > 2:
+            text += f" in the first tenth of the steps and {_short(median)} in the last"
+        text += f", where 5% of the samples are above {_short(high)}"
         text += f", {_short(high / median)} times the median. " if median > 0 else ". "
         text += "A band that grows upwards: few samples, hard or mislabelled ones, drive the training."
         draw = partial(charts.bands, edges=found["edges"], low=found["p5"], middle=found["p50"], high=found["p95"])
@@ -534,7 +539,9 @@ def _scores_panel(run: Run, found: dict[str, Any] | None, labels: Mapping[str, C
     name, title = "scores", "Loss and gradient norm of each sample"
     if found is None:
         text = "Without an index of the samples there are no means of each."
-        if run.samples is not None:
+        if run.samples is not None and np.isfinite(np.array(run.samples.columns.get("loss", []), dtype=float)).any():
+            text = "No sample has both a finite loss and a finite norm."
+        elif run.samples is not None:
             text = (
                 'The run has no losses of samples: return {"loss": loss, "per_sample": {"loss": losses}} from '
                 "training_step, and PerSampleGradientWriter writes them."
@@ -655,7 +662,8 @@ def _cell(value: Any) -> str:
         return f'<td data-value="{int(value)}">{"yes" if value else "no"}</td>'
     if _is_number(value):
         return f'<td class="number" data-value="{value if math.isfinite(value) else ""}">{_short(value)}</td>'
-    return f'<td class="text">{"" if value is None else _text(shortened(str(value)))}</td>'
+    text = "" if value is None else _text(shortened(str(value)))
+    return f'<td class="text{" long" if len(text) > 40 else ""}"><div>{text}</div></td>'
 
 
 def _tiles(run: Run) -> list[tuple[str, str]]:

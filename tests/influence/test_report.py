@@ -189,7 +189,7 @@ def test_norms_of_which_none_is_finite_are_no_chart(tmp_path, unsaved):
     page = report(write_ledger(tmp_path / "ledger", change=set_("norm", slice(None), np.nan)), out=tmp_path / "r.html")
     assert "No captured row has a finite norm." in panel(page, "norms")
     assert "No captured row has a positive finite norm." in panel(page, "histogram")
-    assert "<svg" not in panel(page, "scores")
+    assert "No sample has both a finite loss and a finite norm." in panel(page, "scores")
     assert "samples had a norm that is inf or nan" in texts(page)
     assert re.search(r'data-value="">nan</td>', panel(page, "samples"))
 
@@ -329,6 +329,33 @@ def test_pictures_have_the_values_of_the_array(tmp_path):
     assert (np.asarray(rendered(lambda _: np.moveaxis(array, 0, -1), 0)) == expected).all()
     scaled = np.asarray(rendered(lambda _: np.array([[-2.0, 0.0, 2.0]]), 0))
     assert scaled[..., 0].tolist() == [[0, 128, 255]]
+
+
+def test_labels_of_any_kind_are_columns(tmp_path, unsaved):
+    labels = {
+        "$a$b_{x": lambda index: index % 2 == 0,  # no formula of matplotlib's
+        "tensor": torch.arange(40),
+        "mapping": {7: "seven"},
+        "pairs": torch.zeros(40, 2),
+        "failing": failing,
+    }
+    page = report(write_ledger(tmp_path / "ledger"), out=tmp_path / "report.html", labels=labels, k=40)
+    found = numbers(page)["samples"]
+    for row in (dict(zip(found["columns"], row, strict=True)) for row in found["rows"]):
+        assert (row["$a$b_{x"], row["tensor"]) == (row["index"] % 2 == 0, row["index"])
+        assert row["mapping"] == ("seven" if row["index"] == 7 else None)
+        assert row["pairs"] == "tensor([0., 0.])"
+        assert row["failing"] == f"failed: RuntimeError: no picture of {row['index']}"
+
+
+@pytest.mark.parametrize(
+    "value", [1e300, *(pytest.param(each, marks=pytest.mark.slow) for each in (5e-324, 0.0, np.inf))]
+)
+def test_numbers_at_the_ends_of_the_range_are_drawn(tmp_path, value):
+    folder = write_ledger(tmp_path / "ledger", steps=2, batch=2, change=set_("norm", [0], value))
+    text = report(folder, out=tmp_path / "r.html", labels={"$odd$ $": lambda index: index % 2 == 0}).read_text("utf-8")
+    assert text.count("<svg") == 4
+    assert "$odd$" in text
 
 
 @pytest.mark.parametrize(
