@@ -263,6 +263,11 @@ class Deflated(SampleGradient):
     def _map(self, function: Callable[[Tensor], Tensor]) -> Deflated:
         return replace(self, source=self.source._map(function), along=function(self.along))
 
+    def scaled(self, factors: Tensor) -> Deflated:
+        """What it is made of scaled, and with it what is taken from that."""
+        along = self.along.to(self.dtype) * factors.to(self.device, self.dtype).view(-1, 1, 1)
+        return replace(self, source=self.source.scaled(factors), along=along)
+
     def _dense(self) -> Tensor:
         rows = self.source._dense().reshape(self.batch_size, self.along.shape[2], -1)
         if self.along.shape[1] > (self.direction is not None):

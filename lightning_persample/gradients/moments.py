@@ -59,7 +59,7 @@ def indexed_moments(index: Tensor, right: Tensor, num_rows: int) -> Moments:
 
 def dense_moments(grad: Tensor) -> Moments:
     """Of the rows and the columns of each sample's gradient itself, (B, *shape)."""
-    matrices = grad.unsqueeze(1) if grad.dim() < 3 else grad.flatten(2)
+    matrices = grad.flatten(2) if grad.dim() > 2 else grad.reshape(len(grad), 1, grad.shape[1:].numel())
     rows, columns = matrices.mT.flatten(0, 1), matrices.flatten(0, 1)
     return _moment(rows), _moment(_with_one(columns, 0.0))
 

@@ -230,7 +230,7 @@ class SampleGradient(ABC):
         return total
 
     def _moments(self) -> Moments:
-        parts = chunks(self.batch_size, 3 * self._dense_bytes(), self.device)
+        parts = list(chunks(self.batch_size, 3 * self._dense_bytes(), self.device)) or [slice(0, 0)]
         found = [dense_moments(self.samples(part.start, part.stop)._dense()) for part in parts]
         rows, columns = functools.reduce(lambda one, two: (one[0] + two[0], one[1] + two[1]), found)
         return rows, columns

@@ -203,6 +203,29 @@ def test_saved_loaded_and_sent_it_is_the_same(tmp_path):
         collect_gradients(module, DataLoader(dataset, 4), folder, projection=Projection(9), **options)
 
 
+def test_weights_that_are_made_of_others_and_a_scalar(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(4)
+            self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.double()
+
+        def forward(self, inputs):
+            return self.scale * self.norm(inputs)
+
+    module, dataset = Scaled(), data(5)
+    projection = EigenProjection.fit(module, DataLoader(dataset, 4), None, loss=loss_of)
+    turned, full = (
+        collect_gradients(
+            module, DataLoader(dataset, 1), tmp_path / str(k), projection=each, dtype="float64", loss=loss_of
+        )
+        for k, each in enumerate((projection, None))
+    )
+    torch.testing.assert_close(grad_dot(turned, turned).scores, grad_dot(full, full).scores, rtol=1e-10, atol=1e-12)
+
+
 class Trained(LightningModule):
     """A small classifier in float64."""
 
