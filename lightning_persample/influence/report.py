@@ -152,6 +152,9 @@ def _of_ledger(dirpath: Path) -> Run:
             f"{unknown:,} of {len(table):,} rows have no sample_index: they are in no sample's mean. "
             "`sample_index=` of PerSampleGradientWriter gives the index where the data carry it."
         )
+    if len(table) and (passes := int(table["backward_index"].to_numpy().max()) + 1) > 1:
+        text = f"A batch has up to {passes} backward passes (manual optimization): the charts have the norms of all."
+        warnings.append(text)
     if manifest.settings.get("max_samples") is not None:
         warnings.append(
             f"max_samples={manifest.settings['max_samples']}: of larger batches a random part was captured."
@@ -181,7 +184,8 @@ def _batch_size(table: Any, settings: Mapping[str, Any]) -> float | None:
     if not len(table):
         return None
     if settings.get("max_samples") is None:
-        return float(np.median(np.unique(table["step"].to_numpy(), return_counts=True)[1]))
+        first = table["step"].to_numpy()[table["backward_index"].to_numpy() == 0]  # others are of the same samples
+        return float(np.median(np.unique(first, return_counts=True)[1])) if len(first) else None
     weights = _floats(table, "weight")
     known = weights[np.isfinite(weights) & (weights > 0)]
     return float(np.median(1 / known)) if known.size and settings.get("loss_reduction") == "mean" else None

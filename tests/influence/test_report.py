@@ -358,10 +358,20 @@ def test_numbers_at_the_ends_of_the_range_are_drawn(tmp_path, value):
     assert "$odd$" in text
 
 
+def two_passes(values):
+    values["backward_index"] = values["row"] // 4
+
+
 @pytest.mark.parametrize(
     ("change", "settings", "text"),
     [
         (lambda values: None, {"max_samples": 4}, "max_samples=4: of larger batches a random part was captured."),
+        (
+            two_passes,
+            {},
+            "A batch has up to 2 backward passes (manual optimization): the charts have the norms of all.",
+        ),
+        (two_passes, {}, " 4 batch size"),
         (set_("coverage", 3, 0.25), {}, "At the least covered step the norms are over 25% of the weights"),
         (set_("norm", 3, 0.0), {}, "1 rows with a norm of 0 are not in it."),
     ],
