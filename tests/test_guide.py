@@ -54,12 +54,12 @@ def of_the_readme() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in RUN_BY_OTHERS and "```python" in read(page)])
 def test_code_runs_and_prints_what_stands_below_it(page, of_the_readme, own_rules, tmp_path, monkeypatch, capsys):
-    """Trainings of thirty epochs end after four: numbers are not compared, only which are printed."""
+    """Trainings of thirty epochs end after three: numbers are not compared, only which are printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(TQDMProgressBar, "is_disabled", True)
     namespace = dict(of_the_readme)
     for block, output in blocks_and_outputs(page):
-        block = block.replace("max_epochs=30", "max_epochs=4")
+        block = block.replace("max_epochs=30", "max_epochs=3")
         capsys.readouterr()
         exec(compile(block, page, "exec"), namespace)
         assert without_numbers(output) in without_numbers(capsys.readouterr().out), block
