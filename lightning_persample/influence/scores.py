@@ -177,6 +177,26 @@ class PairScores:
         """
         return ranked(self.train_index, self._against(test), k, largest=False)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the scores to a file, for `load`.
+
+        Args:
+            path: of the file.
+        """
+        torch.save(vars(self), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PairScores:
+        """The scores that `save` has written.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            Equal scores.
+        """
+        return cls(**torch.load(path, map_location="cpu", weights_only=True))
+
     def _against(self, test: int | None) -> Tensor:
         """The scores against a test sample, or their mean over all, (train,)."""
         if test is None:

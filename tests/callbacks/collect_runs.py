@@ -14,7 +14,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_persample import PerSampleGradientWriter, Projection, UnsupportedError, collect_gradients
+from lightning_persample import (
+    EigenProjection,
+    PerSampleGradientWriter,
+    Projection,
+    UnsupportedError,
+    collect_gradients,
+)
 from tests.callbacks.runs import make_trainer
 
 FEATURES, CLASSES, COUNT = 5, 3, 22
@@ -137,6 +143,11 @@ def main(folder: str) -> None:
     except UnsupportedError as error:
         text = str(error)
     torch.save(text, Path(folder, f"refused.{trainer.global_rank}.pt"))
+    projection = EigenProjection.fit(Net(), loader(), 9, trainer=trainer)
+    torch.save(
+        {name: tuple(basis) for name, basis in projection.bases.items()},
+        Path(folder, f"eigen.{trainer.global_rank}.pt"),
+    )
     writer = PerSampleGradientWriter(Path(folder) / "ledger", projection=Projection(10**6), dtype="float64")
     fitted = make_trainer([writer], devices=2, strategy="ddp", default_root_dir=folder)
     fitted.fit(Net().eval(), DataLoader(Rows(20), 5))

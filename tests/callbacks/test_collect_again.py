@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from lightning_persample import (
+    EigenProjection,
     OptionError,
     PerSampleError,
     PerSampleWarning,
@@ -226,6 +227,15 @@ def test_what_cannot_be_split_is_refused_by_both(ranks):
     texts = ranks[1]("refused")
     expected = "the samples cannot be split among 2 processes, because the rows of a Stream have no indices: pass a Dat"
     assert [text.startswith(expected) for text in texts] == [True, True]
+
+
+def test_two_processes_fit_the_projection_of_one(ranks):
+    found, expected = ranks[1]("eigen"), EigenProjection.fit(Net(), loader(), 9).bases
+    for name, basis in expected.items():
+        for place, one in enumerate(basis):
+            first, second = (each[name][place] for each in found)
+            assert torch.equal(first, second)
+            torch.testing.assert_close(first.T @ first, one.T @ one, rtol=1e-7, atol=1e-7)
 
 
 def test_two_processes_keep_the_gradients_of_a_fit(ranks):

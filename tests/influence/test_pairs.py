@@ -91,3 +91,14 @@ def test_a_test_sample_without_scores_is_refused():
         pairs().top(0)
     with pytest.raises(OptionError, match="k=0 is not allowed"):
         pairs().bottom(0)
+
+
+def test_saved_scores_are_read_as_they_were(tmp_path):
+    scores = torch.tensor([[1.0, float("nan")], [-2.0, 0.5]], dtype=torch.float64)
+    pairs = PairScores("ekfac", (3, 8), (0, 5), scores, "positive: helps", 2, 1)
+    pairs.save(tmp_path / "scores.pt")
+    found = PairScores.load(tmp_path / "scores.pt")
+    assert (found.name, found.train_index, found.test_index) == ("ekfac", (3, 8), (0, 5))
+    assert (found.convention, found.unknown, found.nonfinite) == ("positive: helps", 2, 1)
+    assert found.scores.dtype == torch.float64
+    assert found.scores.nan_to_num(7.0).equal(scores.nan_to_num(7.0))
