@@ -197,10 +197,9 @@ def _samples_of(table: Any, norm: Array) -> Samples | None:
     if not known.any():
         return None
     chosen, norm = table.filter(arrow().array(known)), norm[known]
-    index, place = np.unique(chosen["sample_index"].to_numpy().astype(object), return_inverse=True)
-    last, seen = np.full(len(index), math.nan), np.bincount(place)
-    last[place] = norm  # rows are in the order of the steps
-    finite = np.isfinite(norm)
+    index, place = np.unique(chosen["sample_index"].to_numpy(), return_inverse=True)
+    latest = np.zeros(len(index), dtype=np.int64)
+    latest[place] = np.arange(len(place))  # rows are in the order of the steps
     columns: dict[str, list[Any]] = {}
     for name in chosen.column_names:
         if name in BASE_COLUMNS or name.startswith("norm/"):
@@ -208,11 +207,9 @@ def _samples_of(table: Any, norm: Array) -> Samples | None:
         if str(chosen[name].type) == "double":
             columns[name] = _means(place, _floats(chosen, name), len(index)).tolist()
         else:
-            columns[name] = list(dict(zip(place.tolist(), chosen[name].to_pylist(), strict=True)).values())
-            order = list(dict.fromkeys(place.tolist()))
-            columns[name] = [columns[name][at] for at in np.argsort(order)]
-    nonfinite = np.bincount(place[~finite], minlength=len(index))
-    return Samples(index.tolist(), _means(place, norm, len(index)), last, seen, nonfinite, columns)
+            columns[name] = chosen[name].take(latest).to_pylist()
+    seen, nonfinite = np.bincount(place), np.bincount(place[~np.isfinite(norm)], minlength=len(index))
+    return Samples(index.tolist(), _means(place, norm, len(index)), norm[latest], seen, nonfinite, columns)
 
 
 def _means(place: NDArray[np.int64], values: Array, count: int) -> Array:
