@@ -350,7 +350,7 @@ def _parts(derivation: Derivation, gradient: SampleGradient) -> Iterator[Tensor]
     step, size = max(1, limit // (value.element_size() * max(1, value.numel()))), gradient.batch_size
     for start in range(0, size, step):
         part = gradient if step >= size else gradient.samples(start, start + step)
-        yield (part.grad if type(part) is Dense else part.dense()).to(value.dtype)
+        yield part.grad if type(part) is Dense else part.dense()
 
 
 def _joined(parts: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
@@ -366,7 +366,7 @@ def _pull(derivation: Derivation, cotangents: Tensor, drawn: Callable[[], bool])
         if not may_note:
             _check_repeats(derivation, value)
             drawn()
-        return [value, *pull_each(pull, cotangents, kind)]
+        return [value, *pull_each(pull, cotangents.to(value.dtype), kind)]  # (autocast is off by now)
 
     layout = kind, cotangents.shape, cotangents.stride(), cotangents.dtype
     may_note = bool(BATCHES.get(kind)) and layout not in _PROGRAMS and _may_be_noted(derivation)
