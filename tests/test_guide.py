@@ -190,6 +190,11 @@ def test_every_public_name_has_an_example_that_runs(room):
     assert set(missing) <= {"__version__"}
 
 
+def test_the_api_reference_lists_every_name():
+    listed = re.findall(r"^\.\. auto\w+:: (\w+)$", read("examples/guide/api/index.rst"), flags=re.MULTILINE)
+    assert sorted([*listed, "__version__"]) == lightning_persample.__all__
+
+
 @pytest.mark.slow  # it imports everything and writes some hundred kilobytes of pages
 @pytest.mark.timeout(300)
 def test_the_api_reference_is_built_without_a_warning(tmp_path):
