@@ -94,6 +94,15 @@ class InRunInfluence(PerSampleGradientWriter):
         self.refresh_every_n_steps = refresh_every_n_steps
         self._forget_gradient()
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """See that a validation pass steps no optimizer."""
+        if stage == "fit" and self.val_loss is None and not pl_module.automatic_optimization:
+            raise OptionError(
+                "val_loss=None takes module.training_step, which steps the optimizers itself: pass val_loss=..., a "
+                "callable (module, batch) that returns the loss of a validation batch"
+            )
+        super().setup(trainer, pl_module, stage)
+
     def _forget_gradient(self) -> None:
         self._gradient: dict[str, Tensor] = {}
         self._loss, self._taken_at = float("nan"), -1
@@ -128,6 +137,8 @@ class InRunInfluence(PerSampleGradientWriter):
         known = {name: self._gradient[name] for name in record.names if name in self._gradient}
         found["val_dot"] = record.dot(known).double() if known else torch.zeros_like(unknown)
         if record.factor is None:
+            reason = record.why_no_factor or "this engine does not know it"
+            self._warn(f"shapley is nan: it needs the weight of each sample in the step, and {reason}")
             return found
         weight = record.factor.double() / rows.divisor
         has_one_rate = isinstance(rows.rate, float)

@@ -24,7 +24,7 @@ _ONE = "take ekfac(train.at(checkpoint), test.at(checkpoint)) of one, with an Ei
 def ekfac(
     train: StoreOrPath,
     test: StoreOrPath,
-    damping: float = 3.0,
+    damping: float = 10.0,
     *,
     absolute: bool = False,
     max_memory: int | None = None,
@@ -44,8 +44,8 @@ def ekfac(
         train: gradients of the training samples at one checkpoint, (n, K); a store or its folder.
         test: gradients of the test samples there, (m, K); a store or its folder.
         damping: what is added to every lambda_k, above 0, as a multiple of the mean lambda of the parameter b that k is
-            of, where directions that the projection leaves out count as 0. The less it is, the more the directions
-            count in which samples hardly differ.
+            of, where directions that the projection leaves out count as 0: most of the lambda are far below their mean.
+            The less it is, the more the directions count in which samples hardly differ.
         absolute: whether `damping` is added as it is, for all parameters alike.
         max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
 

