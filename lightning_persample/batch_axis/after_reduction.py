@@ -135,6 +135,8 @@ def _after_reduction(call: ObservedCall) -> Followed:
     one = first.alone if all(mark.alone == first.alone for mark in marks) else None
     if one is None and lists(call):
         return listed(call)
+    if one is not None and (new := _new_axis(call)) is not None:
+        return Followed((picked(new, torch.tensor([one], device=call.outputs[0].device), call.batch_size),))
     if one is None and len(marks) > 1:
         stacked = _stacked(call, marks)
         if stacked is not None:
@@ -337,6 +339,15 @@ def _stacked(call: ObservedCall, marks: list[Lost]) -> Followed | None:
         owners += [sample] * (1 if call.op in _STACKS else tensor.size(dim))
     rows = torch.tensor(owners, device=call.outputs[0].device)
     return Followed((picked(dim, rows, call.batch_size),))
+
+
+def _new_axis(call: ObservedCall) -> int | None:
+    """Where ``unsqueeze(dim)`` or ``x[None]`` adds an axis, or None."""
+    if call.op == "unsqueeze":
+        return int(call.argument(1, "dim")) % call.outputs[0].dim()
+    index = call.args[1] if call.op == "getitem" else ()
+    first = index[0] if isinstance(index, tuple) and index else index
+    return 0 if first is None and len(call.operands) == 1 else None
 
 
 def _adds_up(call: ObservedCall, operands: int) -> bool:

@@ -13,8 +13,9 @@ match.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +30,21 @@ class Owner:
     """
 
     sample: Tensor
+
+    @cached_property
+    def order(self) -> Tensor:
+        """The entries by sample, (n,)."""
+        return torch.argsort(self.sample, stable=True)
+
+    @cached_property
+    def only(self) -> int | None:
+        """The one sample that all entries belong to, or None."""
+        first = int(self.sample[0]) if self.sample.numel() else None
+        return first if first is not None and bool((self.sample == first).all()) else None
+
+    def counts(self, batch_size: int) -> Tensor:
+        """The number of entries of each sample, (B,)."""
+        return torch.bincount(self.sample, minlength=batch_size)
 
     def same(self, other: Owner | None) -> bool:
         """Whether both give every entry to the same sample."""
@@ -192,8 +208,12 @@ class Lost:
         return next(iter(self.samples)) if len(self.samples) == 1 else None
 
 
-def batch_first(tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool = True) -> Tensor:
-    """Bring the samples to the front: (B, *shape with the batch axis reduced to the rows of one sample)."""
+def batch_first(
+    tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool = True, samples: Tensor | None = None
+) -> Tensor:
+    """Bring samples to the front, all or some (m,): (B, *shape with the batch axis reduced to the rows of one)."""
+    if samples is not None and axis.owner is None:
+        return batch_first(tensor, axis, batch_size)[samples]
     if axis.dim == 0 and axis.outer == 1 and axis.owner is None:  # by far the most: rows of a sample lie together
         if axis.inner == 1 and tensor.shape[0] == batch_size and tensor.layout is torch.strided:
             return tensor.unsqueeze(1)
@@ -204,25 +224,48 @@ def batch_first(tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool 
     first = split.movedim(axis.dim + 1, 0).reshape(entries, *before, axis.rows, *after)
     if axis.owner is None:
         return first
-    index, present = _grouped(axis.owner, batch_size)
+    index, present = _grouped(axis.owner, batch_size, samples)
     grouped = first[index.to(first.device)]
     if not fill:
         grouped = grouped * present.to(grouped.device).reshape(*present.shape, *(1,) * (grouped.dim() - 2))
     most = index.shape[1]
-    return grouped.movedim(1, 1 + axis.dim).reshape(batch_size, *before, most * axis.rows, *after)
+    return grouped.movedim(1, 1 + axis.dim).reshape(len(index), *before, most * axis.rows, *after)
 
 
-def _grouped(owner: Owner, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Entries by sample: (B, most) indices of entries, and whether each of them is the sample's own."""
-    sample = owner.sample
-    order = torch.argsort(sample, stable=True)
-    counts = torch.bincount(sample, minlength=batch_size)
-    most = int(counts.max()) if sample.numel() else 0
+def _grouped(owner: Owner, batch_size: int, samples: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Entries by sample: (B, most) indices of entries, or (m, most) of some samples, and whether they are its own."""
+    sample, order, counts = owner.sample, owner.order, owner.counts(batch_size)
     starts = counts.cumsum(0) - counts
+    if samples is not None:
+        counts, starts = counts[samples.to(counts.device)], starts[samples.to(counts.device)]
+    most = int(counts.max()) if sample.numel() else 0
     places = torch.arange(most, device=sample.device)
     present = places[None] < counts[:, None]
     index = torch.where(present, starts[:, None] + places[None], 0)
     return order[index] if most else index, present
+
+
+_PADDED = 1.25  # rows that samples taken together may be filled up to, over those that they have
+_FEW = 64  # rows that cost nothing
+
+
+def groups_of(axes: Iterable[BatchAxis], batch_size: int) -> list[list[int]] | None:
+    """Samples with about as many rows each, without those that have none; None where all are taken together."""
+    owners = {id(axis.owner): axis.owner for axis in axes if axis.owner is not None}
+    if not owners:
+        return None
+    counts = torch.stack([owner.counts(batch_size).cpu() for owner in owners.values()]).max(0).values.tolist()
+    groups: list[list[int]] = []
+    rows = 0
+    for sample in sorted((sample for sample, count in enumerate(counts) if count), key=counts.__getitem__):
+        filled = counts[sample] * (len(groups[-1]) + 1) if groups else 0
+        if not groups or (filled > _FEW and filled > _PADDED * (rows + counts[sample])):
+            groups.append([])
+            rows = 0
+        groups[-1].append(sample)
+        rows += counts[sample]
+    whole = len(groups) == 1 and len(groups[0]) == batch_size
+    return None if whole or not groups else [sorted(group) for group in groups]
 
 
 def one_entry(tensor: Tensor, axis: BatchAxis, batch_size: int, entry: int) -> Tensor:

@@ -14,7 +14,7 @@ from lightning_persample.batch_axis import indexing, layers, losses, recurrence,
 from lightning_persample.batch_axis.after_reduction import after_reduction
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, lost
-from lightning_persample.batch_axis.observed import ObservedCall
+from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.separable import by_what_samples_give
 from lightning_persample.batch_axis.trial import try_on_one_sample
 
@@ -24,6 +24,10 @@ _FAMILIES = (indexing, layers, losses, recurrence, reductions, shapes)  # import
 def follow(call: ObservedCall) -> Followed:
     """Where the batch lies in the outputs of a call that has at least one operand depending on the batch."""
     followed = _follow(call)
+    sample = call.sample if call.located and call.batch_size > 1 else None
+    if sample is not None and (call.lost or any(isinstance(place, Lost) for place in followed.outputs)):
+        reason = f"`{call.name}` is of one sample alone{user_line()}"
+        return Followed((Lost(reason, samples=frozenset({sample}), parts=frozenset({1})),) * len(call.outputs))
     lost_axis = any(isinstance(place, Lost) for place in followed.outputs)
     return by_what_samples_give(call, followed) if lost_axis else followed
 

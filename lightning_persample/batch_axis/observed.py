@@ -90,6 +90,13 @@ class ObservedCall:
         return next((self.kwargs[name] for name in names if name in self.kwargs), default)
 
     @property
+    def sample(self) -> int | None:
+        """The one sample that all operands of the batch belong to, where single samples were taken out of it."""
+        samples = {axis.owner.only if axis.owner is not None else None for _, axis in self.located}
+        samples |= {mark.alone for _, mark in self.lost}
+        return samples.pop() if len(samples) == 1 else None
+
+    @property
     def name(self) -> str:
         """The op's name for messages."""
         return name_of(self.op, self.function)

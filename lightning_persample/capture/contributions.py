@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, batch_first
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, batch_first, groups_of
 from lightning_persample.batch_axis.base import Followed
 from lightning_persample.batch_axis.observed import Description, ObservedCall, version_of, without_data
 from lightning_persample.batch_axis.ops import POINTWISE, having
@@ -23,6 +23,7 @@ from lightning_persample.gradients import (
     Block,
     Dense,
     KernelOptions,
+    Ragged,
     SampleGradient,
     kernel_options,
     sq_norms,
@@ -52,7 +53,8 @@ class Use:
         rule: the op's own rule, if it has one.
 
     Attributes:
-        whole: there is one sample, and no axis that holds it: every tensor of the batch is the sample's as a whole.
+        sample: the one sample that all tensors of the batch in the call belong to as a whole; None where they do not.
+        whole: there is no axis that holds the samples: every tensor of the batch is one sample's as a whole.
         not_additive: why what the samples alone give does not add up to the gradient of the batch, or None.
         entries: what the call has added up, where its one output is a number.
     """
@@ -69,12 +71,13 @@ class Use:
         self._description: Description | None = None
         self.not_additive: str | None = None
         uncertain = bool(call.lost) or any(isinstance(axis, Lost) for axis in followed.outputs)
-        self.whole = call.batch_size == 1 and uncertain
+        self.sample = 0 if call.batch_size == 1 and uncertain else _one_sample(call, followed)
+        self.whole = self.sample is not None
         self.entries = followed.entries() if followed.entries is not None and weights and not self.whole else None
         arguments = rule.bind(call.args, call.kwargs) if rule is not None else None
         if rule is None or arguments is None or self.whole or self.entries is not None:
             return
-        if rule.mixes_samples is not None and rule.mixes_samples(arguments):
+        if rule.mixes_samples is not None and call.sample is None and rule.mixes_samples(arguments):
             self.mixing = mixing_text(self.description)
         if self._answered_by(rule, arguments):
             self.rule, self.arguments = rule, arguments
@@ -150,6 +153,13 @@ class Use:
             number = len(self.outputs)
             return f"{self.description} has {number} outputs; give it a rule with register_rule, or use its parts"
         return None
+
+
+def _one_sample(call: ObservedCall, followed: Followed) -> int | None:
+    """The one sample that operands and outputs of the batch belong to as a whole, or None."""
+    sample, pairs = call.sample, zip(call.outputs, followed.outputs, strict=False)
+    of_outputs = [place.alone if isinstance(place, Lost) else None for output, place in pairs if output.requires_grad]
+    return sample if all(each == sample for each in of_outputs) else None
 
 
 def mixing_text(description: Description) -> str:
@@ -296,17 +306,25 @@ class ByRule:
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Contributions:
         """What the weights get, by sample."""
+        placement = self._placement
+        check_unchanged(self._versions, Description(*self._text))
+        groups = None
+        if not placement.per_sample:
+            groups = groups_of((*placement.axes.values(), *placement.output_axes), placement.batch_size)
+        return in_groups(partial(self._of_group, grads), groups, placement.batch_size)
+
+    def _of_group(self, grads: Sequence[Tensor | None], samples: Tensor | None) -> Contributions:
+        """What the weights get from all samples, or from some (m,) of them."""
         placement, owners, text = self._placement, self._owners, Description(*self._text)
-        check_unchanged(self._versions, text)
         rule, axes = placement.rule, placement.axes
-        seen, by_sample = self._call(grads)
+        seen, by_sample = self._call(grads, samples)
         try:
             found = rule.function(seen, by_sample)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a rule of the user's raises, which the reason names
             raise UnsupportedError(reason_of(error, text, rule.function)) from error
-        given, batch = seen.arguments, (placement.batch_size,)
+        given, batch = seen.arguments, (seen.batch_size,)
         shapes = {}
         for name in owners:
             shape = given[name].shape
@@ -397,10 +415,10 @@ class ByRule:
         other._saved = {mean: torch.zeros_like(self._saved[mean]), **{name: self._saved[name] for name in rest}}
         return other
 
-    def _call(self, grads: Sequence[Tensor | None]) -> tuple[Call, Any]:
+    def _call(self, grads: Sequence[Tensor | None], samples: Tensor | None) -> tuple[Call, Any]:
         """The call as the rule sees it, with the gradient of its output, or of all where the rule knows several."""
         placement, tensors, batch_size = self._placement, self._tensors, self._placement.batch_size
-        rule = placement.rule
+        rule, first = placement.rule, batch_first if samples is None else partial(batch_first, samples=samples)
         arguments: dict[str, Any] = {**self._others, **tensors}
         counts: dict[str, Tensor] = {}
         for name, where in placement.axes.items():
@@ -408,9 +426,10 @@ class ByRule:
             if placement.rank > tensor.dim() and name not in placement.weights:
                 extra = placement.rank - tensor.dim()
                 tensor, where = tensor.reshape(*(1,) * extra, *tensor.shape), where.moved(where.dim + extra)
-            arguments[name] = batch_first(tensor, where, batch_size)
+            arguments[name] = first(tensor, where, batch_size)
             if where.owner is not None:
-                counts[name] = torch.bincount(where.owner.sample, minlength=batch_size) * where.rows
+                rows_of_each = where.owner.counts(batch_size) * where.rows
+                counts[name] = rows_of_each if samples is None else rows_of_each[samples]
         rows = placement.per_sample
         if rows and placement.rank:  # beside them an operand may be shared by all samples
             shared = tensors.keys() - placement.axes.keys() - placement.weights
@@ -422,15 +441,16 @@ class ByRule:
             if again or rule.reads_output:
                 check_unchanged(((self.drawn.output, self.drawn.version),), Description(*self._text))
             if isinstance(axis, BatchAxis) and version_of(self.drawn.output) == self.drawn.version:
-                output = batch_first(self.drawn.output, axis, batch_size)
-                draws = tuple(batch_first(tensor, axis, batch_size) for tensor in again)
+                output = first(self.drawn.output, axis, batch_size)
+                draws = tuple(first(tensor, axis, batch_size) for tensor in again)
         saved = self._saved
         if saved:
-            saved = {name: batch_first(r, placement.output_axes[0], batch_size) for name, r in saved.items()}
-        seen = Call(batch_size, arguments, placement.weights, counts, draws, output, placement.nested, saved, rows)
+            saved = {name: first(r, placement.output_axes[0], batch_size) for name, r in saved.items()}
+        count = batch_size if samples is None else len(samples)
+        seen = Call(count, arguments, placement.weights, counts, draws, output, placement.nested, saved, rows)
         by_sample: list[Tensor | None] = []
         for grad, axis in zip(grads, placement.output_axes, strict=True):
-            by_sample.append(None if grad is None else batch_first(grad, axis, batch_size, fill=False))
+            by_sample.append(None if grad is None else first(grad, axis, batch_size, fill=False))
         return seen, tuple(by_sample) if rule.several_outputs else by_sample[0]
 
 
@@ -477,6 +497,19 @@ def _draw_again(rule: Rule, arguments: dict[str, Any], drawn: _Drawn) -> list[Te
     with torch.random.fork_rng(devices=devices):
         torch.set_rng_state(drawn.random_state)
         return rule.draws(arguments, drawn.output)
+
+
+def in_groups(
+    compute: Callable[[Tensor | None], Contributions], groups: Sequence[Sequence[int]] | None, batch_size: int
+) -> Contributions:
+    """What the weights get, computed for groups of samples one after the other."""
+    if groups is None:
+        return compute(None)
+    found = [compute(torch.tensor(group)) for group in groups]
+    return [
+        (weight, Ragged([given[place][1] for given in found], groups, batch_size))
+        for place, (weight, _) in enumerate(found[0])
+    ]
 
 
 def _placed(gradient: SampleGradient, weight: Weight, where: BatchAxis, description: Description) -> SampleGradient:
@@ -531,6 +564,7 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
 def _by_generic_rule(use: Use) -> Computation:
     call, batch_size = use.call, use.call.batch_size
     axis = _UNSPLIT if use.whole else use.outputs[0][1]
+    sample = use.sample if batch_size > 1 else None
     aligned, entries = use.followed.aligned, use.entries
     given = (call.args, dict(call.kwargs)) if entries is None else (entries.args, entries.kwargs)
     leaves, spec = tree_flatten(given)
@@ -559,10 +593,17 @@ def _by_generic_rule(use: Use) -> Computation:
             return []
         if entries is not None:
             grad = (widen(grad) * entries.share).expand(entries.shape)
+        known = [each for each in (axis, *axes.values()) if each is not None]
+        groups = None if any(place in axes for place in owners) else groups_of(known, batch_size)
+        groups = groups if sample is None else [[sample]]
+        return in_groups(partial(of_group, grad), groups, batch_size)
+
+    def of_group(grad: Tensor, samples: Tensor | None) -> Contributions:
         args, kwargs = tree_unflatten(kept, spec)
-        batched = {position: _first(kept[position], where, batch_size) for position, where in axes.items()}
-        grad = _first(grad, axis, batch_size, fill=False)
-        found = generic_rule(function, args, kwargs, batched, frozenset(owners), grad)
+        first = partial(_first, batch_size=batch_size, samples=samples)
+        batched = {position: first(kept[position], where) for position, where in axes.items()}
+        by_sample = first(grad, axis, fill=False)
+        found = generic_rule(function, args, kwargs, batched, frozenset(owners), by_sample)
         contributions: Contributions = []
         for place, gradient in found.items():
             dense, weight, where = Dense(gradient), owners[place], axes.get(place)
@@ -576,5 +617,7 @@ _ADDS = having("adds")  # the gradient of a sum reads no values: only shapes are
 _UNSPLIT = None  # one sample alone, which has no axis
 
 
-def _first(tensor: Tensor, axis: BatchAxis | None, batch_size: int, *, fill: bool = True) -> Tensor:
-    return tensor[None] if axis is None else batch_first(tensor, axis, batch_size, fill=fill)
+def _first(
+    tensor: Tensor, axis: BatchAxis | None, batch_size: int, *, fill: bool = True, samples: Tensor | None = None
+) -> Tensor:
+    return tensor[None] if axis is None else batch_first(tensor, axis, batch_size, fill=fill, samples=samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 
 import torch
@@ -86,7 +87,7 @@ class Block(SampleGradient):
             return None
         if isinstance(other, Block) and self._layout() == other._layout():
             return norms.dense_inner(self.grad, other.grad).where(self.position == other.position, 0)
-        result = norms.zeros(self.grad, torch.promote_types(self.dtype, other.dtype))
+        result = self._zeros(torch.promote_types(self.dtype, other.dtype))
         for part in chunks(self.batch_size, 3 * other._dense_bytes(), self.device):
             mine, theirs = self.samples(part.start, part.stop), other.samples(part.start, part.stop)._dense()
             own = self._own_axis_first(theirs)[mine._own_rows()]
@@ -145,6 +146,14 @@ class Sum(SampleGradient):
     def tensors(self) -> list[Tensor]:
         """The tensors of all terms."""
         return [tensor for term in self.terms for tensor in term.tensors()]
+
+    def samples(self, start: int, stop: int) -> Sum:
+        """The same sum for samples start to stop - 1 alone."""
+        return Sum(tuple(term.samples(start, stop) for term in self.terms))
+
+    def pick(self, samples: Tensor) -> Sum:
+        """The same sum for the samples at these places alone, (m,) integers."""
+        return Sum(tuple(term.pick(samples) for term in self.terms))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Sum:
         return Sum(tuple(term._map(function) for term in self.terms))
@@ -206,7 +215,7 @@ class Sum(SampleGradient):
         return 2 * self._dense_bytes() <= memory_budget(self.device)
 
     def _sq_norm_by_adding(self) -> Tensor:
-        result = norms.zeros(self.tensors()[0], self.dtype)
+        result = self._zeros(self.dtype)
         for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
             result[part] = norms.dense_sq_norm(self.samples(part.start, part.stop)._dense())
         return result
@@ -295,6 +304,134 @@ class Deflated(SampleGradient):
         return self.source._sq_norm()
 
 
+@dataclass(frozen=True, eq=False)
+class Ragged(SampleGradient):
+    """Gradients of samples with unequal numbers of rows: one structure for each group of samples, zero for the rest.
+
+    Example:
+        >>> Ragged([Dense(torch.ones(1, 2)), Dense(torch.full((2, 2), 2.0))], [(3,), (0, 1)], 4).sq_norm()
+        tensor([8., 8., 0., 2.])
+
+    Attributes:
+        terms: the structure of each group.
+        groups: the samples of each group, in the order of the structure's; no sample stands in two.
+        total: number of samples B.
+
+    Raises:
+        ValueError: when a structure has another number of samples than its group, or another shape than the first.
+    """
+
+    terms: Sequence[SampleGradient]
+    groups: Sequence[Sequence[int]]
+    total: int
+
+    def __post_init__(self) -> None:
+        sizes = [(len(group), self.terms[0].shape) for group in self.groups]
+        if [(term.batch_size, term.shape) for term in self.terms] != sizes:
+            raise ValueError(f"Ragged: each term holds the samples of its group, got {self.terms} for {self.groups}.")
+        object.__setattr__(self, "terms", tuple(self.terms))
+        object.__setattr__(self, "groups", tuple(map(tuple, self.groups)))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+        return self.terms[0].shape
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples, B."""
+        return self.total
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors live."""
+        return self.terms[0].device
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all groups."""
+        return [tensor for term in self.terms for tensor in term.tensors()]
+
+    def samples(self, start: int, stop: int) -> Ragged:
+        """The same for samples start to stop - 1 alone."""
+        return self._of(range(start, stop))
+
+    def pick(self, samples: Tensor) -> Ragged:
+        """The same for the samples at these places alone, (m,) integers."""
+        return self._of(samples.tolist())
+
+    def _of(self, samples: Sequence[int]) -> Ragged:
+        places: dict[int, list[int]] = {}
+        for place, sample in enumerate(samples):
+            places.setdefault(sample, []).append(place)
+        terms, groups = [], []
+        for term, group in zip(self.terms, self.groups, strict=True):
+            found = [(own, place) for own, sample in enumerate(group) for place in places.get(sample, ())]
+            if found:
+                own, there = zip(*found, strict=True)
+                terms.append(
+                    term
+                    if own == (*range(len(group)),)
+                    else term.pick(torch.tensor(own, dtype=torch.int64, device=term.device))
+                )
+                groups.append(there)
+        if not terms:  # (a structure of no samples says of which shape and dtype)
+            terms, groups = [self.terms[0].samples(0, 0)], [()]
+        return Ragged(terms, groups, len(samples))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Ragged:
+        return Ragged([term._map(function) for term in self.terms], self.groups, self.total)
+
+    def _joined(self, found: Callable[[SampleGradient, Tensor], Tensor]) -> Tensor:
+        """What each group gives, (m, *rest), at the places of its samples: (B, *rest)."""
+        parts = []
+        for term, group in zip(self.terms, self.groups, strict=True):
+            place = torch.tensor(group, dtype=torch.int64, device=term.device)
+            parts.append((place, found(term, place)))
+        rest, dtype = parts[0][1].shape[1:], parts[0][1].dtype
+        result = torch.zeros(self.total, *rest, dtype=dtype, device=self.device)
+        return result.index_copy_(0, *(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def _dense(self) -> Tensor:
+        return self._joined(lambda term, place: term._dense().to(self.dtype))
+
+    def _sq_norm(self) -> Tensor:
+        return self._joined(lambda term, place: term._sq_norm())
+
+    def _terms_sq_norm(self) -> Tensor:
+        return self._joined(lambda term, place: term._terms_sq_norm())
+
+    def _dot(self, vector: Tensor) -> Tensor:
+        return self._joined(lambda term, place: term._dot(vector))
+
+    def _project(self, factors: Factors) -> Tensor:
+        return self._joined(lambda term, place: term._project(factors))
+
+    def _inner(self, other: SampleGradient) -> Tensor:
+        dtype = torch.promote_types(self.dtype, other.dtype).to_real()
+        return self._joined(lambda term, place: term._inner_of(other.pick(place)).to(dtype))
+
+    def _square_sum(self) -> Tensor:
+        return torch.stack([term._square_sum() for term in self.terms]).sum(0)
+
+    def _moments(self) -> Moments:
+        rows, columns = zip(*(term._moments() for term in self.terms), strict=True)
+        return reduce(added, rows), reduce(added, columns)
+
+    def times_one(self) -> Tensor | None:
+        """What each group has, None where one has none."""
+        parts = [term.times_one() for term in self.terms]
+        known = iter([part for part in parts if part is not None])
+        return self._joined(lambda term, place: next(known)) if all(part is not None for part in parts) else None
+
+    def scaled(self, factors: Tensor) -> Ragged:
+        """The groups, each scaled."""
+        pairs = zip(self.terms, self.groups, strict=True)
+        scaled = [
+            term.scaled(factors[torch.tensor(group, dtype=torch.int64, device=factors.device)]) for term, group in pairs
+        ]
+        return Ragged(scaled, self.groups, self.total)
+
+
 def _disagreement(terms: Sequence[SampleGradient]) -> str:
     """Why these terms cannot be added, empty if they can."""
     if not terms:
@@ -332,6 +469,9 @@ def add_up(terms: Sequence[SampleGradient], *, into_first: bool = False) -> Samp
     flat: list[SampleGradient] = []
     for term in terms:
         flat.extend(term.terms if isinstance(term, Sum) else [term])
+    ragged = [term for term in flat if isinstance(term, Ragged)]
+    if len(ragged) > 1:
+        flat = [term for term in flat if not isinstance(term, Ragged)] + _regrouped(ragged)
     merged: list[SampleGradient] = []
     by_kind: dict[object, list[SampleGradient]] = {}
     for term in flat:
@@ -339,6 +479,23 @@ def add_up(terms: Sequence[SampleGradient], *, into_first: bool = False) -> Samp
     for same in by_kind.values():
         merged.append(same[0] if len(same) == 1 else _merge(same, into_first and same[0] is terms[0]))
     return merged[0] if len(merged) == 1 else Sum(merged)
+
+
+def _regrouped(ragged: Sequence[Ragged]) -> list[SampleGradient]:
+    """As few as possible in which no sample stands twice; of groups of the same samples the structures are added."""
+    layers: list[dict[tuple[int, ...], list[SampleGradient]]] = []
+    taken: list[set[int]] = []
+    for term in ragged:
+        for part, group in zip(term.terms, term.groups, strict=True):
+            fits = next(
+                (n for n, layer in enumerate(layers) if group in layer or taken[n].isdisjoint(group)), len(layers)
+            )
+            if fits == len(layers):
+                layers.append({})
+                taken.append(set())
+            layers[fits].setdefault(tuple(group), []).append(part)
+            taken[fits].update(group)
+    return [Ragged([*map(add_up, layer.values())], [*layer], ragged[0].total) for layer in layers]
 
 
 def _kind(term: SampleGradient) -> object:

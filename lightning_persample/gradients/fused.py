@@ -87,7 +87,7 @@ def _sq_norms_and_sum(gradient: SampleGradient) -> tuple[Tensor, Tensor]:
     if isinstance(gradient, Outer):
         return outer_sq_norm_and_sum(gradient.left, gradient.right)
     total = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-    squares = norms.zeros(gradient.tensors()[0], gradient.dtype)
+    squares = gradient._zeros(gradient.dtype)
     for part in chunks(gradient.batch_size, gradient._dense_bytes(), gradient.device):
         formed = gradient.samples(part.start, part.stop)._dense()
         squares[part] = norms.dense_sq_norm(formed)

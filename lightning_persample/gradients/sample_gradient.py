@@ -117,7 +117,7 @@ class SampleGradient(ABC):
             known = one._inner(two)
             if known is not None:
                 return known
-        result = norms.zeros(self.tensors()[0], torch.promote_types(self.dtype, other.dtype))
+        result = self._zeros(torch.promote_types(self.dtype, other.dtype))
         for part in chunks(self.batch_size, 3 * self._dense_bytes(), self.device):
             ours, theirs = (x.samples(part.start, part.stop)._dense() for x in (self, other))
             result[part] = norms.dense_inner(ours, theirs)
@@ -201,6 +201,10 @@ class SampleGradient(ABC):
         """The same structure for the samples at these places alone, (m,) integers; its tensors are copies."""
         return self._map(lambda tensor: tensor[samples])
 
+    def _zeros(self, dtype: torch.dtype) -> Tensor:
+        """One real zero for each sample, in the precision of `dtype`: (B,)."""
+        return torch.zeros(self.batch_size, dtype=dtype.to_real(), device=self.device)
+
     def _sq_norm(self) -> Tensor:
         return norms.dense_sq_norm(self._dense())
 
@@ -212,7 +216,7 @@ class SampleGradient(ABC):
         return self._sq_norm()
 
     def _dot(self, vector: Tensor) -> Tensor:
-        result = norms.zeros(self.tensors()[0], torch.promote_types(self.dtype, vector.dtype))
+        result = self._zeros(torch.promote_types(self.dtype, vector.dtype))
         for part in chunks(self.batch_size, 2 * self._dense_bytes(), self.device):
             result[part] = norms.dense_dot(self.samples(part.start, part.stop)._dense(), vector)
         return result

@@ -74,10 +74,6 @@ def sequences() -> Tensor:
 
 AFTER_THE_BATCH = {
     "mean-over-batch": (lambda h: h.mean(0), r"`linear` on \(4,\), .*with `b.bias`, `b.weight`.*`mean` reduces over"),
-    "single-samples": (
-        lambda h: (2 * h[0]).expand(len(h), -1),
-        r"`linear` on .*`getitem` takes single samples out",
-    ),
     "own-function-without-torch-calls": (DoubledByNumpy.apply, r"passed through DoubledByNumpyBackward"),
 }
 
@@ -88,6 +84,17 @@ def test_a_lost_batch_axis_is_named_where_a_weight_needs_it(name: str) -> None:
     module = two_layers(between)
     record = record_of(module, mean_of_all, vectors())
     assert_missing(record, module, {"b.weight": text, "b.bias": text})
+
+
+def test_what_is_made_of_one_sample_is_that_samples_whatever_shape_it_gets() -> None:
+    module, x = two_layers(lambda h: (2 * h[0]).expand(len(h), -1)), vectors()
+    record = record_of(module, mean_of_all, x)
+    assert (record.coverage, record.mixing, record.axis_lost, record.weighting) == (1.0, (), (), ())
+    assert record.samples is not None
+    assert record.samples.tolist() == [0]
+    expected = torch.autograd.grad(mean_of_all(module, x[:1]), [*module.parameters()])
+    for name, grads in zip(record.sq_norms, expected, strict=True):
+        torch.testing.assert_close(record.sq_norms[name], grads.square().sum()[None])
 
 
 def test_samples_along_an_axis_that_the_op_does_not_keep() -> None:

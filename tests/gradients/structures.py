@@ -16,6 +16,7 @@ from lightning_persample.gradients import (
     Outer,
     Patches,
     PatchGeometry,
+    Ragged,
     SampleGradient,
     Sum,
 )
@@ -128,16 +129,28 @@ CASES: dict[tuple[int, ...], dict[str, Callable[[torch.dtype], Built]]] = {
         "block-leading": lambda dtype: block(dtype, 3, MATRIX, 0, 2),
         "block-trailing": lambda dtype: block(dtype, 3, MATRIX, 1, 1),
         "block-one-entry-each": lambda dtype: block(dtype, 3, MATRIX, 1, 3),
+        "ragged": lambda dtype: ragged([outer(dtype, 1, 5, *MATRIX), indexed(dtype, 2, 3, *MATRIX)], [(1,), (2, 0)]),
+        "ragged-without-some": lambda dtype: ragged([outer(dtype, 1, 2, *MATRIX)], [(2,)]),
         "sum": lambda dtype: both(outer(dtype, 3, 2, *MATRIX), indexed(dtype, 3, 3, *MATRIX)),
     },
     KERNEL: {
         "dense": lambda dtype: dense(dtype, 3, *KERNEL),
         "block": lambda dtype: block(dtype, 3, KERNEL, 0, 1),
+        "ragged": lambda dtype: ragged(
+            [Convolution((6,), (2,), (1,), (NO_PAD,), (1,)).build(dtype, 1), dense(dtype, 1, *KERNEL)], [(2,), (0,)]
+        ),
         "patches": Convolution((5,), (2,), (1,), (NO_PAD,), (1,)).build,
         "patches-larger-input": Convolution((12,), (2,), (2,), (SAME,), (3,)).build,
     },
     (): {"dense": lambda dtype: dense(dtype, 3)},
 }
+
+
+def ragged(parts: list[Built], groups: list[tuple[int, ...]], B: int = 3) -> Built:
+    expected = torch.zeros(B, *parts[0][1].shape[1:], dtype=parts[0][1].dtype)
+    for (_, part), group in zip(parts, groups, strict=True):
+        expected[list(group)] = part
+    return Ragged([gradient for gradient, _ in parts], groups, B), expected
 
 
 def both(one: Built, two: Built) -> Built:
