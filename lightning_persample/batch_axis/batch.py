@@ -102,7 +102,7 @@ def declared_place(path: str, tensor: Tensor, batch_dim: int, batch_size: int, o
     """Where the samples lie in a tensor that was declared to hold them: k * B rows are k rows of each sample."""
     # k neighbouring rows; along an axis other than the first every B-th row.
     if tensor.is_nested:
-        return _nested(path)
+        return _of_nested(path, tensor).place(batch_size)
     if tensor.dim() == 0:
         return None
     size = tensor.size(batch_dim) if tensor.dim() > batch_dim else 0
@@ -253,6 +253,17 @@ def _of_packed(path: str, packed: PackedSequence) -> _Known:
     return _Known(place, count, f"packed sequence of {count}")
 
 
+def _of_nested(path: str, tensor: Tensor) -> _Known:
+    count = tensor.size(0)
+
+    def place(batch_size: int) -> Place:
+        if count == batch_size:
+            return BatchAxis(0)
+        return Lost(f"{path} is a nested tensor of {count} samples in a batch of {batch_size}", unplaced=True)
+
+    return _Known(place, count, f"nested tensor of {count}")
+
+
 def is_batch_of_graphs(item: Any) -> bool:
     """Whether an item is a batch of torch_geometric, of which each row is known to be of one graph."""
     return _slices_of(item) is not None
@@ -316,6 +327,8 @@ class _Walk:
             self.tensors.append((path, item))
             if id(item) in self._declared:
                 self.known[id(item)] = _by_declaration(path, item, self._declared[id(item)][1])
+            elif item.is_nested:
+                self.known[id(item)] = _of_nested(path, item)
             return
         if item is None or isinstance(item, (str, bytes, int, float, complex, type)) or id(item) in self._seen:
             return
@@ -346,17 +359,12 @@ class _Walk:
 
 def _rows(tensor: Tensor, batch_dim: int) -> int | None:
     """How many rows a tensor has along the batch axis; None without that axis."""
-    if tensor.is_nested:
-        return None
     if tensor.dim() > batch_dim:
         return tensor.size(batch_dim)
     return tensor.size(0) if tensor.dim() == 1 else None
 
 
 def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
-    nested = next((path for path, tensor in walk.tensors if tensor.is_nested), None)
-    if nested is not None:
-        raise BatchSizeError(_nested(nested).reason + "; pad it")
     counted = [(path, tensor) for path, tensor in walk.tensors if tensor.dim() > 0 and id(tensor) not in walk.known]
     known = {path: each for path, tensor in walk.tensors if (each := walk.known.get(id(tensor))) and each.count}
     if not counted and not known:
@@ -446,8 +454,6 @@ def _likeness(item: Any) -> Any:
 
 def _place(path: str, tensor: Tensor, batch_dim: int, batch_size: int) -> Place:
     """Where the samples lie in a tensor of the batch: along an axis of B rows, or nowhere that is known."""
-    if tensor.is_nested:
-        return _nested(path)
     if tensor.dim() == 0:
         return None
     size = _rows(tensor, batch_dim)
@@ -465,10 +471,6 @@ def _place(path: str, tensor: Tensor, batch_dim: int, batch_size: int) -> Place:
     elif other is not None:
         reason += f"; if they lie along axis {other}, pass batch_dim={other}"
     return Lost(reason, unplaced=True)
-
-
-def _nested(path: str) -> Lost:
-    return Lost(f"{path} is a nested tensor, which does not hold samples along an axis")
 
 
 def _kind_of(item: Any) -> str:

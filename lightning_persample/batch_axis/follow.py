@@ -15,10 +15,14 @@ from lightning_persample.batch_axis.after_reduction import after_reduction
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, lost
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
+from lightning_persample.batch_axis.ops import OPS
 from lightning_persample.batch_axis.separable import by_what_samples_give
 from lightning_persample.batch_axis.trial import try_on_one_sample
 
 _FAMILIES = (indexing, layers, losses, recurrence, reductions, shapes)  # imported for the rules that they register
+
+
+_OF_NESTED = frozenset(name for name, op in OPS.items() if op.family == "nested")
 
 
 def follow(call: ObservedCall) -> Followed:
@@ -35,8 +39,12 @@ def follow(call: ObservedCall) -> Followed:
 def _follow(call: ObservedCall) -> Followed:
     if not call.located:
         return after_reduction(call)
+    if call.operands[0].tensor.is_nested and call.op in (*_OF_NESTED, "unbind"):
+        return PROPAGATION_RULES[call.op](call)
     if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
-        return lost(call, "works on tensors that are nested, sparse or wrapped", mixes=None)
+        nested = any(operand.tensor.is_nested for operand in call.operands)
+        instead = "; give it values() of a jagged one, or a padded one" if nested else ""
+        return lost(call, f"works on tensors that are nested, sparse or wrapped{instead}", mixes=None)
     known = PROPAGATION_RULES.get(call.op)
     if known is not None:
         return _laid_over(known(call), call)

@@ -168,6 +168,8 @@ add_ops("transform", "", """
     fft_fft fft_fft2 fft_fftn fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_ihfft2 fft_ihfftn
     fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn
     """)
+add_ops("nested", "", "_nested_get_values nested_to_padded_tensor to_padded_tensor")
+add_ops("segments", "", "segment_reduce")
 add_ops("scattered", "", "as_strided_scatter bincount histc")
 
 # Products.

@@ -16,7 +16,10 @@ from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
 def _follow_layer(call: ObservedCall) -> Followed:
     data, second = call.args[0], call.args[1]
     packed = isinstance(second, Tensor) and not second.is_floating_point()
-    axis = call.axis_of(data)
+    axis, given = call.axis_of(data), None
+    if axis is None and not packed:  # what all samples share, laid over the samples of the initial state
+        given = next((where for where in map(call.axis_of, tensors_in(second)) if isinstance(where, BatchAxis)), None)
+        axis = None if given is None or given.dim != 1 else given.moved(0 if call.args[8] else 1)
     if not isinstance(axis, BatchAxis) or call.lost:
         return lost(call, "has an initial state or weights that depend on the batch", mixes=None)
     if packed:
@@ -31,6 +34,7 @@ def _follow_layer(call: ObservedCall) -> Followed:
     hidden = list(tensors_in(call.args[2] if packed else second))
     known = [where for where in map(call.axis_of, hidden) if isinstance(where, BatchAxis)]
     others = [tensor for tensor, _ in call.located if tensor is not data and all(tensor is not h for h in hidden)]
+    laid = axis
     if others or any(not where.same_layout(state) for where in known):
         return lost(call, "has an initial state or weights that order the samples differently", mixes=None)
     if any(where.dim != 1 for where in known):
@@ -40,6 +44,8 @@ def _follow_layer(call: ObservedCall) -> Followed:
     outputs = [replace(axis, mixing=mixing), *[replace(state, mixing=mixing)] * (len(call.outputs) - 1)]
 
     def aligned(tensor: Tensor) -> BatchAxis | None:
+        if tensor is data:
+            return laid
         return state if any(tensor is part for part in hidden) else None
 
     return Followed(tuple(outputs), aligned)

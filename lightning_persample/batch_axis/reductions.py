@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import added_up
-from lightning_persample.batch_axis.base import Followed, broadcast, dims_argument, keep, listed, lost, propagation_rule
+from lightning_persample.batch_axis.base import (
+    Followed,
+    broadcast,
+    dims_argument,
+    into_own_rows,
+    keep,
+    listed,
+    lost,
+    propagation_rule,
+)
 from lightning_persample.batch_axis.observed import ObservedCall
 from lightning_persample.batch_axis.ops import having
 
@@ -98,6 +108,18 @@ def _follow_list(call: ObservedCall) -> Followed:
 @propagation_rule("scattered")
 def _follow_scattered(call: ObservedCall) -> Followed:
     return lost(call, "gathers entries across the batch")
+
+
+@propagation_rule("segments")
+def _follow_segments(call: ObservedCall) -> Followed:
+    """Neighbouring rows are brought together, as many as `lengths` says, as ``index_reduce`` brings them."""
+    data, lengths, offsets = call.args[0], call.kwargs.get("lengths"), call.kwargs.get("offsets")
+    lengths = offsets.diff() if lengths is None and isinstance(offsets, Tensor) else lengths
+    own = None
+    if isinstance(lengths, Tensor) and lengths.dim() == 1 and call.kwargs.get("axis", 0) == 0:
+        index = torch.arange(len(lengths), device=data.device).repeat_interleave(lengths.to(data.device))
+        own = into_own_rows(call, call.outputs[0].detach(), 0, index, data)
+    return own or lost(call, "brings rows of several samples together", mixes=None)
 
 
 @propagation_rule("take")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,6 +193,19 @@ def _follow_unbind(call: ObservedCall) -> Followed:
     if dim == axis.dim:
         return alone(call, axis, range(len(call.outputs)))
     return keep(call, axis.moved(axis.dim - (dim < axis.dim)))
+
+
+@propagation_rule("nested")
+def _follow_nested(call: ObservedCall) -> Followed:
+    """Of a nested tensor with the samples along its first axis: the rows of all, one after the other, or padded."""
+    tensor: Any = call.located[0][0]
+    axis = call.located[0][1]
+    if call.op != "_nested_get_values":
+        return keep(call, axis)
+    if tensor.layout is not torch.jagged or tensor.lengths() is not None:
+        return lost(call, "gives entries that belong to no sample, or in an order of their own", mixes=None)
+    owners = torch.arange(tensor.size(0), device=tensor.device).repeat_interleave(tensor.offsets().diff())
+    return keep(call, picked(0, row_owners(axis, call.batch_size, tensor.device)[owners], call.batch_size, axis.mixing))
 
 
 @propagation_rule("flip", by_layout=True)

@@ -514,11 +514,12 @@ def in_groups(
 
 def _placed(gradient: SampleGradient, weight: Weight, where: BatchAxis, description: Description) -> SampleGradient:
     """A weight with the batch along an axis of its own (a state of each sample) has zeros outside a sample's rows."""
-    if where.owner is not None:  # of one row that is laid over the samples, any copy may stand for a sample's own
-        samples = torch.arange(gradient.batch_size, device=where.owner.sample.device)
-        if weight.tensor.stride(where.dim) or not torch.equal(where.owner.sample.sort().values, samples):
-            raise UnsupportedError(f"{description} lays a weight along rows that were picked from the batch")
-    return Block(gradient.dense(), where.dim, where.outer, where.inner)
+    if where.owner is None:
+        return Block(gradient.dense(), where.dim, where.outer, where.inner)
+    samples = torch.arange(gradient.batch_size, device=where.owner.sample.device)
+    if not torch.equal(where.owner.sample[where.owner.order], samples):
+        raise UnsupportedError(f"{description} lays a weight along rows that were picked from the batch")
+    return Block(gradient.dense(), where.dim, where.outer, where.inner, where.owner.order)  # (its row of each sample)
 
 
 def _versions_of(tensors: Iterable[Any], written: Collection[int]) -> list[tuple[Tensor, int]]:

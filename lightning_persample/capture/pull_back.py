@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, row_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Owner, row_owners
 from lightning_persample.batch_axis.base import Followed, has_equal_rows
 from lightning_persample.batch_axis.follow import follow
 from lightning_persample.batch_axis.observed import (
@@ -26,7 +26,17 @@ from lightning_persample.capture.contributions import Use, computation
 from lightning_persample.capture.failure import OverwrittenError, attempt, guard
 from lightning_persample.capture.weight import Contributions, Derivation, Weight
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.gradients import Block, Deflated, Dense, Indexed, Outer, Patches, SampleGradient, add_up
+from lightning_persample.gradients import (
+    Block,
+    Deflated,
+    Dense,
+    Indexed,
+    Outer,
+    Patches,
+    SampleGradient,
+    add_up,
+    in_order,
+)
 from lightning_persample.gradients.cost import current_options, halved
 from lightning_persample.gradients.program import Program, record_kernels
 from lightning_persample.rules import (
@@ -167,8 +177,10 @@ def row_by_row(derivation: Derivation, gradient: Block) -> list[tuple[Weight, Sa
     """What a block contributes to the parents of a derived weight, if its computation keeps the rows apart."""
     if derivation.inplace or derivation.random_state is not None:
         return None
-    axis = BatchAxis(gradient.dim, gradient.outer_size, gradient.inner_size)
-    given, leaves = _in_place(gradient), derivation.copied_leaves()
+    ordered = gradient.position is in_order(gradient.batch_size, gradient.device)
+    owner = None if ordered else Owner(gradient.position.argsort())  # the sample of each row
+    axis = BatchAxis(gradient.dim, gradient.outer_size, gradient.inner_size, owner=owner)
+    given, leaves = _in_place(gradient, owner), derivation.copied_leaves()
     parents = {id(leaves[position]): parent for position, parent in derivation.parents.items()}
     for call, followed in _readings(derivation, leaves, axis, gradient):
         aligned = followed.aligned
@@ -213,9 +225,9 @@ def _readings(
                 yield call, followed
 
 
-def _in_place(gradient: Block) -> Tensor:
+def _in_place(gradient: Block, owner: Owner | None) -> Tensor:
     """The rows of all samples put back along the batch axis."""
-    grad, dim = gradient.grad, gradient.dim
+    grad, dim = gradient.grad if owner is None else gradient.grad[owner.sample], gradient.dim
     before, after = grad.shape[1 : 1 + dim], grad.shape[2 + dim :]
     split = grad.reshape(gradient.batch_size, *before, gradient.outer_size, gradient.inner_size, *after)
     total = torch.Size((*before, gradient.outer_size * gradient.batch_size * gradient.inner_size, *after))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from math import prod
 
 import torch
@@ -17,6 +17,12 @@ from lightning_persample.gradients.moments import Moments, added
 from lightning_persample.gradients.projection import Factors
 from lightning_persample.gradients.sample_gradient import SampleGradient
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches
+
+
+@lru_cache(64)
+def in_order(size: int, device: torch.device) -> Tensor:
+    """The place of each sample where they stand in order: one tensor, by which blocks are known to be alike."""
+    return torch.arange(size, device=device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +64,7 @@ class Block(SampleGradient):
                 f"{self.dim} of shape, got grad {shape}."
             )
         if self.position is None:
-            object.__setattr__(self, "position", torch.arange(shape[0], device=self.grad.device))
+            object.__setattr__(self, "position", in_order(shape[0], self.grad.device))
         elif self.position.shape != shape[:1]:
             raise ValueError(f"Block: position has shape ({shape[0]},), got {tuple(self.position.shape)}.")
         object.__setattr__(self, "total", self.total or shape[0])
@@ -503,14 +509,14 @@ def _kind(term: SampleGradient) -> object:
     if isinstance(term, Patches):
         return Patches, term.geometry, term.grad_out.shape[2:], term.input.shape[2:]
     if isinstance(term, Block):
-        return Block, term._layout()
+        return Block, term._layout(), id(term.position)
     return type(term) if isinstance(term, Dense | Outer | Indexed) else object()
 
 
 def _merge(terms: Sequence[SampleGradient], into_first: bool) -> SampleGradient:
     """One structure for terms of one kind."""
     first = terms[0]
-    if isinstance(first, Dense | Block):  # (a sample has the same place in all blocks)
+    if isinstance(first, Dense | Block):
         grads = [term.tensors()[0].to(term.dtype) for term in terms]
         total, *others = grads if into_first else (grads[0] + grads[1], *grads[2:])
         for grad in others:  # in place as a rule: a tensor of this size is often more to make than to fill

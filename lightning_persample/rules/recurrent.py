@@ -84,7 +84,7 @@ def recurrent_layer(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ..
         return tensor.transpose(0, 1).flatten(1, 2)
 
     dtype = next(grad.dtype for grad in grad_outputs if grad is not None)
-    inputs = sequences(arguments["input"]).to(dtype)
+    inputs = sequences(arguments["input"]).to(dtype).requires_grad_("input" in call.weights)
     steps = torch.arange(inputs.shape[1], device=inputs.device)
     valid = steps[None] < call.counts["input"][:, None] if packed and "input" in call.counts else None
     initial = [columns(arguments[name]).to(dtype).requires_grad_() for name in states]
@@ -99,7 +99,7 @@ def recurrent_layer(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ..
         if grad is not None:
             reached.append(final)
             given.append(columns(grad))
-    leaves = [leaf for part in replayed for leaf in _leaves(part)]
+    leaves = [leaf for part in replayed for leaf in _leaves(part)] + [inputs] * inputs.requires_grad
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(reached, [*leaves, *initial], given, allow_unused=True)
     filled = [
         torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip([*leaves, *initial], grads, strict=True)
@@ -112,6 +112,9 @@ def recurrent_layer(kind: str, call: Call, grad_outputs: tuple[Tensor | None, ..
         if name in call.weights:
             grad = by_leaf[id(state)].unflatten(1, (call.batch_size, rows))
             found[name] = Dense(grad.transpose(0, 1))
+    if inputs.requires_grad:
+        grad = by_leaf[id(inputs)].unflatten(0, (call.batch_size, -1))
+        found["input"] = Dense(grad.transpose(1, 2) if time_first else grad)
     return found
 
 
@@ -310,12 +313,12 @@ def _register(kind: str) -> None:
         layer,
         arguments=names,
         batched=("input", "hx"),
-        weights=("params", "hx"),
+        weights=("params", "hx", "input"),
         reads=("input", "batch_sizes", "hx", "params"),
         bind=bind_layer,
         several_outputs=True,
         draws=_draws,
-        per_sample=("hx",),
+        per_sample=("input", "hx"),
     )(layer_rule)
     register_rule(
         cell,

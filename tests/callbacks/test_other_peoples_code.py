@@ -14,7 +14,7 @@ from torch import nn
 from lightning_persample import PerSampleCallback, PerSampleGradientMonitor
 from lightning_persample.callbacks.lightning_internals import ObservedMethod
 from lightning_persample.errors import OptionError, PerSampleWarning
-from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, as_loader, fit, loader
+from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, as_loader, column, fit, loader
 
 
 class OwnLogMethod(Classifier):
@@ -121,11 +121,13 @@ class OnNestedTensors(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-def test_a_nested_tensor_as_batch_is_refused_and_training_goes_on():
-    nested = torch.nested.nested_tensor([torch.randn(3, FEATURES), torch.randn(5, FEATURES)])
-    with pytest.warns(PerSampleWarning, match="batch is a nested tensor, which does not hold samples along an axis"):
-        trainer = fit(OnNestedTensors(), [PerSampleGradientMonitor()], data=as_loader([nested, nested]))
+@pytest.mark.filterwarnings("error::lightning_persample.errors.PerSampleWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_a_batch(layout):
+    nested = torch.nested.nested_tensor([torch.randn(3, FEATURES), torch.randn(5, FEATURES)], layout=layout)
+    trainer = fit(OnNestedTensors(), [PerSampleGradientMonitor()], data=as_loader([nested, nested]))
     assert trainer.global_step == 2
+    assert column(trainer, "grad_persample/coverage") == [1.0, 1.0]
 
 
 class FitsItselfElsewhere(L.Callback):
