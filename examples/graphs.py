@@ -56,7 +56,7 @@ def main() -> None:
     arguments.add_argument("--graphs", type=int, default=500)
     arguments.add_argument("--epochs", type=int, default=8)
     options = arguments.parse_args()
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*(does not have many workers|treespec).*")
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -75,7 +75,7 @@ def main() -> None:
     trainer.fit(GraphClassifier(), DataLoader(graphs, batch_size=32, shuffle=True))
 
     worst = monitor.worst(len(flipped))
-    found = len(set(worst.index.tolist()) & set(flipped))
+    found = len(set(worst.index) & set(flipped))
     print(f"gradient norms of every parameter: coverage {trainer.callback_metrics['per_sample_grad/coverage']:.0%}")
     print(f"of the {len(flipped)} graphs with the largest norms, {found} have a wrong label ({len(flipped)} of all do)")
 

@@ -51,7 +51,7 @@ def main() -> None:
     arguments.add_argument("--sequences", type=int, default=600)
     arguments.add_argument("--epochs", type=int, default=6)
     options = arguments.parse_args()
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    warnings.filterwarnings("ignore", ".*(does not have many workers|treespec).*")
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -66,7 +66,7 @@ def main() -> None:
     trainer.fit(WaveClassifier(), DataLoader(waves, batch_size=32, shuffle=True, collate_fn=pack))
 
     steps = torch.tensor([len(wave) for wave, _ in waves])
-    hard = steps[monitor.worst(options.sequences // 10).sample_index]
+    hard = steps[list(monitor.worst(options.sequences // 10).index)]
     print(f"gradient norms of every parameter: coverage {trainer.callback_metrics['per_sample_grad/coverage']:.0%}")
     print(f"mean length of the tenth with the largest norms: {hard.double().mean():.0f} steps, of all: "
           f"{steps.double().mean():.0f}")  # fmt: skip

@@ -90,6 +90,19 @@ def test_equal_scores_share_their_places():
     assert ranking(torch.arange(10, 0, -1), flipped) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("graphs.py", ("--graphs", "120", "--epochs", "2"), r"of the 12 graphs with the largest norms, \d+ have"),
+        ("packed_sequences.py", ("--sequences", "40", "--epochs", "1"), r"largest norms: \d+ steps, of all: \d+"),
+    ],
+)
+def test_batches_without_padding(name, options, text, started):
+    printed = started(name, *options)
+    assert "gradient norms of every parameter: coverage 100%" in printed
+    assert re.search(text, printed)
+
+
 def test_cli_trains_as_its_file_says(tmp_path, started):
     pytest.importorskip("jsonargparse")
     arguments = ["fit", "--config", str(EXAMPLES / "cli.yaml"), "--trainer.max_epochs", "2"]

@@ -193,6 +193,92 @@ def test_packed_sequences_are_exact(lengths: tuple[int, ...], declared: bool) ->
     assert_as_one_by_one(module, record, [{"x": pack_sequence([each])} for each in sequences], step)
 
 
+class ByHand(nn.Module):
+    """A recurrence over packed rows that starts from a constant state for each sample, in the order of the packing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(3, 4), nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+        self.starts = nn.Buffer(torch.randn(4, 4))
+
+    def forward(self, packed: Any, starts: Tensor) -> Tensor:
+        start, first, ended = 0, int(packed.batch_sizes[0]), []
+        h = torch.tanh(self.b(starts) * self.scale)
+        for count in packed.batch_sizes.tolist():
+            if count < len(h):
+                ended.append(h[count:])
+            h = torch.tanh(self.a(packed.data[start : start + count]) + self.b(h[:count]))
+            start += count
+        last = torch.cat([h, *reversed(ended)])
+        assert len(last) == first
+        return last[packed.unsorted_indices].pow(2).sum(1)
+
+
+def test_a_recurrence_over_packed_rows_that_is_written_by_hand_is_exact() -> None:
+    module = ByHand().double()
+    sequences = [torch.randn(length, 3, dtype=torch.float64) for length in (3, 5, 1, 4)]
+    packed = pack_sequence(sequences, enforce_sorted=False)
+    for _ in range(3):
+        record = observed(module, packed, lambda m, batch: m(batch, m.starts).mean())
+        assert (record.coverage, record.mixing, record.axis_lost) == (1.0, (), ())
+        for sample, sequence in enumerate(sequences):
+            place = packed.sorted_indices.tolist().index(sample)
+            alone = module(pack_sequence([sequence], enforce_sorted=False), module.starts[place : place + 1]).sum()
+            grads = torch.autograd.grad(alone, [*module.parameters()])
+            for (name, _), expected in zip(module.named_parameters(), grads, strict=True):
+                torch.testing.assert_close(record.grad_samples[name][sample], expected)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_recurrent_layer_whose_input_all_samples_share(layer: Any, batch_first: bool) -> None:
+    T, B = 5, 4
+    recurrent = layer(3, 4, batch_first=batch_first, bidirectional=True)
+    module = nn.ModuleDict({"table": nn.Embedding(T, 3), "layer": recurrent, "a": nn.Linear(3, 8)}).double()
+    x = torch.randn(B, 3, dtype=torch.float64)
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        steps = m["table"](torch.arange(T))
+        steps = steps.expand(len(x), T, 3) if batch_first else steps[:, None].expand(T, len(x), 3)
+        h = m["a"](x).unflatten(1, (2, 4)).transpose(0, 1).contiguous()
+        out, _ = m["layer"](steps, (h, h.tanh()) if layer is nn.LSTM else h)
+        return (out if batch_first else out.transpose(0, 1)).square().sum((1, 2)).mean()
+
+    record = observed(module, x, step)
+    assert_as_one_by_one(module, record, [x[i : i + 1] for i in range(B)], step)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("way", ["values", "unbind", "padded"])
+def test_a_jagged_tensor_is_a_batch(way: str) -> None:
+    module, lengths = nn.Linear(3, 2), (3, 1, 4)
+    sequences = [torch.randn(length, 3) for length in lengths]
+
+    def step(m: Any, nested: Any) -> Tensor:
+        if way == "padded":
+            padded = nested.to_padded_tensor(torch.inf)
+            there = padded.isfinite().all(2)
+            return (m(padded.where(there[..., None], 0)).tanh().square().sum(2) * there).sum(1).mean()
+        if way == "unbind":
+            return torch.stack([m(each).tanh().square().sum() for each in nested.unbind()]).mean()
+        rows = m(nested.values()).tanh().square().sum(1)
+        return torch.segment_reduce(rows, "sum", lengths=nested.offsets().diff(), initial=0).mean()
+
+    def jagged(parts: list[Tensor]) -> Tensor:
+        return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+    batch = jagged(sequences)
+    record = observed(module, batch, step)
+    assert_as_one_by_one(module, record, [jagged([each]) for each in sequences], step)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_layer_on_a_jagged_tensor_says_what_to_give_it() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 3), torch.randn(1, 3)], layout=torch.jagged)
+    record = observed(nn.Linear(3, 2), nested, lambda m, x: m(x).to_padded_tensor(0.0).square().mean())
+    assert_named(record, r"nested, sparse or wrapped; give it values\(\) of a jagged one, or a padded one")
+
+
 def test_a_packed_sequence_of_another_number_of_samples_is_named() -> None:
     packed = pack_sequence([torch.randn(3, 2), torch.randn(1, 2)])
     record = observed(OnPacked(), packed, lambda m, batch: m(batch).mean(), batch_size=4)
