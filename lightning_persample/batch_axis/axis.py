@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,20 @@ class Owner:
     def counts(self, batch_size: int) -> Tensor:
         """The number of entries of each sample, (B,)."""
         return torch.bincount(self.sample, minlength=batch_size)
+
+    def grouped(self, batch_size: int, samples: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
+        """The entries of each sample, (B, most) or (m, most), filled up with its own, and which ones only fill up."""
+        known: dict[Any, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_grouped", {})
+        if samples not in known:
+            counts = self.counts(batch_size)
+            starts = counts.cumsum(0) - counts
+            if samples is not None:
+                counts, starts = counts[list(samples)], starts[list(samples)]
+            places = torch.arange(int(counts.max()) if len(self.order) else 0, device=counts.device)
+            entries = starts[:, None] + torch.minimum(places[None], (counts - 1).clamp(min=0)[:, None])
+            filling = (places[None] >= counts[:, None]).flatten().nonzero().flatten()
+            known[samples] = self.order[entries.clamp(max=len(self.order) - 1)], filling
+        return known[samples]
 
     def same(self, other: Owner | None) -> bool:
         """Whether both give every entry to the same sample."""
@@ -209,11 +224,11 @@ class Lost:
 
 
 def batch_first(
-    tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool = True, samples: Tensor | None = None
+    tensor: Tensor, axis: BatchAxis, batch_size: int, *, fill: bool = True, samples: tuple[int, ...] | None = None
 ) -> Tensor:
     """Bring samples to the front, all or some (m,): (B, *shape with the batch axis reduced to the rows of one)."""
     if samples is not None and axis.owner is None:
-        return batch_first(tensor, axis, batch_size)[samples]
+        return batch_first(tensor, axis, batch_size)[list(samples)]
     if axis.dim == 0 and axis.outer == 1 and axis.owner is None:  # by far the most: rows of a sample lie together
         if axis.inner == 1 and tensor.shape[0] == batch_size and tensor.layout is torch.strided:
             return tensor.unsqueeze(1)
@@ -224,25 +239,12 @@ def batch_first(
     first = split.movedim(axis.dim + 1, 0).reshape(entries, *before, axis.rows, *after)
     if axis.owner is None:
         return first
-    index, present = _grouped(axis.owner, batch_size, samples)
-    grouped = first[index.to(first.device)]
-    if not fill:
-        grouped = grouped * present.to(grouped.device).reshape(*present.shape, *(1,) * (grouped.dim() - 2))
-    most = index.shape[1]
-    return grouped.movedim(1, 1 + axis.dim).reshape(len(index), *before, most * axis.rows, *after)
-
-
-def _grouped(owner: Owner, batch_size: int, samples: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Entries by sample: (B, most) indices of entries, or (m, most) of some samples, and whether they are its own."""
-    sample, order, counts = owner.sample, owner.order, owner.counts(batch_size)
-    starts = counts.cumsum(0) - counts
-    if samples is not None:
-        counts, starts = counts[samples.to(counts.device)], starts[samples.to(counts.device)]
-    most = int(counts.max()) if sample.numel() else 0
-    places = torch.arange(most, device=sample.device)
-    present = places[None] < counts[:, None]
-    index = torch.where(present, starts[:, None] + places[None], 0)
-    return order[index] if most else index, present
+    index, filling = axis.owner.grouped(batch_size, samples)
+    rows = first.index_select(0, index.flatten().to(first.device))
+    if not fill and len(filling):
+        rows.index_fill_(0, filling.to(first.device), 0)
+    grouped = rows.unflatten(0, index.shape).movedim(1, 1 + axis.dim)
+    return grouped.reshape(len(index), *before, index.shape[1] * axis.rows, *after)
 
 
 _PADDED = 1.25  # rows that samples taken together may be filled up to, over those that they have

@@ -38,6 +38,8 @@ from lightning_persample.torch_internals import saved_results, tree_flatten, tre
 
 _MOST = 32  # ways in which the tensors of calls of one plan lie in memory
 
+Samples: TypeAlias = tuple[int, ...] | None
+"""Those of a group; None is all."""
 Programs: TypeAlias = dict[Hashable, Program | Literal["none"]]
 
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
@@ -313,7 +315,7 @@ class ByRule:
             groups = groups_of((*placement.axes.values(), *placement.output_axes), placement.batch_size)
         return in_groups(partial(self._of_group, grads), groups, placement.batch_size)
 
-    def _of_group(self, grads: Sequence[Tensor | None], samples: Tensor | None) -> Contributions:
+    def _of_group(self, grads: Sequence[Tensor | None], samples: Samples) -> Contributions:
         """What the weights get from all samples, or from some (m,) of them."""
         placement, owners, text = self._placement, self._owners, Description(*self._text)
         rule, axes = placement.rule, placement.axes
@@ -415,7 +417,7 @@ class ByRule:
         other._saved = {mean: torch.zeros_like(self._saved[mean]), **{name: self._saved[name] for name in rest}}
         return other
 
-    def _call(self, grads: Sequence[Tensor | None], samples: Tensor | None) -> tuple[Call, Any]:
+    def _call(self, grads: Sequence[Tensor | None], samples: Samples) -> tuple[Call, Any]:
         """The call as the rule sees it, with the gradient of its output, or of all where the rule knows several."""
         placement, tensors, batch_size = self._placement, self._tensors, self._placement.batch_size
         rule, first = placement.rule, batch_first if samples is None else partial(batch_first, samples=samples)
@@ -429,7 +431,7 @@ class ByRule:
             arguments[name] = first(tensor, where, batch_size)
             if where.owner is not None:
                 rows_of_each = where.owner.counts(batch_size) * where.rows
-                counts[name] = rows_of_each if samples is None else rows_of_each[samples]
+                counts[name] = rows_of_each if samples is None else rows_of_each[list(samples)]
         rows = placement.per_sample
         if rows and placement.rank:  # beside them an operand may be shared by all samples
             shared = tensors.keys() - placement.axes.keys() - placement.weights
@@ -500,12 +502,12 @@ def _draw_again(rule: Rule, arguments: dict[str, Any], drawn: _Drawn) -> list[Te
 
 
 def in_groups(
-    compute: Callable[[Tensor | None], Contributions], groups: Sequence[Sequence[int]] | None, batch_size: int
+    compute: Callable[[Samples], Contributions], groups: Sequence[Sequence[int]] | None, batch_size: int
 ) -> Contributions:
     """What the weights get, computed for groups of samples one after the other."""
     if groups is None:
         return compute(None)
-    found = [compute(torch.tensor(group)) for group in groups]
+    found = [compute(tuple(group)) for group in groups]
     return [
         (weight, Ragged([given[place][1] for given in found], groups, batch_size))
         for place, (weight, _) in enumerate(found[0])
@@ -599,7 +601,7 @@ def _by_generic_rule(use: Use) -> Computation:
         groups = groups if sample is None else [[sample]]
         return in_groups(partial(of_group, grad), groups, batch_size)
 
-    def of_group(grad: Tensor, samples: Tensor | None) -> Contributions:
+    def of_group(grad: Tensor, samples: Samples) -> Contributions:
         args, kwargs = tree_unflatten(kept, spec)
         first = partial(_first, batch_size=batch_size, samples=samples)
         batched = {position: first(kept[position], where) for position, where in axes.items()}
@@ -619,6 +621,6 @@ _UNSPLIT = None  # one sample alone, which has no axis
 
 
 def _first(
-    tensor: Tensor, axis: BatchAxis | None, batch_size: int, *, fill: bool = True, samples: Tensor | None = None
+    tensor: Tensor, axis: BatchAxis | None, batch_size: int, *, fill: bool = True, samples: Samples = None
 ) -> Tensor:
     return tensor[None] if axis is None else batch_first(tensor, axis, batch_size, fill=fill, samples=samples)

@@ -184,6 +184,17 @@ def test_losses_of_nodes_belong_to_their_graphs() -> None:
     assert_exact(record, loop(module, loss, [graph(batch, sample) for sample in range(B)]))
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_number_that_is_not_finite_stays_with_its_sample(number: float) -> None:
+    module, batch = Network(sums), graphs()
+    expected = loop(module, module.loss, [graph(batch, sample) for sample in range(B)])
+    batch["x"][batch["owner"] == 0] = number
+    record = captured(module, batch, lambda: module.loss(batch), batch_layout=layout)
+    for name, grads in expected.items():
+        assert not record.sq_norms[name][0].isfinite()
+        torch.testing.assert_close(record.sq_norms[name][1:], grads.flatten(1).square().sum(1)[1:])
+
+
 def test_an_edge_between_two_graphs_is_named() -> None:
     module, batch = Network(sums), graphs()
     batch["edges"][1, 0] = len(batch["x"]) - 1
