@@ -318,6 +318,7 @@ class _Walk:
         self.tensors: list[tuple[str, Tensor]] = []
         self.lists: list[tuple[str, list[Any]]] = []
         self.known: dict[int, _Known] = {}
+        self.owned = 0  # of so many samples the declared owners are
         self._declared = declared
         self._seen: set[int] = set()
         self._visit(batch, path)
@@ -326,7 +327,11 @@ class _Walk:
         if isinstance(item, Tensor):
             self.tensors.append((path, item))
             if id(item) in self._declared:
-                self.known[id(item)] = _by_declaration(path, item, self._declared[id(item)][1])
+                where = self._declared[id(item)][1]
+                self.known[id(item)] = _by_declaration(path, item, where)
+                owner = where[1] if isinstance(where, tuple) else where
+                if isinstance(owner, Tensor) and owner.numel():
+                    self.owned = max(self.owned, int(owner.max()) + 1)
             elif item.is_nested:
                 self.known[id(item)] = _of_nested(path, item)
             return
@@ -367,6 +372,8 @@ def _rows(tensor: Tensor, batch_dim: int) -> int | None:
 def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
     counted = [(path, tensor) for path, tensor in walk.tensors if tensor.dim() > 0 and id(tensor) not in walk.known]
     known = {path: each for path, tensor in walk.tensors if (each := walk.known.get(id(tensor))) and each.count}
+    if not counted and not known and walk.owned:
+        return walk.owned
     if not counted and not known:
         raise BatchSizeError(
             "the batch holds no tensor with an axis to read a batch size from; pass batch_size, or let the data "

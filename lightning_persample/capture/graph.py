@@ -84,8 +84,8 @@ def unseen_text(node: Node, differentiated: str) -> str:
     if differentiated and not isinstance(node, BackwardCFunction):
         return (
             f"its gradient also arrives through {node.name()}, of the gradient that was computed with create_graph=True"
-            f"{differentiated} (a gradient of a gradient), whose calls torch does not show; engine='loop' in the "
-            "callback computes it in automatic optimization, loop_per_sample_grads everywhere"
+            f"{differentiated} (a gradient of a gradient), whose calls torch does not show; unsupported='vmap' or "
+            "engine='loop' in the callback computes it in automatic optimization, loop_per_sample_grads everywhere"
         )
     if not isinstance(node, BackwardCFunction):
         return (

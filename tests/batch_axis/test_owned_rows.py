@@ -250,6 +250,23 @@ def test_an_axis_and_shared_data_are_declared() -> None:
     assert_exact(record, loop(module, loss, alone))
 
 
+def test_two_loaders_with_unequal_numbers_of_rows_side_by_side() -> None:
+    module, x, y, u = nn.Linear(D, 2), torch.randn(4, D), torch.tensor([0, 1, 1, 0]), torch.randn(2, D)
+
+    def layout(batch: Any) -> dict[Tensor, Tensor]:
+        return {batch["a"][0]: torch.arange(4), batch["a"][1]: torch.arange(4), batch["b"]: torch.tensor([4, 5])}
+
+    def loss() -> Tensor:
+        return F.cross_entropy(module(x), y) + module(u).square().sum(1).mean()
+
+    weights = torch.tensor([1 / 4] * 4 + [1 / 2] * 2)
+    record = captured(module, {"a": (x, y), "b": u}, loss, batch_layout=layout, loss_reduction=weights)
+    own = [*F.cross_entropy(module(x), y, reduction="none"), *module(u).square().sum(1)]
+    rows = [torch.autograd.grad(each, [*module.parameters()], retain_graph=True) for each in own]
+    weight, bias = (torch.stack(grads) for grads in zip(*rows, strict=True))
+    assert_exact(record, {"weight": weight, "bias": bias})
+
+
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
