@@ -477,7 +477,8 @@ class Storing(Passing):
             is_known = each.name in record.names
             grads = record.grad_samples[each.name] if is_known else parameter.new_zeros(record.num_values, *each.shape)
             found = self._adam[each.name](grads)
-            parts[each.name] = found.flatten(1) if projection is None else Dense(found).project(projection, each.name)
+            rows = found[..., None].flatten(1)
+            parts[each.name] = rows if projection is None else Dense(found).project(projection, each.name)
         return torch.cat(list((parts if projection is None else projection.joined(parts)).values()), 1)
 
     def _columns(self, outputs: Any, batch: Any, size: int, samples: Tensor) -> dict[str, Tensor]:

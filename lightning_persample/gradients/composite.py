@@ -315,7 +315,7 @@ class Ragged(SampleGradient):
     """Gradients of samples with unequal numbers of rows: one structure for each group of samples, zero for the rest.
 
     Example:
-        >>> Ragged([Dense(torch.ones(1, 2)), Dense(torch.full((2, 2), 2.0))], [(3,), (0, 1)], 4).sq_norm()
+        >>> Ragged([Dense(torch.ones(1, 2)), Dense(torch.full((2, 2), 2.0))], [(3,), (0, 1)], 4).sq_norm().round()
         tensor([8., 8., 0., 2.])
 
     Attributes:

@@ -193,7 +193,7 @@ def _inputs(
             f"`{rule.op}`: an ExpandedWeight cannot tell whose the rows of a packed sequence are; use "
             "call_for_per_sample_grads on the module"
         )
-    names = [name for name in rule.arguments if name in rule.batched - rule.weights and name in bound]
+    names = [name for name in rule.arguments if name in rule.batched - (rule.weights - {"input"}) and name in bound]
     if "batch_first" in bound:
         axis = 0 if bound["batch_first"] else 1
     return [bound[name] for name in names], axis

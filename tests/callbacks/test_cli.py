@@ -12,9 +12,11 @@ import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_persample
 from lightning_persample import (
+    InRunInfluence,
     OptionError,
     PerSampleCallback,
     PerSampleGradientMonitor,
@@ -22,7 +24,7 @@ from lightning_persample import (
     Projection,
 )
 from lightning_persample.influence import GradientStore
-from tests.callbacks.runs import Classifier, column, loader
+from tests.callbacks.runs import CLASSES, FEATURES, Classifier, column, loader
 
 pytest.importorskip("jsonargparse")
 # Lightning and jsonargparse disagree on names that are deprecated; that a run warns of nothing is tested elsewhere.
@@ -84,6 +86,14 @@ WRONG = {
 def half_of_a_mean(outputs: Any, batch: Any) -> Tensor:
     """As if the training loss were half of the mean of the samples' own losses."""
     return torch.full((len(batch[0]),), 0.5 / len(batch[0]))
+
+
+class OnHeldOut(InRunInfluence):
+    """With validation samples, which no file holds."""
+
+    def __init__(self, dirpath: str, every_n_steps: int | None = None) -> None:
+        data = TensorDataset(torch.randn(6, FEATURES), torch.randint(CLASSES, (6,)))
+        super().__init__(dirpath, DataLoader(data, batch_size=3), every_n_steps)
 
 
 def places(batch: Any) -> Tensor:
@@ -154,11 +164,12 @@ def found(cli: LightningCLI, kind: type) -> Any:
 @pytest.mark.parametrize("kind", CALLBACKS, ids=lambda kind: kind.__name__)
 def test_every_public_callback_fits_from_a_file(kind, tmp_path):
     options = {}
+    kind, path = (OnHeldOut, f"{__name__}.OnHeldOut") if kind is InRunInfluence else (kind, path_of(kind))
     for name, parameter in inspect.signature(kind).parameters.items():
         if parameter.default is parameter.empty:
             assert name in REQUIRED, f"{kind.__name__} needs {name}: give a value for it in REQUIRED"
             options[name] = str(tmp_path / REQUIRED[name])
-    file = write(tmp_path / "config.yaml", [{"class_path": path_of(kind), "init_args": options}])
+    file = write(tmp_path / "config.yaml", [{"class_path": path, "init_args": options}])
     cli = command("fit", "--config", str(file))
     assert found(cli, kind).every_n_steps == inspect.signature(kind).parameters["every_n_steps"].default
     assert cli.trainer.global_step == 3

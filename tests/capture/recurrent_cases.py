@@ -39,6 +39,14 @@ def from_state_of_sample(m: Any, x: Tensor) -> Tensor:
     return m.a(x, (state, state.tanh()) if isinstance(m.a, nn.LSTM) else state)[0]
 
 
+def over_shared_steps(m: Any, x: Tensor) -> Tensor:
+    """The steps are the same for all samples, which differ by the state that they begin with."""
+    x = m.h(x) if hasattr(m, "h") else x
+    state = x[:, :1, : m.a.proj_size or m.a.hidden_size].transpose(0, 1).contiguous()
+    cell = x[:, 1:2, : m.a.hidden_size].transpose(0, 1).contiguous()
+    return m.a(m.e.expand(len(x), -1, -1), (state, cell) if isinstance(m.a, nn.LSTM) else state)[0]
+
+
 def packed_equal(m: Any, x: Tensor) -> Tensor:
     """All sequences are equally long."""
     packed, _ = m.a(nn.utils.rnn.pack_padded_sequence(x, [T] * len(x), batch_first=True))
@@ -60,6 +68,21 @@ for kind, layer in RECURRENT.items():
         case(
             f"{kind}-only-{name}",
             lambda layer=layer, subset=subset: Model(outputs_only, a=only(subset, layer(6, 4, batch_first=True))),
+            sequences,
+        )
+    case(
+        f"{kind}-over-shared-steps",
+        lambda layer=layer: Model(
+            over_shared_steps, a=layer(6, 4, batch_first=True), e=parameter(T, 6), h=nn.Linear(6, 6)
+        ),
+        sequences,
+    )
+    for name, subset in {**subsets, "steps": ()}.items():
+        case(
+            f"{kind}-over-shared-steps-and-{name}",
+            lambda layer=layer, subset=subset: Model(
+                over_shared_steps, a=only(subset, layer(6, 4, batch_first=True)), e=parameter(T, 6)
+            ),
             sequences,
         )
     case(

@@ -22,7 +22,8 @@ LAYERS = (
 TARGETS = {f"batch_axis/{each}" for each in ("losses.py:every_target_counts", "losses.py:_unequal_weights")}
 DERIVED = {"capture/pull_back.py:_check_repeats"}  # whether what is computed from weights alone is one for all samples
 READ: dict[str, set[str]] = {
-    **dict.fromkeys(("weight norm", "spectral norm"), DERIVED),
+    "weight norm": DERIVED | {"gradients/program.py:at_least"},  # whether the norm of its rows cancels
+    "spectral norm": DERIVED,
     "some samples": {"capture/collector.py:_samples_on"},  # which come from the host, once a step
     # Whose targets were left out in unequal numbers before: from then on before it is decided how the samples weigh.
     "padded": TARGETS | {"batch_axis/added_up.py:absent"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_persample.gradients import Deflated, Indexed, Outer, Patches, SampleGradient, Sum, moments
+from lightning_persample.gradients import Deflated, Indexed, Outer, Patches, Ragged, SampleGradient, Sum, moments
 from lightning_persample.gradients.patch_kernels import Rows
 from tests.gradients.structures import CASES, GEOMETRIES, assert_close
 
@@ -54,13 +54,12 @@ def check(gradient, dense):
     scaled = gradient.scaled(factors)
     assert_close(scaled.dense(), dense * factors.view(-1, *(1,) * (dense.dim() - 1)))
     assert_close(scaled.sq_norm(), gradient.sq_norm() * factors.square())
-    terms = [sides(term) for term in (gradient.terms if isinstance(gradient, Sum) else [gradient])]
+    terms = [sides(term) for term in (gradient.terms if isinstance(gradient, (Ragged, Sum)) else [gradient])]
     for side, found in enumerate(gradient.moments()):
         assert_close(full(found), sum(each[side].T @ each[side] for each in terms))
     ones = gradient.times_one()
     if ones is not None:
-        left, right = sides(gradient)
-        assert_close(ones.sum(0), left.T @ right[:, -1])
+        assert_close(ones.sum(0), sum(left.T @ right[:, -1] for left, right in terms))
 
 
 @pytest.mark.parametrize(("shape", "name"), ALL)
