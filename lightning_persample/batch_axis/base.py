@@ -135,19 +135,29 @@ def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
     return Followed(tuple(Lost(reason, samples=frozenset({owners[row]}), parts=frozenset({1})) for row in rows))
 
 
-def with_constant_rows(call: ObservedCall, owners: Tensor, rows: Tensor, dim: int, even: bool = False) -> Tensor | None:
+def with_constant_rows(
+    call: ObservedCall, owners: Tensor, rows: Tensor, dim: int, *, even: bool = False, beside: Tensor | None = None
+) -> Tensor | None:
     """The sample of each row along `dim`: constant rows (-1) belong as in a layout of the batch of as many rows."""
     rest = owners < 0
     if not bool(rest.any()):
         return owners
     constant = rows.index_select(dim, rest.nonzero().flatten().to(rows.device))
-    if (rows.is_floating_point() or rows.is_complex()) and not has_equal_rows(constant, dim):
+    equal = has_equal_rows(constant, dim)
+    if not equal and (rows.is_floating_point() or rows.is_complex()):
         return None  # (which one each sample alone would have is not known)
-    known = [layout for owner in call.owners if (layout := owner.to(owners.device)).shape == owners.shape]
+    known = [beside.to(owners.device)] if beside is not None and equal else []
+    known += [layout for owner in call.owners if (layout := owner.to(owners.device)).shape == owners.shape]
     each, left = divmod(len(owners), call.batch_size)
-    if even and not left:
-        known.append(torch.arange(call.batch_size, device=owners.device).repeat_interleave(each))
-    return next((layout for layout in known if bool((rest | (layout == owners)).all())), None)
+    rows_of_each = [] if left else [torch.arange(call.batch_size, device=owners.device).repeat_interleave(each)]
+    fit, rivals = (
+        [layout for layout in layouts if bool((rest | (layout == owners)).all())]
+        for layouts in (known + rows_of_each * even, rows_of_each * (each == 1))
+    )
+    counts = [layout[rest].bincount(minlength=call.batch_size) for layout in fit + rivals]
+    if not fit or any(not torch.equal(count, counts[0]) for count in counts):  # (it may be either)
+        return None
+    return fit[0]
 
 
 def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, source: object) -> Followed | None:
@@ -169,7 +179,9 @@ def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, s
         if axis.mixing is not None or axis.dim != own or not (incoming is None or torch.equal(owners, incoming)):
             return None
         incoming = owners
-    if incoming is None or not index.numel() or len(incoming) != (index.size(along) if index.dim() else 1):
+    if not index.numel():  # nothing is written
+        return Followed((where,) * len(call.outputs)) if not isinstance(where, Lost) else None
+    if incoming is None or len(incoming) != (index.size(along) if index.dim() else 1):
         return None
     rows = index.movedim(along, 0).reshape(len(incoming), -1) if index.dim() else index.reshape(1, 1)
     written = incoming[:, None].expand_as(rows)

@@ -126,7 +126,7 @@ def _by_owner(path: str, tensor: Tensor, dim: int, batch_size: int, owner: Tenso
     if rows and (int(owner.min()) < 0 or int(owner.max()) >= batch_size):
         first, last = int(owner.min()), int(owner.max())
         return Lost(f"{path} has owners from {first} to {last}; allowed are 0 to {batch_size - 1}, one for each sample")
-    return picked(dim, owner.detach().long(), batch_size)
+    return picked(dim, owner.detach().long().clone(), batch_size)  # (who gave it may change it)
 
 
 def declared_places(
@@ -291,13 +291,25 @@ def _graph_tensors(item: Any, path: str, slices: Mapping[Any, Any]) -> Iterator[
                 dim, count = 0 if axis is None else axis % max(value.dim(), 1), starts.numel() - 1
                 owner = torch.arange(count, device=value.device).repeat_interleave(starts.diff().to(value.device))
             elif key == "ptr" and isinstance(value, Tensor):
-                begins = Lost(f"{where}.ptr holds where each graph begins in the whole batch", unplaced=True)
+                begins = Lost(
+                    f"{where}.ptr holds where each graph begins in the whole batch", unplaced=True, listed=True
+                )
                 yield f"{where}.ptr", value, _Known(partial(_as_given, begins))
+                continue
+            elif isinstance(value, Tensor) and value.dim() and value.size(0) in _uneven_rows(own):
+                text = f"{where}.{key} was added to the batch later, and may have a row for each of its nodes or edges"
+                yield f"{where}.{key}", value, _Known(partial(_as_given, Lost(text, unplaced=True)))
                 continue
             else:
                 yield f"{where}.{key}", value, None
                 continue
             yield f"{where}.{key}", value, _of_graphs(f"{where}.{key}", value, dim, count, owner)
+
+
+def _uneven_rows(slices: Mapping[Any, Any]) -> set[int]:
+    """The numbers of rows of those tensors of which the graphs do not have one row each."""
+    starts = [each for each in slices.values() if isinstance(each, Tensor) and each.numel()]
+    return {int(each[-1]) for each in starts if bool((each.diff() != 1).any())}
 
 
 def _of_graphs(path: str, tensor: Tensor, dim: int, count: int, owner: Tensor) -> _Known:

@@ -242,6 +242,9 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Foll
             return keep(call, placed)
     if isinstance(where, BatchAxis) and call.batch_size > 1 and not _places_are_own(call, items, where):
         return lost(call, "writes into places that depend on other samples", mixes=None)
+    weighs = isinstance(value, Tensor) and value.requires_grad and incoming is None
+    if isinstance(where, BatchAxis) and weighs and call.batch_size > 1 and _cuts(items, where.dim):
+        return lost(call, "writes a weight into rows of some samples; use torch.where with a mask of the rows")
     if isinstance(where, BatchAxis) and incoming is None:
         return Followed((where,), lambda tensor: _along_target(items, tensor, where))
     own = _row_by_row(call, target, items, value, incoming)
@@ -309,6 +312,17 @@ def rows_filled(call: ObservedCall) -> Followed | None:
     else:
         place = Lost(reason, apart=True, filled=(dim, owners))
     return Followed((place,), by_values=True)
+
+
+def _cuts(items: list[Any], dim: int) -> bool:
+    """Whether an index picks rows of an axis by their numbers; a mask goes through the rows of each sample."""
+    start = 0
+    for item in items:
+        width = item.dim() if _is_mask(item) else int(item is not None)
+        if start <= dim < start + width:
+            return not _is_mask(item) and not (isinstance(item, slice) and item == _WHOLE)
+        start += width
+    return False
 
 
 def _axis_laid_along(items: list[Any], target: Tensor, value: Tensor, incoming: BatchAxis) -> int | None:

@@ -16,7 +16,6 @@ from lightning_persample.batch_axis.base import (
     broadcast,
     crossed,
     dims_argument,
-    has_equal_rows,
     into_own_rows,
     keep,
     lost,
@@ -157,18 +156,15 @@ def _of_each(call: ObservedCall, tensor: Tensor, dim: int) -> BatchAxis | None:
     """Where each sample has its own of rows that are copies of one, as many as the rows of the batch beside them."""
     if not tensor.requires_grad and (tensor.dim() <= dim or tensor.size(dim) == 0):
         return picked(dim, torch.empty(0, dtype=torch.int64, device=tensor.device), call.batch_size)
-    if not tensor.requires_grad:
-        unknown = torch.full((tensor.size(dim),), -1, dtype=torch.int64, device=tensor.device)
-        known = with_constant_rows(call, unknown, tensor, dim)
-        if known is not None:
-            return picked(dim, known, call.batch_size)
     beside = [axis for other, axis in call.located if other.size(dim) == tensor.size(dim)]
-    if not beside or any(not axis.same_layout(beside[0]) for axis in beside):
-        return None
+    layout = beside[0] if beside and all(axis.same_layout(beside[0]) for axis in beside) else None
     if tensor.requires_grad:  # (rows of a weight that are equal now may differ after a step, unless they are one)
         laid = tensor.stride(dim) == 0 and all(axis.owner is None for _, axis in call.located)
-        return beside[0] if laid else None
-    return beside[0] if has_equal_rows(tensor, dim) else None
+        return layout if laid else None
+    unknown = torch.full((tensor.size(dim),), -1, dtype=torch.int64, device=tensor.device)
+    owners = None if layout is None else row_owners(layout, call.batch_size)
+    known = with_constant_rows(call, unknown, tensor, dim, beside=owners)
+    return None if known is None else picked(dim, known, call.batch_size)
 
 
 def _rows(call: ObservedCall, axis: BatchAxis, dim: int, owners: Tensor) -> Followed:

@@ -277,7 +277,7 @@ class _Collected:
 def _refuse_what_cannot_be_cut(layout: BatchLayout, engine: str) -> None:
     """Refuse a batch with a tensor of which it is not known what of it is one sample's."""
     for place in layout.places:
-        if isinstance(place, Lost) and place.alone is None:
+        if isinstance(place, Lost) and place.alone is None and not place.listed:
             raise UnsupportedError(
                 f"engine={engine!r} cannot cut the batch into samples: {place.reason}; keep data that all samples "
                 "share out of the batch, as a buffer of the module or a number (rows that offsets, an index or "

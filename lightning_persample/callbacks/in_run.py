@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -34,8 +35,9 @@ class InRunInfluence(PerSampleGradientWriter):
       with the step's own learning rate, which sum over the batch to the first-order change. For Adam and AdamW it is
       ``eta w_i g_i . P g_val``, P the diagonal that the step multiplies the batch's gradient by,
       ``(1 - beta1) / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps)`` with v_t of this step, which is held fixed;
-      for SGD with momentum what of the gradient enters this step. It leaves out clipping, and is nan where the weight
-      of a sample or the form of the optimizer is not known: of others than these, of Adam under accumulation;
+      for SGD with momentum what of the gradient enters this step, without the factor of clipping. It is nan where the
+      weight of a sample or the form of the optimizer is not known: of others than these, of Adam under accumulation or
+      clipping;
     - "val_loss", the mean loss of the validation samples when their gradient was taken: from one refresh to the next
       it changes by minus the sum of "shapley" and a residual of higher order, of momentum and of staleness;
     - "staleness", how many optimizer steps ago that was.
@@ -229,18 +231,21 @@ def _factor(
     trainer: Trainer, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
 ) -> Tensor | float:
     """What the next step of an optimizer multiplies a gradient by, entry by entry, besides the learning rate."""
-    state = optimizer.state.get(parameter, {})
-    if isinstance(optimizer, torch.optim.SGD):
+    state, step = optimizer.state.get(parameter, {}), inspect.unwrap(type(optimizer).step)
+    if isinstance(optimizer, torch.optim.SGD) and step is inspect.unwrap(torch.optim.SGD.step):
         momentum = float(group["momentum"])
         taken = 1.0 - float(group["dampening"]) if momentum and state.get("momentum_buffer") is not None else 1.0
         return 1.0 + momentum * taken if group["nesterov"] else taken
-    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+    if not isinstance(optimizer, torch.optim.Adam) or step is not inspect.unwrap(torch.optim.Adam.step):  # (AdamW's)
         raise UnsupportedError(f"it is known of SGD, Adam and AdamW, and {type(optimizer).__name__} steps otherwise")
     grad = parameter.grad
     if trainer.accumulate_grad_batches != 1 or getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise UnsupportedError("what Adam divides by is not known before the step, of accumulated or scaled gradients")
+    if trainer.gradient_clip_val:
+        raise UnsupportedError("what Adam divides by is not known before the step, of gradients that are clipped")
     if grad is None:
         return 0.0
+    grad = -grad if group["maximize"] else grad
     if group["weight_decay"] and not group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)):
         grad = grad + group["weight_decay"] * parameter.detach()
     (beta1, beta2), t = group["betas"], float(state.get("step", 0)) + 1

@@ -180,7 +180,7 @@ class Dispatcher(Collector):
                 parts, counts = frozenset({1}), frozenset({loss.numel() // size})
                 if weight is None or not bool((weight == weight.flatten()[0]).all()):
                     continue
-            elif isinstance(mark, Lost) and mark.parts and mark.alone is None:
+            elif isinstance(mark, Lost) and mark.parts and (mark.alone is None or size in mark.parts - {1}):
                 size, parts, counts = len(mark.samples) or size, mark.parts, mark.counts
             else:
                 continue
@@ -199,7 +199,8 @@ class Dispatcher(Collector):
         mark = self.marks.get(loss)
         if isinstance(mark, Lost) and 0 < len(mark.samples) < self.batch_size:
             size = len(mark.samples)
-            mean_of = next((n for n in (size, self.batch_size) if n in mark.parts), 1 if size == 1 else 0)
+            sizes = (self.batch_size, size) if size == 1 else (size, self.batch_size)  # (1 is the sum of one, too)
+            mean_of = next((n for n in sizes if n in mark.parts), 1 if size == 1 else 0)
             self.part = Part(tuple(sorted(mark.samples)), mean_of, is_sum=1 in mark.parts)
 
     def forget_backward(self) -> None:

@@ -67,6 +67,11 @@ def _mask(subsets: Any, index: Sequence[int]) -> Tensor:
         if given.dim() != 2 or given.shape[1] != len(index):
             raise OptionError(f"subsets are a mask of shape {tuple(given.shape)}; allowed is (subsets, {len(index)})")
         return given
+    if given is not None and given.shape == (len(given), len(index)) and bool(((given == 0) | (given == 1)).all()):
+        raise OptionError(
+            f"subsets are {given.dtype} numbers 0 and 1 of shape {tuple(given.shape)}, which may be a mask or indices: "
+            "pass a mask as subsets.bool()"
+        )
     places = {sample: place for place, sample in enumerate(index)}
     found = torch.zeros(len(subsets), len(index), dtype=torch.bool)
     for row, subset in zip(found, subsets, strict=True):
@@ -76,6 +81,8 @@ def _mask(subsets: Any, index: Sequence[int]) -> Tensor:
                     f"sample {sample!r} of a subset has no scores: {len(index)} samples have, the first of them "
                     f"{', '.join(map(str, index[:5]))}"
                 )
+            if row[places[sample]]:
+                raise OptionError(f"sample {sample!r} stands twice in a subset; allowed is each sample once")
             row[places[sample]] = True
     return found
 

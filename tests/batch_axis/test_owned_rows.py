@@ -356,3 +356,78 @@ def test_graphs_and_owned_rows_are_cut_for_a_check() -> None:
         module, rows, loss, batch_layout=lambda b: {b["x"]: b["owner"], b["owner"]: b["owner"]}
     )
     assert report, report
+
+
+def test_constant_rows_that_may_be_of_either_sample_are_named() -> None:
+    """As many nodes as graphs, one of which is empty: its row of the pooled ones is not a node's."""
+    module, x, owner = nn.Linear(D, 2), torch.randn(3, D), torch.tensor([0, 0, 2])
+
+    def loss(x: Tensor, owner: Tensor, B: int) -> Tensor:
+        return module(torch.zeros(B, D).index_add(0, owner, x)).square().sum(1).mean()
+
+    record = captured(
+        module, x, lambda: loss(x, owner, 3), batch_size=3, batch_layout=lambda b: {b: owner}, unsupported="ignore"
+    )
+    assert record.coverage == 0
+    apart = torch.tensor([0, 0, 0, 2])  # more nodes than graphs
+    x = torch.randn(4, D)
+    record = captured(module, x, lambda: loss(x, apart, 3), batch_size=3, batch_layout=lambda b: {b: apart})
+    empty = torch.zeros(0, dtype=torch.int64)
+    alone = [(x[:3], torch.zeros(3, dtype=torch.int64)), (x[:0], empty), (x[3:], torch.zeros(1, dtype=torch.int64))]
+    assert_exact(record, loop(module, lambda sample: loss(*sample, 1), alone))
+
+
+def test_an_owner_that_changes_after_it_was_declared_is_kept_as_it_was() -> None:
+    module, x, owner = nn.Linear(D, 2), torch.randn(6, D), torch.tensor([0, 1, 1, 0, 2, 1])
+    before = owner.clone()
+
+    def loss() -> Tensor:
+        rows = module(mark_samples(x, owner=owner)).square().sum(1)
+        owner.zero_()
+        return rows.sum()
+
+    record = captured(module, torch.randn(3, 1), loss, loss_reduction="sum")
+    alone = [x[before == sample] for sample in range(3)]
+    assert_exact(record, loop(module, lambda x: module(x).square().sum(), alone))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_sum_over_one_sample_that_is_divided_by_the_batch_size_is_a_part_of_a_mean(reduction: str) -> None:
+    module, x = nn.Linear(D, 2), torch.randn(5, D)
+    options = {"loss_reduction": reduction, "unsupported": "ignore"}
+    record = captured(module, x, lambda: module(x[1:2]).square().sum() / 5, **options)
+    assert record.samples is not None
+    assert record.samples.tolist() == [1]
+    (expected,) = torch.autograd.grad(module(x[1:2]).square().sum(), [module.weight])
+    if reduction == "mean":
+        torch.testing.assert_close(record.grad_samples["weight"][0], expected)
+    else:
+        assert "the loss is a mean over the samples, but loss_reduction is 'sum'" in record.weighting[0]
+
+
+def test_an_expert_without_a_row_changes_nothing() -> None:
+    module = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, 1)])
+    x = torch.randn(B, D)
+
+    def loss(x: Tensor) -> Tensor:
+        chosen, out = torch.zeros(len(x), dtype=torch.int64), torch.zeros(len(x), D)
+        for number in range(2):
+            rows = (chosen == number).nonzero().flatten()
+            out.index_add_(0, rows, module[number](x[rows]))
+        return module[2](out).square().mean()
+
+    record = captured(module, x, lambda: loss(x))
+    assert (record.mixing, record.axis_lost, record.unsupported) == ((), (), {})
+    expected = loop(module, loss, [x[i : i + 1] for i in range(B)])
+    for name, grads in record.grad_samples.items():
+        torch.testing.assert_close(grads, expected[name])
+
+
+def test_a_tensor_added_to_a_batch_of_graphs_is_not_taken_for_rows_of_samples() -> None:
+    batch = graphs((2, 1, 1), seed=3)
+    held = BatchOfGraphs.of(batch)
+    held._slice_dict = {name: starts for name, starts in held._slice_dict.items() if name != "weight"}
+    module = nn.Linear(1, 1)
+    held.weight = torch.randn(len(batch["x"]), 1)  # one number for each node
+    record = captured(module, held, lambda: module(held.weight).square().mean(), unsupported="ignore")
+    assert "was added to the batch later" in record.unsupported["weight"]

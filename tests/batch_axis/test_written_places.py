@@ -181,3 +181,24 @@ def record_of_both(module: nn.Module, loss: Callable[..., Tensor], batch: tuple[
     with expanded_weights(module, batch, unsupported="ignore") as capture:
         loss(module, *batch).backward()
     return capture.record
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize(
+    "place",
+    [slice(None, 2), 0, -1, slice(1, 3), slice(None, None, 2), (0, 0), (slice(1, None), 1), [0, 2], torch.tensor([0])],
+    ids=str,
+)
+def test_a_weight_written_into_rows_of_some_samples_is_never_given_to_all(place: Any) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[place] = m.w[0] if isinstance(place, tuple) else m.w
+        return m.c(x)
+
+    module, x = Model(forward, w=parameter(D), c=nn.Linear(D, D)), torch.randn(B, D)
+    record = record_of(module, mean_of_cubes, x)
+    (grad,) = torch.autograd.grad(mean_of_cubes(module, x), [module.w])
+    if "w" in record.names:
+        torch.testing.assert_close(record.grad_samples["w"].mean(0), grad)
+    else:
+        assert "rows of some samples" in record.unsupported["w"]

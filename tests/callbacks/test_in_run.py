@@ -50,7 +50,9 @@ class Net(LightningModule):
 
 def written(folder, module, **options):
     """The ledger of one epoch, in the order of the samples."""
-    of_trainer = {name: options.pop(name) for name in ("accumulate_grad_batches",) if name in options}
+    of_trainer = {
+        name: options.pop(name) for name in ("accumulate_grad_batches", "gradient_clip_val") if name in options
+    }
     callback = InRunInfluence(folder, options.pop("val", VAL), overwrite=True, **options)
     make_trainer([callback], max_epochs=1, **of_trainer).fit(module, TRAIN)
     return read_ledger(folder).to_pandas().sort_values(["step", "row"])
@@ -91,15 +93,34 @@ class AdamByHand(ByHand):
 
     def parts(self, grads):
         lr, (b1, b2), decay = (self.module.options.get(name, other) for name, other in DEFAULTS.items())
-        total = grads.mean(0)
+        sign = -1.0 if self.module.options.get("maximize") else 1.0
+        total = sign * grads.mean(0)
         if self.module.make is ADAM:
             total = total + decay * nn.utils.parameters_to_vector(self.module.parameters()).detach()
         self.t, self.v = self.t + 1, b2 * self.v + (1 - b2) * total.square()
         down = (self.v / (1 - b2**self.t)).sqrt() + 1e-8
-        return lr * (1 - b1) / (1 - b1**self.t) * grads / len(grads) / down
+        return sign * lr * (1 - b1) / (1 - b1**self.t) * grads / len(grads) / down
 
 
 DEFAULTS = {"lr": 0.1, "betas": (0.9, 0.999), "weight_decay": 0.0}
+
+
+class SignSGD(SGD):
+    """It has the parent's options, and a step of its own."""
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(group["lr"] * parameter.grad.sign())
+        return loss
+
+
+class SignAdam(ADAM):
+    """The same of Adam."""
+
+    step = SignSGD.step
 
 
 def by_hand(module, *, refresh=1):
@@ -133,7 +154,9 @@ def by_hand(module, *, refresh=1):
         (SGD, {"momentum": 0.9, "nesterov": True}, 1),
         (ADAM, {}, 1),
         (ADAM, {"betas": (0.5, 0.9), "weight_decay": 0.1}, 2),
+        (ADAM, {"maximize": True, "weight_decay": 0.3}, 1),
         (ADAMW, {"weight_decay": 0.1}, 1),
+        (ADAMW, {"maximize": True, "weight_decay": 0.3}, 1),
     ],
     ids=str,
 )
@@ -276,6 +299,13 @@ def test_what_is_not_known_is_nan_and_said(tmp_path):
     with pytest.warns(PerSampleWarning, match="shapley is nan: what Adam divides by is not known before the step"):
         rows = written(tmp_path / "accumulated", Net(ADAM), accumulate_grad_batches=2)
     assert rows["shapley"].isna().all()
+    with pytest.warns(PerSampleWarning, match="what Adam divides by is not known .*, of gradients that are clipped"):
+        rows = written(tmp_path / "clipped", Net(ADAM), gradient_clip_val=0.01)
+    assert rows["shapley"].isna().all()
+    for make in (SignSGD, SignAdam):
+        with pytest.warns(PerSampleWarning, match=f"SGD, Adam and AdamW, and {make.__name__} steps otherwise"):
+            rows = written(tmp_path / make.__name__, Net(make))
+        assert rows["shapley"].isna().all()
     val = list(VAL)
     rows = written(tmp_path / "list", Net(), val=val)
     np.testing.assert_allclose(rows["val_dot"], by_hand(Net())["val_dot"], rtol=1e-10)

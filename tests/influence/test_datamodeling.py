@@ -68,5 +68,9 @@ def test_what_is_refused():
         linear_datamodeling_score(scores, mask[:1], outputs[:1])
     with pytest.raises(OptionError, match=r"subsets are a mask of shape \(12, 8\); allowed is \(subsets, 9\)"):
         linear_datamodeling_score(scores, mask[:, 1:], outputs)
+    with pytest.raises(OptionError, match=r"numbers 0 and 1 of shape \(12, 9\), .*: pass a mask as subsets.bool\(\)"):
+        linear_datamodeling_score(scores, mask.long(), outputs)
+    with pytest.raises(OptionError, match="sample 0 stands twice in a subset"):
+        linear_datamodeling_score(scores, [[0, 1, 0], [1]], outputs[:2])
     with pytest.raises(OptionError, match=r"sample 9 of a subset has no scores: 9 samples have, the first .* 0, 1, 2"):
         linear_datamodeling_score(scores, [[0, 9], [1]], outputs[:2])
