@@ -176,7 +176,7 @@ def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, s
         if not isinstance(axis, BatchAxis):
             continue
         owners = row_owners(axis, call.batch_size, index.device)[: index.size(along) if index.dim() else 1]
-        if axis.mixing is not None or axis.dim != own or not (incoming is None or torch.equal(owners, incoming)):
+        if axis.dim != own or not (incoming is None or torch.equal(owners, incoming)):
             return None
         incoming = owners
     if not index.numel():  # nothing is written
@@ -193,7 +193,8 @@ def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, s
     if not isinstance(where, BatchAxis) or where.dim != dim:
         return None
     same = torch.equal(row_owners(where, call.batch_size, index.device)[rows], written)
-    return keep(call, where) if same else None
+    mixing = next((axis.mixing for axis in (where, found, by) if isinstance(axis, BatchAxis) and axis.mixing), None)
+    return keep(call, where.mixed(mixing)) if same else None
 
 
 def is_plain(tensor: Tensor) -> bool:

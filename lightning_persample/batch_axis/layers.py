@@ -93,8 +93,6 @@ def _follow_channels(call: ObservedCall) -> Followed:
     unbatched = call.name.startswith("conv") and first.dim() == _spatial_axes(call) + 1
     if axis.dim != 0 or unbatched:
         return lost(call, "needs the samples along its first axis", mixes=None)
-    if call.op == "batch_norm" and axis.owner is not None:
-        return lost(call, "has rows picked from the batch, of which it may take statistics", mixes=None)
     return keep(call, axis)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, batch_first, groups_of
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, batch_first, groups_of
 from lightning_persample.batch_axis.base import Followed
 from lightning_persample.batch_axis.observed import Description, ObservedCall, version_of, without_data
 from lightning_persample.batch_axis.ops import POINTWISE, having
@@ -310,10 +310,29 @@ class ByRule:
         """What the weights get, by sample."""
         placement = self._placement
         check_unchanged(self._versions, Description(*self._text))
+        owner = placement.output_axes[0].owner
+        if placement.rule.mixes_samples is not None and owner is not None and owner.only is None:
+            return self._of_rows(grads, owner)
         groups = None
         if not placement.per_sample:
             groups = groups_of((*placement.axes.values(), *placement.output_axes), placement.batch_size)
         return in_groups(partial(self._of_group, grads), groups, placement.batch_size)
+
+    def _of_rows(self, grads: Sequence[Tensor | None], owner: Owner) -> Contributions:
+        """The same where the rule has to see all rows at once: what each row gives, added up by sample."""
+        placement, by_row = self._placement, copy(self)
+        by_row._placement = replace(
+            placement,
+            batch_size=owner.sample.numel(),
+            axes={name: replace(axis, owner=None) for name, axis in placement.axes.items()},
+            output_axes=tuple(replace(axis, owner=None) for axis in placement.output_axes),
+        )
+        found: Contributions = []
+        for weight, gradient in by_row._of_group(grads, None):
+            rows = gradient.dense()
+            sums = rows.new_zeros(placement.batch_size, *rows.shape[1:])
+            found.append((weight, Dense(sums.index_add_(0, owner.sample.to(rows.device), rows))))
+        return found
 
     def _of_group(self, grads: Sequence[Tensor | None], samples: Samples) -> Contributions:
         """What the weights get from all samples, or from some (m,) of them."""

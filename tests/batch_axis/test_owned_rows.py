@@ -195,6 +195,38 @@ def test_a_number_that_is_not_finite_stays_with_its_sample(number: float) -> Non
         torch.testing.assert_close(record.sq_norms[name][1:], grads.flatten(1).square().sum(1)[1:])
 
 
+def test_batch_norm_in_evaluation_is_a_scale_of_each_row() -> None:
+    module, batch = Network(sums), graphs()
+    norm = nn.BatchNorm1d(H).eval()
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2)
+    module.second = nn.Sequential(module.second, norm)
+    record = captured(module, batch, lambda: module.loss(batch), batch_layout=layout)
+    assert_exact(record, loop(module, module.loss, [graph(batch, sample) for sample in range(B)]))
+
+
+def test_batch_norm_in_training_gives_what_each_graph_adds() -> None:
+    module, batch = Network(sums), graphs()
+    module.second = nn.Sequential(module.second, nn.BatchNorm1d(H))
+    record = captured(module, batch, lambda: module.loss(batch), batch_layout=layout, unsupported="ignore")
+    assert (record.coverage, record.axis_lost) == (1.0, ())
+    assert all("batch_norm" in text for text in record.mixing)
+    assert record.mixing
+    rows: dict[str, Tensor] = {}
+    module.second[1].register_forward_hook(lambda layer, given, out: rows.update(given=given[0], out=out))
+    loss = module.loss(batch)
+    (grad,) = torch.autograd.grad(loss, [rows["out"]], retain_graph=True)
+    x = rows["given"]
+    normed = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt()
+    for name, of_row in {"second.1.weight": grad * normed, "second.1.bias": grad}.items():
+        expected = torch.zeros(B, H).index_add(0, batch["owner"], of_row) * B
+        torch.testing.assert_close(record.grad_samples[name], expected.detach())
+    for (name, _), total in zip(
+        module.named_parameters(), torch.autograd.grad(loss, [*module.parameters()]), strict=True
+    ):
+        torch.testing.assert_close(record.grad_samples[name].mean(0), total)
+
+
 def test_an_edge_between_two_graphs_is_named() -> None:
     module, batch = Network(sums), graphs()
     batch["edges"][1, 0] = len(batch["x"]) - 1
