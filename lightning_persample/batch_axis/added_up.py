@@ -49,11 +49,7 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
         shares = _shares_of_sum(call) if all(axis.mixing is None for _, axis in call.located) else None
         mark = Lost(what, reduced=True, parts=parts, totals=_totals(call), shares=shares)
         return Followed((mark,) * len(call.outputs))
-    counts = [
-        torch.bincount(axis.owner.sample, minlength=call.batch_size)
-        for _, axis in with_gradient
-        if axis.owner is not None
-    ]
+    counts = [axis.owner.counts(call.batch_size) for _, axis in with_gradient if axis.owner is not None]
     differ = [each for each in counts if not bool((each[each > 0] == each.max()).all())]
     if call.op == "nanmean":
         tensor, axis = call.located[0]

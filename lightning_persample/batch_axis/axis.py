@@ -44,8 +44,10 @@ class Owner:
         return first if first is not None and bool((self.sample == first).all()) else None
 
     def counts(self, batch_size: int) -> Tensor:
-        """The number of entries of each sample, (B,)."""
-        return torch.bincount(self.sample, minlength=batch_size)
+        """The number of entries of each sample, (B,); kept, as all calls of a capture are of one batch size."""
+        if "_counts" not in self.__dict__:
+            self.__dict__["_counts"] = torch.bincount(self.sample, minlength=batch_size)
+        return self.__dict__["_counts"]
 
     def grouped(self, batch_size: int, samples: tuple[int, ...] | None) -> tuple[Tensor, Tensor]:
         """The entries of each sample, (B, most) or (m, most), filled up with its own, and which ones only fill up."""

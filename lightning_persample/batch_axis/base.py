@@ -147,7 +147,7 @@ def with_constant_rows(
     if not equal and (rows.is_floating_point() or rows.is_complex()):
         return None  # (which one each sample alone would have is not known)
     known = [beside.to(owners.device)] if beside is not None and equal else []
-    known += [layout for owner in call.owners if (layout := owner.to(owners.device)).shape == owners.shape]
+    known += [row for owner in call.owners if (row := owner.sample.to(owners.device)).shape == owners.shape]
     each, left = divmod(len(owners), call.batch_size)
     rows_of_each = [] if left else [torch.arange(call.batch_size, device=owners.device).repeat_interleave(each)]
     fit, rivals = (
@@ -170,20 +170,21 @@ def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, s
         return None
     if isinstance(source, Tensor) and found is None and source.requires_grad:
         return None
+    lines = index.size(along) if index.dim() else 1
     before = target.dim() - source.dim() if isinstance(source, Tensor) else 0  # axes over which the source is laid
     incoming: Tensor | None = None
     for axis, own in ((found, dim - before), (by, along)):
         if not isinstance(axis, BatchAxis):
             continue
-        owners = row_owners(axis, call.batch_size, index.device)[: index.size(along) if index.dim() else 1]
+        owners = row_owners(axis, call.batch_size, index.device)[:lines]
         if axis.dim != own or not (incoming is None or torch.equal(owners, incoming)):
             return None
         incoming = owners
     if not index.numel():  # nothing is written
         return Followed((where,) * len(call.outputs)) if not isinstance(where, Lost) else None
-    if incoming is None or len(incoming) != (index.size(along) if index.dim() else 1):
+    if incoming is None or len(incoming) != lines:
         return None
-    rows = index.movedim(along, 0).reshape(len(incoming), -1) if index.dim() else index.reshape(1, 1)
+    rows = index.movedim(along, 0).reshape(lines, -1) if index.dim() else index.reshape(1, 1)
     written = incoming[:, None].expand_as(rows)
     constant = target is call.outputs[0] if call.inplace else not target.requires_grad
     if where is None and constant:  # each of its rows is of the sample that is written there

@@ -135,10 +135,10 @@ def declared_places(
     """By tensor of which `batch_layout` says it, where the samples lie, and by which owner; None for shared data."""
     found: dict[int, tuple[BatchAxis, Tensor | None] | None] = {}
     for key, (tensor, where) in ({} if batch_layout is None else _declared(batch_layout(batch))).items():
-        place = _by_declaration("batch_layout", tensor, where).place(batch_size)
+        dim, owner = _read_declaration("batch_layout", tensor, where)
+        place = None if dim is None else declared_place("batch_layout", tensor, dim, batch_size, owner)
         if isinstance(place, Lost):
             raise BatchSizeError(place.reason)
-        owner = where[1] if isinstance(where, tuple) else where if isinstance(where, Tensor) else None
         found[key] = None if place is None else (place, owner)
     return found
 
@@ -173,17 +173,13 @@ def _as_given(place: Place, batch_size: int) -> Place:
     return place
 
 
-def _by_declaration(path: str, tensor: Tensor, where: Any) -> _Known:
-    if where is None:
-        return _Known(partial(_as_given, None))
-    if isinstance(where, Tensor):
-        where = (0, where)
-    if isinstance(where, int) and not isinstance(where, bool) and 0 <= where < tensor.dim():
-        axis = where
-        return _Known(lambda size: declared_place(path, tensor, axis, size), tensor.size(axis), "declared")
-    if isinstance(where, tuple) and len(where) == 2 and isinstance(where[0], int) and isinstance(where[1], Tensor):
-        dim, owner = where
-        return _Known(lambda size: declared_place(path, tensor, dim, size, owner))
+def _read_declaration(path: str, tensor: Tensor, where: Any) -> tuple[int | None, Tensor | None]:
+    """Along which axis the samples lie, None where all share it, and the owner of each row along it, if declared."""
+    if where is None or (isinstance(where, int) and not isinstance(where, bool) and 0 <= where < tensor.dim()):
+        return where, None
+    dim, owner = where if isinstance(where, tuple) and len(where) == 2 else (0, where)
+    if isinstance(dim, int) and isinstance(owner, Tensor):
+        return dim, owner
     raise OptionError(
         f"batch_layout says {shown(where)} of {path}, {shown(tensor)}; allowed is an axis of it, the sample of each "
         "row as a tensor (N,), a tuple (axis, sample of each row along it), or None for data that all samples share"
@@ -242,26 +238,24 @@ def with_samples_at(batch: Any, places: Collection[Path], path: Path = ()) -> An
     return batch
 
 
+def _counted(path: str, kind: str, count: int, place: Callable[[int], Place]) -> _Known:
+    """What is known of a container of `count` samples: in a batch of as many, where `place` says."""
+
+    def placed(batch_size: int) -> Place:
+        if count == batch_size:
+            return place(batch_size)
+        return Lost(f"{path} is a {kind} of {count} samples in a batch of {batch_size}", unplaced=True)
+
+    return _Known(placed, count, f"{kind} of {count}")
+
+
 def _of_packed(path: str, packed: PackedSequence) -> _Known:
     count = int(packed.batch_sizes[0])
-
-    def place(batch_size: int) -> Place:
-        if count == batch_size:
-            return picked(0, packed_owners(packed), batch_size)
-        return Lost(f"{path} is a packed sequence of {count} samples in a batch of {batch_size}", unplaced=True)
-
-    return _Known(place, count, f"packed sequence of {count}")
+    return _counted(path, "packed sequence", count, lambda size: picked(0, packed_owners(packed), size))
 
 
 def _of_nested(path: str, tensor: Tensor) -> _Known:
-    count = tensor.size(0)
-
-    def place(batch_size: int) -> Place:
-        if count == batch_size:
-            return BatchAxis(0)
-        return Lost(f"{path} is a nested tensor of {count} samples in a batch of {batch_size}", unplaced=True)
-
-    return _Known(place, count, f"nested tensor of {count}")
+    return _counted(path, "nested tensor", tensor.size(0), partial(_as_given, BatchAxis(0)))
 
 
 def is_batch_of_graphs(item: Any) -> bool:
@@ -303,22 +297,14 @@ def _graph_tensors(item: Any, path: str, slices: Mapping[Any, Any]) -> Iterator[
             else:
                 yield f"{where}.{key}", value, None
                 continue
-            yield f"{where}.{key}", value, _of_graphs(f"{where}.{key}", value, dim, count, owner)
+            place = partial(declared_place, f"{where}.{key}", value, dim, owner=owner)
+            yield f"{where}.{key}", value, _counted(f"{where}.{key}", "batch of graphs", count, place)
 
 
 def _uneven_rows(slices: Mapping[Any, Any]) -> set[int]:
     """The numbers of rows of those tensors of which the graphs do not have one row each."""
     starts = [each for each in slices.values() if isinstance(each, Tensor) and each.numel()]
     return {int(each[-1]) for each in starts if bool((each.diff() != 1).any())}
-
-
-def _of_graphs(path: str, tensor: Tensor, dim: int, count: int, owner: Tensor) -> _Known:
-    def place(batch_size: int) -> Place:
-        if count == batch_size:
-            return declared_place(path, tensor, dim, batch_size, owner)
-        return Lost(f"{path} is of {count} graphs in a batch of {batch_size} samples", unplaced=True)
-
-    return _Known(place, count, f"of {count} graphs")
 
 
 class _Walk:
@@ -339,10 +325,13 @@ class _Walk:
         if isinstance(item, Tensor):
             self.tensors.append((path, item))
             if id(item) in self._declared:
-                where = self._declared[id(item)][1]
-                self.known[id(item)] = _by_declaration(path, item, where)
-                owner = where[1] if isinstance(where, tuple) else where
-                if isinstance(owner, Tensor) and owner.numel():
+                dim, owner = _read_declaration(path, item, self._declared[id(item)][1])
+                place: Callable[[int], Place] = partial(_as_given, None)
+                if dim is not None:
+                    place = partial(declared_place, path, item, dim, owner=owner)
+                count = None if dim is None or owner is not None else item.size(dim)
+                self.known[id(item)] = _Known(place, count, "declared")
+                if owner is not None and owner.numel():
                     self.owned = max(self.owned, int(owner.max()) + 1)
             elif item.is_nested:
                 self.known[id(item)] = _of_nested(path, item)

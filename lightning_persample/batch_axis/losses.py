@@ -258,7 +258,7 @@ def _unequal_weights(call: ObservedCall) -> str | None:
         return None
     totals = batch_first(shares, axis, call.batch_size, fill=False).flatten(1).sum(1)
     if axis.owner is not None:  # samples without a row have no part in the loss
-        totals = totals[torch.bincount(axis.owner.sample, minlength=call.batch_size).to(totals.device) > 0]
+        totals = totals[axis.owner.counts(call.batch_size).to(totals.device) > 0]
     if bool((totals == totals[:1]).all()):
         return None
     return _weigh_unequally(call.name, totals, user_line())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner
 from lightning_persample.torch_internals import TORCH_FOLDER, version_counter
 
 _shape = attrgetter("shape")
@@ -53,7 +53,7 @@ class ObservedCall:
         written: ids of the operands that the call wrote into, such as running statistics.
         fused: the call as it ran, where its backward forms the samples' gradients and their sum together.
         layout: the key under which what is decided of the call may be remembered, see `layout`; None where it may not.
-        owners: the samples of rows in tensors of the batch that have unequal numbers of them, each (N,).
+        owners: the samples of rows in tensors of the batch that have unequal numbers of them.
         located: the operands that hold the batch along a known axis.
         lost: the operands that depend on the batch without an axis that holds it.
     """
@@ -70,7 +70,7 @@ class ObservedCall:
     random_state: Tensor | None = None
     fused: OwnBackward | None = None
     layout: Hashable | None = None
-    owners: Sequence[Tensor] = ()
+    owners: Sequence[Owner] = ()
 
     def __post_init__(self) -> None:
         self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]

@@ -269,9 +269,8 @@ class Passing(_Base):
         batch, asked = fetched.batch, self._asked
         view = batch if fetched.places is None else with_samples_at(batch, fetched.places)
         drawn = None if fetched.keys is None or asked.sample_index is not None else len(fetched.keys)
-        size = count_samples(
-            view, asked.capture["batch_dim"], asked.capture["batch_size"], drawn, asked.capture.get("batch_layout")
-        )
+        capture = asked.capture
+        size = count_samples(view, capture["batch_dim"], capture["batch_size"], drawn, capture["batch_layout"])
         index = self._index_of(fetched, size)
         wanted = torch.from_numpy(~np.isin(index.numpy(), self._visited_at(fetched.place))).nonzero().flatten()
         if not len(wanted):

@@ -18,7 +18,7 @@ from lightning_persample.callbacks.collecting import Pass, Passing
 from lightning_persample.callbacks.lightning_internals import quiet_trainer
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, UnsupportedError
-from lightning_persample.gradients.moments import Moments, added
+from lightning_persample.gradients.moments import Moments, total_moments
 from lightning_persample.gradients.projection import Factors, Projection, as_matrix
 
 _TOLERANCE = 1e-2  # of a bias' gradient to a column of ones, in low precision
@@ -88,6 +88,7 @@ class EigenProjection(Projection):
         loss_reduction: Literal["mean", "sum"] | Callable[[Any, Any], Tensor] = "mean",
         batch_dim: int = 0,
         batch_size: int | None = None,
+        batch_layout: Callable[[Any], Mapping[Tensor, Any]] | None = None,
         sample_index: Callable[[Any], Any] | None = None,
         trainer: Trainer | None = None,
         max_memory: int | None = None,
@@ -112,6 +113,7 @@ class EigenProjection(Projection):
             loss_reduction: how the loss is made of the samples' own losses.
             batch_dim: the axis of the batch's tensors that counts samples.
             batch_size: number of samples B of each batch; None reads it from the batch's tensors.
+            batch_layout: says where the samples lie in tensors that do not hold them along `batch_dim`.
             sample_index: a callable ``(batch)`` that returns the index of each sample, for batches without it.
             trainer: decides on devices, strategy and precision.
             max_memory: bytes that the temporaries of one kernel may take.
@@ -140,6 +142,7 @@ class EigenProjection(Projection):
             loss_reduction=loss_reduction,
             batch_dim=batch_dim,
             batch_size=batch_size,
+            batch_layout=batch_layout,
             max_memory=max_memory,
         )
         fitted = run_pass(asked, quiet_trainer() if trainer is None else trainer, Fitting)
@@ -339,11 +342,7 @@ class Fitting(Passing):
                 del self.appended[name]  # it is added elsewhere, or as a row
 
     def _add(self, name: str, moments: Moments) -> None:
-        self.sums[name] = (
-            (added(self.sums[name][0], moments[0]), added(self.sums[name][1], moments[1]))
-            if name in self.sums
-            else moments
-        )
+        self.sums[name] = total_moments([self.sums[name], moments]) if name in self.sums else moments
 
     def on_predict_end(self) -> None:
         """Add up what all processes have seen."""

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 
 from lightning_persample.batch_axis.added_up import UNKNOWN, scaled
-from lightning_persample.batch_axis.axis import BatchAxis, Lost
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner
 from lightning_persample.batch_axis.base import has_equal_rows, is_plain, memory_of
 from lightning_persample.batch_axis.follow import follow
 from lightning_persample.batch_axis.observed import (
@@ -95,7 +95,7 @@ class Dispatcher(Collector):
     visible: ObservingMode
     others: Mapping[Callable[..., Any], Answer] = {}
 
-    owners: tuple[Tensor, ...] = ()
+    owners: tuple[Owner, ...] = ()
     part: Part | None = None
     of_no_sample = False
     differentiated = ""
@@ -103,11 +103,13 @@ class Dispatcher(Collector):
 
     def mark_batch(self, tensor: Tensor, mark: BatchAxis | Lost) -> None:
         """Declare where the batch lies in a tensor of the batch."""
-        self.marks[tensor] = mark
         if isinstance(mark, BatchAxis) and mark.owner is not None:
-            owner = mark.owner.sample
-            if not any(owner.shape == known.shape and torch.equal(owner, known) for known in self.owners):
-                self.owners = (*self.owners, owner)
+            known = next((owner for owner in self.owners if owner.same(mark.owner)), None)
+            if known is None:
+                self.owners = (*self.owners, mark.owner)
+            else:  # what is found of one owner is found for all tensors that have it
+                mark = replace(mark, owner=known)
+        self.marks[tensor] = mark
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run ``torch.autograd.grad`` in the middle of a step, and note where the samples lie in what it gives."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_persample.gradients import norms, precision, projected
 from lightning_persample.gradients.cost import chunks, memory_budget
-from lightning_persample.gradients.moments import Moments, added
+from lightning_persample.gradients.moments import Moments, total_moments
 from lightning_persample.gradients.projection import Factors
 from lightning_persample.gradients.sample_gradient import SampleGradient
 from lightning_persample.gradients.structure import Dense, Indexed, Outer, Patches
@@ -200,11 +200,7 @@ class Sum(SampleGradient):
         return result
 
     def _moments(self) -> Moments:
-        rows, columns = self.terms[0]._moments()
-        for term in self.terms[1:]:
-            more_rows, more_columns = term._moments()
-            rows, columns = added(rows, more_rows), added(columns, more_columns)
-        return rows, columns
+        return total_moments(term._moments() for term in self.terms)
 
     def times_one(self) -> Tensor | None:
         """The sum of the terms', None where one has none."""
@@ -420,8 +416,7 @@ class Ragged(SampleGradient):
         return torch.stack([term._square_sum() for term in self.terms]).sum(0)
 
     def _moments(self) -> Moments:
-        rows, columns = zip(*(term._moments() for term in self.terms), strict=True)
-        return reduce(added, rows), reduce(added, columns)
+        return total_moments(term._moments() for term in self.terms)
 
     def times_one(self) -> Tensor | None:
         """What each group has, None where one has none."""

@@ -9,6 +9,8 @@ Axis letters: b samples, t positions, p rows, d columns, k rows of one sample, o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import reduce
 from math import prod
 
 import torch
@@ -24,7 +26,13 @@ Moments = tuple[Tensor, Tensor]
 """Of the rows, (p, p), and of the columns and a one, (d + 1, d + 1); a diagonal as a vector."""
 
 
-def added(one: Tensor, other: Tensor) -> Tensor:
+def total_moments(found: Iterable[Moments]) -> Moments:
+    """The sums of the moments of each side, at least one of each."""
+    rows, columns = zip(*found, strict=True)
+    return reduce(_added, rows), reduce(_added, columns)
+
+
+def _added(one: Tensor, other: Tensor) -> Tensor:
     """The sum of two moments of one side, of which one may be a diagonal."""
     if one.dim() != other.dim():
         one, other = (torch.diag(each) if each.dim() == 1 else each for each in (one, other))

@@ -9,7 +9,6 @@ as squared norm and Re(conj(a) b), summed, as inner product.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from lightning_persample.gradients import norms, precision
 from lightning_persample.gradients.cost import Result, chunks, run_for_use
-from lightning_persample.gradients.moments import Moments, dense_moments
+from lightning_persample.gradients.moments import Moments, dense_moments, total_moments
 from lightning_persample.gradients.projected import dense_projected
 from lightning_persample.gradients.projection import Factors, Projection
 
@@ -235,9 +234,7 @@ class SampleGradient(ABC):
 
     def _moments(self) -> Moments:
         parts = list(chunks(self.batch_size, 3 * self._dense_bytes(), self.device)) or [slice(0, 0)]
-        found = [dense_moments(self.samples(part.start, part.stop)._dense()) for part in parts]
-        rows, columns = functools.reduce(lambda one, two: (one[0] + two[0], one[1] + two[1]), found)
-        return rows, columns
+        return total_moments(dense_moments(self.samples(part.start, part.stop)._dense()) for part in parts)
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         """Inner product with a kind for which this structure knows a cheap way, else None."""

@@ -59,11 +59,13 @@ def _image_of(array: Any, *, channels_first: bool) -> Any:
             array = np.moveaxis(array, 0, -1)
         array = array[..., 0] if array.shape[-1] == 1 else array
     if array.dtype != np.uint8:
-        array = array.astype(np.float64)
-        finite = array[np.isfinite(array)]
+        array, is_finite = array.astype(np.float64), np.isfinite(array)
+        finite = array[is_finite]
         low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
         low, high = (0.0, 1.0) if low >= 0 and high <= 1 else (low, max(high, low + 1e-12))
-        array = np.nan_to_num((array - low) / (high - low) * 255, nan=0, posinf=255, neginf=0).round().astype(np.uint8)
+        pixels = np.where(array > 0, 255.0, 0.0)  # of what is infinite; nan is black
+        pixels[is_finite] = (finite - low) / (high - low) * 255
+        array = pixels.round().astype(np.uint8)
     return importlib.import_module("PIL.Image").fromarray(array)
 
 

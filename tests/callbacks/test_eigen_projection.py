@@ -276,3 +276,31 @@ def test_what_it_was_not_fitted_to_is_refused(tmp_path):
     basis = fitted.bases["head.weight"]
     expected = basis.rows @ sample_grads(module, dataset)["head.weight"] @ basis.columns[:, :-1].T
     torch.testing.assert_close(stored(only), expected.flatten(1), rtol=1e-10, atol=1e-12)
+
+
+def test_rows_with_owners_are_fitted_and_collected(tmp_path):
+    torch.manual_seed(0)
+    samples = [torch.randn(rows, 4, dtype=torch.float64) for rows in (3, 1, 5, 2, 4, 2)]
+    module = nn.Linear(4, 3, bias=False).double()
+
+    def join(rows):
+        counts = torch.tensor([len(each) for each in rows])
+        return {"x": torch.cat(rows), "owner": torch.arange(len(rows)).repeat_interleave(counts)}
+
+    def layout(batch):
+        return dict.fromkeys(batch.values(), batch["owner"])
+
+    def loss(module, batch):
+        size = int(batch["owner"].max()) + 1
+        out = module(batch["x"]).tanh().square().sum(1)
+        return torch.zeros(size, dtype=torch.float64).index_add(0, batch["owner"], out).mean()
+
+    loader = DataLoader(samples, 2, collate_fn=join)
+    projection = EigenProjection.fit(module, loader, 6, loss=loss, batch_layout=layout)
+    basis = projection.bases["weight"]
+    assert_span(basis.columns, span(torch.cat(samples)), len(basis.columns))
+    options = {"loss": loss, "batch_layout": layout, "dtype": "float64", "projection": projection}
+    store = collect_gradients(module, loader, tmp_path / "store", **options)
+    alone = [torch.autograd.grad(loss(module, join([each])), module.weight)[0] for each in samples]
+    expected = [(basis.rows @ grad @ basis.columns.T).flatten() for grad in alone]
+    torch.testing.assert_close(stored(store), torch.stack(expected), rtol=1e-10, atol=1e-12)
