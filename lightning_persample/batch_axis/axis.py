@@ -250,11 +250,14 @@ def batch_first(
 
 
 _PADDED = 1.25  # rows that samples taken together may be filled up to, over those that they have
-_FEW = 64  # rows that cost nothing
+_GROUP = 2**20  # multiply-adds that take as long as what a further group of samples costs beside its rows
 
 
-def groups_of(axes: Iterable[BatchAxis], batch_size: int) -> list[list[int]] | None:
-    """Samples with about as many rows each, without those that have none; None where all are taken together."""
+def groups_of(axes: Iterable[BatchAxis], batch_size: int, row_cost: int) -> list[list[int]] | None:
+    """Samples with about as many rows each, without those that have none; None where all are taken together.
+
+    `row_cost` is the number of multiply-adds that a row takes: rows that only fill up may cost as much as a group.
+    """
     owners = {id(axis.owner): axis.owner for axis in axes if axis.owner is not None}
     if not owners:
         return None
@@ -262,12 +265,13 @@ def groups_of(axes: Iterable[BatchAxis], batch_size: int) -> list[list[int]] | N
     groups: list[list[int]] = []
     rows = 0
     for sample in sorted((sample for sample, count in enumerate(counts) if count), key=counts.__getitem__):
+        taken = rows + counts[sample]
         filled = counts[sample] * (len(groups[-1]) + 1) if groups else 0
-        if not groups or (filled > _FEW and filled > _PADDED * (rows + counts[sample])):
+        if not groups or (filled > _PADDED * taken and (filled - taken) * row_cost > _GROUP):
             groups.append([])
-            rows = 0
+            taken = counts[sample]
         groups[-1].append(sample)
-        rows += counts[sample]
+        rows = taken
     whole = len(groups) == 1 and len(groups[0]) == batch_size
     return None if whole or not groups else [sorted(group) for group in groups]
 

@@ -315,7 +315,9 @@ class ByRule:
             return self._of_rows(grads, owner)
         groups = None
         if not placement.per_sample:
-            groups = groups_of((*placement.axes.values(), *placement.output_axes), placement.batch_size)
+            axes, tensors = placement.axes, self._tensors
+            operands = [tensors[name] for name in axes], [tensors[name] for name in self._owners]
+            groups = _groups((*axes.values(), *placement.output_axes), placement.batch_size, grads, *operands)
         return in_groups(partial(self._of_group, grads), groups, placement.batch_size)
 
     def _of_rows(self, grads: Sequence[Tensor | None], owner: Owner) -> Contributions:
@@ -475,6 +477,26 @@ class ByRule:
         return seen, tuple(by_sample) if rule.several_outputs else by_sample[0]
 
 
+def _groups(
+    axes: Collection[BatchAxis],
+    batch_size: int,
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> list[list[int]] | None:
+    """The samples whose rows are taken together, as the multiply-adds that a row takes say; None where all are."""
+    rows = next((axis.entries(batch_size) for axis in axes if axis.owner is not None), 0)
+    if not rows:
+        return groups_of(axes, batch_size, 0)
+    given = sum(tensor.numel() for tensor in inputs) // rows
+    computed = sum(grad.numel() for grad in grads if grad is not None) // rows
+    cost = 0
+    for weight in weights:
+        positions = computed // weight.shape[0] if weight.dim() and weight.shape[0] else 1
+        cost += min(weight.numel() * max(positions, 1), computed * max(given, 1))
+    return groups_of(axes, batch_size, cost)
+
+
 def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
     """What is wrong with what a rule gave, apart from its values; what it gives for other arguments does not matter."""
     if type(given) is dict:
@@ -616,8 +638,12 @@ def _by_generic_rule(use: Use) -> Computation:
         if entries is not None:
             grad = (widen(grad) * entries.share).expand(entries.shape)
         known = [each for each in (axis, *axes.values()) if each is not None]
-        groups = None if any(place in axes for place in owners) else groups_of(known, batch_size)
-        groups = groups if sample is None else [[sample]]
+        if sample is not None:
+            groups: list[list[int]] | None = [[sample]]
+        elif any(place in axes for place in owners):
+            groups = None
+        else:
+            groups = _groups(known, batch_size, grads, [kept[place] for place in axes], [kept[place] for place in owners])
         return in_groups(partial(of_group, grad), groups, batch_size)
 
     def of_group(grad: Tensor, samples: Samples) -> Contributions:
