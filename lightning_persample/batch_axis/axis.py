@@ -254,10 +254,8 @@ _GROUP = 2**20  # multiply-adds that take as long as what a further group of sam
 
 
 def groups_of(axes: Iterable[BatchAxis], batch_size: int, row_cost: int) -> list[list[int]] | None:
-    """Samples with about as many rows each, without those that have none; None where all are taken together.
-
-    `row_cost` is the number of multiply-adds that a row takes: rows that only fill up may cost as much as a group.
-    """
+    """Samples with about as many rows each, without those that have none; None where all are taken together."""
+    # row_cost: multiply-adds of one row; rows that only fill up may cost as much as a further group
     owners = {id(axis.owner): axis.owner for axis in axes if axis.owner is not None}
     if not owners:
         return None

@@ -643,7 +643,8 @@ def _by_generic_rule(use: Use) -> Computation:
         elif any(place in axes for place in owners):
             groups = None
         else:
-            groups = _groups(known, batch_size, grads, [kept[place] for place in axes], [kept[place] for place in owners])
+            inputs, weights = [kept[place] for place in axes], [kept[place] for place in owners]
+            groups = _groups(known, batch_size, grads, inputs, weights)
         return in_groups(partial(of_group, grad), groups, batch_size)
 
     def of_group(grad: Tensor, samples: Samples) -> Contributions:
