@@ -17,18 +17,14 @@ from lightning_persample.influence import el2n, grand, self_influence
 
 
 class Classifier(L.LightningModule):
-    """A small network and plain SGD; what it returns beside the loss is written to the ledger."""
+    """A small network and plain SGD."""
 
     def __init__(self, pixels: int) -> None:
         super().__init__()
         self.network = nn.Sequential(nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 10))
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, object]:
-        images, labels = batch
-        logits = self.network(images)
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        errors = (logits.softmax(1) - F.one_hot(labels, 10)).norm(dim=1)
-        return {"loss": losses.mean(), "per_sample": {"loss": losses, "el2n": errors}}
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.network(batch[0]), batch[1])
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LambdaLR]]:
         sgd = torch.optim.SGD(self.parameters(), lr=0.1)  # the first epoch stands still: its rows are at initialisation
@@ -47,7 +43,7 @@ def cosine_with_itself(module: Classifier, data: TensorDataset) -> Tensor:
     found = []
     for batch in DataLoader(data, batch_size=256):
         with expanded_weights(module, batch, quantities=("grad_sample",)) as capture:
-            module.training_step(batch, 0)["loss"].backward()
+            module.training_step(batch, 0).backward()
         grads = torch.cat([each.flatten(1) for each in capture.record.grad_samples.values()], 1).double()
         found.append(F.cosine_similarity(grads, grads, eps=0).round(decimals=6))
     return torch.cat(found)
@@ -68,13 +64,14 @@ def train_and_rank(name: str, seed: int, epochs: int, ledger: str) -> dict[str, 
     data = TensorDataset(images, torch.where(flipped, (labels + torch.randint(1, 10, labels.shape)) % 10, labels))
     loader, module = DataLoader(data, batch_size=32, shuffle=True), Classifier(images.shape[1])
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    writer = PerSampleGradientWriter(ledger, overwrite=True)
+    writer = PerSampleGradientWriter(ledger, columns=("loss", "el2n", "margin"), overwrite=True)
     L.Trainer(accelerator="cpu", max_epochs=epochs, callbacks=[writer], **quiet).fit(module, loader)
     first, later = range(len(loader)), range(len(loader), epochs * len(loader))
     scores = {
         "self-influence": self_influence(ledger).scores,  # by index: the order of the dataset
         "mean loss": el2n(ledger, "loss", later).scores,
         "EL2N": el2n(ledger, steps=later).scores,
+        "area under the margin": -el2n(ledger, "margin", later).scores,
         "GraNd at initialisation": grand(ledger, first).scores,
         "GradCos with itself": cosine_with_itself(module, data),
     }

@@ -70,7 +70,7 @@ def test_find_mislabelled_ranks_flipped_labels_first(data, seeds, least_auc, tmp
         if line.endswith(")") and not line.startswith("mean (")
     }
     controls = ["GraNd at initialisation", "GradCos with itself"]
-    assert list(table) == ["self-influence", "mean loss", "EL2N", *controls]
+    assert list(table) == ["self-influence", "mean loss", "EL2N", "area under the margin", *controls]
     assert all(len(values) == 6 for values in table.values())
     auc, least, most, recall, _, _ = table["self-influence"]
     assert least_auc <= least <= auc <= most <= 1

@@ -149,6 +149,10 @@ class PerSampleCallback(Callback):
     def _backward_ended(self, trainer: Trainer, record: PerSampleRecord | None) -> None:
         """It has run, and nothing else since: gradients are as it left them; None of a batch without samples."""
 
+    def _reads_class_losses(self) -> bool:
+        """Whether the calls of class losses are noted for this callback."""
+        return False
+
     def _goes_by_steps(self) -> bool:
         """Whether the option `every_n_steps` decides which batches are captured."""
         is_own = type(self).should_capture is PerSampleCallback.should_capture

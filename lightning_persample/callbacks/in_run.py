@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_persample.batch_axis.batch import count_samples
 from lightning_persample.callbacks.rows import CapturedRows
 from lightning_persample.callbacks.second_pass import second_pass
-from lightning_persample.callbacks.writer import PerSampleGradientWriter
+from lightning_persample.callbacks.writer import Columns, PerSampleGradientWriter
 from lightning_persample.capture.failure import of_user
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, UnsupportedError
@@ -78,7 +78,7 @@ class InRunInfluence(PerSampleGradientWriter):
         *,
         refresh_every_n_steps: int = 1,
         val_loss: Callable[[Any, Any], Any] | None = None,
-        columns: Callable[[Any, Any], Mapping[str, Tensor]] | None = None,
+        columns: Columns = None,
         flush_every: int = 100,
         overwrite: bool = False,
         **capture: Unpack[CaptureOptions],

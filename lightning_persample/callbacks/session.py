@@ -13,6 +13,7 @@ optimization everything from zero_grad to step happens inside `training_step`; f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_persample.batch_axis.batch import EmptyBatchError, count_samples, lay_out
+from lightning_persample.callbacks.class_loss import CLASS_LOSSES, ClassLosses, class_losses_noted
 from lightning_persample.callbacks.fallback import (
     NOT_COMPARED,
     NOT_ONE_BY_ONE,
@@ -193,6 +195,7 @@ class SharedCapture:
             run_all(self.reports.end_batch, *(each.close for each in (step, check) if each is not None))
 
     def _forget_batch(self) -> None:
+        self.class_losses = ClassLosses()  # since the last backward
         self._batch: Any = None
         self._rerun: Any = None  # the training step as a function of the batch
         self._receivers: list[Any] = []
@@ -361,7 +364,9 @@ class SharedCapture:
             return training_step(*args, **kwargs)
         if sums and self._second.draws:
             self.reports.warn(f"engine={self._engine!r} {NOT_COMPARED}")
-        outputs = training_step(*args, **kwargs)
+        note = self._note_of_class_losses()
+        with nullcontext() if note is None else class_losses_noted(note):
+            outputs = training_step(*args, **kwargs)
         loss = loss_of(outputs)
         if isinstance(record, PerSampleRecord):
             self._record = record
@@ -405,7 +410,7 @@ class SharedCapture:
 
     def _observed_step(self) -> ObservedStep:
         view, size = self._samples_of_batch()
-        return ObservedStep(
+        step = ObservedStep(
             self.module,
             self._options,
             self._batch,
@@ -416,6 +421,16 @@ class SharedCapture:
             check_sums=not self._sums_differ,
             averages=self._averages,
         )
+        note = self._note_of_class_losses()
+        if note is not None:
+            step.capture.note_calls(CLASS_LOSSES, note)
+        return step
+
+    def _note_of_class_losses(self) -> Callable[..., Any] | None:
+        """What is given the calls of class losses, if a callback reads them."""
+        if not any(callback._reads_class_losses() for callback in self._receivers):
+            return None
+        return guard(lambda *call: self.class_losses.note(*call), self._failed)
 
     def _cannot_open(self, error: Exception) -> None:
         self._is_empty = isinstance(error, EmptyBatchError)
@@ -526,6 +541,7 @@ class SharedCapture:
             attach = guard(self._indices.attach, partial(self._without_index, record))
             record = attach(record, self._batch, self.reports.warn)
         self.reports.deliver(record, self._receivers, self._batch)
+        self.class_losses = ClassLosses()
 
 
 def _why_no_record(pl_module: LightningModule, backward_passes: int) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
@@ -17,6 +17,7 @@ from torch import __version__ as torch_version
 from typing_extensions import Unpack
 
 from lightning_persample.callbacks.base import PerSampleCallback
+from lightning_persample.callbacks.class_loss import CLASS_COLUMNS
 from lightning_persample.callbacks.lightning_internals import window_continues
 from lightning_persample.callbacks.rows import (
     CapturedRows,
@@ -28,6 +29,7 @@ from lightning_persample.callbacks.rows import (
     table_of,
 )
 from lightning_persample.callbacks.sample_index import keys_of
+from lightning_persample.callbacks.session import shared_capture
 from lightning_persample.capture.record import PerSampleRecord, group_name, warn_user
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients.projection import Projection
@@ -36,6 +38,8 @@ from lightning_persample.influence.ledger import Ledger, Manifest
 from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.influence.shards import Shards, StoreManifest
 from lightning_persample.options import CaptureOptions, check_option, check_options, is_int, is_path
+
+Columns: TypeAlias = Sequence[Literal["loss", "el2n", "margin"]] | Callable[[Any, Any], Mapping[str, Tensor]] | None
 
 _MOST_WAITING = 16  # files that could not be written
 
@@ -78,8 +82,13 @@ class PerSampleGradientWriter(PerSampleCallback):
     Args:
         dirpath: the folder of the ledger. One that holds the ledger of another run is refused.
         every_n_steps: capture every n-th optimizer step; None captures the Trainer's own logging steps.
-        columns: further columns: a callable ``(outputs, batch)`` that returns a dict of tensors (B,) by name, where
-            outputs is what `training_step` returned, without graph.
+        columns: further columns. Names choose from those that are read where `training_step` calls ``F.cross_entropy``
+            (or ``F.nll_loss``) once, with outputs f (B, C) and integer labels y (B,): "loss", ``-log softmax(f)_y``
+            whatever options the loss has; "el2n", the error ``||softmax(f) - onehot(y)||``; "margin",
+            ``f_y - max_{c != y} f_c``, of which the mean over a training is the area under the margin. They are nan,
+            with a warning, where that cannot be read, and a column of that name that training_step returns takes
+            their place. A callable ``(outputs, batch)`` returns a dict of tensors (B,) by name, where outputs is what
+            `training_step` returned, without graph.
         per_layer: how many leading parts of a parameter's module path name its group, for a norm of each group in the
             column ``norm/<group>``; None writes none.
         projection: how gradients are projected that are kept; None keeps none.
@@ -92,6 +101,9 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     Raises:
         OptionError: an option has a value that is not allowed.
+
+    Reference: Paul et al. 2021, Deep learning on a data diet, definition 2.2, arXiv 2107.07075 (el2n); Pleiss et al.
+    2020, Identifying mislabeled data using the area under the margin ranking, equation 1, arXiv 2001.10528 (margin).
     """
 
     def __init__(
@@ -99,7 +111,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         dirpath: str | Path,
         every_n_steps: int | None = 1,
         *,
-        columns: Callable[[Any, Any], Mapping[str, Tensor]] | None = None,
+        columns: Columns = None,
         per_layer: int | None = None,
         projection: Projection | None = None,
         dtype: Literal["float16", "float32", "float64"] = "float32",
@@ -109,8 +121,10 @@ class PerSampleGradientWriter(PerSampleCallback):
     ) -> None:
         super().__init__(every_n_steps, **capture)
         check_option("dirpath", dirpath, is_path(dirpath), "the path of a folder")
-        is_none_or_callable = columns is None or callable(columns)
-        check_option("columns", columns, is_none_or_callable, "None or a callable (outputs, batch) -> dict of tensors")
+        is_other = columns is None or callable(columns)
+        is_allowed = is_other or (isinstance(columns, (list, tuple)) and set(columns) <= {*CLASS_COLUMNS})
+        expected = f"some of {', '.join(map(repr, CLASS_COLUMNS))}, or a callable (outputs, batch) -> dict of tensors"
+        check_option("columns", columns, is_allowed, f"None, {expected}")
         is_projection = projection is None or isinstance(projection, Projection)
         check_option("projection", projection, is_projection, "None or a Projection as Projection(dim=64)")
         check_option("dtype", dtype, dtype in ("float16", "float32", "float64"), "'float16', 'float32' or 'float64'")
@@ -142,6 +156,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._precision: Any = None
         self._processes, self._was_automatic = 1, True
         self._said: set[str] = set()
+        self._why_unread = ""  # the columns that are chosen by name
         self._backwards, self._is_behind = 0, False  # runs in this batch; a checkpoint has a batch without its rows
 
     def _settings(self) -> dict[str, Any]:
@@ -282,9 +297,21 @@ class PerSampleGradientWriter(PerSampleCallback):
             {} if self.per_layer is None else record.group_norms(self.per_layer),
             None if gradients is None else gradients.values_of(record),
         )
-        rows.columns = self._added(trainer, pl_module, record, rows)
+        rows.columns = {**self._of_class_loss(trainer, rows), **self._added(trainer, pl_module, record, rows)}
         self._current.append(rows)
         rates.wait(rows, record)
+
+    def _reads_class_losses(self) -> bool:
+        return bool(self.columns) and not callable(self.columns)
+
+    def _of_class_loss(self, trainer: Trainer, rows: CapturedRows) -> dict[str, Tensor]:
+        """The columns of a backward that are chosen by name, each (m,)."""
+        shared = shared_capture(trainer)
+        if callable(self.columns) or not self.columns or shared is None:
+            return {}
+        found, self._why_unread = shared.class_losses.of_samples(rows.batch_size)
+        unknown = rows.norms.new_full((rows.batch_size,), float("nan"))
+        return rows.own({name: found.get(name, unknown) for name in self.columns})
 
     def _added(
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, rows: CapturedRows
@@ -323,9 +350,17 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def _complete(self, outputs: Any, batch: Any, *, ran_again: bool) -> None:
         current, self._current = self._current, []
-        columns = columns_of(outputs, batch, self.columns)
+        named = () if callable(self.columns) or self.columns is None else self.columns
+        columns = columns_of(outputs, batch, self.columns if callable(self.columns) else None)
+        unread = [repr(name) for name in named if name not in columns]
+        if unread and self._why_unread:
+            self._warn(
+                f"columns of the ledger are nan: {', '.join(unread)} cannot be read, because {self._why_unread}; let "
+                "training_step return them, {'loss': ..., 'per_sample': {name: tensor of shape (B,)}}, or pass columns="
+                "<function of (outputs, batch) that returns them>"
+            )
         own = [{**rows.columns, **rows.own(columns)} for rows in current] if columns else [dict(current[0].columns)]
-        taken = sorted(columns.keys() & current[0].columns.keys())
+        taken = sorted((columns.keys() & current[0].columns.keys()) - {*named})
         if taken:
             raise OptionError(
                 f"the column {taken[0]!r} of the run has the name of one of {type(self).__name__}: rename it"

@@ -278,6 +278,28 @@ class Capture:
         inputs = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         self._backward(torch.autograd.grad, (loss,), {"inputs": inputs, "allow_unused": True})
 
+    def note_calls(self, functions: Collection[Callable[..., Any]], note: Callable[..., Any]) -> None:
+        """Have each call of some functions noted before it runs.
+
+        Args:
+            functions: which, as they are called: of composite functions the outer ones.
+            note: is given the function, its arguments, and its keyword arguments as a dict.
+        """
+        if not self._fault:
+            noted = dict.fromkeys(functions, partial(self._noted, note))
+            self._dispatcher.others = {**self._dispatcher.others, **noted}
+
+    def _noted(
+        self, note: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        note(function, args, kwargs)
+        others = self._dispatcher.others
+        self._dispatcher.others = {each: answer for each, answer in others.items() if each is not function}
+        try:
+            return self._dispatcher.call(function, args, kwargs)
+        finally:
+            self._dispatcher.others = others
+
     def close(self) -> None:
         """Forget every mark and remove every hook; the records stay."""
         self._closed = True

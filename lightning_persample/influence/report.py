@@ -544,8 +544,8 @@ def _scores_panel(run: Run, found: dict[str, Any] | None, labels: Mapping[str, C
             text = "No sample has both a finite loss and a finite norm."
         elif run.samples is not None:
             text = (
-                'The run has no losses of samples: return {"loss": loss, "per_sample": {"loss": losses}} from '
-                "training_step, and PerSampleGradientWriter writes them."
+                'The run has no losses of samples: PerSampleGradientWriter(..., columns=("loss",)) writes those of '
+                'F.cross_entropy, and any that training_step returns, {"loss": loss, "per_sample": {"loss": losses}}.'
             )
         return _panel(name, title, "", text)
     index, loss, norm = found["points"]

@@ -173,7 +173,7 @@ def test_what_a_run_lacks_is_said_in_place_of_a_chart(tmp_path, undrawn):
     for name, text in {
         "noise": "The run has no noise scale: PerSampleGradientMonitor logs it",
         "layers": "The run has no norms of layers: per_layer=1 (or 2) of PerSampleGradientWriter records them.",
-        "scores": "The run has no losses of samples: return {&quot;loss&quot;: loss, &quot;per_sample&quot;:",
+        "scores": "The run has no losses of samples: PerSampleGradientWriter(..., columns=(&quot;loss&quot;,)) writes",
     }.items():
         assert text in panel(page, name)
         assert "<svg" not in panel(page, name)
