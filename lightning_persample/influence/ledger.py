@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,18 +71,36 @@ class Ledger(Dataset[Manifest]):
     def _restored(self, values: dict[str, Any]) -> Manifest:
         return super()._restored({**values, "parameters": tuple(values["parameters"])})
 
-    def read(self, part: Part) -> Any:
-        """The rows of a part, as a ``pyarrow.Table``."""
+    def read(self, part: Part, columns: Collection[str] | None = None) -> Any:
+        """The rows of a part, as a ``pyarrow.Table``; of the columns those that it has, or all."""
         with (
             broken_files_named(part.path),
             arrow("parquet").ParquetFile(part.path, page_checksum_verification=True) as file,
         ):
-            return file.read()
+            return file.read(None if columns is None else [name for name in file.schema_arrow.names if name in columns])
+
+    def columns(self) -> list[str]:
+        """The names of the columns, as the manifest or the first part has them."""
+        columns = self.manifest().columns or next((self.read(part).column_names for part in self.parts()), BASE_COLUMNS)
+        return list(columns)
+
+    def tables(self, columns: Collection[str] | None = None, *, partial: bool = False) -> Iterator[Any]:
+        """The rows of all parts, one after the other; where some are missing, an error before the end says so."""
+        manifest, count = self.manifest(), 0
+        self._refuse("" if partial else self.gap())
+        for part in self.parts():
+            table = self.read(part, columns)
+            count += len(table)
+            yield table
+        self._refuse("" if partial else self.lacking(manifest, count))
+
+    def _refuse(self, missing: str) -> None:
+        if missing:
+            raise PerSampleError(self.incomplete(missing))
 
     def _steps(self, part: Part) -> NDArray[np.int64]:
-        with broken_files_named(part.path), arrow("parquet").ParquetFile(part.path) as file:
-            steps: NDArray[np.int64] = file.read(["step"])["step"].to_numpy()
-            return steps
+        steps: NDArray[np.int64] = self.read(part, ["step"])["step"].to_numpy()
+        return steps
 
     def _keep(self, part: Part, kept: NDArray[np.bool_]) -> None:
         self.write(part, self.read(part).filter(arrow().array(kept)))
@@ -146,18 +164,13 @@ def read_ledger(dirpath: str | os.PathLike[str], *, complete: bool = True) -> An
         dirpath: the ledger's folder.
         complete: whether a ledger is refused of which files were removed. False reads what there is.
 
-    Raises:
-        PerSampleError: files are missing, or one cannot be read.
-
     Returns:
         A ``pyarrow.Table``, by step, rank, batch and row; its ``to_pandas()`` gives a ``DataFrame``.
+
+    It is a `PerSampleError` where files are missing, or one cannot be read.
     """
     pyarrow, ledger = arrow(), Ledger(dirpath)
-    manifest = ledger.manifest()
-    tables = [ledger.read(part) for part in ledger.parts()]
-    missing = (ledger.gap() or ledger.lacking(manifest, sum(map(len, tables)))) if complete else ""
-    if missing:
-        raise PerSampleError(ledger.incomplete(missing))
+    manifest, tables = ledger.manifest(), list(ledger.tables(partial=not complete))
     if not tables:
         return schema_of(manifest.columns or BASE_COLUMNS).empty_table()
     table = pyarrow.concat_tables(tables, promote_options="default")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
-from lightning_persample.influence.ledger import read_ledger
+from lightning_persample.influence.by_sample import SampleTable
+from lightning_persample.influence.ledger import Ledger
 from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.options import check_option
 
@@ -229,6 +233,12 @@ class PairScores:
         return pandas.DataFrame(self.scores.numpy(), index=index, columns=pandas.Index(self.test_index, name="test"))
 
 
+_WITHOUT = {
+    "learning_rate": "the learning rate of their step is unknown",
+    "weight": "their weight in the loss is unknown; pass weighted=False",
+}
+
+
 def self_influence(ledger: Any, *, weighted: bool = False) -> SampleScores:
     """Self-influence of each sample along the training: ``sum_t eta_t ||g_t(z)||^2`` over its rows t.
 
@@ -255,20 +265,20 @@ def self_influence(ledger: Any, *, weighted: bool = False) -> SampleScores:
 
     Reference: Pruthi et al. 2020, Estimating training data influence by tracing gradient descent, arXiv 2002.08484.
     """
-    names = ("norm", "learning_rate", *(("weight",) if weighted else ()))
-    rows = _Rows(ledger, names, why="self_influence needs it")
-    rows.require("learning_rate", "the learning rate of their step is unknown")
-    if weighted:
-        rows.require("weight", "their weight in the loss is unknown; pass weighted=False")
-    values = rows["learning_rate"] * rows["norm"].square()
-    if weighted:
-        values = values * rows["weight"]
+    factors = ("learning_rate", "weight") if weighted else ("learning_rate",)
+    sums = _Sums(
+        ledger,
+        ("norm", *factors),
+        lambda rows: math.prod((rows[name] for name in factors), start=np.square(rows["norm"])),
+        why="self_influence needs it",
+        required={name: _WITHOUT[name] for name in factors},
+    )
     form = "sum of learning_rate * weight * norm^2" if weighted else "sum of learning_rate * norm^2"
     text = (
         f"{form} over the rows: never negative; the larger it is, the more a sample's own steps lowered its own loss, "
         "as those of mislabelled and of hard samples do"
     )
-    return rows.summed("self_influence", values, text)
+    return sums.scores("self_influence", text)
 
 
 def data_shapley(ledger: Any) -> SampleScores:
@@ -289,11 +299,11 @@ def data_shapley(ledger: Any) -> SampleScores:
 
     Reference: Wang et al. 2024, Data Shapley in one training run, section 4, arXiv 2406.11011.
     """
-    rows = _Rows(ledger, ("shapley",), why="write the ledger with the callback InRunInfluence")
+    sums = _Sums(ledger, ("shapley",), why="write the ledger with the callback InRunInfluence")
     text = (
         "sum of learning_rate * weight * g . g_val over the rows: positive where a sample lowered the validation loss"
     )
-    return rows.summed("data_shapley", rows["shapley"], text)
+    return sums.scores("data_shapley", text)
 
 
 def grand(ledger: Any, steps: Collection[int] | None = None) -> SampleScores:
@@ -316,9 +326,9 @@ def grand(ledger: Any, steps: Collection[int] | None = None) -> SampleScores:
 
     Reference: Paul et al. 2021, Deep learning on a data diet, definition 2.1, arXiv 2107.07075.
     """
-    rows = _Rows(ledger, ("norm",), steps=steps, why="grand needs it")
+    sums = _Sums(ledger, ("norm",), steps=steps, why="grand needs it")
     text = "mean norm over the rows: never negative; the larger it is, the harder the sample"
-    return rows.averaged("grand", rows["norm"], text)
+    return sums.scores("grand", text, mean=True)
 
 
 def el2n(ledger: Any, column: str = "el2n", steps: Collection[int] | None = None) -> SampleScores:
@@ -342,70 +352,138 @@ def el2n(ledger: Any, column: str = "el2n", steps: Collection[int] | None = None
         "write it with {'loss': ..., 'per_sample': {" + repr(column) + ": tensor of shape (B,)}} as what "
         "training_step returns, or with the writer's option `columns`"
     )
-    rows = _Rows(ledger, (column,), steps=steps, why=remedy)
+    sums = _Sums(ledger, (column,), steps=steps, why=remedy)
     text = f"mean of {column!r} over the rows: the larger it is, the harder the sample, for errors and losses"
-    return rows.averaged(column, rows[column], text)
+    return sums.scores(column, text, mean=True)
 
 
-class _Rows:
-    """The rows of a ledger that have an index, and which sample each is of."""
+_CHUNK_ROWS = 1 << 17  # of a ledger, which are added up at once
 
-    def __init__(self, ledger: Any, names: Collection[str], *, why: str, steps: Collection[int] | None = None) -> None:
-        table = read_ledger(ledger) if isinstance(ledger, (str, os.PathLike, Path)) else ledger
-        if hasattr(table, "to_parquet"):  # a pandas.DataFrame
-            table = arrow().Table.from_pandas(table, preserve_index=False)
-            if "sample_index" in table.column_names and arrow().types.is_floating(table["sample_index"].type):
-                place = table.column_names.index("sample_index")  # pandas keeps ints with a null as floats
-                table = table.set_column(place, "sample_index", table["sample_index"].cast(arrow().int64()))
-        if not hasattr(table, "column_names"):
-            raise OptionError(
-                f"ledger is a {type(table).__name__}; allowed is its folder, a pyarrow.Table or a pandas.DataFrame"
-            )
+_Numbers = Mapping[str, NDArray[np.float64]]
+"""Columns of some rows, each (rows,)."""
+
+
+def _columns_of(ledger: Any) -> Sequence[str]:
+    """The names of the columns of a ledger: of a folder, a table or a data frame."""
+    if isinstance(ledger, str | os.PathLike):
+        return Ledger(ledger).columns()
+    if hasattr(ledger, "to_parquet"):  # a pandas.DataFrame
+        return [str(name) for name in ledger.columns]
+    if not hasattr(ledger, "column_names"):
+        raise OptionError(
+            f"ledger is a {type(ledger).__name__}; allowed is its folder, a pyarrow.Table or a pandas.DataFrame"
+        )
+    names: Sequence[str] = ledger.column_names
+    return names
+
+
+def _tables_of(ledger: Any, columns: list[str]) -> Iterator[Any]:
+    """Some columns of a ledger, some rows at a time."""
+    if isinstance(ledger, str | os.PathLike):
+        for table in Ledger(ledger).tables(columns):
+            for name in [name for name in columns if name not in table.column_names]:  # in this file alone
+                table = table.append_column(name, arrow().nulls(len(table), arrow().float64()))
+            yield table
+        return
+    for start in range(0, len(ledger), _CHUNK_ROWS):
+        if not hasattr(ledger, "to_parquet"):
+            yield ledger.select(columns).slice(start, _CHUNK_ROWS)
+            continue
+        table = arrow().Table.from_pandas(ledger[columns].iloc[start : start + _CHUNK_ROWS], preserve_index=False)
+        if arrow().types.is_floating(table["sample_index"].type):  # pandas keeps ints with a null as floats
+            table = table.set_column(0, "sample_index", table["sample_index"].cast(arrow().int64()))
+        yield table
+
+
+def _as_numpy(column: Any, dtype: str) -> NDArray[Any]:
+    """A column, null as nan; pyarrow's own way would import pandas."""
+    column = column.fill_null(math.nan) if column.null_count else column
+    size = np.dtype(dtype).itemsize
+    parts = [
+        np.frombuffer(each.buffers()[1], dtype, len(each), each.offset * size) for each in column.chunks if len(each)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+
+
+class _Sums:
+    """The sum of a number over the rows of each sample of a ledger; no other columns are read."""
+
+    def __init__(
+        self,
+        ledger: Any,
+        names: Sequence[str],
+        number: Callable[[_Numbers], NDArray[np.float64]] | None = None,
+        *,
+        why: str,
+        steps: Collection[int] | None = None,
+        required: Mapping[str, str] | None = None,
+    ) -> None:
+        self._names, self._required = names, {} if required is None else required
+        self._number = number if number is not None else lambda rows: rows[names[0]]
+        self._table, self._unknown = SampleTable(sums="<f8", counts="<i4"), 0
+        self._missing = dict.fromkeys(self._required, 0)
+        self._waiting: list[tuple[Any, NDArray[np.float64]]] = []
+        there = _columns_of(ledger)
         needed = ["sample_index", *names, *(() if steps is None else ("step",))]
         for name in needed:
-            if name not in table.column_names:
-                raise OptionError(
-                    f"the ledger has no column {name!r}: {why}. Its columns are {', '.join(table.column_names)}"
-                )
-        table = table.select(list(dict.fromkeys(needed)))
-        if steps is not None:
-            table = table.filter(arrow("compute").is_in(table["step"], arrow().array(list(steps), arrow().int64())))
-        keys = table["sample_index"]
-        self.unknown = keys.null_count
-        if table.num_rows == 0:
+            if name not in there:
+                raise OptionError(f"the ledger has no column {name!r}: {why}. Its columns are {', '.join(there)}")
+        rows = 0
+        for table in _tables_of(ledger, list(dict.fromkeys(needed))):
+            if steps is not None:
+                table = table.filter(arrow("compute").is_in(table["step"], arrow().array(list(steps), arrow().int64())))
+            rows += len(table)
+            self._add(table)
+        self._settle()
+        if rows == 0:
             raise PerSampleError("the ledger has no rows" + ("" if steps is None else " of these steps"))
-        if self.unknown == table.num_rows:
+        if self._unknown == rows:
             raise UnsupportedError(
                 "no row of the ledger has a sample_index, so that nothing can be said of single samples: pass "
                 "sample_index=<function of the batch that returns the index of each sample> to the writer if the data "
                 "carry it"
             )
-        if self.unknown:
+        for name, count in self._missing.items():
+            if count:
+                text = f"{count} of {rows - self._unknown} rows of the ledger have no {name!r}"
+                raise UnsupportedError(f"{text}: {self._required[name]}")
+
+    def _add(self, table: Any) -> None:
+        """Keep the numbers of rows that have an index until there are many."""
+        keys = table["sample_index"]
+        if keys.null_count:
+            self._unknown += keys.null_count
             table = table.filter(keys.is_valid())
-            keys = keys.drop_null()
-        self._columns = {name: torch.tensor(table[name].cast("double").to_numpy()) for name in names}
-        coded = keys.combine_chunks().dictionary_encode()
-        found = coded.dictionary.to_pylist()
-        self._keys = sorted(found)
-        places = {key: place for place, key in enumerate(self._keys)}
-        self._places = torch.tensor([places[key] for key in found])[torch.tensor(coded.indices.to_numpy()).long()]
+            keys = table["sample_index"]
+        numbers = {name: _as_numpy(table[name].cast("double"), "<f8") for name in self._names}
+        for name in self._missing:
+            self._missing[name] += int(np.isnan(numbers[name]).sum())
+        is_int = arrow().types.is_integer(keys.type)
+        index = _as_numpy(keys.cast("int64"), "<i8") if is_int else keys.to_pylist()
+        self._waiting.append((index, self._number(numbers)))
+        if sum(len(each) for _, each in self._waiting) >= max(_CHUNK_ROWS, len(self._table) // 4):
+            self._settle()
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._columns[name]
+    def _settle(self) -> None:
+        """Add what waits; the table is copied where samples are new."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        keys = [each for each, _ in waiting]
+        are_ints = all(isinstance(each, np.ndarray) for each in keys)
+        places = torch.from_numpy(self._table.places(np.concatenate(keys) if are_ints else [*chain(*keys)]))
+        numbers = torch.from_numpy(np.concatenate([each for _, each in waiting]))
+        sums, counts = (torch.from_numpy(column) for column in self._table.columns.values())
+        sums.index_add_(0, places, numbers)
+        counts.index_add_(0, places, torch.ones_like(places, dtype=counts.dtype))
 
-    def require(self, name: str, text: str) -> None:
-        """Refuse rows without a value in a column."""
-        missing = int(self._columns[name].isnan().sum())
-        if missing:
-            raise UnsupportedError(f"{missing} of {len(self._places)} rows of the ledger have no {name!r}: {text}")
-
-    def summed(self, name: str, values: Tensor, convention: str) -> SampleScores:
-        """The sum over each sample's rows."""
-        sums = torch.zeros(len(self._keys), dtype=torch.float64).index_add_(0, self._places, values)
-        counts = torch.bincount(self._places, minlength=len(self._keys))
-        return SampleScores(name, tuple(self._keys), sums, counts, convention, self.unknown)
-
-    def averaged(self, name: str, values: Tensor, convention: str) -> SampleScores:
-        """The mean over each sample's rows."""
-        sums = self.summed(name, values, convention)
-        return SampleScores(name, sums.index, sums.scores / sums.counts, sums.counts, convention, self.unknown)
+    def scores(self, name: str, convention: str, *, mean: bool = False) -> SampleScores:
+        """The sum, or the mean, over the rows of each sample."""
+        keys = self._table.keys()
+        sums, counts = (torch.from_numpy(column) for column in self._table.columns.values())
+        if isinstance(keys, list):
+            order = sorted(range(len(keys)), key=keys.__getitem__)
+            keys, sums, counts = [keys[place] for place in order], sums[order], counts[order]
+        parts = np.array_split(keys, 64) if isinstance(keys, np.ndarray) else []  # no list of all beside the tuple
+        index = tuple(chain.from_iterable(part.tolist() for part in parts)) if parts else tuple(keys)
+        return SampleScores(name, index, sums / counts if mean else sums, counts.long(), convention, self._unknown)

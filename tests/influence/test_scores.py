@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pyarrow
 import pytest
 import torch
 
 from lightning_persample import OptionError, PerSampleError, UnsupportedError
-from lightning_persample.influence import el2n, grand, self_influence
+from lightning_persample.influence import Manifest, el2n, grand, read_ledger, self_influence
+from lightning_persample.influence.ledger import BASE_COLUMNS, Ledger, schema_of
 
 ROWS = {
     "step": [0, 0, 1, 1, 2],
@@ -132,6 +134,60 @@ def test_many_rows_give_what_a_loop_gives():
     found = self_influence(rows)
     assert found.index == tuple(expected)
     assert found.scores.tolist() == pytest.approx(list(expected.values()), rel=1e-12)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A ledger of 200 rows in four files, of 50 samples."""
+    generator = torch.Generator().manual_seed(0)
+    columns = {**BASE_COLUMNS, "loss": "double"}
+    ledger = Ledger(tmp_path)
+    ledger.write_manifest(Manifest("first", columns, ("weight",), rows=200))
+    for part in range(4):
+        ints = {name: torch.randint(0, 50, (50,), generator=generator).tolist() for name in columns}
+        numbers = {
+            name: torch.rand(50, dtype=torch.float64, generator=generator).tolist()
+            for name in ("learning_rate", "weight", "norm", "loss")
+        }
+        rows = {**ints, **numbers, "coverage": [1.0] * 50, "step": [part] * 50}
+        ledger.write(ledger.part(0, part), pyarrow.table(rows, schema=schema_of(columns)))
+    return tmp_path
+
+
+def test_a_folder_gives_the_scores_of_its_table_and_other_columns_are_not_read(folder, monkeypatch):
+    rows, asked = read_ledger(folder), []
+    read = Ledger.read
+    monkeypatch.setattr(Ledger, "read", lambda self, part, columns: asked.append(columns) or read(self, part, columns))
+    for score, columns in (
+        (self_influence, ["sample_index", "norm", "learning_rate"]),
+        (partial(self_influence, weighted=True), ["sample_index", "norm", "learning_rate", "weight"]),
+        (grand, ["sample_index", "norm"]),
+        (partial(grand, steps=[1, 3]), ["sample_index", "norm", "step"]),
+        (partial(el2n, column="loss"), ["sample_index", "loss"]),
+    ):
+        expected, found = score(rows), score(folder)
+        assert (found.index, found.counts.tolist()) == (expected.index, expected.counts.tolist())
+        torch.testing.assert_close(found.scores, expected.scores, rtol=1e-14, atol=0)
+        assert asked == [columns] * 4
+        asked.clear()
+
+
+def test_a_folder_that_lacks_rows_or_a_column_has_no_scores(folder):
+    with pytest.raises(
+        OptionError, match=r"^the ledger has no column 'el2n': write it with .* Its columns are step, e"
+    ):
+        el2n(folder)
+    Ledger(folder).parts()[3].path.unlink()
+    with pytest.raises(PerSampleError, match=r"lacks 50 of 200 rows: put the files back"):
+        grand(folder)
+
+
+def test_a_column_that_one_file_lacks_is_nan_there(folder):
+    part = Ledger(folder).parts()[2]
+    Ledger(folder).write(part, Ledger(folder).read(part).drop_columns("loss"))
+    touched = set(Ledger(folder).read(part)["sample_index"].to_pylist())
+    found = el2n(folder, "loss")
+    assert {index for index, score in zip(found.index, found.scores.tolist(), strict=True) if score != score} == touched
 
 
 @pytest.mark.parametrize(
