@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_persample.capture.failure import FAULT, fault_of, of_user, stop
-from lightning_persample.capture.record import PerSampleRecord, warn_user, warning_texts
+from lightning_persample.capture.record import ROWS_MADE, PerSampleRecord, warn_user, warning_texts
 from lightning_persample.errors import PerSampleError, UnsupportedError
 
 _SIZES = re.compile(r"\([\d, ]*\)")
@@ -66,9 +66,12 @@ class Reports:
 
     def warn(self, text: str) -> None:
         """Say each thing once: the same trouble with tensors of other sizes is the same trouble, and a fault is one."""
-        said = FAULT if FAULT in text else _SIZES.sub("", text)
+        said = FAULT if FAULT in text else _SIZES.sub("", ROWS_MADE.sub("", text))
         self.has_said_fault |= FAULT in text
         if said not in self._said:
-            self._said.add(said)
+            remedies = set(ROWS_MADE.findall(text))
+            for remedy in remedies & self._said:
+                text = text.replace(remedy, "")
+            self._said |= {said, *remedies}
             self.texts.append(text)
             warn_user(text)

@@ -19,6 +19,7 @@ from lightning_persample.batch_axis.observed import (
     operands_of,
     tensors_in,
     user_line,
+    user_place,
     version_of,
 )
 from lightning_persample.batch_axis.ops import LOSSES, OPS, POINTWISE, having
@@ -172,6 +173,7 @@ class Constant:
 REWRITTEN = Lost("it was made of weights alone, and written to in place through another tensor that shares its memory")
 CONSTANT, KNOWN = Constant(known=False), Constant(known=True)
 
+_FEW = 2
 _NUMBERS = frozenset({int, float, bool, complex, str, type(None), torch.dtype})
 
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
@@ -188,6 +190,7 @@ class Marks:
     Attributes:
         entries: by the id of a tensor a weak reference to it, and its mark.
         of_weights: where memory begins that weights alone have made.
+        made: ops that drew numbers, or made data of others', as many rows as there are samples, and where; a few.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -196,6 +199,7 @@ class Marks:
         self._written: dict[int, UntypedStorage] = {}
         self._swapped: tuple[Tensor, Mark | None] | None = None
         self.of_weights: set[int] = set()
+        self.made: dict[tuple[str, tuple[str, int] | None], None] = {}
 
     def __setitem__(self, tensor: Tensor, mark: Mark) -> None:
         self.entries[id(tensor)] = (weakref.ref(tensor), mark)
@@ -359,6 +363,13 @@ class Marks:
             foreign = has_history(output)
             if known or foreign or self.get(output) is KNOWN:
                 self.set_result(output, KNOWN if known else CONSTANT)
+            if op in DATA_SOURCES and op not in POINTWISE and output.shape[:1] == (self._batch_size,):
+                self._note_made(str(op))
+
+    def _note_made(self, name: str) -> None:
+        """Keep where the step made data that may be the samples', for a reason."""
+        if self._batch_size > 1 and len(self.made) < _FEW:
+            self.made[name, user_place()] = None
 
     def note_written(self, tensor: Tensor) -> None:
         """The batch was written into a tensor: other views of its memory now hold the batch, too."""

@@ -65,7 +65,7 @@ from lightning_persample.capture.plan import (
     remember_as,
     replay,
 )
-from lightning_persample.capture.record import OUTSIDE
+from lightning_persample.capture.record import outside_text
 from lightning_persample.capture.weight import Derivation, Weight, base_of, in_one_row, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
 from lightning_persample.torch_internals import is_view, view_base
@@ -154,7 +154,7 @@ class Dispatcher(Collector):
             if isinstance(mark, Weight):
                 self.penalized |= mark.names
                 if mark.outside:
-                    self.refuse([mark], OUTSIDE)
+                    self.refuse([mark], self.outside())
 
     def _note_function(self, tensors: Iterable[Tensor]) -> None:
         """Note what the calls in a custom autograd function did to the samples, which ran without gradient."""
@@ -165,6 +165,10 @@ class Dispatcher(Collector):
             self.marks[tensor] = replace(mark, noted=True)
             if self.batch_size > 1 and node.name() != REENTRANT:  # (which runs again, with gradient)
                 self.notes.add("mixing", mark.reason, (tensor,))
+
+    def outside(self) -> str:
+        """Why a weight has no values whose gradient no tensor of the batch has a part in."""
+        return outside_text(self.marks.made)
 
     def is_by_sample(self, loss: Tensor) -> bool:
         """Whether a loss (B,) has one entry for each sample, in order."""
@@ -617,7 +621,7 @@ class Dispatcher(Collector):
                     self.marks[output] = mark.mixed(use.mixing)
         if involved and adds_a_term(call):
             outside = [weight for weight in involved.values() if weight.outside]
-            refuse_where_used(call.outputs, outside, f"{use.description}: {OUTSIDE}", self)
+            refuse_where_used(call.outputs, outside, f"{call.describe()}: {self.outside()}", self)
             note_term(call.outputs, frozenset().union(*(weight.names for weight in involved.values())), self)
         elif involved:
             self._register(use, involved)

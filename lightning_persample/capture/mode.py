@@ -513,7 +513,9 @@ class Capture:
         counted = len(in_loss) if in_loss is not None and isinstance(weights, Tensor) else self.counted
         own = OwnScale(weights, counted, scale).of_samples(samples)
         values = read_values(watched, dispatcher, reported, self._quantities, own, places)
-        coverage = classify(trainable, dispatcher.got_gradient, reported, dispatcher.refused, dispatcher.penalized)
+        coverage = classify(
+            trainable, dispatcher.got_gradient, reported, dispatcher.refused, dispatcher.penalized, dispatcher.outside()
+        )
         reached = coverage.reached
         notes = dispatcher.notes
         of_calls, weighing = notes.reached("mixing"), notes.reached("weighting")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import sys
 import warnings
@@ -14,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.observed import version_of
+from lightning_persample.batch_axis.observed import line_of, version_of
 from lightning_persample.capture.failure import in_smaller_chunks, stop
 from lightning_persample.errors import OptionError, PerSampleWarning, UnsupportedError
 from lightning_persample.gradients import Projection, SampleGradient, kernel_options
@@ -486,12 +487,18 @@ def _root_of_sum(sq_norms: list[Tensor], batch_size: int) -> Tensor:
     return summed(sq_norms).sqrt()
 
 
-OUTSIDE = (
-    "its gradient comes from calls without a tensor of the batch: a term of the loss that belongs to no sample, or "
-    "data that is not in the batch (drawn or made into a tensor in the training step, or a copy of the batch's "
-    "tensors); put such data into the batch "
-    "or pass it through mark_samples, and constants of a penalty into buffers of the module"
+OUTSIDE = "its gradient comes from calls without a tensor of the batch"
+_PENALTY = (
+    ": a term of the loss that belongs to no sample, or data that is not in the batch, such as a copy of its tensors; "
+    "put such data into the batch or pass it through mark_samples (`from lightning_persample import mark_samples`), "
+    "and constants of a penalty into buffers of the module"
 )
+_ROWS_MADE = (
+    "; {} makes as many rows as there are samples: if each of them is one sample's, add "
+    "`from lightning_persample import mark_samples` and, there, `{}`"
+)
+ROWS_MADE = re.compile(r"; `\w+`(?: at \S+)? makes as many rows as[^\n]*?and, there, `[^`\n]+`")
+_ASSIGNED = re.compile(r"\s*(\w+) = ")
 _NAMED = 8
 _LAYER = re.compile(r" with `[^`]+`(, `[^`]+`)*")
 _SHAPE = re.compile(r"\([\d, ]*\)")
@@ -530,18 +537,33 @@ def classify(
     reported: Collection[str],
     refused: Mapping[str, str],
     penalized: Collection[str] = (),
+    outside: str = OUTSIDE + _PENALTY,
 ) -> Coverage:
     """Sort the trainable parameters; one that a penalty of weights alone has reached, and nothing else, is unused."""
     if not refused and len(reported) == len(sizes):
         return Coverage(tuple(sizes), {}, (), 1.0)
     unsupported = {name: refused[name] for name in sizes if name in refused}
     known = {*reported, *refused, *penalized}
-    unsupported |= {name: OUTSIDE for name in sizes if name in got_gradient and name not in known}
+    unsupported |= {name: outside for name in sizes if name in got_gradient and name not in known}
     reached = tuple(name for name in sizes if name in reported and name not in unsupported)
     unused = tuple(name for name in sizes if name not in reported and name not in unsupported)
     with_values, without = (sum(sizes[name] for name in names) for names in (reached, unsupported))
     share = with_values / (with_values + without) if with_values + without else 1.0
     return Coverage(reached, unsupported, unused, share)
+
+
+def outside_text(made: Iterable[tuple[str, tuple[str, int] | None]]) -> str:
+    """Why a weight has no values whose gradient no tensor of the batch has a part in; `made`: ops that made B rows."""
+    if not made:
+        return OUTSIDE + _PENALTY
+    texts = []
+    for op, place in made:
+        line = "" if place is None else linecache.getline(*place)
+        target = _ASSIGNED.match(line)
+        name, call = "z" if target is None else target[1], f"torch.{op}("
+        marked = f"{name} = mark_samples({call}...))" if call in line else f"{name} = mark_samples({name})"
+        texts.append(_ROWS_MADE.format(f"`{op}`{line_of(place)}", marked))
+    return OUTSIDE + "".join(texts)
 
 
 def warning_texts(record: PerSampleRecord, weights: str = OF_CALLBACK) -> list[str]:

@@ -52,7 +52,17 @@ def test_without_the_declaration_it_is_named() -> None:
     with expanded_weights(module, x, unsupported="ignore") as capture:
         F.softplus(module.judge(module.generate(torch.randn(B, NOISE)))).mean().backward()
     assert set(capture.record.unsupported) == {"generate.weight", "generate.bias", "judge.weight", "judge.bias"}
-    assert "pass it through mark_samples" in capture.record.unsupported["generate.weight"]
+    assert "and, there, `z = mark_samples(torch.randn(...))`" in capture.record.unsupported["generate.weight"]
+
+
+def test_a_penalty_has_no_line_that_draws() -> None:
+    module, x = nn.Linear(FEATURES, 1), torch.randn(B, FEATURES)
+    with expanded_weights(module, x, unsupported="ignore") as capture:
+        (module(x).mean() + module(torch.randn(B + 1, FEATURES)).mean()).backward()
+    assert (
+        "pass it through mark_samples (`from lightning_persample import mark_samples`)"
+        in (capture.record.unsupported["weight"])
+    )
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

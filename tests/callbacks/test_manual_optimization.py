@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -251,9 +252,15 @@ def test_verification_is_said_not_to_run():
 class Undeclared(GAN):
     def training_step(self, batch, batch_idx):
         generator, _ = self.optimizers()
-        self.optimize(generator, self.generator_loss, torch.randn(BATCH, NOISE))
+        z = torch.randn(BATCH, NOISE)
+        self.optimize(generator, self.generator_loss, z)
 
 
+OUTSIDE = "its gradient comes from calls without a tensor of the batch"
+MADE = (
+    "makes as many rows as there are samples: if each of them is one sample's, add "
+    "`from lightning_persample import mark_samples` and, there, "
+)
 NO_FALLBACK = (
     "unsupported='vmap' would run training_step again on single samples, which would step the optimizers, because in "
     "manual optimization training_step does: parameters whose gradients are not known are named and left out, as with "
@@ -267,12 +274,33 @@ def test_noise_that_is_not_declared_is_named_and_not_guessed(unsupported):
     with pytest.warns(PerSampleWarning) as caught:
         fit(module, [watcher], data=module.train_dataloader())
     said = [str(each.message) for each in caught if each.category is PerSampleWarning]
-    assert "put such data into the batch or pass it through mark_samples" in said[-1]
+    place = f"`randn` at {Path(__file__).name}:{Undeclared.training_step.__code__.co_firstlineno + 2}"
+    assert f"{OUTSIDE}; {place} {MADE}`z = mark_samples(torch.randn(...))`" in said[-1]
     assert said[:-1] == ([NO_FALLBACK] if unsupported == "vmap" else [])
     assert [record.coverage for record in watcher.records] == [0.0] * BATCHES
     with pytest.raises(UnsupportedError, match="mark_samples"):
         fit(module, [recorder(unsupported="error")], data=module.train_dataloader())
     assert "manual_backward" not in vars(module)
+
+
+class UndeclaredTwice(GAN):
+    """Both optimizers see the same noise, from one of torch's distributions."""
+
+    def training_step(self, batch, batch_idx):
+        generator, critic = self.optimizers()
+        drawn = torch.distributions.Normal(0.0, 1.0).sample((BATCH, NOISE))
+        self.optimize(generator, self.generator_loss, drawn)
+        self.optimize(critic, lambda noise: self.critic(self.generator(noise).detach()).mean(), drawn)
+
+
+def test_the_line_to_add_is_said_once():
+    module = UndeclaredTwice(False)
+    with pytest.warns(PerSampleWarning) as caught:
+        fit(module, [recorder()], data=module.train_dataloader())
+    said = [str(each.message) for each in caught if each.category is PerSampleWarning]
+    assert [text.count("`from lightning_persample import mark_samples`") for text in said] == [1, 0]
+    assert said[0].endswith(f"{MADE}`drawn = mark_samples(drawn)`")
+    assert said[1].endswith(OUTSIDE)
 
 
 class UndeclaredForTheCritic(GANUntoggled):
