@@ -559,9 +559,12 @@ def outside_text(made: Iterable[tuple[str, tuple[str, int] | None]]) -> str:
     texts = []
     for op, place in made:
         line = "" if place is None else linecache.getline(*place)
-        target = _ASSIGNED.match(line)
-        name, call = "z" if target is None else target[1], f"torch.{op}("
-        marked = f"{name} = mark_samples({call}...))" if call in line else f"{name} = mark_samples({name})"
+        call, target = f"torch.{op}(", _ASSIGNED.match(line)
+        name = "z" if target is None else target[1]
+        if call not in line:
+            marked = f"{name} = mark_samples({name})"
+        else:
+            marked = f"{f'{name} = ' if line.lstrip().startswith(f'{name} = {call}') else ''}mark_samples({call}...))"
         texts.append(_ROWS_MADE.format(f"`{op}`{line_of(place)}", marked))
     return OUTSIDE + "".join(texts)
 
