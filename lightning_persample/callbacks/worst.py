@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_persample.callbacks.loggers import log_table, save_table
 from lightning_persample.callbacks.sample_index import PASS_INDEX, keys_of
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.errors import UnsupportedError
+from lightning_persample.influence.by_sample import SampleTable
 from lightning_persample.influence.pictures import Render, rendered
 
 _TOGETHER = 64  # captured batches whose norms leave the device in one go
+_ROWS_TOGETHER = 1 << 14  # that are added to the table in one go, at least
 _COLUMNS = ("index", "mean", "last", "seen", "nonfinite")
 
 
@@ -81,14 +86,14 @@ class WorstSamples:
 
 
 class SampleNorms:
-    """Sums of the gradient norms of each sample that was captured: about 150 bytes for each different sample."""
+    """Sums of the gradient norms of each sample that was captured: 32 bytes for each, 36 for norms in float64."""
 
     def __init__(self) -> None:
-        self._places: dict[Any, int] = {}
-        self._sums = torch.zeros(0, 2, dtype=torch.float64)  # of the finite norms, and the last of them
-        self._counts = torch.zeros(0, 3, dtype=torch.int64)  # finite norms, others, and when the last one came
+        # Of the finite norms their sum, the last and how many, of the others how many, and when the last one came.
+        self._table = SampleTable(sums="<f8", last="<f4", finite="<i4", others="<i4", when="<i4")
         self._clock = 0
-        self._waiting: list[tuple[object, Any, Tensor]] = []
+        self._waiting: list[tuple[object, Any, Tensor]] = []  # on the device
+        self._rows: list[_Rows] = []  # on the host, not in the table yet
         self._why_absent = ""
 
     def add(self, record: PerSampleRecord, batch: object, why_absent: str) -> None:
@@ -113,34 +118,35 @@ class SampleNorms:
     def state(self) -> dict[str, Any]:
         """All of it in tensors and plain containers; empty if there is no sample."""
         self.settle()
-        count = len(self._places)
-        if count == 0:
+        self._add_rows()
+        if len(self._table) == 0:
             return {}
-        keys = list(self._places)
-        return {
-            "index": torch.tensor(keys) if all(type(key) is int and abs(key) < 2**63 for key in keys) else keys,
-            "sums": self._sums[:count].clone(),
-            "counts": self._counts[:count].clone(),
-            "clock": self._clock,
-        }
+        keys = self._table.keys()
+        columns = {name: torch.from_numpy(column.copy()) for name, column in self._table.columns.items()}
+        index = torch.from_numpy(keys.copy()) if isinstance(keys, np.ndarray) else keys
+        return {"index": index, "columns": columns, "clock": self._clock}
 
     def absorb(self, state: dict[str, Any]) -> None:
         """Add what another one counted."""
         self.settle()
+        self._add_rows()
         if not state:
             return
-        index = state["index"]
-        places = self._places_of(index.tolist() if isinstance(index, Tensor) else index)
-        sums, counts = state["sums"], state["counts"]
-        is_later = (counts[:, 0] > 0) & (counts[:, 2] >= self._counts[places, 2])
-        self._sums[places[is_later], 1] = sums[is_later, 1]
-        self._counts[places[is_later], 2] = counts[is_later, 2]
-        self._sums[places, 0] += sums[:, 0]
-        self._counts[places, :2] += counts[:, :2]
+        index, given = state["index"], {name: column.numpy() for name, column in state["columns"].items()}
+        places = self._table.places(index.numpy() if isinstance(index, Tensor) else index)
+        self._hold(given["last"].dtype)
+        there = self._table.columns
+        is_later = (given["finite"] > 0) & (given["when"] >= there["when"][places])
+        for name in ("last", "when"):
+            there[name][places[is_later]] = given[name][is_later]
+        for name in ("sums", "finite", "others"):
+            there[name][places] += given[name]  # each place once
         self._clock = max(self._clock, state["clock"])
 
     def of_all_processes(self, loaded: dict[str, Any], *, together: bool) -> SampleNorms:
         """What this process and all others counted, the same on each of them."""
+        if not together and not loaded:
+            return self
         parts: list[Any] = [(self.state(), self._why_absent)]
         if together:
             parts = [None] * torch.distributed.get_world_size()
@@ -158,27 +164,25 @@ class SampleNorms:
 
     def worst(self, k: int, why_nothing: str = "") -> WorstSamples:
         """The samples with the largest mean of their finite norms."""
-        state = self.state()
-        if not state and not self._why_absent:
+        self.settle()
+        self._add_rows()
+        if len(self._table) == 0 and not self._why_absent:
             raise UnsupportedError(f"no step was captured: {why_nothing or 'no batch of a captured step had a record'}")
-        if not state:
+        if len(self._table) == 0:
             raise UnsupportedError(
                 f"no captured sample has an index in the dataset: {self._why_absent}; {PASS_INDEX} to the callback if "
                 "the data carry it"
             )
-        index, sums, counts = state["index"], state["sums"], state["counts"]
-        if isinstance(index, Tensor):  # samples that tie come in the order of the dataset
-            order = index.argsort()
-            index, sums, counts = index[order].tolist(), sums[order], counts[order]
-        means = torch.where(counts[:, 0] > 0, sums[:, 0] / counts[:, 0], -math.inf)
-        ranked = means.argsort(descending=True, stable=True)[: min(k, int((counts[:, 0] > 0).sum()))]
+        keys, columns = self._table.keys(), self._table.columns
+        ranked = _largest(columns["sums"], columns["finite"], k)
+        others = columns["others"].nonzero()[0]
         return WorstSamples(
-            index=tuple(index[place] for place in ranked.tolist()),
-            mean=tuple(means[ranked].tolist()),
-            last=tuple(sums[ranked, 1].tolist()),
-            seen=tuple(counts[ranked, :2].sum(1).tolist()),
-            nonfinite={index[place]: int(counts[place, 1]) for place in counts[:, 1].nonzero().flatten().tolist()},
-            samples=len(index),
+            index=tuple(_taken(keys, ranked)),
+            mean=tuple((columns["sums"][ranked] / columns["finite"][ranked]).tolist()),
+            last=tuple(columns["last"][ranked].tolist()),
+            seen=tuple((columns["finite"][ranked] + columns["others"][ranked]).tolist()),
+            nonfinite=dict(zip(_taken(keys, others), columns["others"][others].tolist(), strict=True)),
+            samples=len(self._table),
         )
 
     def settle(self) -> None:
@@ -186,27 +190,37 @@ class SampleNorms:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        together = torch.cat([norms.double() for _, _, norms in waiting]).cpu()
-        for (_, index, _), norms in zip(waiting, together.split([len(each[2]) for each in waiting]), strict=True):
-            self._clock += 1
-            places = self._places_of(index.tolist() if isinstance(index, Tensor) else index)
-            finite = norms.isfinite()
-            if not finite.all():
-                others = places[~finite]
-                self._counts[:, 1].index_add_(0, others, torch.ones_like(others))
-                places, norms = places[finite], norms[finite]
-            self._sums[:, 0].index_add_(0, places, norms)
-            self._counts[:, 0].index_add_(0, places, torch.ones_like(places))
-            # A sample may be in a batch more than once: its last row counts, as it does in NumPy.
-            self._sums.numpy()[places.numpy(), 1] = norms.numpy()
-            self._counts[places, 2] = self._clock
+        norms = torch.cat([norms for _, _, norms in waiting])
+        norms = norms if norms.dtype == torch.float64 else norms.float()  # NumPy has no bfloat16
+        keys = [index.cpu().numpy() if isinstance(index, Tensor) else index for _, index, _ in waiting]
+        when = np.repeat(np.arange(1, len(waiting) + 1, dtype=np.int32) + self._clock, [len(each) for each in keys])
+        self._clock += len(waiting)
+        are_ints = all(isinstance(each, np.ndarray) for each in keys)
+        self._rows.append(_Rows(np.concatenate(keys) if are_ints else [*chain(*keys)], norms.cpu().numpy(), when))
+        # Many at a time, as the table may be copied; few beside it, as they take room, too.
+        if sum(len(each.norms) for each in self._rows) >= max(_ROWS_TOGETHER, len(self._table) // 16):
+            self._add_rows()
 
-    def _places_of(self, keys: Iterable[Any]) -> Tensor:
-        places = [self._places.setdefault(key, len(self._places)) for key in keys]
-        if len(self._places) > len(self._sums):
-            room = max(2 * len(self._sums), len(self._places))
-            self._sums, self._counts = _with_room(self._sums, room), _with_room(self._counts, room)
-        return torch.tensor(places, dtype=torch.int64)
+    def _add_rows(self) -> None:
+        """Add what waits on the host to the table."""
+        rows, self._rows = self._rows, []
+        for keys, norms, when in rows if _has_names(rows) else [_joined(rows)] if rows else []:
+            places, finite = self._table.places(keys), np.isfinite(norms)
+            self._hold(norms.dtype)
+            columns = {name: torch.from_numpy(column) for name, column in self._table.columns.items()}
+            for name, chosen in (("finite", finite), ("others", ~finite)):
+                at = torch.from_numpy(places[chosen])
+                columns[name].index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
+            places, norms, when = places[finite], norms[finite], when[finite]
+            columns["sums"].index_add_(0, torch.from_numpy(places), torch.from_numpy(norms).double())
+            # A sample may be there more than once: its last row counts, as it does in NumPy.
+            self._table.columns["last"][places] = norms
+            self._table.columns["when"][places] = when
+
+    def _hold(self, dtype: np.dtype[Any]) -> None:
+        """Let the last norms be of this type, if they are not of a wider one."""
+        last = self._table.columns["last"]
+        self._table.columns["last"] = last.astype(np.promote_types(last.dtype, dtype), copy=False)
 
 
 def write_worst_samples(
@@ -254,5 +268,34 @@ def _are_hashable(keys: list[Any]) -> bool:
     return True
 
 
-def _with_room(numbers: Tensor, room: int) -> Tensor:
-    return torch.cat([numbers, numbers.new_zeros(room - len(numbers), numbers.shape[1])])
+class _Rows(NamedTuple):
+    """Keys, norms and the number of the captured batch of some rows, each (rows,)."""
+
+    keys: Any
+    norms: NDArray[Any]  # float32 or float64
+    when: NDArray[np.int32]
+
+
+def _has_names(rows: Sequence[_Rows]) -> bool:
+    return any(isinstance(each.keys, list) for each in rows)
+
+
+def _joined(rows: Sequence[_Rows]) -> _Rows:
+    return _Rows(*map(np.concatenate, zip(*rows, strict=True)))
+
+
+def _largest(sums: NDArray[np.float64], counts: NDArray[np.int32], k: int) -> NDArray[np.int64]:
+    """The places of the k largest means, largest first; those that tie in their order."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = np.where(counts > 0, sums / counts, -math.inf)
+    k = min(k, int((counts > 0).sum()))
+    if k == 0:
+        return np.empty(0, np.int64)
+    candidates = np.flatnonzero(means >= np.partition(means, -k)[-k])
+    order: NDArray[np.int64] = candidates[np.argsort(-means[candidates], kind="stable")][:k]
+    return order
+
+
+def _taken(keys: NDArray[np.int64] | list[Any], places: NDArray[np.int64]) -> list[Any]:
+    """Some of the keys."""
+    return keys[places].tolist() if isinstance(keys, np.ndarray) else [keys[place] for place in places.tolist()]

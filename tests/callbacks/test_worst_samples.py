@@ -6,6 +6,7 @@ import csv
 import math
 import re
 import sys
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -141,6 +142,64 @@ def test_of_a_sample_that_is_in_a_batch_twice_the_last_row_counts():
         index = torch.tensor([7, 7, 2])
         norms.add(PerSampleRecord(3, {"weight": squares}, 1.0, sample_index=index), place, "")
     assert norms.worst(2).rows() == [(2, 3.0, 4.0, 2, 0), (7, pytest.approx(5 / 3), 1.0, 4, 1)]
+
+
+def counted(kept: SampleNorms, batches, dtype=torch.float32):
+    """A dictionary of lists of what is added: a norm for each sample, some of them not finite."""
+    generator, norms = torch.Generator().manual_seed(0), {}
+    for place, index in enumerate(batches):
+        values = torch.rand(len(index), dtype=dtype, generator=generator) + 0.5
+        values[torch.rand(len(index), generator=generator) < 0.1] = math.nan
+        record = PerSampleRecord(len(index), {"weight": values.square()}, 1.0, sample_index=index)
+        kept.add(record, place, "")
+        keys = index.tolist() if isinstance(index, torch.Tensor) else index
+        for key, norm in zip(keys, record.norms().tolist(), strict=True):
+            norms.setdefault(key, []).append(norm)
+    return norms
+
+
+INDICES = {
+    "shuffled": lambda generator: torch.randperm(40_000, generator=generator).split(64) * 2,
+    "far apart": lambda generator: torch.randint(-(2**62), 2**62, (2000,), generator=generator).split(16) * 3,
+    "repeated": lambda generator: torch.randint(0, 50, (4000,), generator=generator).split(32),
+    "names": lambda generator: [[f"n{key}" for key in range(start, start + 5)] for start in range(0, 300, 3)],
+    "ints, then names": lambda generator: [torch.arange(9), [3, "a", 11], torch.tensor([3, 12])],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", INDICES)
+def test_whatever_is_drawn_gives_what_a_dictionary_gives(name, dtype):
+    kept = SampleNorms()
+    norms = counted(kept, INDICES[name](torch.Generator().manual_seed(1)), dtype)
+    finite = {key: [norm for norm in each if math.isfinite(norm)] for key, each in norms.items()}
+    restored = SampleNorms()
+    restored.absorb(kept.state())
+    for found in (kept.worst(2**62), restored.worst(2**62)):
+        assert found.samples == len(norms)
+        assert dict(found.nonfinite) == {key: n for key in norms if (n := len(norms[key]) - len(finite[key]))}
+        rows = {row[0]: row[1:4] for row in found.rows()}
+        assert rows.keys() == {key for key, each in finite.items() if each}
+        for key, (mean, last, seen) in rows.items():
+            assert mean == pytest.approx(sum(finite[key]) / len(finite[key]), rel=1e-12)
+            assert (last, seen) == (finite[key][-1], len(norms[key]))
+        assert list(found.mean) == sorted(found.mean, reverse=True)
+        assert found.rows()[:7] == kept.worst(7).rows()
+
+
+@pytest.mark.parametrize("samples", [100_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+def test_few_bytes_are_kept_for_each_sample(samples):
+    index, norms = torch.randperm(samples, generator=torch.Generator().manual_seed(0)), torch.ones(500)
+    tracemalloc.start()
+    kept = SampleNorms()
+    for _ in range(2):
+        for place, part in enumerate(index.split(500)):
+            kept.add(PerSampleRecord(500, {"weight": norms}, 1.0, sample_index=part), place, "")
+    size, _ = tracemalloc.get_traced_memory()  # NumPy's arrays are in it; the tensors of 64 batches, that wait, are not
+    tracemalloc.stop()
+    assert size < 40 * samples
+    assert kept.worst(1).rows() == [(0, 1.0, 1.0, 2, 0)]
+    assert kept.worst(1).samples == samples
 
 
 def test_in_manual_optimization_every_backward_counts():
