@@ -13,8 +13,9 @@ from one sample alone stays that sample's, whatever is done to it, and samples s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ _MOVES = having("same", "casts", "moves", "picks", "joins", "passes")
 _ENTRYWISE_LOSSES = having("entrywise")
 _SCALED = "`{name}` scales the loss by a number computed over the whole batch{line}"
 _NOT_A_SUM = "`{name}` of a value computed over the whole batch is not a sum over samples{line}"
+_Term: TypeAlias = tuple[frozenset[int], frozenset[int]]
+_Terms: TypeAlias = tuple[_Term, ...]
 _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
 
 
@@ -43,8 +46,10 @@ def after_reduction(call: ObservedCall) -> Followed:
         return written
     followed = _after_reduction(call)
     filled = written.outputs[0].filled if written is not None and isinstance(written.outputs[0], Lost) else None
+    terms, joins = _terms(call, followed), frozenset[str]().union(*(mark.joins for _, mark in call.lost))
+    joins |= {followed.weighting} if terms and followed.weighting is not None else set()
     places = [
-        replace(mark, filled=filled, shares=_shares_after(call, place), computed=None)
+        replace(mark, filled=filled, shares=_shares_after(call, place), computed=None, terms=terms, joins=joins)
         if isinstance(mark, Lost)
         else mark
         for place, mark in enumerate(followed.outputs)
@@ -251,6 +256,47 @@ def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
         size = len(samples) or call.batch_size
         return scaled(together, factors, size, call.batch_size, marks[0].counts, divides=call.op == "div")
     return together if call.op in _MOVES | _SUMS or _adds(call) else frozenset()
+
+
+def _terms(call: ObservedCall, followed: Followed) -> _Terms:
+    """The sums over different samples that the result adds up, or has for entries; none where that is not known."""
+    found = [
+        (tensor, mark.terms or ((mark.samples, mark.parts),)) for tensor, mark in call.lost if tensor.requires_grad
+    ]
+    known = all(own and parts for _, terms in found for own, parts in terms) and call.outputs[0].requires_grad
+    if not found or not known or len(found) < len(call.lost) or followed.mixing is not None:
+        return ()
+    (first, terms), size = found[0], call.outputs[0].numel()
+    if _adds(call):
+        factors = [factor for tensor, _ in found if (factor := _factor_of(call, tensor))]
+        if len(factors) < len(found) or max(size, *(tensor.numel() for tensor, _ in found)) > 1:
+            return ()
+        pairs = zip(found, factors, strict=True)
+        return _together(term for (_, terms), factor in pairs for term in _multiplied(call, terms, factor))
+    if call.op in ("stack", "cat", "concat", "concatenate"):
+        return _together(term for _, terms in found for term in terms)
+    if len(found) > 1 or call.inplace or followed.weighting is not None:
+        return ()
+    if call.op in ("sum", "mean") and size == 1:
+        return _multiplied(call, terms, 1 / first.numel() if call.op == "mean" else 1.0)
+    if _scales(call) and not _meets_a_weight(call):
+        beside = set(_factors(call) or ())
+        return _multiplied(call, terms, beside.pop()) if len(beside) == 1 else ()
+    return terms if _scales(call) or call.op == "neg" or (call.op in _MOVES and size == first.numel()) else ()
+
+
+def _multiplied(call: ObservedCall, terms: _Terms, factor: float) -> _Terms:
+    size, divides = call.batch_size, call.op == "div"
+    return tuple((own, scaled(p, [factor], len(own), size, frozenset(), divides=divides)) for own, p in terms)
+
+
+def _together(terms: Iterable[_Term]) -> _Terms:
+    """Terms over the same samples as one, where the others have no sample in common; else none."""
+    found: dict[frozenset[int], frozenset[int]] = {}
+    for own, parts in terms:
+        found[own] = found.get(own, parts) & parts
+    apart = sum(map(len, found)) == len(frozenset[int]().union(*found))
+    return tuple(found.items()) if apart and all(found.values()) else ()
 
 
 def _adds(call: ObservedCall) -> bool:

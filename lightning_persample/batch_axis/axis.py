@@ -195,6 +195,9 @@ class Lost:
         listed: it lists places or numbers that occur in the batch, or is one of them.
         computed: how it was computed from tensors that hold the samples, see `separable`; None where that is not known.
         shares: gives what each sample adds to it, (B, *shape), or None where that is not known.
+        terms: of a sum of sums over different samples, the `samples` and `parts` of each of them; none where it is not
+            known to be one.
+        joins: what was said of the calls that added these up.
     """
 
     reason: str
@@ -213,6 +216,8 @@ class Lost:
     listed: bool = False
     computed: Computed | None = None
     shares: Callable[[], Tensor | None] | None = None
+    terms: tuple[tuple[frozenset[int], frozenset[int]], ...] = ()
+    joins: frozenset[str] = frozenset()
 
     @property
     def of_others(self) -> bool:

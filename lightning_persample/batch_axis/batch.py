@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
 from lightning_persample.errors import BatchSizeError, OptionError
 from lightning_persample.options import shown
 from lightning_persample.torch_internals import tree_leaves
@@ -35,11 +36,26 @@ class BatchLayout:
         batch_size: number of samples B.
         tensors: every tensor with where it stands in the batch.
         places: where the samples lie in each of them; None for a number.
+        loaders: number of samples of each loader, where a batch has those of several, one after another; else none.
     """
 
     batch_size: int
     tensors: list[tuple[str, Tensor]]
     places: list[Place]
+    loaders: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class OfLoaders:
+    """What several loaders gave for one batch, where each row is a sample of its own: first those of the first one.
+
+    Attributes:
+        parts: by the loader's name what it gave.
+        rows: how many samples these are; 0 where it is exhausted.
+    """
+
+    parts: Mapping[str, Any]
+    rows: Mapping[str, int]
 
 
 def batch_tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
@@ -52,7 +68,15 @@ def lay_out(
     batch: Any, batch_dim: int, batch_size: int | None = None, batch_layout: Layout | None = None
 ) -> BatchLayout:
     """How many samples a batch holds and where; raises a `BatchSizeError` where that cannot be known."""
-    walk = _Walk(batch, "batch", {} if batch_layout is None else _declared(batch_layout(batch)))
+    if isinstance(batch, OfLoaders):
+        return _one_after_another(batch, batch_dim)
+    return _lay_out(batch, "batch", batch_dim, batch_size, batch_layout)
+
+
+def _lay_out(
+    batch: Any, path: str, batch_dim: int, batch_size: int | None, batch_layout: Layout | None = None
+) -> BatchLayout:
+    walk = _Walk(batch, path, {} if batch_layout is None else _declared(batch_layout(batch)))
     size = _read_batch_size(walk, batch_dim) if batch_size is None else batch_size
     of_one = _items(walk, batch_dim, size)
     places = [
@@ -61,6 +85,29 @@ def lay_out(
         for path, tensor in walk.tensors
     ]  # fmt: skip
     return BatchLayout(size, walk.tensors, places)
+
+
+def _one_after_another(batch: OfLoaders, batch_dim: int) -> BatchLayout:
+    """The layout of what several loaders gave: that of each part among its own samples, and these among all."""
+    parts = [
+        _lay_out(batch.parts[name], f"batch[{name!r}]", batch_dim, count) for name, count in batch.rows.items() if count
+    ]
+    sizes = tuple(part.batch_size for part in parts)
+    if not sizes:
+        raise EmptyBatchError("the batch is empty: no data loader gave a row")
+    places: list[Place] = []
+    for first, part in zip(accumulate(sizes, initial=0), parts, strict=False):
+        places += [_among(place, first, part.batch_size, sum(sizes)) for place in part.places]
+    return BatchLayout(sum(sizes), [each for part in parts for each in part.tensors], places, sizes)
+
+
+def _among(place: Place, first: int, count: int, batch_size: int) -> Place:
+    """Where the samples lie that are `count` of all, from number `first` on."""
+    if isinstance(place, BatchAxis):
+        return picked(place.dim, first + row_owners(place, count), batch_size, place.mixing)
+    if isinstance(place, Lost):
+        return dataclasses.replace(place, samples=frozenset(first + sample for sample in place.samples))
+    return None
 
 
 def read_batch_size(batch: Any, batch_dim: int, batch_layout: Layout | None = None) -> int:

@@ -249,6 +249,7 @@ class ObservedStep:
             self.capture.attach_loss(loss, weights)
         else:
             self.capture.attach_loss(loss)
+            weights = weights if self.capture.weights is None else self.capture.weights
         self.weights = weights
         if self._check_sums:
             self._sum_check = SumCheck(self.module, loss, weights, averaged=self._averages)
@@ -271,7 +272,7 @@ class ObservedStep:
     def why_sums_differ(self, record: PerSampleRecord) -> str | None:
         """Compare the sums with what the backward added to ``.grad``; said once, and not looked at again."""
         check, self._sum_check = self._sum_check, None
-        if check is not None and self._reduction == "mean":
+        if check is not None and self._reduction == "mean" and not isinstance(self.weights, Tensor):
             check.weigh(1.0 / self.capture.counted)
         text = NO_MEMORY if self._lacks_memory else None
         try:

@@ -170,7 +170,7 @@ def _names(captured: Sequence[CapturedRows]) -> Any:
     listed: list[str | None] = []
     for rows in captured:
         keys = rows.keys.tolist() if isinstance(rows.keys, Tensor) else rows.keys
-        listed += [None] * len(rows) if keys is None else [str(key) for key in keys]
+        listed += [None] * len(rows) if keys is None else [None if key is None else str(key) for key in keys]
     return arrow().array(listed, arrow().string())
 
 

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, default_collate, default_convert, get_worker_info
 
-from lightning_persample.batch_axis.batch import places_of_rows, with_samples_at
+from lightning_persample.batch_axis.batch import (
+    OfLoaders,
+    batch_tensors,
+    count_samples,
+    places_of_rows,
+    with_samples_at,
+)
 from lightning_persample.callbacks.lightning_internals import (
     BEFORE_ITERATORS,
     LOADERS,
@@ -30,7 +36,7 @@ from lightning_persample.callbacks.lightning_internals import (
 )
 from lightning_persample.capture.failure import Once, fault_of, guard, of_user
 from lightning_persample.capture.record import PerSampleRecord
-from lightning_persample.errors import OptionError
+from lightning_persample.errors import BatchSizeError, OptionError
 from lightning_persample.torch_internals import MAKE_ITERATORS, collate_of, collates_rows, pin_memory, tree_unflatten
 
 PASS_INDEX = "pass sample_index=<function of the batch that returns the index of each sample>"
@@ -425,6 +431,8 @@ class BatchIndices:
         self._why_not_followed = "the training data were made before the callbacks' setup"
         self.why_absent = ""
         self._is_asked = is_asked  # whether anything is done with records
+        self._are_apart: bool | None = None  # whether rows of several loaders are samples each, once that is decided
+        self._apart: OfLoaders | None = None  # the current batch, where they are
         if of_batch is None and is_asked:
             self._install()
 
@@ -435,11 +443,16 @@ class BatchIndices:
             return replace(record, sample_index=_of_samples(index, record))
         if not self._is_asked:
             return record
-        drawn = self._of_current_batch() or [Drawn(None, self._why_not_followed)]
-        found = [_of_samples(_index_of(each, record.batch_size), record) for each in drawn]
-        if any(index is not None for index in found):
+        drawn, apart = self._of_current_batch(), self._apart
+        drawn = drawn or [Drawn(None, self._why_not_followed)] * (1 if apart is None else len(apart.rows))
+        sizes = [record.batch_size] * len(drawn) if apart is None else [*apart.rows.values()]
+        found: list[Any] = [_index_of(each, rows) for each, rows in zip(drawn, sizes, strict=True)]
+        if any(index is not None and len(index) for index in found):
+            if apart is not None:
+                return replace(record, sample_index=_of_samples(_named(apart.rows, found), record))
+            found = [_of_samples(index, record) for index in found]
             return replace(record, sample_index=tree_unflatten(found, structure_of(self._followed)))
-        reasons = [self._why_absent(each, record.batch_size) for each in drawn]
+        reasons = [self._why_absent(each, rows) for each, rows in zip(drawn, sizes, strict=True)]
         self.why_absent = "; ".join(dict.fromkeys(reasons))
         if not self._has_warned and not all(each.is_expected for each in drawn):
             self._has_warned = True
@@ -451,14 +464,45 @@ class BatchIndices:
         counts = {each.rows for each in self._of_current_batch()}
         return next(iter(counts)) if len(counts) == 1 else None
 
-    def arranged(self, batch: Any) -> Any:
+    def arranged(self, batch: Any, batch_dim: int, *, is_declared: bool) -> Any:
         """The current batch with lists of one item per sample, and tuples of fields, where these are known."""
         combined: Any = combined_loader(self._trainer)
         loaders = [] if combined is None else combined.flattened
+        self._apart = None if is_declared or len(loaders) < 2 else self._of_loaders(combined, batch, batch_dim)
+        if self._apart is not None:
+            return self._apart
         if all(getattr(loader, "collate_fn", None) is default_collate for loader in loaders):
             return with_samples_at(batch, ())
         drawn = self._of_current_batch() if any(combined.iterables is each for each in loaders) else []
         return with_samples_at(batch, drawn[0].places) if drawn and drawn[0].places is not None else batch
+
+    def _of_loaders(self, combined: Any, batch: Any, batch_dim: int) -> OfLoaders | None:
+        """What each of several loaders gave, where their rows are samples each; None where a sample has one of each."""
+        loaders, parts = combined.flattened, dict(_parts(combined.iterables, batch))
+        if len(parts) != len(loaders):  # a hook of the module has made another batch of it
+            return None
+        drawn = self._of_current_batch() or [Drawn(None)] * len(loaders)
+        sizes = [_batch_size_of(loader) for loader in loaders]
+        if self._are_apart is None and None not in sizes:
+            self._are_apart = len({*sizes}) > 1
+        rows: dict[str, int] = {}
+        for (name, part), loader, each in zip(parts.items(), loaders, drawn, strict=True):
+            places = () if getattr(loader, "collate_fn", None) is default_collate else each.places
+            parts[name] = part if places is None else with_samples_at(part, places)
+            is_there = next(batch_tensors(part), None) is not None
+            rows[name] = count_samples(parts[name], batch_dim, None, each.rows) if is_there and each.rows != 0 else 0
+        counts = {count for count in rows.values() if count}
+        if self._are_apart is None:
+            self._are_apart = len(counts) > 1
+        if self._are_apart:
+            return OfLoaders(parts, rows)
+        if len(counts) < 2:
+            return None
+        raise BatchSizeError(
+            "several data loaders drew unequal numbers of rows for this batch, of which nothing is reported "
+            f"({', '.join(f'{name}: {count}' for name, count in rows.items())}): as they have one batch size, a sample "
+            "is made of a row of each; pass drop_last=True to them, or say by batch_layout whose each row is"
+        )
 
     def uninstall(self) -> None:
         """Leave Lightning's objects as they were. May be called twice."""
@@ -521,6 +565,39 @@ class BatchIndices:
         )
 
 
+def _parts(loaders: Any, batch: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What each loader of a collection gave for a batch, by its path in it; nothing where the batch is another."""
+    if isinstance(loaders, Mapping):
+        for key in loaders if isinstance(batch, Mapping) and batch.keys() == loaders.keys() else ():
+            yield from _parts(loaders[key], batch[key], f"{name}/{key}" if name else str(key))
+    elif isinstance(loaders, (list, tuple)):
+        for place, loader in enumerate(
+            loaders if isinstance(batch, (list, tuple)) and len(batch) == len(loaders) else ()
+        ):
+            yield from _parts(loader, batch[place], f"{name}/{place}" if name else str(place))
+    else:
+        yield name, batch
+
+
+def _batch_size_of(loader: Any) -> int | None:
+    """How many rows a loader draws for each batch but the last one; None where that is not known."""
+    sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(sampler, "batch_size", None) if sampler is not None else getattr(loader, "batch_size", None)
+    if type(size) is not int:
+        return None
+    rows = getattr(sampler, "sampler", None)
+    return min(size, len(rows)) if isinstance(rows, Sized) else size
+
+
+def _named(rows: Mapping[str, int], found: Iterable[Tensor | list[Any] | None]) -> list[str | None]:
+    """The keys of the samples of several loaders, each with the name of its loader; None where a loader has none."""
+    names: list[str | None] = []
+    for (name, count), index in zip(rows.items(), found, strict=True):
+        keys = index.tolist() if isinstance(index, Tensor) else index
+        names += [None] * count if keys is None else [f"{name}/{key}" for key in keys]
+    return names
+
+
 @functools.cache
 def _following(kind: Any) -> Any:
     """The kind of CombinedLoader that iterates over tagged loaders, and notes what their batches hold."""
@@ -568,11 +645,9 @@ def _drawn(loaders: list[Any], keys: list[Any] | Exception) -> list[Drawn]:
 
 
 def keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
-    """The samples' indices, (m,), or a list of m keys; None where they are unknown, or are those of several loaders."""
+    """The samples' indices, (m,), or a list of m keys; None where they are unknown, or each has one of each loader."""
     index = record.sample_index
-    is_list = isinstance(index, list) and not any(
-        each is None or isinstance(each, (Tensor, list, dict)) for each in index
-    )
+    is_list = isinstance(index, list) and not any(isinstance(each, (Tensor, list, dict)) for each in index)
     return index if is_list or isinstance(index, Tensor) else None  # type: ignore[return-value]
 
 

@@ -23,7 +23,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_persample.batch_axis.batch import EmptyBatchError, count_samples, lay_out
+from lightning_persample.batch_axis.batch import EmptyBatchError, OfLoaders, count_samples, lay_out
 from lightning_persample.callbacks.class_loss import CLASS_LOSSES, ClassLosses, class_losses_noted
 from lightning_persample.callbacks.fallback import (
     NOT_COMPARED,
@@ -78,6 +78,10 @@ def shared_capture(trainer: Trainer) -> SharedCapture | None:
     return next((each for each in found if isinstance(each, SharedCapture)), None)
 
 
+ONE_OF_SEVERAL = (
+    "runs training_step on single samples, and where several data loaders draw unequal numbers of rows, a sample of "
+    "one of them leaves the others without any"
+)
 _EACH_ITS_OWN = {"unsupported", "verify"}
 
 
@@ -278,6 +282,9 @@ class SharedCapture:
         self._quantities = frozenset().union(*(of_user(each.needs, self.trainer) for each in self._receivers))
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         self._rerun = on_other_batches(training_step.function, args, kwargs)
+        if self._verify and self._is_of_loaders():
+            self._verify = False
+            self.reports.report(UnsupportedError(f"verify=True {ONE_OF_SEVERAL}: nothing is verified"))
         if self._verify and self.module.automatic_optimization:
             verified = verify_values(
                 self.trainer,
@@ -382,6 +389,8 @@ class SharedCapture:
     def _run_second(self, engine: str, *, sums: bool) -> PerSampleRecord | PerSampleError:
         try:
             view, size = self._samples_of_batch()
+            if isinstance(view, OfLoaders):
+                return UnsupportedError(f"engine={engine!r} {ONE_OF_SEVERAL}; use engine='expanded'")
             layout = lay_out(view, self._options["batch_dim"], size, self._options["batch_layout"])
         except BatchSizeError as error:
             return error
@@ -391,12 +400,24 @@ class SharedCapture:
         )
         return found
 
+    def _view(self) -> Any:
+        """The batch as its samples are looked for."""
+        options = self._options
+        if self._indices is None:
+            return self._batch
+        is_declared = options["batch_size"] is not None or options["batch_layout"] is not None
+        return self._indices.arranged(self._batch, options["batch_dim"], is_declared=is_declared)
+
+    def _is_of_loaders(self) -> bool:
+        try:
+            return isinstance(self._view(), OfLoaders)
+        except BatchSizeError:  # (whoever captures the batch reports it)
+            return False
+
     def _samples_of_batch(self) -> tuple[Any, int]:
         """The batch as its samples are looked for, and how many there are."""
-        options, drawn, view = self._options, None, self._batch
-        if self._indices is not None:
-            drawn = self._indices.rows_drawn()
-            view = self._indices.arranged(view)
+        options, view = self._options, self._view()
+        drawn = None if self._indices is None or isinstance(view, OfLoaders) else self._indices.rows_drawn()
         return view, count_samples(view, options["batch_dim"], options["batch_size"], drawn, options["batch_layout"])
 
     def _open(self) -> ObservedStep | None:

@@ -106,6 +106,10 @@ class SampleNorms:
             several = "there are several train dataloaders, and a sample is made of a row of each"
             self._why_absent = why_absent if record.sample_index is None else several
             return
+        norms = record.norms()
+        if isinstance(index, list) and None in index:  # of a loader whose rows have no keys
+            known = [place for place, key in enumerate(index) if key is not None]
+            index, norms = [index[place] for place in known], norms[known]
         if isinstance(index, list) and not _are_hashable(index):
             self._why_absent = f"the sampler draws keys that cannot be counted ({type(index[0]).__name__})"
             return
@@ -113,7 +117,7 @@ class SampleNorms:
             self._waiting.pop()
         elif len(self._waiting) >= _TOGETHER:
             self.settle()
-        self._waiting.append((batch, index, record.norms()))
+        self._waiting.append((batch, index, norms))
 
     def state(self) -> dict[str, Any]:
         """All of it in tensors and plain containers; empty if there is no sample."""

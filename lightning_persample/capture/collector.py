@@ -294,6 +294,19 @@ class Part:
     is_sum: bool
 
 
+@dataclass(frozen=True)
+class Means:
+    """The loss of a backward adds up means over different samples.
+
+    Attributes:
+        weights: what each sample weighs in it, (B,); 0 where it has no part.
+        notes: what was said of the calls that added them up.
+    """
+
+    weights: Tensor
+    notes: frozenset[tuple[str, str]]
+
+
 class Collector:
     """Takes contributions to weights.
 

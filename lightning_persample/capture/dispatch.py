@@ -47,7 +47,7 @@ from lightning_persample.capture.annotations import (
     in_parts,
     kind_of,
 )
-from lightning_persample.capture.collector import Collector, Part
+from lightning_persample.capture.collector import Collector, Means, Part
 from lightning_persample.capture.contributions import Use
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.fused import fused_call
@@ -87,6 +87,8 @@ class Dispatcher(Collector):
         of_no_sample: the present backward starts from numbers made of weights alone: a penalty.
         differentiated: where in the user's code a gradient was computed with ``create_graph=True``; "" where none was.
         part: which samples the loss of the present backward is made of; None where it is all of them, or unknown.
+        has_loaders: the batch holds the samples of several loaders, one after another.
+        means: of what the loss of the present backward is a sum, where it is one of the means of several loaders.
         owners: the samples of rows in tensors of the batch that have unequal numbers of them.
         visible: the mode under which calls are seen.
         others: functions that somebody else answers, and who.
@@ -97,6 +99,8 @@ class Dispatcher(Collector):
 
     owners: tuple[Owner, ...] = ()
     part: Part | None = None
+    has_loaders = False
+    means: Means | None = None
     of_no_sample = False
     differentiated = ""
     _inner: tuple[Plan, int] | None = None  # the last call of which all was decided before, and its result
@@ -182,6 +186,9 @@ class Dispatcher(Collector):
         for loss, weight in zip(losses, weights, strict=True):
             self._read_part(loss)
             size, mark = self.batch_size, self.marks.get(loss)
+            self.means = self._read_means(loss) if declared == "mean" and len(losses) == 1 else None
+            if self.means is not None:
+                continue
             if isinstance(mark, BatchAxis) and mark.mixing is None and mark.owner is None:  # (of no one number)
                 parts, counts = frozenset({1}), frozenset({loss.numel() // size})
                 if weight is None or not bool((weight == weight.flatten()[0]).all()):
@@ -199,6 +206,18 @@ class Dispatcher(Collector):
                     f"the loss is a {kind} over the samples, but loss_reduction is {declared!r}: pass "
                     f"loss_reduction={kind!r}"
                 )
+
+    def _read_means(self, loss: Tensor) -> Means | None:
+        """What each sample weighs in a loss that is the sum of means of several loaders, each times a number."""
+        mark = self.marks.get(loss)
+        if not self.has_loaders or not isinstance(mark, Lost) or not mark.terms:
+            return None
+        weights = torch.zeros(self.batch_size, dtype=torch.float64, device=loss.device)
+        for samples, parts in mark.terms:
+            if len(samples) not in parts:
+                return None
+            weights[sorted(samples)] = 1 / len(samples)
+        return Means(weights, frozenset(("weighting", text) for text in mark.joins))
 
     def _read_part(self, loss: Tensor) -> None:
         """Note that a loss is made of some of the samples alone, where that is known."""
@@ -222,7 +241,7 @@ class Dispatcher(Collector):
         self.notes.forget()
         if self.corrections:
             self.corrections.clear()
-        self.part = None
+        self.part = self.means = None
 
     def call(
         self,

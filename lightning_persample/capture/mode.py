@@ -191,6 +191,7 @@ class Capture:
         if max_memory is not None:
             self._dispatcher.kernel_options = KernelOptions(max_memory)
         self._dispatcher.samples = samples
+        self._dispatcher.has_loaders = bool(layout.loaders)
         self._dispatcher.visible = self._mode
         self._dispatcher.accepting = False  # a backward that is not seen (of another thread) belongs to no record
         for (_, tensor), place in zip(layout.tensors, layout.places, strict=True):
@@ -268,6 +269,12 @@ class Capture:
             guard(self._dispatcher.check_reduction, self._fail)([loss], [None], self._weighting)
         if loss.requires_grad:
             self._handles.append(loss.register_hook(guard(self._keep_scale, self._fail)))
+
+    @property
+    def weights(self) -> Tensor | None:
+        """What each sample weighs in a loss that adds up the means of several loaders, (B,); else None."""
+        means = None if self._fault else self._dispatcher.means
+        return None if means is None else means.weights
 
     def backward_into_record(self, loss: Tensor) -> None:
         """A backward that gives a record, but writes no ``.grad`` and runs none of the hooks that wait for one.
@@ -500,6 +507,12 @@ class Capture:
     def _build(self) -> PerSampleRecord:
         dispatcher, watched, scale = self._dispatcher, self._watched, self._scale
         weights = self._weighting if self._read_weights is None else self._read_weights
+        is_declared = isinstance(weights, Tensor)
+        if dispatcher.means is not None:
+            weights, dispatcher.notes.excused = (
+                dispatcher.means.weights,
+                dispatcher.notes.excused | dispatcher.means.notes,
+            )
         part = dispatcher.part
         self.counted = part.mean_of if part is not None and part.mean_of else self.batch_size
         trainable = watched.trainable()
@@ -526,7 +539,7 @@ class Capture:
             )
             weighing = notes.reached("weighting")
         (mixing, axis_lost), not_additive = notes.split(of_calls), notes.reached("not_additive")
-        weighting = [text for text in weighing if text not in (*mixing, *axis_lost)]
+        weighting = [] if is_declared else [text for text in weighing if text not in (*mixing, *axis_lost)]
         asked = {
             field: {name: found[name] for name in reached}
             for quantity, field, found in (
@@ -546,7 +559,7 @@ class Capture:
             unused=coverage.unused,
             mixing=mixing,
             axis_lost=axis_lost,
-            weighting=() if isinstance(weights, Tensor) else tuple(weighting),
+            weighting=tuple(weighting),
             not_additive=not_additive,
             backward_index=len(self.records),
             samples=samples,

@@ -291,10 +291,12 @@ class PerSampleRecord:
         in_loss: number of samples that the loss of this backward is made of, as far as is known.
         why_no_factor: the reason, where `factor` is None.
         sample_index: which samples these are: the indices of the dataset that the train dataloader has, (B,), int64, on
-            the CPU, or a list of B keys where a sampler draws keys that are no ints. With several dataloaders one for
-            each, in the structure of the batch (a dict by the loaders' keys), None for a loader that is exhausted or
-            has not B rows. None outside a Trainer, for iterable datasets, for data that are no DataLoader, and where
-            the rows of the batch are not those that the sampler drew.
+            the CPU, or a list of B keys where a sampler draws keys that are no ints. With several dataloaders of one
+            batch size one for each, in the structure of the batch (a dict by the loaders' keys), None for a loader that
+            is exhausted or has not B rows; of unequal batch sizes a list of texts such as "labelled/17", the loader's
+            key and the index in its dataset, with None for rows that have none. None outside a Trainer, for iterable
+            datasets, for data that are no DataLoader, and where the rows of the batch are not those that the sampler
+            drew.
     """
 
     batch_size: int

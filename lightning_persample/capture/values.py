@@ -133,9 +133,9 @@ def why_no_factor(
         return f"the loss has a term that belongs to no sample, made of {names}{more}"
     if not_additive:
         return not_additive[0]
-    if isinstance(own.weighting, Tensor):
-        return "" if own.is_equal() else UNEQUAL_WEIGHTS
-    return weighting[0] if weighting else ""
+    if weighting:
+        return weighting[0]
+    return "" if own.is_equal() else UNEQUAL_WEIGHTS
 
 
 def _sq_norm_of(weight: Weight, total: SampleGradient | None, places: Tensor | None, dispatcher: Dispatcher) -> Tensor:
