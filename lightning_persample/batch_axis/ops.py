@@ -22,6 +22,7 @@ What a row may say of its ops:
 - ``indexes``: a number among its arguments may say which entry is meant.
 - ``shapes``: a number among its arguments may say how large the result is.
 - ``draws``: random numbers.
+- ``drops``: it multiplies entries by random numbers, as dropout does.
 - ``makes``: data out of anything that Python holds.
 - ``unseen``: it writes into its arguments without telling autograd.
 - ``entrywise``, ``rows``, ``classes``: what a loss gives under reduction="none" a value for.
@@ -105,8 +106,9 @@ add_ops("pointwise", "same", "clone contiguous")
 add_ops("pointwise", "casts", "bfloat16 cpu cuda double float half type")
 add_ops("pointwise", "casts", "to type_as", converts=True, data=(0, "self"))
 add_ops("pointwise", "passes", "data detach neg negative pos positive")
-add_ops("pointwise", "draws", "alpha_dropout bernoulli dropout feature_alpha_dropout feature_dropout")
-add_ops("pointwise", "draws", "native_dropout rrelu")
+add_ops("pointwise", "draws drops", "alpha_dropout dropout feature_alpha_dropout feature_dropout")
+add_ops("pointwise", "draws drops", "native_dropout rrelu")
+add_ops("pointwise", "draws", "bernoulli normal poisson")
 add_ops("pointwise", "makes", "as_tensor")
 add_ops("copy", "passes", "copy")
 add_ops("where", "chooses places", "where")
@@ -233,7 +235,7 @@ add_ops(None, "bounds", "nan_to_num")
 add_ops(None, "sums", "diff outer tensordot trace")
 add_ops(None, "unseen", "_fused_moving_avg_obs_fq_helper fused_moving_avg_obs_fake_quant")
 add_ops(None, "draws", "rand randint randn randperm")
-add_ops(None, "draws", "cauchy exponential geometric log_normal normal poisson random uniform")
+add_ops(None, "draws", "cauchy exponential geometric log_normal random uniform")
 add_ops(None, "draws", "rand_like randint_like randn_like", converts=True)
 add_ops(None, "makes", "asarray from_file from_numpy frombuffer tensor")
 add_ops(None, "makes", "new new_tensor", converts=True, data=(1, "data"))

@@ -44,6 +44,7 @@ _NO_TENSOR = frozenset({
 _MOVES = frozenset({"set_", "resize_", "resize_as_", "__setstate__"})
 # Ops whose results are data even where they are given none.
 DATA_SOURCES = having("draws", "makes")
+_NEW_ROWS = DATA_SOURCES - having("drops")
 
 
 def attribute_of(function: Callable[..., Any]) -> str:
@@ -363,7 +364,7 @@ class Marks:
             foreign = has_history(output)
             if known or foreign or self.get(output) is KNOWN:
                 self.set_result(output, KNOWN if known else CONSTANT)
-            if op in DATA_SOURCES and op not in POINTWISE and output.shape[:1] == (self._batch_size,):
+            if op in _NEW_ROWS and output.shape[:1] == (self._batch_size,):
                 self._note_made(str(op))
 
     def _note_made(self, name: str) -> None:

@@ -8,6 +8,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -22,6 +23,7 @@ from lightning_persample.capture.parameters import default_tolerance, unwrapped
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import BatchSizeError, PerSampleError
 from lightning_persample.options import check_option, check_options, is_int, is_none_or_positive
+from lightning_persample.reference.draws import Draws
 from lightning_persample.reference.samples import Weighting, gradients_of, loss_of, own_loss, take
 from lightning_persample.reference.untouched import ModuleState, untouched, without_dropout
 
@@ -30,9 +32,9 @@ PENALTY = (
     "that belongs to no sample, is in no sample's own gradient"
 )
 RANDOM = (
-    "the loss changes with the random seed (dropout, noise): from one seed, a batch and a single sample cannot draw "
-    "the same numbers, so the two cannot be compared; check in evaluation mode, module.eval(), with probability 0, or "
-    "with noise that comes with the batch, one row per sample"
+    "the loss changes with the random seed, by numbers that are not drawn by torch with one row for each sample: a "
+    "batch and a single sample cannot draw the same, so the two cannot be compared; draw them by torch, or check with "
+    "noise that comes with the batch, one row per sample"
 )
 _UNKNOWN = "no cause was found: a fault of lightning_persample or of a registered rule, please report it"
 _SMALLEST_PART = 1e-2
@@ -272,7 +274,8 @@ def check_per_sample_gradients(
 
     Forward and backward run once on the first `samples` samples of the batch, and once on each of these samples alone:
     ``r_i = d l_i / d theta`` with the loss l_i of a batch that holds only sample i. Where the two differ, the report
-    says why. Dropout has probability 0 meanwhile. Afterwards module and random number generators are as before:
+    says why. Dropout has probability 0 meanwhile, and a sample alone gets its rows of what torch draws (``randn_like``,
+    ``torch.distributions``) for the batch. Afterwards module and random number generators are as before:
     parameters, ``.grad``, buffers, modes.
 
     >>> import torch
@@ -314,9 +317,8 @@ def check_per_sample_gradients(
     except BatchSizeError as error:
         return _nothing(trainable, 0, allowed, "; ".join(text for text in (str(error), other_axes) if text), error)
     count = min(samples, size)
-    check = _Check(
-        _as_step(module, loss_fn), trainable, loss_reduction, {"batch_dim": batch_dim, "batch_layout": batch_layout}
-    )
+    draws, layout = Draws(count), {"batch_dim": batch_dim, "batch_layout": batch_layout}
+    check = _Check(_as_step(module, loss_fn), trainable, loss_reduction, layout)
     record: PerSampleRecord | None = None
     doing = f"on the first {count} samples"
     with warnings.catch_warnings(), without_dropout(module), untouched(module) as state, torch.enable_grad():
@@ -325,12 +327,14 @@ def check_per_sample_gradients(
         try:
             cut = partial(take, batch_dim=batch_dim, batch_layout=batch_layout)
             few = cut(batch, 0, count, batch_size=size)
-            record = check.engine(module, few, count, state)
+            with draws.keep():
+                record = check.engine(module, few, count, state)
             rows = []
             for sample in range(count):
                 doing = f"on sample {sample} alone"
                 one = cut(batch, sample, sample + 1, batch_size=size)
-                rows.append(check.one_sample(one, state))
+                with draws.again(sample):
+                    rows.append(check.one_sample(one, state))
         except PerSampleError:
             raise
         except Exception as error:  # whatever the user's own code raises, which the report names
@@ -345,7 +349,8 @@ def check_per_sample_gradients(
         loop = {name: torch.stack([row[name] for row in rows]) for name in trainable}
 
         def is_random() -> bool:
-            return check.changes_with_the_seed(batch=cut(few, 0, count, batch_size=count), state=state)
+            batch = cut(few, 0, count, batch_size=count)
+            return draws.unequal or check.changes_with_the_seed(batch, state, partial(draws.again, None))
 
         return VerificationReport(
             _compare(record, loop, loss_reduction, allowed, is_random, other_axes), count, allowed
@@ -392,15 +397,18 @@ class _Check:
         state.restore()
         return rows
 
-    def changes_with_the_seed(self, batch: Any, state: ModuleState) -> bool:
-        """Whether two runs on the same samples with different seeds give different losses."""
+    def changes_with_the_seed(
+        self, batch: Any, state: ModuleState, drawing: Callable[[], AbstractContextManager[None]]
+    ) -> bool:
+        """Whether two runs on the same samples with different seeds give different losses, `drawing` the same."""
         losses = []
         for seed in (1, 2):
             torch.manual_seed(seed)
             random.seed(seed)
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(seed)
-            losses.append(loss_of(self._step(batch)).detach())
+            with drawing():
+                losses.append(loss_of(self._step(batch)).detach())
             state.restore()
         return not torch.equal(*losses)
 

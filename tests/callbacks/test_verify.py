@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -123,10 +124,22 @@ class Noisy(ResidualInPlace):
         return super().forward(x + torch.randn_like(x))
 
 
-def test_a_model_that_draws_noise_cannot_be_compared_and_trains():
+class NoisyByNumPy(ResidualInPlace):
+    def forward(self, x):
+        return super().forward(x + torch.from_numpy(np.random.rand(*x.shape)).to(x))
+
+
+def test_a_model_that_draws_noise_is_compared():
+    fit(Classifier(Noisy()), [recorder := Recorder(verify=True)])
+    assert all(record.coverage == 1 for record in recorder.records)
+    with pytest.raises(VerificationError, match="'mean' does"):
+        fit(Classifier(Noisy()), [Recorder(verify=True, loss_reduction="sum")])
+
+
+def test_a_model_that_draws_noise_elsewhere_cannot_be_compared_and_trains():
     text = r"verify=True could not compare the gradients of `network\..*: the loss changes with the random seed"
     with pytest.warns(PerSampleWarning, match=text):
-        fit(Classifier(Noisy()), [recorder := Recorder(verify=True)])
+        fit(Classifier(NoisyByNumPy()), [recorder := Recorder(verify=True)])
     assert all(record.coverage == 1 for record in recorder.records)
 
 

@@ -203,7 +203,40 @@ def test_dropout_has_probability_0_in_the_check():
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
-@pytest.mark.parametrize("layer", [Noise(), NumpyNoise(), PythonNoise()], ids=["torch", "numpy", "python"])
+class Permuted(nn.Module):
+    def forward(self, x):
+        return x + torch.randperm(len(x))[:, None]
+
+
+class MoreForOne(nn.Module):
+    """Draws as many numbers for one sample as for four."""
+
+    def forward(self, x):
+        return x * torch.rand(4, 1)[: len(x)].roll(1, 0) * torch.rand(len(x) + 1, 1)[1:]
+
+
+class Drawn(nn.Module):
+    """Draws in every way: for all samples together, along another axis, in place, in torch's Python functions."""
+
+    def forward(self, x):
+        x = x + torch.randn(1) + torch.randn(3, len(x), 1).mean(0) + torch.empty(len(x), 1).uniform_()
+        x = x * torch.distributions.Normal(x, x.exp()).rsample() + torch.normal(x.detach(), 0.5)
+        return x * F.gumbel_softmax(x, dim=1) + torch.bernoulli(x.sigmoid().detach())
+
+
+@pytest.mark.parametrize("layer", [Noise(), Drawn()], ids=["noise", "every way"])
+def test_a_sample_alone_draws_what_it_drew_in_the_batch(layer):
+    module, data = network(layer).double(), [each.double() if each.is_floating_point() else each for each in batch()]
+    report = check_per_sample_gradients(module, data, mean_loss)
+    assert [row.status for row in report.parameters] == ["agrees"] * 4
+    assert max(row.error for row in report.parameters) < 1e-12
+    report = check_per_sample_gradients(module, data, mean_loss, loss_reduction="sum")
+    assert "loss_reduction='mean' does" in reason_of(report, 4, "differs")
+
+
+@pytest.mark.parametrize(
+    "layer", [NumpyNoise(), PythonNoise(), Permuted(), MoreForOne()], ids=["numpy", "python", "permuted", "more"]
+)
 def test_random_numbers_are_explained(layer):
     module, data = network(layer), batch()
     report = check_per_sample_gradients(module, data, mean_loss)
@@ -212,9 +245,9 @@ def test_random_numbers_are_explained(layer):
         "agree, 4 could not be compared"
     )
     assert reason_of(report, 4, "not compared") == (
-        "the loss changes with the random seed (dropout, noise): from one seed, a batch and a single sample cannot "
-        "draw the same numbers, so the two cannot be compared; check in evaluation mode, module.eval(), with "
-        "probability 0, or with noise that comes with the batch, one row per sample"
+        "the loss changes with the random seed, by numbers that are not drawn by torch with one row for each sample: a "
+        "batch and a single sample cannot draw the same, so the two cannot be compared; draw them by torch, or check "
+        "with noise that comes with the batch, one row per sample"
     )
 
 
