@@ -5,6 +5,8 @@ from lightning_persample.batch_axis.batch import mark_samples
 from lightning_persample.callbacks import (
     EigenProjection,
     InRunInfluence,
+    LabelNoiseProbe,
+    LabelNoiseReport,
     PerSampleCallback,
     PerSampleGradientMonitor,
     PerSampleGradientWriter,
@@ -47,6 +49,8 @@ __all__ = [
     "ExpandedWeight",
     "InRunInfluence",
     "Indexed",
+    "LabelNoiseProbe",
+    "LabelNoiseReport",
     "OptionError",
     "Outer",
     "ParameterCheck",

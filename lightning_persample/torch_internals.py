@@ -30,6 +30,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 __all__ = [
     "COLLECTIVES",
     "COMPILED",
+    "KEPT_ITERATOR",
     "MAKE_ITERATORS",
     "RUN_BACKWARD",
     "SECOND_WEIGHTS",
@@ -125,6 +126,7 @@ WRAPPER_OF_FABRIC = "_FabricModule"  # by name, for nothing but callbacks import
 SECOND_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # where a recurrent layer holds its weights a second time
 COMPILED = "_orig_mod"  # the attribute in which what ``torch.compile`` made of a module holds the module
 MAKE_ITERATORS = ("__iter__", "_get_iterator")  # methods of a DataLoader
+KEPT_ITERATOR = "_iterator"  # the attribute of a DataLoader that holds persistent workers
 collates_rows: Callable[[Any], bool] = attrgetter("_auto_collation")  # of a DataLoader: it does not draw whole batches
 
 

@@ -7,6 +7,7 @@ from lightning_persample.callbacks.base import PerSampleCallback
 from lightning_persample.callbacks.collect import collect_gradients
 from lightning_persample.callbacks.eigen_projection import EigenProjection
 from lightning_persample.callbacks.in_run import InRunInfluence
+from lightning_persample.callbacks.label_noise import LabelNoiseProbe, LabelNoiseReport
 from lightning_persample.callbacks.monitor import PerSampleGradientMonitor
 from lightning_persample.callbacks.worst import WorstSamples
 from lightning_persample.callbacks.writer import PerSampleGradientWriter
@@ -14,6 +15,8 @@ from lightning_persample.callbacks.writer import PerSampleGradientWriter
 __all__ = [
     "EigenProjection",
     "InRunInfluence",
+    "LabelNoiseProbe",
+    "LabelNoiseReport",
     "PerSampleCallback",
     "PerSampleGradientMonitor",
     "PerSampleGradientWriter",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast, get_type_hints
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import Unpack
 
-from lightning_persample.callbacks.sample_index import BatchIndices
+from lightning_persample.callbacks.sample_index import BatchIndices, TrainingView
 from lightning_persample.callbacks.session import SharedCapture, is_logging_step
 from lightning_persample.capture.failure import fault_of, guard, run_all
 from lightning_persample.capture.record import PerSampleRecord, warn_user
@@ -149,6 +150,10 @@ class PerSampleCallback(Callback):
     def _backward_ended(self, trainer: Trainer, record: PerSampleRecord | None) -> None:
         """It has run, and nothing else since: gradients are as it left them; None of a batch without samples."""
 
+    def _training_view(self, loaders: list[Any]) -> TrainingView | None:
+        """How this callback changes the samples of the training loaders, if it does."""
+        return None
+
     def _reads_class_losses(self) -> bool:
         """Whether the calls of class losses are noted for this callback."""
         return False
@@ -215,7 +220,8 @@ class PerSampleCallback(Callback):
         if stage == "fit" and self in callbacks[:1]:
             self._end_capture()
             asked = any(each.receives_records() for each in callbacks)
-            self._indices = BatchIndices(trainer, self._capture_options()["sample_index"], is_asked=asked)
+            index = self._capture_options()["sample_index"]
+            self._indices = BatchIndices(trainer, index, is_asked=asked, view_of=partial(_training_view, callbacks))
         self._key = self._key_by_settings()  # which Lightning asks for at every hook
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -374,6 +380,10 @@ def _with_capture(name: str, hook: Callable[..., None]) -> Callable[..., None]:
 
 def _per_sample_callbacks(trainer: Trainer) -> list[PerSampleCallback]:
     return [callback for callback in trainer.callbacks if isinstance(callback, PerSampleCallback)]  # type: ignore[attr-defined]
+
+
+def _training_view(callbacks: Iterable[PerSampleCallback], loaders: list[Any]) -> TrainingView | None:
+    return next((view for each in callbacks if (view := each._training_view(loaders)) is not None), None)
 
 
 def name_of(value: Any) -> str:

@@ -7,6 +7,7 @@ import functools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,7 +38,14 @@ from lightning_persample.callbacks.lightning_internals import (
 from lightning_persample.capture.failure import Once, fault_of, guard, of_user
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import BatchSizeError, OptionError
-from lightning_persample.torch_internals import MAKE_ITERATORS, collate_of, collates_rows, pin_memory, tree_unflatten
+from lightning_persample.torch_internals import (
+    KEPT_ITERATOR,
+    MAKE_ITERATORS,
+    collate_of,
+    collates_rows,
+    pin_memory,
+    tree_unflatten,
+)
 
 PASS_INDEX = "pass sample_index=<function of the batch that returns the index of each sample>"
 _BATCHES = 3  # that are looked at: a function that sorts does so from the first
@@ -222,11 +230,34 @@ def is_followed(loader: object) -> bool:
     return not own and all(name in vars(loader) for name in _REPLACED)
 
 
+class TrainingView:
+    """Samples of the training data as a callback changes them; the dataset is as it was to everybody else."""
+
+    # `change` is given a list of items of the dataset and the list of their keys, and goes to worker processes.
+
+    def __init__(self, change: Callable[[list[Any], list[Any]], list[Any]]) -> None:
+        self.change = change
+        self._iterators: dict[int, Any] = {}
+
+    @contextmanager
+    def iterators_kept(self, loader: DataLoader[Any]) -> Iterator[None]:
+        """Let a loader with persistent workers have those that see this view, and afterwards its own again."""
+        attributes = vars(loader)
+        if not loader.persistent_workers:
+            yield
+            return
+        own, attributes[KEPT_ITERATOR] = attributes[KEPT_ITERATOR], self._iterators.get(id(loader))
+        try:
+            yield
+        finally:
+            self._iterators[id(loader)], attributes[KEPT_ITERATOR] = attributes[KEPT_ITERATOR], own
+
+
 class TaggedLoader:
     """Iterates over a DataLoader as it does itself; the iterators know the keys of their last batch."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader[Any], view: TrainingView | None = None) -> None:
+        self._loader, self._view = loader, view
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -238,7 +269,8 @@ class TaggedLoader:
         failures: list[Exception] = []
         try:
             attributes.update(guard(self._keyed, failures.append)(own) or own)
-            iterator = iter(self._loader)
+            with nullcontext() if self._view is None else self._view.iterators_kept(self._loader):
+                iterator = iter(self._loader)
         finally:
             attributes.update(own)
         _note_failures([iterator], failures)
@@ -252,7 +284,11 @@ class TaggedLoader:
         dataset, is_automatic = own["dataset"], collates_rows(self._loader)
         if isinstance(dataset, IterableDataset):
             return {**own, "collate_fn": _KeyedCollate(own["collate_fn"], is_automatic, _without_keys(dataset))}
-        keyed = {"dataset": _KeyedDataset(dataset), "collate_fn": _KeyedCollate(own["collate_fn"], is_automatic)}
+        change = None if self._view is None else self._view.change
+        keyed = {
+            "dataset": _KeyedDataset(dataset, change),
+            "collate_fn": _KeyedCollate(own["collate_fn"], is_automatic),
+        }
         if self._loader.num_workers > 0:
             keyed["worker_init_fn"] = functools.partial(_start_worker, own["worker_init_fn"])
         return keyed
@@ -293,11 +329,12 @@ class _Tagged:
 class _KeyedDataset:
     """A dataset that gives its rows with their keys, and is the dataset itself to whoever asks for anything else."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.__dict__["_own_dataset"] = dataset
+    def __init__(self, dataset: Any, change: Callable[[list[Any], list[Any]], list[Any]] | None = None) -> None:
+        self.__dict__.update({"_own_dataset": dataset, "_change": change})
 
     def __getitem__(self, key: Any) -> tuple[Any, Any]:
-        return self._own_dataset[key], key
+        item = self._own_dataset[key]
+        return (item if self._change is None else self._change([item], [key])[0]), key
 
     def __getitems__(self, keys: Any) -> tuple[Any, list[Any] | Drawn]:
         if type(keys) is not list and isinstance(keys, Iterator):  # it can be walked through once
@@ -308,9 +345,9 @@ class _KeyedDataset:
         except Exception as error:
             drawn = _not_known(error)
         dataset = self._own_dataset
-        if hasattr(dataset, "__getitems__") and dataset.__getitems__:  # as torch asks
-            return dataset.__getitems__(keys), drawn
-        return [dataset[key] for key in keys], drawn
+        has_several = hasattr(dataset, "__getitems__") and dataset.__getitems__  # as torch asks
+        items = dataset.__getitems__(keys) if has_several else [dataset[key] for key in keys]
+        return (items if self._change is None else self._change(items, list(keys))), drawn
 
     def __len__(self) -> int:
         return len(self._own_dataset)
@@ -326,7 +363,7 @@ class _KeyedDataset:
         setattr(self._own_dataset, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _KeyedDataset, (self._own_dataset,)
+        return _KeyedDataset, (self._own_dataset, self._change)
 
 
 class _KeyedCollate:
@@ -414,16 +451,24 @@ def _of_one_item(key: Any) -> Drawn:
     return Drawn(_plain([key]), "the dataset gives whole batches", True)
 
 
-_LOG = "_drawn_batches"
+_LOG, _VIEW = "_drawn_batches", "_training_view"
 _NOTED = 16  # batches: the current one, and those that Lightning fetches ahead
 
 
 class BatchIndices:
     """Gives records the dataset's indices of their samples; made before the Trainer sets up its training data."""
 
-    def __init__(self, trainer: Trainer, of_batch: Callable[[Any], Any] | None, *, is_asked: bool) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        of_batch: Callable[[Any], Any] | None,
+        *,
+        is_asked: bool,
+        view_of: Callable[[list[Any]], TrainingView | None],
+    ) -> None:
         self._trainer = trainer
         self._of_batch = of_batch  # what the user has given as `sample_index`
+        self._view_of = view_of  # of the training loaders
         self._followed: Any = None
         self._kind: Any = None
         self._observed: ObservedMethod | None = None
@@ -535,6 +580,7 @@ class BatchIndices:
         if combined is not None and _LOG not in vars(combined):
             self._kind = type(combined)
             self._followed = combined
+            vars(combined)[_VIEW] = self._view_of(combined.flattened)
             vars(combined)[_LOG] = deque(maxlen=_NOTED)
             combined.__class__ = _following(self._kind)
 
@@ -543,6 +589,7 @@ class BatchIndices:
         if combined is not None:
             combined.__class__ = self._kind
             vars(combined).pop(_LOG, None)
+            vars(combined).pop(_VIEW, None)
             self._followed = None
 
     def _of_current_batch(self) -> list[Drawn]:
@@ -607,7 +654,7 @@ def _following(kind: Any) -> Any:
             attributes: dict[str, Any] = self.__dict__
             own = attributes[LOADERS]
             failures: list[Exception] = []
-            attributes[LOADERS] = guard(_tagged, failures.append)(own) or own
+            attributes[LOADERS] = guard(_tagged, failures.append)(own, attributes[_VIEW]) or own
             try:
                 iterator = super().__iter__()
             finally:
@@ -626,15 +673,15 @@ def _following(kind: Any) -> Any:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             plain = kind.__new__(kind)
-            vars(plain).update({name: value for name, value in vars(self).items() if name != _LOG})
+            vars(plain).update({name: value for name, value in vars(self).items() if name not in (_LOG, _VIEW)})
             return as_it_is, (plain,)
 
     Following.__name__, Following.__qualname__, Following.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Following
 
 
-def _tagged(loaders: list[Any]) -> list[Any]:
-    return [TaggedLoader(each) if is_followed(each) else each for each in loaders]
+def _tagged(loaders: list[Any], view: TrainingView | None) -> list[Any]:
+    return [TaggedLoader(each, view) if is_followed(each) else each for each in loaders]
 
 
 def _drawn(loaders: list[Any], keys: list[Any] | Exception) -> list[Drawn]:

@@ -130,10 +130,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         check_option("dtype", dtype, dtype in ("float16", "float32", "float64"), "'float16', 'float32' or 'float64'")
         check_option("flush_every", flush_every, is_int(flush_every, 1), "an int >= 1")
         check_options(per_layer=per_layer, overwrite=overwrite)
-        self.dirpath = Path(dirpath)
-        self._folder = self.dirpath.absolute()  # wherever the process works later
-        self._ledger, self._store = Ledger(self._folder), Shards(self._folder / GRADIENTS)
-        self._lock = FolderLock(self._folder)
+        self._write_to(Path(dirpath))
         self.columns = columns
         self.per_layer = per_layer
         self.projection, self.dtype = projection, dtype
@@ -144,6 +141,12 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._groups: tuple[str, ...] = ()
         self._batches, self._last_step, self._has_stepped = 0, -1, True
         self._forget_rows()
+
+    def _write_to(self, dirpath: Path) -> None:
+        self.dirpath = dirpath
+        self._folder = dirpath.absolute()  # wherever the process works later
+        self._ledger, self._store = Ledger(self._folder), Shards(self._folder / GRADIENTS)
+        self._lock = FolderLock(self._folder)
 
     def _forget_rows(self) -> None:
         self._parts: PartWriter[Manifest] | None = None

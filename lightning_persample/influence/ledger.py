@@ -36,7 +36,7 @@ BASE_COLUMNS = {
     "norm": "double",
     "coverage": "double",
 }
-_MEANING = ("loss_reduction", "per_layer", "step_unit")  # settings that a run cannot change on its way
+_MEANING = ("loss_reduction", "per_layer", "step_unit", "label_noise")  # settings that a run cannot change on its way
 _ORDER = ("step", "rank", "epoch", "batch_idx", "backward_index", "row")
 # Columns in which a value is that of many rows; a dictionary of the others would only take time and room.
 _REPEATED = ("step", "epoch", "batch_idx", "backward_index", "rank", "row", "learning_rate", "weight", "coverage")
