@@ -114,20 +114,29 @@ LEAST_MEMORY_BUDGET = 2 * 2**20
 _HALVINGS: ContextVar[int] = ContextVar("halvings of the memory budget", default=0)
 
 MatrixKernel = Literal["gram", "direct"]
-PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
+PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped", "diagonals"]
 
 _REMEMBERED = 4096  # choices; sizes that change all the time (ragged sequences) push out the oldest
 _ELEMENTWISE = 32  # one number written and read again
-_FORMING: tuple[PatchKernel, ...] = ("unfolded", "layers", "grouped")
+_FORMING: tuple[PatchKernel, ...] = ("unfolded", "layers", "grouped", "diagonals")
 _UNFOLDED = 50  # one number of the unfolded patches
 _PICKED = 64  # one number of a strided window multiplied with another
 _LAYERED = 64  # one number of the layers, in products that are narrower
+_SHORT_ROW = 8  # numbers side by side: a patch with fewer in a row takes as long to write out as with this many
 _STRIDED = 2  # how much longer it takes to unfold what does not lie side by side
 _SQUARED = 48  # one number of the gradient, written to be squared
 _GROUPED_OUTPUT = 100  # the same for the result of a grouped convolution's weight gradient
 _KEPT = 90  # one number of the gradient, written to memory of its own
 _SUMMED = 24  # one number of a gradient added to the sum over the samples
 _FULL_COLUMNS = 32  # a matrix product with fewer columns takes as long as with this many
+_DEPTHWISE = 40  # one multiply-add of a convolution that has one input channel in each group
+_DEPTHWISE_OF_3 = 10  # the same with a kernel of at most three along each axis
+_SMALL_PRODUCT = (
+    400,
+    1_000,
+    40,
+    2_500,
+)  # multiply-adds of a small matrix product; what it and each one take; of others
 _FULL_CHANNELS = 16  # a convolution with fewer channels takes as long as with this many
 
 
@@ -284,6 +293,24 @@ class PatchSizes:
         return self.geometry.layer_numbers(self.in_channels, self.out_size)
 
     @property
+    def column_products(self) -> int:
+        """How many products of a column of the output's gradient and one of the input an offset of the kernel has."""
+        return self.rows * self.out_channels * self.out_size[-1] * self.geometry.extent(self.out_size)[-1]
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each group has one input channel."""
+        return self.geometry.groups == self.in_channels > 1
+
+    @property
+    def own_products(self) -> int:
+        """What torch's own kernel for the weight gradient takes, in multiply-adds of a matrix product."""
+        products = self.positions * self.result
+        if not self.is_depthwise or self.device.type != "cpu":
+            return products
+        return products * (_DEPTHWISE if max(self.geometry.kernel_size) > 3 else _DEPTHWISE_OF_3)
+
+    @property
     def result(self) -> int:
         """O C K / G, how many numbers the weight has."""
         return self.out_channels * self.in_channels // self.geometry.groups * prod(self.geometry.kernel_size)
@@ -300,6 +327,8 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     - "unfolded gram" T C K numbers unfolded, T^2 (C K + O);
     - "unfolded" T C K numbers unfolded, T C K O / G;
     - "layers" the numbers unfolded along all spatial axes but the first, T C K O / G; on a CPU;
+    - "diagonals" K_1 products of the columns of output gradients and input by channel, whose diagonals are added up; for
+      one input channel in each group, on a CPU;
     - "grouped" T C K O / G inside a convolution with groups = samples * G, which writes O C K / G numbers slowly.
 
     Args:
@@ -314,10 +343,13 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     kernel_size, groups, on_cpu = geometry.kernel_size, geometry.groups, sizes.device.type == "cpu"
     offsets, positions, read, result = prod(kernel_size), sizes.positions, sizes.read, sizes.result
     products = positions * result
+    width = max(sizes.out_size[-1], 1)
     apart = _STRIDED if geometry.stride[-1] > 1 else 1
-    unfold = _UNFOLDED * apart * sizes.unfolded if offsets > 1 else 0  # one element has its patches (almost) for free
+    unfold = (
+        _UNFOLDED * apart * sizes.unfolded * max(width, _SHORT_ROW) // width if offsets > 1 else 0
+    )  # one element has its patches (almost) for free
     few_channels = groups == 1 and channels < _FULL_CHANNELS
-    padded_products = products * _FULL_CHANNELS // channels if few_channels else products
+    padded_products = products * _FULL_CHANNELS // channels if few_channels else sizes.own_products
     columns = channels // groups * offsets
     squared = (_SQUARED + _KEPT * dense) * result
     costs: dict[PatchKernel, int] = {"unfolded": unfold + _narrow(products, columns) + squared}
@@ -325,9 +357,11 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
         narrow = _narrow(products, columns // kernel_size[0])
         joined = _KEPT * dense * result  # the offsets' parts are written once more, side by side
         costs["layers"] = _LAYERED * apart * sizes.layers + narrow + squared + joined
+    budget, item_size = memory_budget(sizes.device) if budget is None else budget, sizes.item_size
+    if sizes.is_depthwise and len(kernel_size) == 2 and on_cpu and item_size * sizes.column_products <= budget:
+        costs["diagonals"] = _diagonal_cost(sizes) + (_SQUARED + _KEPT * dense) * result
     if on_cpu or groups > 1:
         costs["grouped"] = padded_products + (_GROUPED_OUTPUT + _KEPT * dense) * result
-    budget, item_size = memory_budget(sizes.device) if budget is None else budget, sizes.item_size
     if not dense and item_size * 3 * read**2 * groups <= budget:
         shifted = _ELEMENTWISE * read**2 * groups * (sum(kernel_size) - len(kernel_size))
         met = read if set(geometry.stride) == {1} else positions
@@ -343,6 +377,15 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     if not costs:
         costs["grouped"] = padded_products
     return costs
+
+
+def _diagonal_cost(sizes: PatchSizes) -> int:
+    """What small matrix products of all columns, and the sums along their diagonals, take."""
+    (height, width), (first, second) = sizes.out_size, sizes.geometry.kernel_size
+    number, (least, fixed, each, whole) = sizes.rows * sizes.in_channels, _SMALL_PRODUCT
+    products = height * sizes.column_products // number
+    product = fixed + each * products if products < least else whole + products
+    return first * (number * product + _PICKED * sizes.rows * sizes.out_channels * second * width)
 
 
 def patch_kernel(sizes: PatchSizes, *, dense: bool) -> PatchKernel:
@@ -377,5 +420,5 @@ def patches_form_gradients(sizes: PatchSizes) -> bool:
 def _forming_is_cheaper(sizes: PatchSizes, budget: int) -> bool:
     costs = patch_costs(sizes, dense=False, budget=budget)
     formed = min((costs[kernel] for kernel in _FORMING if kernel in costs), default=None)
-    apart = min(costs.values()) + sizes.positions * sizes.result
+    apart = min(costs.values()) + sizes.own_products
     return formed is not None and formed + _SUMMED * sizes.result < apart

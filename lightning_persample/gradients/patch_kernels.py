@@ -150,6 +150,30 @@ def _dense_grouped(rows: Rows) -> Tensor:
     return weight_grad.reshape(b, *rows.weight_shape)
 
 
+def _dense_diagonals(rows: Rows) -> Tensor:
+    """The weight gradient of a depthwise convolution over two axes, for each offset along the first of them."""
+    # The products of all columns of the output's gradient with all columns of the input that this offset meets: those
+    # that an offset along the second axis pairs lie on one diagonal.
+    geometry, read = rows.geometry, rows.read()  # (b, C, k, *extent)
+    (step, across), (gap, apart) = geometry.stride, geometry.dilation
+    height, width = rows.out_size
+    length = read.shape[4]
+    read = read.reshape(-1, *read.shape[3:])
+    b, k, outputs = rows.grad_out.shape[:3]
+    groups = b * geometry.groups
+    columns = rows.grad_out.transpose(1, 2).reshape(groups, -1, k, height, width).movedim(2, 1)
+    columns = columns.transpose(3, 4).reshape(groups * k, -1, height)
+    parts = []
+    for offset in range(geometry.kernel_size[0]):
+        start = offset * gap
+        products = torch.bmm(columns, read[:, start : start + (height - 1) * step + 1 : step])
+        size = (groups, k, outputs // geometry.groups, geometry.kernel_size[1], width)
+        along = (width * length, apart, length + across)
+        paired = products.as_strided(size, (k * products.stride(0), products.stride(0), *along))
+        parts.append(paired.sum((1, 4)))
+    return torch.stack(parts, 2).view(b, *rows.weight_shape)
+
+
 def _products_autocorrelation(rows: Rows) -> Tensor:
     """Products of the Gram matrices of output gradient and patches, (b G, m, m), without unfolding."""
     # With x x^T over the n positions that are read, the Gram matrix of the patches is the sum of its copies shifted
@@ -199,6 +223,7 @@ DENSE: dict[PatchKernel, Callable[[Rows], Tensor]] = {
     "unfolded": _dense_unfolded,
     "layers": _dense_layers,
     "grouped": _dense_grouped,
+    "diagonals": _dense_diagonals,
 }
 GRAM: dict[PatchKernel, Callable[[Rows], Tensor]] = {
     "autocorrelation": _products_autocorrelation,

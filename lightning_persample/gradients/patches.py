@@ -29,6 +29,7 @@ def _bytes_each(kernel: PatchKernel, sizes: PatchSizes, dense: bool) -> int:
         "unfolded": inputs + unfolded + result,
         "layers": inputs + sizes.rows * sizes.layers + (2 * result if dense else outputs + 2 * along_first),
         "grouped": inputs + outputs + 2 * result,
+        "diagonals": inputs + outputs + 2 * result + sizes.column_products,
         "unfolded gram": inputs + unfolded + 2 * groups * sizes.positions**2,
         "autocorrelation": inputs + 3 * groups * sizes.read**2,
     }

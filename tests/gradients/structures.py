@@ -108,6 +108,12 @@ GEOMETRIES = {
     "2d-as-many-groups-as-elements": Convolution((5, 5), (2, 2), (1, 1), (NO_PAD, NO_PAD), (1, 1), 4, (4, 8)),
     "2d-depthwise": Convolution((5, 4), (3, 3), (1, 1), (SAME, SAME), (1, 1), groups=4, channels=(4, 4)),
     "2d-depthwise-multiplier": Convolution((5, 4), (3, 3), (2, 1), (SAME, SAME), (1, 1), groups=4, channels=(4, 8)),
+    "2d-depthwise-all-options": Convolution(
+        (9, 11), (3, 5), (2, 1), ((2, 2), (1, 3)), (2, 1), groups=4, channels=(4, 8), rows=3
+    ),
+    "2d-depthwise-stride": Convolution(
+        (8, 9), (5, 2), (1, 3), (SAME, NO_PAD), (1, 2), groups=3, channels=(3, 3), crop=1
+    ),
     "2d-three-rows": Convolution((5, 4), (3, 2), (2, 1), (SAME, (0, 1)), (1, 1), groups=2, rows=3),
     "2d-fewer-outputs-than-fit": Convolution((7, 7), (2, 2), (2, 2), (SAME, SAME), (3, 3), crop=1),
     "2d-kernel-as-large-as-input": Convolution((4, 4), (4, 4), (4, 4), (NO_PAD, NO_PAD), (1, 1)),

@@ -13,11 +13,12 @@ from tests.in_turn import in_turn
 
 KERNELS = ["unfolded", "layers", "grouped", "autocorrelation", "unfolded gram"]
 GRAM = {"autocorrelation", "unfolded gram"}
+FORCED = [*itertools.product(GEOMETRIES, KERNELS), *((name, "diagonals") for name in GEOMETRIES if "depthwise" in name)]
 
 
 @pytest.mark.parametrize(
     ("name", "kernel", "dtype"),
-    in_turn(itertools.product(GEOMETRIES, KERNELS), [torch.float64, torch.float32, torch.complex64]),
+    in_turn(FORCED, [torch.float64, torch.float32, torch.complex64]),
 )
 def test_kernel(name: str, kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     gradient, expected = GEOMETRIES[name].build(dtype)

@@ -21,6 +21,12 @@ TIMED = [
     (512, 512, 4, 3, 1, 1, "autocorrelation"),
     (64, 128, 16, 1, 1, 1, "unfolded"),
     (64, 64, 32, 3, 1, 64, "grouped"),
+    (88, 88, 12, 3, 1, 88, "grouped"),
+    (40, 40, 16, 7, 1, 40, "diagonals"),
+    (80, 80, 8, 7, 1, 80, "diagonals"),
+    (240, 240, 6, 5, 1, 240, "layers"),
+    (576, 576, 3, 5, 1, 576, "layers"),
+    (160, 160, 4, 7, 1, 160, "layers"),
     (64, 64, 32, 3, 1, 8, "grouped"),
     (3, 768, 112, 16, 16, 1, "unfolded gram"),
     (64, 128, 16, 3, 2, 1, "unfolded gram"),
@@ -52,7 +58,7 @@ def choose(case: tuple[int, int, int, int, int, int], *, device: torch.device, d
 @pytest.mark.parametrize("case", TIMED, ids=str)
 def test_patches(case: tuple[int, int, int, int, int, int, str]) -> None:
     assert choose(case[:6], device=CPU, dense=False) == case[6]
-    assert choose(case[:6], device=CPU, dense=True) in {"unfolded", "layers", "grouped"}
+    assert choose(case[:6], device=CPU, dense=True) in {"unfolded", "layers", "grouped", "diagonals"}
     assert choose(case[:6], device=CUDA, dense=True) == ("grouped" if case[5] > 1 else "unfolded")
 
 

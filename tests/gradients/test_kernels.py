@@ -49,6 +49,10 @@ ODD = {
     "3d-one-channel": Convolution((3, 4, 3), (2, 2, 2), (1, 2, 1), (SAME, NO_PAD, SAME), (2, 1, 1), channels=(1, 2)),
 }
 EVERY = GEOMETRIES | ODD
+FORCED: list[tuple[str, PatchKernel]] = [
+    *itertools.product(EVERY, KERNELS),
+    *((name, "diagonals") for name in EVERY if "depthwise" in name),
+]
 MEMORY = {"whole": None, "few-samples": 6000, "rows-of-one-sample": 1}
 
 
@@ -63,7 +67,7 @@ def in_layout(tensor: Tensor, layout: str) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "kernel", "memory", "layout"),
-    in_turn(itertools.product(EVERY, KERNELS, MEMORY), ["contiguous", "channels-last", "every-other"]),
+    in_turn([(*each, memory) for each in FORCED for memory in MEMORY], ["contiguous", "channels-last", "every-other"]),
 )
 def test_convolution(name: str, kernel: PatchKernel, memory: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built, expected = EVERY[name].build(torch.float64)
@@ -112,8 +116,13 @@ def scaled(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", ["2d", "2d-three-rows", "1d-dilation", "one-channel"])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        *itertools.product(["2d", "2d-three-rows", "1d-dilation", "one-channel"], KERNELS),
+        ("2d-depthwise-all-options", "diagonals"),
+    ],
+)
 def test_convolution_of_scaled_low_precision(
     name: str, kernel: PatchKernel, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,11 +212,16 @@ def test_rows_with_the_same_index(
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("memory", [None, 1])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("name", "kernel"), [*(("2d", kernel) for kernel in KERNELS), ("2d-depthwise", "diagonals")])
 def test_what_is_not_finite_stays_so(
-    kernel: PatchKernel, memory: int | None, dtype: torch.dtype, number: float, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kernel: PatchKernel,
+    memory: int | None,
+    dtype: torch.dtype,
+    number: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    built, _ = GEOMETRIES["2d"].build(torch.float32)
+    built, _ = GEOMETRIES[name].build(torch.float32)
     low = Patches(scaled(built.grad_out, dtype), built.input.to(dtype), built.geometry)
     low.grad_out[1, 0, 0, 2, 2] = number
     monkeypatch.setattr(
@@ -247,14 +261,14 @@ def test_parts_are_of_one_size_and_keep_all_threads_busy(
 
 
 @pytest.mark.parametrize("memory", [None, 20_000])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("name", "kernel"), [*(("2d", kernel) for kernel in KERNELS), ("2d-depthwise", "diagonals")])
 def test_every_convolution_kernel_is_exact_where_terms_cancel(
-    kernel: PatchKernel, memory: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str, kernel: PatchKernel, memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         patches, "patch_kernel", lambda sizes, *, dense: "unfolded" if dense and kernel in GRAM else kernel
     )
-    gradient, _ = GEOMETRIES["2d"].build(torch.float64)
+    gradient, _ = GEOMETRIES[name].build(torch.float64)
     cancelling = Patches(
         torch.cat([gradient.grad_out, -gradient.grad_out], 1), gradient.input.repeat(1, 2, 1, 1, 1), gradient.geometry
     )

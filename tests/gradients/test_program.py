@@ -68,16 +68,19 @@ def test_squared_norms_of_other_tensors_are_those_of_the_gradients(name, dtype):
 
 
 @pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("kernel", ["layers", "unfolded", "unfolded gram", "grouped", "autocorrelation"])
+@pytest.mark.parametrize("kernel", ["layers", "unfolded", "unfolded gram", "grouped", "autocorrelation", "diagonals"])
 def test_where_a_tensor_begins_in_its_memory_does_not_matter(kernel, padding, monkeypatch):
     monkeypatch.setattr(patches, "patch_kernel", lambda sizes, dense: kernel)
-    geometry = PatchGeometry((3, 3), (1, 1), ((padding, padding),) * 2, (1, 1))
-    gradients, inputs = drawn(((5 * B, 1, 2, *geometry.output_size((6, 7))), (5 * B, 1, 3, 6, 7)))
+    groups = 3 if kernel == "diagonals" else 1
+    outputs, channels = 3 if groups == 3 else 2, 3 // groups
+    geometry = PatchGeometry((3, 3), (1, 1), ((padding, padding),) * 2, (1, 1), groups)
+    gradients, inputs = drawn(((5 * B, 1, outputs, *geometry.output_size((6, 7))), (5 * B, 1, 3, 6, 7)))
     program = recorded(lambda g, x: Patches(g, x, geometry).sq_norm(), gradients[:B], inputs[:B])
     for g, x in zip(gradients.split(B), inputs.split(B), strict=True):
-        weight = torch.zeros(2, 3, 3, 3, dtype=torch.float64)
+        shape = (outputs, channels, 3, 3)
         expected = [
-            torch.nn.grad.conv2d_weight(x[b], weight.shape, g[b], padding=padding).square().sum() for b in range(B)
+            torch.nn.grad.conv2d_weight(x[b], shape, g[b], padding=padding, groups=groups).square().sum()
+            for b in range(B)
         ]
         torch.testing.assert_close(ran(program, g, x), torch.stack(expected))
 
