@@ -327,7 +327,7 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     - "unfolded gram" T C K numbers unfolded, T^2 (C K + O);
     - "unfolded" T C K numbers unfolded, T C K O / G;
     - "layers" the numbers unfolded along all spatial axes but the first, T C K O / G; on a CPU;
-    - "diagonals" K_1 products of the columns of output gradients and input by channel, whose diagonals are added up; for
+    - "diagonals" K_1 products of all columns of output gradient and input by channel, and sums along diagonals; for
       one input channel in each group, on a CPU;
     - "grouped" T C K O / G inside a convolution with groups = samples * G, which writes O C K / G numbers slowly.
 
