@@ -5,11 +5,19 @@ from lightning_persample.influence.ekfac import ekfac
 from lightning_persample.influence.ledger import Manifest, as_tensors, read_ledger, read_manifest
 from lightning_persample.influence.less import adam_direction, less
 from lightning_persample.influence.logra import logra
+from lightning_persample.influence.products import ScoreOptions
 from lightning_persample.influence.report import report
-from lightning_persample.influence.scores import PairScores, SampleScores, data_shapley, el2n, grand, self_influence
+from lightning_persample.influence.scores import (
+    PairScores,
+    SampleScores,
+    TopScores,
+    data_shapley,
+    el2n,
+    grand,
+)
 from lightning_persample.influence.shards import StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore, check_comparable
-from lightning_persample.influence.tracin import grad_cos, grad_dot, tracin, tracin_cp
+from lightning_persample.influence.tracin import grad_cos, grad_dot, self_influence, tracin, tracin_cp
 from lightning_persample.influence.trak import correct_class_margin, trak
 
 __all__ = [
@@ -17,8 +25,10 @@ __all__ = [
     "Manifest",
     "PairScores",
     "SampleScores",
+    "ScoreOptions",
     "StoreManifest",
     "StoreWriter",
+    "TopScores",
     "adam_direction",
     "as_tensors",
     "check_comparable",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError
-from lightning_persample.influence.scores import PairScores
+from lightning_persample.influence.scores import PairScores, TopScores
 
 
 def linear_datamodeling_score(
@@ -43,6 +43,10 @@ def linear_datamodeling_score(
 
     Reference: Park et al. 2023, TRAK: attributing model behavior at scale, definition 2.5, arXiv 2303.14186.
     """
+    if isinstance(scores, TopScores):
+        raise OptionError(
+            f"{scores.name} kept the largest scores alone (top={len(scores.scores)}): compute it without `top`"
+        )
     values = scores.scores if isinstance(scores, PairScores) else scores
     index = scores.train_index if isinstance(scores, PairScores) else tuple(range(len(values)))
     chosen = _mask(subsets, index)

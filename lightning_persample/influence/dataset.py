@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -56,16 +57,17 @@ def force_names(dirpath: Path) -> None:
 
 
 @contextmanager
-def broken_files_named(path: Path) -> Iterator[None]:
+def broken_files_named(path: Path, remedy: str = "write the folder again") -> Iterator[None]:
     """Name the file that cannot be decoded, or lacks what is asked of it; one that is absent stays so."""
     try:
         yield
-    except (ValueError, EOFError, KeyError, TypeError, OSError) as error:
+    # (of too many nested brackets, of torch, of pickle)
+    except (ValueError, EOFError, KeyError, TypeError, AttributeError, OSError, RuntimeError, UnpicklingError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the system; pyarrow's own have none
             raise
         raise PerSampleError(
             f"{os.fspath(path)!r} is broken: it is no whole file of its kind (cut off, or changed by something else). "
-            "Put it back from a copy, or write the folder again"
+            f"Put it back from a copy, or {remedy}"
         ) from error
 
 

@@ -6,17 +6,24 @@ from math import prod
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_persample.errors import OptionError
 from lightning_persample.influence.products import (
+    COSINE,
+    Products,
+    Rows,
+    ScoreOptions,
     StoreOrPath,
-    add_products,
+    Term,
     align,
     checked_damping,
     given_gradients,
+    normalized,
     second_moments,
 )
 from lightning_persample.influence.scores import PairScores
+from lightning_persample.options import check_option
 
 _ONE = "take ekfac(train.at(checkpoint), test.at(checkpoint)) of one, with an EigenProjection that was fitted there"
 
@@ -27,7 +34,8 @@ def ekfac(
     damping: float = 10.0,
     *,
     absolute: bool = False,
-    max_memory: int | None = None,
+    normalize: bool = False,
+    **options: Unpack[ScoreOptions],
 ) -> PairScores:
     """The influence ``sum_k g_k(z') g_k(z) / (lambda_k + damping_b)`` over directions k of an `EigenProjection`.
 
@@ -47,7 +55,9 @@ def ekfac(
             of, where directions that the projection leaves out count as 0: most of the lambda are far below their mean.
             The less it is, the more the directions count in which samples hardly differ.
         absolute: whether `damping` is added as it is, for all parameters alike.
-        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
+        normalize: whether each score is divided by the roots of both samples' scores with themselves: the cosine under
+            ``(Lambda + damping)^-1``, which is not led by gradients that are large. A gradient of zeros has none.
+        options: `max_memory`, `dtype`, `device` and `top`, see `ScoreOptions`.
 
     Returns:
         The scores, (n, m).
@@ -61,6 +71,7 @@ def ekfac(
     section 2.4 and equation 20, arXiv 2308.03296.
     """
     checked_damping(damping, absolute, above_zero=True)
+    check_option("normalize", normalize, isinstance(normalize, bool), "True or False")
     train, test = given_gradients(train, test, "ekfac")
     if not train.manifest.is_eigen:
         raise OptionError(
@@ -68,10 +79,9 @@ def ekfac(
             "collect both stores with projection=EigenProjection.fit(module, dataloader); logra takes any"
         )
     aligned = align(train, test, why_one=_ONE)
-    scores = aligned.zeros()
     ((train_rows, test_rows),) = aligned.pairs
-    store = train_rows.store
-    (moments,), count = second_moments(store, [slice(0, store.num_columns)], max_memory=max_memory, diagonal=True)
+    products, store = Products(options), train_rows.store
+    (moments,), count = second_moments(store, [slice(0, store.num_columns)], products, diagonal=True)
     weights = torch.zeros_like(moments)
     for parameter in store.manifest.parameters:
         own = moments[parameter.start : parameter.stop] / count
@@ -80,12 +90,17 @@ def ekfac(
             added = damping if absolute else damping * own.sum() / size
             weights[parameter.start : parameter.stop] = 1 / (own + added)
 
+    weights = products.held(weights)
+
     def weighted(values: Tensor) -> Tensor:
         return values * weights
 
-    add_products(scores, train_rows, test_rows, max_memory=max_memory, of_test=weighted)
+    def between(train: Rows, test: Rows) -> list[Term]:
+        return [Term(train, test, of_test=weighted)]
+
+    terms = normalized(between, train_rows, test_rows, products) if normalize else between(train_rows, test_rows)
     text = (
         "g^T (Lambda + damping)^-1 g' in the eigenbasis of each layer, Lambda the mean of g^2 by direction: positive "
         "where a small step along (Lambda + damping)^-1 g lowers the test sample's loss"
     )
-    return aligned.scored("ekfac", scores, text)
+    return aligned.scored("ekfac", COSINE + text if normalize else text, terms, options)

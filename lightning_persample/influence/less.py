@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_persample.errors import OptionError
 from lightning_persample.influence.products import (
+    ScoreOptions,
     StoreOrPath,
     align,
     direction_of,
@@ -86,8 +88,7 @@ def less(
     train_directions: StoreOrPath,
     test: StoreOrPath,
     learning_rates: Sequence[float] | None = None,
-    *,
-    max_memory: int | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> PairScores:
     """LESS: ``sum_k eta_k cos(g_k(z'), Gamma_k(z))`` over checkpoints k.
 
@@ -102,7 +103,7 @@ def less(
         test: gradients of the test samples, (m, K), at the same checkpoints; a store or its folder.
         learning_rates: eta of each checkpoint, in the order of ``train_directions.checkpoints``; None takes what the
             stores' manifests say.
-        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
+        options: `max_memory`, `dtype`, `device` and `top`, see `ScoreOptions`.
 
     Returns:
         The scores, (n, m). Those of a direction or gradient of zeros are nan.
@@ -128,9 +129,8 @@ def less(
         )
     aligned = align(train_directions, test)
     rates = learning_rates_of(train_directions, test, learning_rates, "less")
-    scores = aligned.products(rates, max_memory=max_memory, of_train=unit_rows, of_test=unit_rows)
     text = (
         "sum over checkpoints of learning_rate * cos(Gamma, g'): positive where a small step of Adam on the training "
         "sample lowers the test sample's loss"
     )
-    return aligned.scored("less", scores, text)
+    return aligned.scored("less", text, aligned.terms(rates, unit_rows, unit_rows), options)

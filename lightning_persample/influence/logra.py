@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_persample.influence.products import (
+    COSINE,
+    Products,
+    Rows,
+    ScoreOptions,
     StoreOrPath,
-    add_products,
+    Term,
+    Transform,
     align,
     checked_damping,
     cholesky_factor,
     given_gradients,
+    normalized,
     second_moments,
     solved_by,
 )
 from lightning_persample.influence.scores import PairScores
 from lightning_persample.influence.store import GradientStore
+from lightning_persample.options import check_option
 
 _MATRIX_BYTES = 1 << 30
 
@@ -30,7 +39,8 @@ def logra(
     damping: float = 0.1,
     *,
     absolute: bool = False,
-    max_memory: int | None = None,
+    normalize: bool = False,
+    **options: Unpack[ScoreOptions],
 ) -> PairScores:
     """The influence ``sum_b g_b(z')^T (H_b + damping_b I)^-1 g_b(z)`` over parameters b.
 
@@ -47,9 +57,12 @@ def logra(
         test: gradients of the test samples there, (m, K); a store or its folder.
         damping: what is added to the diagonal of every H_b, above 0, as a multiple of the mean of its eigenvalues.
         absolute: whether `damping` is added as it is, to all alike.
-        max_memory: bytes for what is held at a time besides the scores; the less, the more often the stores are read.
-            H_b of the largest parameter is held in any case, twice. None reads blocks of 64 MiB and holds matrices of
-            1 GiB.
+        normalize: whether each score is divided by the roots of both samples' scores with themselves: the cosine under
+            ``(H + damping)^-1``, which is not led by gradients that are large. It takes ``2 n k^2`` operations more for
+            each parameter. A gradient of zeros has none.
+        options: `max_memory`, `dtype`, `device` and `top`, see `ScoreOptions`; the less memory, the more often the
+            stores are read. H_b of the largest parameter is held in any case, twice. None holds matrices of 1 GiB; with
+            `top`, more of them are made again for each block of test samples.
 
     Returns:
         The scores, (n, m).
@@ -61,20 +74,33 @@ def logra(
     with influence functions, arXiv 2308.03296.
     """
     checked_damping(damping, absolute, above_zero=True)
+    check_option("normalize", normalize, isinstance(normalize, bool), "True or False")
     train, test = given_gradients(train, test, "logra")
     aligned = align(train, test, why_one=_ONE)
-    scores = aligned.zeros()
     ((train_rows, test_rows),) = aligned.pairs
-    for names in _groups(train_rows.store, max_memory):
-        train_part, test_part = (rows._replace(store=rows.store.parameters(names)) for rows in (train_rows, test_rows))
-        factors = _factors(train_part.store, names, damping, absolute, max_memory)
-        solved = partial(solved_by, factors=factors)
-        add_products(scores, train_part, test_part, max_memory=max_memory, share=2, of_test=solved)
+    products, store = Products(options, share=2), train_rows.store
+    groups = _groups(store, products.max_memory)
+
+    def solvers() -> Iterator[tuple[list[str], Transform]]:
+        for names in groups:
+            factors = _factors(store.parameters(names), names, damping, absolute, products)
+            yield names, partial(solved_by, factors=factors)
+
+    made = [*solvers()] if len(groups) == 1 else None
+
+    def between(train: Rows, test: Rows) -> Iterator[Term]:
+        for names, solved in solvers() if made is None else made:
+            one, other = (rows._replace(store=rows.store.parameters(names)) for rows in (train, test))
+            yield Term(one, other, of_test=solved)
+
+    terms = (
+        normalized(between, train_rows, test_rows, products) if normalize else partial(between, train_rows, test_rows)
+    )
     text = (
         "g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where a small step along "
         "(H + damping)^-1 g lowers the test sample's loss"
     )
-    return aligned.scored("logra", scores, text)
+    return aligned.scored("logra", COSINE + text if normalize else text, terms, options, share=2)
 
 
 def _groups(store: GradientStore, max_memory: int | None) -> list[list[str]]:
@@ -92,11 +118,11 @@ def _groups(store: GradientStore, max_memory: int | None) -> list[list[str]]:
 
 
 def _factors(
-    store: GradientStore, names: list[str], damping: float, absolute: bool, max_memory: int | None
+    store: GradientStore, names: list[str], damping: float, absolute: bool, products: Products
 ) -> list[tuple[slice, Tensor | None]]:
     """For each parameter its columns and L with ``L L^T = H + damping I``, None where all its gradients are 0."""
     columns = [store.columns_of(name) for name in names]
-    moments, count = second_moments(store, columns, max_memory=max_memory, share=2)
+    moments, count = second_moments(store, columns, products)
     found: list[tuple[slice, Tensor | None]] = []
     for name, part, moment in zip(names, columns, moments, strict=True):
         moment /= count
@@ -104,5 +130,5 @@ def _factors(
             found.append((part, None))
             continue
         what = f"H of {name!r}, of {count} samples and {len(moment)} columns,"
-        found.append((part, cholesky_factor(moment, damping, absolute, what)))
+        found.append((part, products.held(cholesky_factor(moment, damping, absolute, what))))
     return found

@@ -6,16 +6,17 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import numpy
 import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
-from lightning_persample.influence.scores import PairScores
+from lightning_persample.influence.scores import PairScores, TopScores
 from lightning_persample.influence.store import GradientStore, check_comparable
-from lightning_persample.options import check_option
+from lightning_persample.options import check_option, is_none_or_int
 
 StoreOrPath = GradientStore | str | os.PathLike[str]
 """A store, a part of one, or the folder of one."""
@@ -64,28 +65,35 @@ class Alignment:
     unknown: int  # number of rows without an index, which are in no pair
     names: tuple[Any, ...]  # of the weights: a checkpoint or a step
 
-    def zeros(self) -> Tensor:
-        """A matrix of zeros, (train, test), float64."""
-        return torch.zeros(len(self.train_index), len(self.test_index), dtype=torch.float64)
+    def terms(
+        self,
+        factors: Iterable[Tensor | float] | None = None,
+        of_train: Transform | None = None,
+        of_test: Transform | None = None,
+    ) -> list[Term]:
+        """A term for each of the weights, with a factor of each, or of each training row."""
+        given = (None,) * len(self.pairs) if factors is None else factors
+        return [Term(*pair, factor, of_train, of_test) for pair, factor in zip(self.pairs, given, strict=True)]
 
-    def products(self, factors: Iterable[Tensor | float] | None = None, **options: Any) -> Tensor:
-        """The sum of `add_products` over all pairs, (train, test), with a factor of each, or of each training row."""
-        scores = self.zeros()
-        for pair, factor in zip(self.pairs, (None,) * len(self.pairs) if factors is None else factors, strict=True):
-            add_products(scores, *pair, factors=factor, **options)
-        return scores
-
-    def scored(self, name: str, scores: Tensor, convention: str) -> PairScores:
-        """Scores of these samples, with the counts of rows that are in none or are not finite."""
+    def scored(
+        self, name: str, convention: str, terms: Terms, options: ScoreOptions | None = None, *, share: int = 1
+    ) -> PairScores:
+        """The sum of all terms, with the counts of rows that are in none or are not finite."""
+        products, shape = Products(options or {}, share), (len(self.train_index), len(self.test_index))
         nonfinite = sum(int(torch.as_tensor(rows.store.nonfinite).sum()) for pair in self.pairs for rows in pair)
-        return PairScores(name, self.train_index, self.test_index, scores, convention, self.unknown, nonfinite)
+        what: dict[str, Any] = {"name": name, "convention": convention, "unknown": self.unknown, "nonfinite": nonfinite}
+        what |= {"train_index": self.train_index, "test_index": self.test_index}
+        if products.top is None:
+            return PairScores(**what, scores=products.matrix(shape, terms))
+        widths = [test.store.num_columns for _, test in self.pairs]
+        return TopScores(**what, **products.best(shape, terms, widths))
 
 
 def align(train: GradientStore, test: GradientStore, *, why_one: str | None = None) -> Alignment:
     """The rows of two stores by checkpoint, each sample once in each."""
     check_comparable(train, test)
-    train, train_unknown = _known(train, "train")
-    test, test_unknown = _known(test, "test")
+    train, train_unknown = known_rows(train, "train")
+    test, test_unknown = known_rows(test, "test")
     _check_of_checkpoints(train, "train")
     _check_of_checkpoints(test, "test")
     train_keys, test_keys = _checkpoint_keys(train, test)
@@ -114,8 +122,8 @@ def align_steps(train: GradientStore, test: GradientStore) -> Alignment:
             "optimization do, and checkpoints count optimizer steps: tracin cannot tell which weights a row was taken "
             "at; collect gradients at checkpoints and use tracin_cp"
         )
-    train, train_unknown = _known(train, "train")
-    test, test_unknown = _known(test, "test")
+    train, train_unknown = known_rows(train, "train")
+    test, test_unknown = known_rows(test, "test")
     train_parts, test_parts = _by_step(train, "train"), _by_step(test, "test")
     missing = sorted(set(train_parts) - set(test_parts))
     if missing:
@@ -146,7 +154,7 @@ def _check_of_checkpoints(store: GradientStore, side: str) -> None:
 
 def _described_steps(store: GradientStore) -> tuple[int | None, ...]:
     """The optimizer step of each checkpoint that has rows, None where it is unknown."""
-    return tuple(_described(store, number).get("step") for number in store.checkpoints)
+    return tuple(described(store, number).get("step") for number in store.checkpoints)
 
 
 def learning_rates_of(
@@ -167,7 +175,7 @@ def learning_rates_of(
         found = {
             side: rate
             for side, store, place in (("train", train, number), ("test", test, test_keys.get(key)))
-            if place is not None and (rate := _described(store, place).get("learning_rate")) is not None
+            if place is not None and (rate := described(store, place).get("learning_rate")) is not None
         }
         if not found:
             raise OptionError(
@@ -189,7 +197,7 @@ def learning_rates_of(
     return rates
 
 
-def _known(store: GradientStore, side: str) -> tuple[GradientStore, int]:
+def known_rows(store: GradientStore, side: str) -> tuple[GradientStore, int]:
     """The rows that have an index, and how many have none."""
     if len(store) == 0:
         raise PerSampleError(f"the {side} store has no rows")
@@ -203,7 +211,7 @@ def _known(store: GradientStore, side: str) -> tuple[GradientStore, int]:
     return (store.select(known), unknown) if unknown else (store, 0)
 
 
-def _described(store: GradientStore, number: int) -> Mapping[str, Any]:
+def described(store: GradientStore, number: int) -> Mapping[str, Any]:
     """What the manifest says of a checkpoint; nothing of one that it does not list."""
     listed = store.manifest.checkpoints
     return listed[number] if 0 <= number < len(listed) else {}
@@ -211,14 +219,14 @@ def _described(store: GradientStore, number: int) -> Mapping[str, Any]:
 
 def _checkpoint_keys(train: GradientStore, test: GradientStore) -> tuple[dict[str, int], dict[str, int]]:
     """What names each checkpoint in both stores: its weights, where both manifests tell them, else its step or path."""
-    described = [[_described(store, number) for number in store.checkpoints] for store in (train, test)]
-    tell_weights = all(each.get("weights") is not None for of_store in described for each in of_store)
-    by_weights = _names_of_weights(described) if tell_weights else {}
+    both = [[described(store, number) for number in store.checkpoints] for store in (train, test)]
+    tell_weights = all(each.get("weights") is not None for of_store in both for each in of_store)
+    by_weights = _names_of_weights(both) if tell_weights else {}
     repeated = any(count > 1 for store in (train, test) for count in Counter(_described_steps(store)).values())
     found: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for store, keys in zip((train, test), found, strict=True):
         for number in store.checkpoints:
-            one = _described(store, number)
+            one = described(store, number)
             if by_weights:
                 key = by_weights[one["weights"]]
             else:
@@ -235,10 +243,10 @@ def _checkpoint_keys(train: GradientStore, test: GradientStore) -> tuple[dict[st
     return found
 
 
-def _names_of_weights(described: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, str]:
+def _names_of_weights(both: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, str]:
     """A name for each fingerprint of weights, of several stores; empty where two checkpoints of one have the same."""
     names: dict[str, str] = {}
-    for of_store in described:
+    for of_store in both:
         if len({each["weights"] for each in of_store}) < len(of_store):
             return {}
         for each in of_store:
@@ -247,8 +255,8 @@ def _names_of_weights(described: Sequence[Sequence[Mapping[str, Any]]]) -> dict[
     return names
 
 
-def _step_named(described: Mapping[str, Any]) -> str:
-    step = described.get("step")
+def _step_named(one: Mapping[str, Any]) -> str:
+    step = one.get("step")
     return "an unknown step" if step is None else f"step {step}"
 
 
@@ -256,7 +264,7 @@ def _by_step(store: GradientStore, side: str) -> dict[int, GradientStore]:
     """The rows of each optimizer step: their own, or that of their checkpoint where they do not say."""
     steps = store.rows["step"].copy()
     for number in store.checkpoints:
-        step = _described(store, number).get("step")
+        step = described(store, number).get("step")
         if step is not None:
             steps[(store.rows["checkpoint"] == number) & (steps < 0)] = step
     if (steps < 0).any():
@@ -304,53 +312,239 @@ def _listed(values: Any) -> str:
     return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
 
 
-_PRODUCT_BYTES = 1 << 26
-
-_Transform = Callable[[Tensor], Tensor]
-"""Rows (m, K) in float64 to as many rows."""
+# Products of rows, block by block
 
 
-def add_products(
-    scores: Tensor,
-    train: Rows,
-    test: Rows,
-    *,
-    max_memory: int | None,
-    share: int = 1,
-    factors: Tensor | float | None = None,
-    of_train: _Transform | None = None,
-    of_test: _Transform | None = None,
-) -> None:
-    """Add ``factor_i * f(g_i) . h(g'_j)`` to the score of each pair of rows, in float64."""
-    # The test store is read once, and the training store once for each block of it. Cost: ``2 n m K`` operations for n
-    # training and m test rows of K columns, besides the transforms.
-    product_bytes = _PRODUCT_BYTES if max_memory is None else max_memory // (3 * share)
-    for test_at, right in _float64_blocks(test.store, max_memory, share):
-        right = right if of_test is None else of_test(right)
-        columns = test.places[test_at]
-        for train_at, left in _float64_blocks(train.store, max_memory, share):
-            left = left if of_train is None else of_train(left)
-            if factors is not None:
-                left = left * (factors[train_at, None] if isinstance(factors, Tensor) else factors)
-            rows = train.places[train_at]
-            step = max(1, product_bytes // (8 * len(right)))
-            for start in range(0, len(left), step):
-                part = slice(start, start + step)
-                scores.index_put_((rows[part, None], columns), left[part] @ right.T, accumulate=True)
+class ScoreOptions(TypedDict, total=False):
+    """The keyword arguments that all scores of two stores share, which say how they are computed and what is kept.
+
+    Attributes:
+        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
+        dtype: torch.float64, or torch.float32, in which the products are computed and the scores are: it takes half of
+            the memory and of the time on a CPU, and far less on a GPU, and the last 7 digits or so of 16.
+        device: where the products are computed, such as "cuda"; the scores come back to the CPU. An MPS device has no
+            float64.
+        top: keep the k largest and the k smallest scores of each test sample and their mean over the test samples, as
+            `TopScores`, and never the matrix of all pairs: 24 k bytes for each test sample in place of 8 for each
+            training sample of it. None keeps all.
+    """
+
+    max_memory: int | None
+    dtype: torch.dtype
+    device: torch.device | str
+    top: int | None
 
 
-def _float64_blocks(store: GradientStore, max_memory: int | None, share: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of rows in float64, each in a third of the memory: with the block before it, or with a copy of itself."""
-    size = None
-    if max_memory is not None:
-        row = store.num_columns * (numpy.dtype(store.manifest.dtype).itemsize + 16)  # as stored, and two in float64
-        size = max_memory // (3 * share)
-        if size < row:
+_BLOCK_BYTES = 1 << 26
+
+Transform = Callable[[Tensor], Tensor]
+"""Rows (m, K) to as many rows."""
+
+
+F = TypeVar("F", Tensor | float | None, Tensor | None)
+
+
+class Term(NamedTuple):
+    """A part of a score of pairs: ``a_i b_j f(g_i) . h(g'_j)``, added up where samples have several rows."""
+
+    train: Rows
+    test: Rows
+    factors: Tensor | float | None = None  # a, of each training row
+    of_train: Transform | None = None  # f
+    of_test: Transform | None = None  # h
+    test_factors: Tensor | None = None  # b, of each test row
+
+
+Terms = Sequence[Term] | Callable[[], Iterable[Term]]
+"""The terms of a score; a callable makes them one after the other, where they take much memory."""
+
+
+class Products:
+    """Sums of terms, computed block by block."""
+
+    def __init__(self, options: ScoreOptions, share: int = 1) -> None:
+        unknown = sorted(options.keys() - ScoreOptions.__annotations__.keys())
+        if unknown:
             raise OptionError(
-                f"max_memory={max_memory!r} is too little for rows of {store.num_columns} columns: "
-                f"{3 * share * row} bytes are needed"
+                f"{unknown[0]!r} is no option of a score; there are {', '.join(ScoreOptions.__annotations__)}"
             )
-    yield from store.blocks(size, torch.float64)
+        self.max_memory, self.top = options.get("max_memory"), options.get("top")
+        self.dtype, self.device = options.get("dtype", torch.float64), torch.device(options.get("device", "cpu"))
+        check_option("top", self.top, is_none_or_int(self.top, 1), "None or an int >= 1")
+        allowed = (torch.float32,) if self.device.type == "mps" else (torch.float32, torch.float64)
+        names = " or ".join(map(str, allowed)) + (" on an MPS device" if self.device.type == "mps" else "")
+        check_option("dtype", self.dtype, self.dtype in allowed, names)
+        self._share = share
+
+    @property
+    def _bytes(self) -> int:
+        """For one of the three things that are held at a time."""
+        return _BLOCK_BYTES if self.max_memory is None else self.max_memory // (3 * self._share)
+
+    def _row_bytes(self, store: GradientStore) -> int:
+        """Of a row as it is stored, and twice as it is computed with."""
+        return store.num_columns * (numpy.dtype(store.manifest.dtype).itemsize + 2 * self.dtype.itemsize)
+
+    def blocks(self, store: GradientStore) -> Iterator[tuple[Tensor, Tensor]]:
+        """Places and values of rows, each block in a third of the memory: with the one before it, or with a copy."""
+        row, size = self._row_bytes(store), None
+        if self.max_memory is not None:
+            size = self._bytes
+            if size < row:
+                raise OptionError(
+                    f"max_memory={self.max_memory!r} is too little for rows of {store.num_columns} columns: "
+                    f"{3 * self._share * row} bytes are needed"
+                )
+        for places, values in store.blocks(size, self.dtype):
+            yield places, values.to(self.device)
+
+    def held(self, tensor: Tensor) -> Tensor:
+        """A tensor where the products are computed, and in their type."""
+        return tensor.to(self.device, self.dtype)
+
+    def _of_test(self, term: Term, places: Tensor, values: Tensor) -> Tensor:
+        values = values if term.of_test is None else term.of_test(values)
+        return values if term.test_factors is None else values * term.test_factors[places, None].to(values)
+
+    def _products(self, term: Term, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The products of training rows with transformed test rows, some at a time, and the places of their samples."""
+        step = max(1, self._bytes // (right.element_size() * max(1, len(right))))
+        for at, left in self.blocks(term.train.store):
+            left = left if term.of_train is None else term.of_train(left)
+            if term.factors is not None:
+                left = left * (term.factors[at, None].to(left) if isinstance(term.factors, Tensor) else term.factors)
+            places = term.train.places[at]
+            for start in range(0, len(left), step):
+                yield places[start : start + step], left[start : start + step] @ right.T
+
+    def matrix(self, shape: tuple[int, int], terms: Terms) -> Tensor:
+        """The sum of the terms for all pairs, (train, test)."""
+        # The test store is read once for each term, and the training store once for each block of it. Cost: ``2 n m K``
+        # operations for n training and m test rows of K columns, besides the transforms.
+        scores = torch.zeros(shape, dtype=self.dtype)
+        for term in terms() if callable(terms) else terms:
+            for at, values in self.blocks(term.test.store):
+                right, columns = self._of_test(term, at, values), term.test.places[at]
+                for rows, products in self._products(term, right):
+                    scores.index_put_((rows[:, None], columns), products.cpu(), accumulate=True)
+        return scores
+
+    def diagonal(self, samples: int, terms: Terms) -> Tensor:
+        """The sum of the terms for each sample with itself, (samples,), where both sides have the same rows."""
+        scores = torch.zeros(samples, dtype=torch.float64)
+        for term in terms() if callable(terms) else terms:
+            for at, values in self.blocks(term.train.store):
+                left = values if term.of_train is None else term.of_train(values)
+                products = (left * self._of_test(term, at, values)).sum(1).cpu().double()
+                if term.factors is not None:
+                    products *= term.factors[at] if isinstance(term.factors, Tensor) else term.factors
+                scores.index_add_(0, term.train.places[at], products)
+        return scores
+
+    def best(self, shape: tuple[int, int], terms: Terms, widths: Sequence[int]) -> dict[str, Any]:
+        """The largest and the smallest sums of the terms for each test sample, and their mean, see `TopScores`."""
+        # The transformed rows of a block of test samples are held for all terms, while the training store is read once.
+        (samples, tests), item = shape, self.dtype.itemsize
+        held = sum(widths) if self.max_memory is not None else max(widths)
+        size = min(tests, max(1, self._bytes // (3 * item * held)))
+        step = max(1, self._bytes // (4 * item * size))
+        k, sums = min(self.top or samples, samples), torch.zeros(samples, dtype=torch.float64)
+        parts: list[list[Tensor]] = []
+        for start in range(0, tests, size):
+            stop = min(start + size, tests)
+            ordered = map(_in_order, terms() if callable(terms) else terms)
+            sides = [(term, self._held(term, start, stop)) for term in ordered]
+            largest = _Largest(k)
+            smallest = _Largest(k)
+            for first in range(0, samples, step):
+                last = min(first + step, samples)
+                block = torch.zeros(last - first, stop - start, dtype=self.dtype, device=self.device)
+                for term, right in sides:
+                    train, factors = _chosen(term.train, _between(term.train, first, last), term.factors)
+                    for rows, products in self._products(term._replace(train=train, factors=factors), right):
+                        block.index_add_(0, rows.to(self.device) - first, products)
+                sums[first:last] += block.sum(1).cpu().double()
+                largest.add(block, first)
+                smallest.add(-block, first)
+            parts.append([*largest.found(), *smallest.found()])
+        values, places, least, least_places = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+        return {
+            "scores": values,
+            "places": places,
+            "least": -least,
+            "least_places": least_places,
+            "means": sums / tests,
+        }
+
+    def _held(self, term: Term, start: int, stop: int) -> Tensor:
+        """The transformed rows of the test samples from start to stop, in this order."""
+        test, factors = _chosen(term.test, _between(term.test, start, stop), term.test_factors)
+        part = term._replace(test=test, test_factors=factors)
+        return torch.cat([self._of_test(part, at, values) for at, values in self.blocks(test.store)])
+
+
+def _in_order(term: Term) -> Term:
+    """The term with the rows of both sides in the order of their samples."""
+    train, factors = _chosen(term.train, term.train.places.argsort(stable=True), term.factors)
+    test, test_factors = _chosen(term.test, term.test.places.argsort(stable=True), term.test_factors)
+    return term._replace(train=train, factors=factors, test=test, test_factors=test_factors)
+
+
+def _chosen(rows: Rows, own: Tensor, factors: F) -> tuple[Rows, F]:
+    """Some of the rows, and their factors."""
+    return Rows(rows.store.select(own), rows.places[own]), factors[own] if isinstance(factors, Tensor) else factors
+
+
+def _between(rows: Rows, start: int, stop: int) -> Tensor:
+    """The rows of some samples, where rows are in the order of these."""
+    return torch.arange(*torch.searchsorted(rows.places, torch.tensor([start, stop])).tolist())
+
+
+class _Largest:
+    """The k largest of many values in each column, and their places; those that tie in the order of their places."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._values, self._places = torch.empty(0, 0), torch.empty(0, 0, dtype=torch.int64)
+
+    def add(self, values: Tensor, start: int) -> None:
+        """Take in further rows, from this place on, (rows, columns)."""
+        values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # nan is in none
+        values, places = self._of(values, torch.arange(start, start + len(values), device=values.device)[:, None])
+        if len(self._values):
+            joined = torch.cat([self._values, values]), torch.cat([self._places, places])
+            values, places = self._of(*joined)
+        self._values, self._places = values, places
+
+    def _of(self, values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        k = min(self._k, len(values))
+        order = values.topk(k, 0).indices
+        least = values.gather(0, order[-1:])
+        crowded = ((values >= least).sum(0) > k).nonzero().flatten()  # more are equal than there is room for
+        order[:, crowded] = values[:, crowded].sort(stable=True, dim=0, descending=True).indices[:k]
+        order = order.sort(0).values
+        order = order.gather(0, values.gather(0, order).sort(stable=True, dim=0, descending=True).indices)
+        return values.gather(0, order), places.expand_as(values).gather(0, order)
+
+    def found(self) -> tuple[Tensor, Tensor]:
+        """The values, (k, columns), nan where there are fewer, and their places, -1 there."""
+        is_none = self._values == -torch.inf
+        return self._values.masked_fill(is_none, torch.nan).cpu(), self._places.masked_fill(is_none, -1).cpu()
+
+
+COSINE = "cosine under the form "
+
+
+def normalized(
+    between: Callable[[Rows, Rows], Iterable[Term]], train: Rows, test: Rows, products: Products
+) -> Callable[[], Iterator[Term]]:
+    """Terms that add up to ``s(z, z') / sqrt(s(z, z) s(z', z'))``, of those of s between two sides."""
+    roots = []
+    for rows in (train, test):
+        own = rows._replace(places=torch.arange(len(rows.places)))  # rows alone
+        roots.append(products.diagonal(len(own.places), partial(between, own, own)).rsqrt())
+    ones, others = roots
+    return lambda: (term._replace(factors=ones, test_factors=others) for term in between(train, test))
 
 
 def unit_rows(values: Tensor) -> Tensor:
@@ -359,23 +553,28 @@ def unit_rows(values: Tensor) -> Tensor:
 
 
 def second_moments(
-    store: GradientStore, columns: Sequence[slice], *, max_memory: int | None, share: int = 1, diagonal: bool = False
+    store: GradientStore, columns: Sequence[slice], products: Products, *, diagonal: bool = False
 ) -> tuple[list[Tensor], int]:
     """The sums of ``g g^T``, or their diagonals, over the rows that are finite, for each of some ranges of columns."""
     lengths = [part.stop - part.start for part in columns]
-    moments = [torch.zeros((size,) if diagonal else (size, size), dtype=torch.float64) for size in lengths]
+    kept = products.dtype if products.device.type == "mps" else torch.float64
+    moments = [
+        torch.zeros((size,) if diagonal else (size, size), dtype=kept, device=products.device) for size in lengths
+    ]
     count = 0
-    for _, values in _float64_blocks(store, max_memory, share):
+    for _, values in products.blocks(store):
         finite = values[values.isfinite().all(1)]
         count += len(finite)
         for part, moment in zip(columns, moments, strict=True):
             if diagonal:
                 moment += finite[:, part].square().sum(0)
-            else:
+            elif moment.dtype == finite.dtype:
                 moment.addmm_(finite[:, part].T, finite[:, part])
+            else:
+                moment += finite[:, part].T @ finite[:, part]
     if count == 0:
         raise PerSampleError(f"none of the {len(store)} gradients of the train store is finite")
-    return moments, count
+    return [moment.cpu().double() for moment in moments], count
 
 
 def checked_damping(damping: object, absolute: object, *, above_zero: bool) -> None:

@@ -6,8 +6,9 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.influence.by_sample import SampleTable
+from lightning_persample.influence.dataset import broken_files_named
 from lightning_persample.influence.ledger import Ledger
 from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.options import check_option
@@ -139,7 +141,7 @@ class PairScores:
         name: which score.
         train_index: indices of the training samples in their dataset, ascending.
         test_index: indices of the test samples in theirs, ascending.
-        scores: (train, test), float64; nan for a sample with a gradient that is not finite.
+        scores: (train, test), float64, or float32 if asked for; nan for a sample with a gradient that is not finite.
         convention: what a positive score means.
         unknown: number of rows, of both stores together, without an index; they are in no score.
         nonfinite: number of rows, of both stores together, that are not finite.
@@ -155,7 +157,7 @@ class PairScores:
 
     def __repr__(self) -> str:
         size = f"{len(self.train_index)} training samples, mean over {len(self.test_index)} test samples"
-        return f"{self.name} of {size}{extremes(self.train_index, self.scores.mean(1))}"
+        return f"{self.name} of {size}{extremes(self.train_index, self._means())}"
 
     def top(self, k: int = 10, *, test: int | None = None) -> list[tuple[int | str, float]]:
         """The training samples with the largest scores, largest first; a score that is nan is left out.
@@ -167,7 +169,7 @@ class PairScores:
         Returns:
             At most k pairs of index and score.
         """
-        return ranked(self.train_index, self._against(test), k)
+        return self._ranked(k, test, largest=True)
 
     def bottom(self, k: int = 10, *, test: int | None = None) -> list[tuple[int | str, float]]:
         """The training samples with the smallest scores, smallest first: below 0, those that harm most.
@@ -179,7 +181,7 @@ class PairScores:
         Returns:
             At most k pairs of index and score.
         """
-        return ranked(self.train_index, self._against(test), k, largest=False)
+        return self._ranked(k, test, largest=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the scores to a file, for `load`.
@@ -189,28 +191,36 @@ class PairScores:
         """
         torch.save(vars(self), path)
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> PairScores:
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> PairScores:
         """The scores that `save` has written.
 
         Args:
             path: of the file.
 
         Returns:
-            Equal scores.
+            Equal scores, `TopScores` where those were saved. A file that is broken is a `PerSampleError`.
         """
-        return cls(**torch.load(path, map_location="cpu", weights_only=True))
+        with broken_files_named(Path(path), "compute the scores again"):
+            values = torch.load(path, map_location="cpu", weights_only=True)
+            return TopScores(**values) if "places" in values else PairScores(**values)
 
-    def _against(self, test: int | None) -> Tensor:
-        """The scores against a test sample, or their mean over all, (train,)."""
-        if test is None:
-            return self.scores.mean(1)
+    def _means(self) -> Tensor:
+        """The mean over the test samples, (train,)."""
+        return self.scores.mean(1)
+
+    def _column(self, test: int) -> int:
+        """The place of a test sample."""
         if test not in self.test_index:
             raise OptionError(
                 f"test={test!r} is not the index of a test sample: {len(self.test_index)} have scores, "
                 f"the first of them {', '.join(map(str, self.test_index[:5]))}"
             )
-        return self.scores[:, self.test_index.index(test)]
+        return self.test_index.index(test)
+
+    def _ranked(self, k: int, test: int | None, *, largest: bool) -> list[tuple[int | str, float]]:
+        scores = self._means() if test is None else self.scores[:, self._column(test)]
+        return ranked(self.train_index, scores, k, largest=largest)
 
     def mean(self) -> SampleScores:
         """The mean over the test samples, for each training sample.
@@ -224,7 +234,41 @@ class PairScores:
         """
         text = f"mean over {len(self.test_index)} test samples; {self.convention}"
         counts = torch.full((len(self.train_index),), len(self.test_index))
-        return SampleScores(self.name, self.train_index, self.scores.mean(1), counts, text, self.unknown)
+        return SampleScores(self.name, self.train_index, self._means(), counts, text, self.unknown)
+
+    def by_group(self, groups: Mapping[int, int | str] | Sequence[int | str] | Tensor) -> PairScores:
+        """The mean over each group of test samples, such as those of a class.
+
+        >>> scores = torch.tensor([[1.0, 3.0, 8.0], [0.0, 2.0, -8.0]], dtype=torch.float64)
+        >>> pairs = PairScores("grad_dot", (3, 5), (0, 1, 2), scores, "positive: helps")
+        >>> pairs.by_group(["cat", "cat", "dog"]).top(1, test="cat")
+        [(3, 2.0)]
+
+        Args:
+            groups: the group of each test sample, in the order of `test_index`; or a mapping from their indices.
+
+        Returns:
+            The scores, with the groups, ascending, for test samples.
+
+        Raises:
+            OptionError: a test sample has no group.
+        """
+        if isinstance(groups, Mapping):
+            absent = [index for index in self.test_index if index not in groups]
+            if absent:
+                raise OptionError(f"groups has none of test sample {absent[0]!r}, and of {len(absent)} in all")
+            groups = [groups[index] for index in self.test_index]
+        named = groups.tolist() if isinstance(groups, Tensor | np.ndarray) else list(groups)
+        if len(named) != len(self.test_index):
+            raise OptionError(
+                f"groups has {len(named)} entries; allowed is one for each of the {len(self.test_index)} test samples, "
+                "in the order of test_index, or a mapping from their indices"
+            )
+        found = sorted(set(named))
+        places = torch.tensor([found.index(each) for each in named])
+        sums = self.scores.new_zeros(len(self.scores), len(found)).index_add_(1, places, self.scores)
+        scores = sums / torch.bincount(places, minlength=len(found))
+        return replace(self, test_index=tuple(found), scores=scores)
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` of the scores, its index the training samples and its columns the test samples."""
@@ -233,52 +277,59 @@ class PairScores:
         return pandas.DataFrame(self.scores.numpy(), index=index, columns=pandas.Index(self.test_index, name="test"))
 
 
-_WITHOUT = {
-    "learning_rate": "the learning rate of their step is unknown",
-    "weight": "their weight in the loss is unknown; pass weighted=False",
-}
+@dataclass(frozen=True, eq=False, repr=False)
+class TopScores(PairScores):
+    """The largest and the smallest scores of each test sample, where ``top=k`` asked for no others.
 
+    It has the methods of `PairScores`, and `mean` is over all test samples as there: 24 k bytes for each test sample,
+    and 8 for each training sample. `top` and `bottom` of one test sample give what `PairScores` gives, but no more
+    than were kept. What needs the whole matrix (`linear_datamodeling_score`, `by_group`) is refused.
 
-def self_influence(ledger: Any, *, weighted: bool = False) -> SampleScores:
-    """Self-influence of each sample along the training: ``sum_t eta_t ||g_t(z)||^2`` over its rows t.
-
-    It is TracInCP's score of a sample with itself (equation 1 of the reference, without its batch size), every captured
-    step a checkpoint, with the learning rates that the optimizer used. The weighted form, the sum of
-    ``eta_t w_t ||g_t(z)||^2``, has each sample's weight in its step as a factor, 1/B for a mean over batches of B: by
-    so much the sample's own part in the steps of plain SGD lowered its own loss, to first order.
-
-    Every captured step counts alike. A ledger of a part of the steps, such as ``every_n_steps=10``, gives the sum over
-    these alone, so that samples with different `counts` are to be compared with care. For optimizers other than SGD it
-    is the same formula, with g itself and not the optimizer's direction.
-
-    >>> import pyarrow
-    >>> rows = {"sample_index": [3, 5, 3], "norm": [1.0, 2.0, 3.0], "learning_rate": [0.5, 0.5, 0.1]}
-    >>> self_influence(pyarrow.table(rows)).top()
-    [(5, 2.0), (3, 1.4)]
-
-    Args:
-        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger` or its ``to_pandas()``, or a part of one.
-        weighted: whether each row has the sample's weight in the step as a factor.
-
-    Returns:
-        The scores. A row whose norm is nan makes its sample's score nan.
-
-    Reference: Pruthi et al. 2020, Estimating training data influence by tracing gradient descent, arXiv 2002.08484.
+    Attributes:
+        scores: the k largest scores of each test sample, (k, test), largest first; nan where fewer are numbers.
+        places: the places of their training samples in `train_index`, (k, test), int64; -1 where there is none.
+        least: the k smallest, (k, test), smallest first.
+        least_places: the places of theirs.
+        means: the mean over the test samples, (train,), float64.
     """
-    factors = ("learning_rate", "weight") if weighted else ("learning_rate",)
-    sums = _Sums(
-        ledger,
-        ("norm", *factors),
-        lambda rows: math.prod((rows[name] for name in factors), start=np.square(rows["norm"])),
-        why="self_influence needs it",
-        required={name: _WITHOUT[name] for name in factors},
-    )
-    form = "sum of learning_rate * weight * norm^2" if weighted else "sum of learning_rate * norm^2"
-    text = (
-        f"{form} over the rows: never negative; the larger it is, the more a sample's own steps lowered its own loss, "
-        "as those of mislabelled and of hard samples do"
-    )
-    return sums.scores("self_influence", text)
+
+    _: KW_ONLY
+    places: Tensor
+    least: Tensor
+    least_places: Tensor
+    means: Tensor
+
+    def _means(self) -> Tensor:
+        return self.means
+
+    def _ranked(self, k: int, test: int | None, *, largest: bool) -> list[tuple[int | str, float]]:
+        if test is None:
+            return ranked(self.train_index, self.means, k, largest=largest)
+        column = self._column(test)
+        check_option("k", k, k >= 1, "an int >= 1")
+        values, places = (self.scores, self.places) if largest else (self.least, self.least_places)
+        pairs = zip(values[:k, column].tolist(), places[:k, column].tolist(), strict=True)
+        return [(self.train_index[place], value) for value, place in pairs if place >= 0]
+
+    def by_group(self, groups: Mapping[int, int | str] | Sequence[int | str] | Tensor) -> PairScores:
+        """Refused: the means of groups need the scores of all pairs."""
+        raise OptionError(
+            f"{self.name} kept the largest scores alone (top={len(self.scores)}): compute it without `top`"
+        )
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` with the columns test, rank (from 1), train and score of the largest scores."""
+        pandas: Any = importlib.import_module("pandas")
+        kept, tests = self.scores.shape
+        index = np.append(np.array(self.train_index), -1)
+        columns = {
+            "test": np.repeat(np.array(self.test_index), kept),
+            "rank": np.tile(np.arange(1, kept + 1), tests),
+            "train": index[self.places.T.flatten().numpy()],
+            "score": self.scores.T.flatten().numpy(),
+        }
+        frame = pandas.DataFrame(columns)
+        return frame[columns["train"] >= 0].reset_index(drop=True)
 
 
 def data_shapley(ledger: Any) -> SampleScores:
@@ -299,7 +350,7 @@ def data_shapley(ledger: Any) -> SampleScores:
 
     Reference: Wang et al. 2024, Data Shapley in one training run, section 4, arXiv 2406.11011.
     """
-    sums = _Sums(ledger, ("shapley",), why="write the ledger with the callback InRunInfluence")
+    sums = LedgerSums(ledger, ("shapley",), why="write the ledger with the callback InRunInfluence")
     text = (
         "sum of learning_rate * weight * g . g_val over the rows: positive where a sample lowered the validation loss"
     )
@@ -326,7 +377,7 @@ def grand(ledger: Any, steps: Collection[int] | None = None) -> SampleScores:
 
     Reference: Paul et al. 2021, Deep learning on a data diet, definition 2.1, arXiv 2107.07075.
     """
-    sums = _Sums(ledger, ("norm",), steps=steps, why="grand needs it")
+    sums = LedgerSums(ledger, ("norm",), steps=steps, why="grand needs it")
     text = "mean norm over the rows: never negative; the larger it is, the harder the sample"
     return sums.scores("grand", text, mean=True)
 
@@ -352,7 +403,7 @@ def el2n(ledger: Any, column: str = "el2n", steps: Collection[int] | None = None
         "write it with {'loss': ..., 'per_sample': {" + repr(column) + ": tensor of shape (B,)}} as what "
         "training_step returns, or with the writer's option `columns`"
     )
-    sums = _Sums(ledger, (column,), steps=steps, why=remedy)
+    sums = LedgerSums(ledger, (column,), steps=steps, why=remedy)
     text = f"mean of {column!r} over the rows: the larger it is, the harder the sample, for errors and losses"
     return sums.scores(column, text, mean=True)
 
@@ -405,7 +456,7 @@ def _as_numpy(column: Any, dtype: str) -> NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
 
 
-class _Sums:
+class LedgerSums:
     """The sum of a number over the rows of each sample of a ledger; no other columns are read."""
 
     def __init__(

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.influence.products import (
+    Products,
     Rows,
+    ScoreOptions,
     StoreOrPath,
+    Term,
     align,
     align_steps,
+    described,
     given_gradients,
+    known_rows,
     learning_rates_of,
     unit_rows,
 )
-from lightning_persample.influence.scores import PairScores
+from lightning_persample.influence.scores import LedgerSums, PairScores, SampleScores
+from lightning_persample.influence.store import GradientStore
+from lightning_persample.options import check_option
 
 _ONE = "take {name}(train.at(checkpoint), test.at(checkpoint)) of one, or tracin_cp for a sum over all of them"
 
 
-def grad_dot(train: StoreOrPath, test: StoreOrPath, *, max_memory: int | None = None) -> PairScores:
+def grad_dot(train: StoreOrPath, test: StoreOrPath, **options: Unpack[ScoreOptions]) -> PairScores:
     """GradDot: ``g(z) . g(z')``, by how much a step of SGD on z lowers the loss of z', to first order, for a rate of 1.
 
     It is TracInCP with one checkpoint. Of projected gradients it is an unbiased estimate. Cost: ``2 n m K`` operations
@@ -32,7 +43,7 @@ def grad_dot(train: StoreOrPath, test: StoreOrPath, *, max_memory: int | None = 
     Args:
         train: gradients of the training samples at one checkpoint, (n, K); a store or its folder.
         test: gradients of the test samples there, (m, K); a store or its folder.
-        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
+        options: `max_memory`, `dtype`, `device` and `top`, see `ScoreOptions`.
 
     Returns:
         The scores, (n, m).
@@ -42,12 +53,11 @@ def grad_dot(train: StoreOrPath, test: StoreOrPath, *, max_memory: int | None = 
     """
     train, test = given_gradients(train, test, "grad_dot")
     aligned = align(train, test, why_one=_ONE.format(name="grad_dot"))
-    scores = aligned.products(max_memory=max_memory)
     text = "g . g': positive where a small step of SGD on the training sample lowers the test sample's loss"
-    return aligned.scored("grad_dot", scores, text)
+    return aligned.scored("grad_dot", text, aligned.terms(), options)
 
 
-def grad_cos(train: StoreOrPath, test: StoreOrPath, *, max_memory: int | None = None) -> PairScores:
+def grad_cos(train: StoreOrPath, test: StoreOrPath, **options: Unpack[ScoreOptions]) -> PairScores:
     """GradCos: ``g(z) . g(z') / (||g(z)|| ||g(z')||)``, from -1 to 1, and 1 of a sample with itself.
 
     A gradient of zeros has no direction, and its scores are nan. Cost: ``2 n m K`` operations, as of `grad_dot`, and
@@ -56,7 +66,7 @@ def grad_cos(train: StoreOrPath, test: StoreOrPath, *, max_memory: int | None = 
     Args:
         train: gradients of the training samples at one checkpoint, (n, K); a store or its folder.
         test: gradients of the test samples there, (m, K); a store or its folder.
-        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
+        options: `max_memory`, `dtype`, `device` and `top`, see `ScoreOptions`.
 
     Returns:
         The scores, (n, m).
@@ -66,17 +76,15 @@ def grad_cos(train: StoreOrPath, test: StoreOrPath, *, max_memory: int | None = 
     """
     train, test = given_gradients(train, test, "grad_cos")
     aligned = align(train, test, why_one=_ONE.format(name="grad_cos"))
-    scores = aligned.products(max_memory=max_memory, of_train=unit_rows, of_test=unit_rows)
     text = "cosine of g and g': positive where a small step of SGD on the training sample lowers the test sample's loss"
-    return aligned.scored("grad_cos", scores, text)
+    return aligned.scored("grad_cos", text, aligned.terms(of_train=unit_rows, of_test=unit_rows), options)
 
 
 def tracin_cp(
     train: StoreOrPath,
     test: StoreOrPath,
     learning_rates: Sequence[float] | None = None,
-    *,
-    max_memory: int | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> PairScores:
     """TracInCP: ``sum_k eta_k g_k(z) . g_k(z')`` over checkpoints k.
 
@@ -91,7 +99,7 @@ def tracin_cp(
         test: gradients of the test samples, (m, K), at the same checkpoints; a store or its folder.
         learning_rates: eta of each checkpoint, in the order of ``train.checkpoints``; None takes what the stores'
             manifests say.
-        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
+        options: `max_memory`, `dtype`, `device` and `top`, see `ScoreOptions`.
 
     Returns:
         The scores, (n, m).
@@ -102,20 +110,18 @@ def tracin_cp(
     train, test = given_gradients(train, test, "tracin_cp")
     aligned = align(train, test)
     rates = learning_rates_of(train, test, learning_rates, "tracin_cp")
-    scores = aligned.products(rates, max_memory=max_memory)
     text = (
         "sum over checkpoints of learning_rate * g . g': positive where small steps of SGD on the training sample at "
         "the checkpoints lower the test sample's loss"
     )
-    return aligned.scored("tracin_cp", scores, text)
+    return aligned.scored("tracin_cp", text, aligned.terms(rates), options)
 
 
 def tracin(
     train: StoreOrPath,
     test: StoreOrPath,
     learning_rates: Mapping[int, float] | None = None,
-    *,
-    max_memory: int | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> PairScores:
     """TracIn along a training: ``sum_t eta_t w_t g_t(z) . g_t(z')`` over the rows t of sample z.
 
@@ -136,7 +142,7 @@ def tracin(
             store or its folder.
         test: gradients of the test samples, (m, K) at each step that `train` has rows of; a store or its folder.
         learning_rates: eta of each step; None takes what the rows say.
-        max_memory: bytes for what is held at a time besides the scores; None reads blocks of 64 MiB.
+        options: `max_memory`, `dtype`, `device` and `top`, see `ScoreOptions`.
 
     Returns:
         The scores, (n, m).
@@ -158,12 +164,11 @@ def tracin(
                 "train store has rows of"
             )
         factors.append(rate * _column(train_rows, "weight"))
-    scores = aligned.products(factors, max_memory=max_memory)
     text = (
         "sum over the sample's rows of learning_rate * weight * g . g': positive where its own part in the steps of "
         "SGD lowered the test sample's loss, to first order"
     )
-    return aligned.scored("tracin", scores, text)
+    return aligned.scored("tracin", text, aligned.terms(factors), options)
 
 
 def _rate(rows: Rows, step: int) -> float:
@@ -188,3 +193,89 @@ def _column(rows: Rows, name: str) -> Tensor:
             "rows are to be written during training; for gradients that were collected at checkpoints, use tracin_cp"
         )
     return values
+
+
+_WITHOUT = {
+    "learning_rate": "the learning rate of their step is unknown",
+    "weight": "their weight in the loss is unknown; pass weighted=False",
+}
+
+
+def self_influence(
+    ledger: Any, *, weighted: bool = False, learning_rates: Sequence[float] | None = None
+) -> SampleScores:
+    """Self-influence of each sample along the training: ``sum_t eta_t ||g_t(z)||^2`` over its rows t.
+
+    It is TracInCP's score of a sample with itself (equation 1 of the reference, without its batch size), every captured
+    step a checkpoint, with the learning rates that the optimizer used. The weighted form, the sum of
+    ``eta_t w_t ||g_t(z)||^2``, has each sample's weight in its step as a factor, 1/B for a mean over batches of B: by
+    so much the sample's own part in the steps of plain SGD lowered its own loss, to first order.
+
+    Of a store of gradients it is the same sum over its rows: those of checkpoints, with the learning rates of these, or
+    those that a training wrote. The norms are those of the projected gradients then.
+
+    Every captured step counts alike. A ledger of a part of the steps, such as ``every_n_steps=10``, gives the sum over
+    these alone, so that samples with different `counts` are to be compared with care. For optimizers other than SGD it
+    is the same formula, with g itself and not the optimizer's direction.
+
+    >>> import pyarrow
+    >>> rows = {"sample_index": [3, 5, 3], "norm": [1.0, 2.0, 3.0], "learning_rate": [0.5, 0.5, 0.1]}
+    >>> self_influence(pyarrow.table(rows)).top()
+    [(5, 2.0), (3, 1.4)]
+
+    Args:
+        ledger: its folder, or a ``pyarrow.Table`` from `read_ledger` or its ``to_pandas()``, or a part of one; or a
+            `GradientStore`.
+        weighted: whether each row has the sample's weight in the step as a factor.
+        learning_rates: eta of each checkpoint of a store, in the order of ``store.checkpoints``; None takes what its
+            rows or its manifest say.
+
+    Returns:
+        The scores. A row whose norm is nan makes its sample's score nan.
+
+    Reference: Pruthi et al. 2020, Estimating training data influence by tracing gradient descent, arXiv 2002.08484.
+    """
+    factors = ("learning_rate", "weight") if weighted else ("learning_rate",)
+    form = "sum of learning_rate * weight * norm^2" if weighted else "sum of learning_rate * norm^2"
+    text = (
+        f"{form} over the rows: never negative; the larger it is, the more a sample's own steps lowered its own loss, "
+        "as those of mislabelled and of hard samples do"
+    )
+    if isinstance(ledger, GradientStore):
+        return _of_store(ledger, factors, learning_rates, text)
+    check_option("learning_rates", learning_rates, learning_rates is None, "None for a ledger, whose rows have theirs")
+    sums = LedgerSums(
+        ledger,
+        ("norm", *factors),
+        lambda rows: math.prod((rows[name] for name in factors), start=numpy.square(rows["norm"])),
+        why="self_influence needs it",
+        required={name: _WITHOUT[name] for name in factors},
+    )
+    return sums.scores("self_influence", text)
+
+
+def _of_store(
+    store: GradientStore, factors: Sequence[str], learning_rates: Sequence[float] | None, convention: str
+) -> SampleScores:
+    """The self-influence of the samples of a store."""
+    store, unknown = known_rows(store, "train")
+    values = {name: torch.tensor(store.rows[name], dtype=torch.float64) for name in factors}
+    for place, number in enumerate(store.checkpoints):
+        rate = described(store, number).get("learning_rate") if learning_rates is None else learning_rates[place]
+        rows = torch.from_numpy(store.rows["checkpoint"] == number)
+        rows &= values["learning_rate"].isnan() if learning_rates is None else rows
+        values["learning_rate"][rows] = torch.nan if rate is None else float(rate)
+    for name, column in values.items():
+        missing = int(column.isnan().sum())
+        if missing:
+            remedy = (
+                "pass learning_rates=[...], one for each checkpoint"
+                if name == "learning_rate"
+                else "pass weighted=False"
+            )
+            raise UnsupportedError(f"{missing} of {len(store)} rows of the store have no {name!r}: {remedy}")
+    index, places = (torch.from_numpy(each) for each in numpy.unique(store.rows["sample_index"], return_inverse=True))
+    rows_of_all = Rows(store, places)
+    product = math.prod(values.values(), start=torch.ones(len(store), dtype=torch.float64))
+    scores = Products({}).diagonal(len(index), [Term(rows_of_all, rows_of_all, product)])
+    return SampleScores("self_influence", tuple(index.tolist()), scores, torch.bincount(places), convention, unknown)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from lightning_persample.errors import OptionError
 from lightning_persample.influence.products import (
+    Products,
+    ScoreOptions,
     StoreOrPath,
-    add_products,
+    Term,
     align,
     checked_damping,
     cholesky_factor,
@@ -61,7 +65,7 @@ def trak(
     *,
     absolute: bool = False,
     one_minus_p: str = "one_minus_p",
-    max_memory: int | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> PairScores:
     """TRAK: ``phi(z')^T (Phi^T Phi + damping I)^-1 phi(z) (1 - p(z))``, averaged over models as the reference does.
 
@@ -82,8 +86,8 @@ def trak(
             gradients of a margin sum to 0 over the logits, or where samples are fewer than columns.
         absolute: whether `damping` is added as it is.
         one_minus_p: the column of the training store that has 1 - p, in [0, 1].
-        max_memory: bytes for what is held at a time besides the scores and two matrices (K, K); None reads blocks of
-            64 MiB.
+        options: `max_memory`, `dtype`, `device` and `top`, see `ScoreOptions`. Two matrices (K, K) are held besides,
+            and with `top` and several models each one is made again for each block of test samples.
 
     Returns:
         The scores, (n, m).
@@ -103,21 +107,24 @@ def trak(
             f"{', '.join(train.manifest.columns) or 'none'}"
         )
     aligned = align(train, test)
-    kernel = aligned.zeros()
-    mistaken = torch.zeros(len(kernel), dtype=torch.float64)
-    for train_rows, test_rows in aligned.pairs:
+    mistaken = torch.zeros(len(aligned.train_index), dtype=torch.float64)
+    for train_rows, _ in aligned.pairs:
         mistaken[train_rows.places] += _probabilities(train_rows.store, one_minus_p)
-        size = train_rows.store.num_columns
-        (gram,), count = second_moments(train_rows.store, [slice(0, size)], max_memory=max_memory)
-        factor = cholesky_factor(gram, damping, absolute, f"Phi^T Phi of {count} samples and {size} columns")
-        solved = partial(solved_by, factors=[(slice(0, size), factor)])
-        add_products(kernel, train_rows, test_rows, max_memory=max_memory, of_test=solved)
-    models = len(aligned.pairs)
+    products = Products(options)
+
+    def terms() -> Iterator[Term]:
+        for train_rows, test_rows in aligned.pairs:
+            size = train_rows.store.num_columns
+            (gram,), count = second_moments(train_rows.store, [slice(0, size)], products)
+            factor = cholesky_factor(gram, damping, absolute, f"Phi^T Phi of {count} samples and {size} columns")
+            solved = partial(solved_by, factors=[(slice(0, size), products.held(factor))])
+            yield Term(train_rows, test_rows, mistaken[train_rows.places] / len(aligned.pairs) ** 2, of_test=solved)
+
     text = (
         "(1 - p) phi^T (Phi^T Phi + damping)^-1 phi': positive where a small step along "
         "(Phi^T Phi + damping)^-1 phi raises the test sample's margin, and so lowers its loss"
     )
-    return aligned.scored("trak", (mistaken / models)[:, None] * (kernel / models), text)
+    return aligned.scored("trak", text, [*terms()] if len(aligned.pairs) == 1 else terms, options)
 
 
 def _probabilities(store: GradientStore, name: str) -> Tensor:

@@ -58,6 +58,13 @@ def test_numbers_by_hand(tmp_path):
     expected = [2 * 1 / 22 + 1 * 2 / 25.5, 3 * 4 / 29.5]
     assert found.scores[:2, 0].tolist() == pytest.approx(expected, rel=1e-12)
     assert found.scores.isnan().tolist() == [[False, True], [False, True], [True, True]]
+    roots = [math.sqrt(4 / 22 + 1 / 25.5), math.sqrt(9 / 29.5)], math.sqrt(1 / 22 + 4 / 25.5 + 16 / 29.5)
+    cosines = [each / root / roots[1] for each, root in zip(expected, roots[0], strict=True)]
+    normalized = ekfac(train, test, normalize=True)
+    assert normalized.scores[:2, 0].tolist() == pytest.approx(cosines, rel=1e-12)
+    assert torch.equal(normalized.scores.isnan(), found.scores.isnan())
+    with pytest.raises(OptionError, match="normalize=1 is not allowed: normalize must be True or False"):
+        ekfac(train, test, normalize=1)
     assert found.nonfinite == 2
 
 

@@ -25,11 +25,12 @@ def nets(tmp_path_factory):
     return *stores, grads, test_grads
 
 
-def dense(grads, test_grads, sizes, damping=0.1, *, absolute=False):
-    """Each parameter's own matrix, inverted."""
+def dense(grads, test_grads, sizes, damping=0.1, *, absolute=False, of=None):
+    """Each parameter's own matrix, inverted; that of `grads` if not said otherwise."""
     total = torch.zeros(len(grads), len(test_grads), dtype=torch.float64)
-    for own, test_own in zip(grads.split(sizes, 1), test_grads.split(sizes, 1), strict=True):
-        hessian = sum(torch.outer(row, row) for row in own) / len(own)
+    of = grads if of is None else of
+    for own, test_own, seen in zip(*(each.split(sizes, 1) for each in (grads, test_grads, of)), strict=True):
+        hessian = sum(torch.outer(row, row) for row in seen) / len(seen)
         added = damping if absolute else damping * torch.linalg.eigvalsh(hessian).mean()
         total += own @ torch.linalg.inv(hessian + added * torch.eye(len(hessian), dtype=torch.float64)) @ test_own.T
     return total
@@ -42,6 +43,19 @@ def test_the_dense_formula(nets, absolute):
     expected = dense(grads, test_grads, [12, 4, 8, 2], 0.5, absolute=absolute)
     torch.testing.assert_close(found.scores, expected, rtol=1e-10, atol=1e-10)
     assert found.convention.startswith("g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where")
+
+
+@pytest.mark.parametrize("options", [{}, {"max_memory": 6000}, {"max_memory": 6000, "top": 9}, {"top": 9}])
+def test_the_normalized_form_is_a_cosine(nets, options):
+    train, test, grads, test_grads = nets
+    roots = [dense(each, each, [12, 4, 8, 2], of=grads).diagonal().sqrt() for each in (grads, test_grads)]
+    expected = dense(grads, test_grads, [12, 4, 8, 2]) / roots[0][:, None] / roots[1]
+    found = logra(train, test, normalize=True, **options)
+    scores = found.scores.gather(0, found.places.argsort(0)) if "top" in options else found.scores
+    torch.testing.assert_close(scores, expected, rtol=1e-10, atol=1e-10)
+    assert found.convention.startswith("cosine under the form g^T (H + damping)^-1 g'")
+    same = logra(train, train, normalize=True, **options)
+    assert [same.top(1, test=index)[0] for index in range(9)] == [(index, pytest.approx(1)) for index in range(9)]
 
 
 def test_groups_of_parameters_in_little_memory_give_the_same(nets):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_persample import OptionError
+from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import PairScores
 
 SCORES = torch.tensor([[1.0, 0.5], [-2.0, 4.0], [0.0, 0.5], [1.0, math.nan]], dtype=torch.float64)
@@ -102,3 +102,40 @@ def test_saved_scores_are_read_as_they_were(tmp_path):
     assert (found.convention, found.unknown, found.nonfinite) == ("positive: helps", 2, 1)
     assert found.scores.dtype == torch.float64
     assert found.scores.nan_to_num(7.0).equal(scores.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("content", [b"", b"no scores", "half"])
+def test_a_file_of_scores_that_is_broken_is_named(tmp_path, content):
+    path = tmp_path / "scores.pt"
+    pairs().save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if content == "half" else content)
+    with pytest.raises(
+        PerSampleError, match=r"scores\.pt' is broken: .* Put it back from a copy, or compute the scores"
+    ):
+        PairScores.load(path)
+    with pytest.raises(FileNotFoundError, match=r"none\.pt"):
+        PairScores.load(tmp_path / "none.pt")
+
+
+@pytest.mark.parametrize("groups", [["b", "a", "b"], {9: "b", 0: "b", 4: "a", 5: "z"}, torch.tensor([7, 2, 7])])
+def test_the_mean_over_groups_of_test_samples(groups):
+    scores = torch.tensor([[1.0, 0.5, 5.0], [-2.0, 4.0, 1.0], [0.0, math.nan, math.inf]], dtype=torch.float64)
+    found = PairScores("grad_dot", (3, 5, 8), (0, 4, 9), scores, "positive: helps", 2, 1).by_group(groups)
+    first, second = found.test_index
+    assert (first, second) == ((2, 7) if isinstance(groups, torch.Tensor) else ("a", "b"))
+    assert found.top(test=first) == [(5, 4.0), (3, 0.5)]
+    assert found.top(test=second) == [(8, math.inf), (3, 3.0), (5, -0.5)]
+    assert (found.train_index, found.convention, found.unknown, found.nonfinite) == ((3, 5, 8), "positive: helps", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        (["a"], "groups has 1 entries; allowed is one for each of the 2 test samples, in the order of test_index, or"),
+        ({0: "a"}, "groups has none of test sample 4, and of 1 in all"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(groups, text):
+    with pytest.raises(OptionError, match=f"^{text}"):
+        pairs().by_group(groups)

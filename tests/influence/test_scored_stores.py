@@ -15,7 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_persample import OptionError, PerSampleError, UnsupportedError
-from lightning_persample.influence import grad_cos, grad_dot, less, logra, tracin, tracin_cp, trak
+from lightning_persample.influence import (
+    TopScores,
+    grad_cos,
+    grad_dot,
+    less,
+    linear_datamodeling_score,
+    logra,
+    tracin,
+    tracin_cp,
+    trak,
+)
 from tests.in_turn import in_turn
 from tests.influence.loops import simple, store_of
 
@@ -125,8 +135,7 @@ def test_what_is_held_at_a_time_is_within_the_memory(tmp_path, name, dtype):
     live = LiveBytes()
     with live:
         found = SCORES[name](*stores, max_memory=limit)
-    aside = found.scores.nbytes * (4 if name == "trak" else 1)  # the scores, and what they are made of at the end
-    aside += 8 * 60 * 8  # indices and factors
+    aside = found.scores.nbytes + 8 * 60 * 8  # indices and factors
     aside += 2 * 200 * 200 * 8 if name == "trak" else 0
     assert live.largest <= limit + aside
     unlimited = LiveBytes()
@@ -321,3 +330,101 @@ def test_a_row_that_is_not_finite_makes_its_own_scores_nan_alone(tmp_path, store
     expected[3] = expected[:, 1] = True
     assert torch.equal(found.scores.isnan(), expected)
     assert found.nonfinite == 2
+
+
+def place_of(found, name):
+    """The largest and smallest scores of each test sample, as the whole matrix gives them."""
+    return [found.top(5, test=test) if name == "top" else found.bottom(5, test=test) for test in found.test_index]
+
+
+@pytest.mark.parametrize(("name", "max_memory"), in_turn(SCORES, [None, 6000, 20_000]))
+def test_the_largest_are_those_of_the_whole_matrix(stores, name, max_memory):
+    whole = scored(name, stores["float64"])
+    found = scored(name, stores["float64"], top=5, max_memory=max_memory)
+    assert isinstance(found, TopScores)
+    assert (found.name, found.train_index, found.test_index) == (whole.name, whole.train_index, whole.test_index)
+    for kind in ("top", "bottom"):
+        for one, other in zip(place_of(found, kind), place_of(whole, kind), strict=True):
+            assert [index for index, _ in one] == [index for index, _ in other]
+            assert [score for _, score in one] == pytest.approx([score for _, score in other], rel=1e-11, abs=1e-12)
+    torch.testing.assert_close(found.mean().scores, whole.mean().scores, rtol=1e-11, atol=1e-12)
+    assert [index for index, _ in found.top(7)] == [index for index, _ in whole.top(7)]
+    assert str(found) == str(whole)
+
+
+@pytest.mark.parametrize("top", [None, 5])
+@pytest.mark.parametrize("name", SCORES)
+def test_float32_is_as_near_as_it_holds(stores, name, top):
+    exact = scored(name, stores["float64"], top=top).scores
+    found = scored(name, stores["float64"], top=top, dtype=torch.float32).scores
+    assert (exact.dtype, found.dtype) == (torch.float64, torch.float32)
+    assert 0 < (found - exact).abs().max() < 2e-5 * exact.abs().max()
+
+
+def test_ties_and_numbers_that_are_none(tmp_path):
+    """Scores 1, 0, 0, nan, -1, 0, 2 with the first test sample, twice as large with the second, nan with the third."""
+    values = [[1.0], [0.0], [0.0], [math.nan], [-1.0], [0.0], [2.0]]
+    train, test = simple(tmp_path / "train", values), simple(tmp_path / "test", [[1.0], [2.0], [math.nan]])
+    for k in (2, 3, 5, 6, 7, 100):
+        for max_memory in (None, 3 * 24, 200):  # one row, and a few, at a time
+            found = grad_dot(train, test, top=k, max_memory=max_memory)
+            whole = grad_dot(train, test)
+            kept = min(k, 7)
+            assert found.scores.shape == found.least_places.shape == (kept, 3)
+            for index in (0, 1):
+                assert found.top(kept, test=index) == whole.top(kept, test=index)
+                assert found.bottom(kept, test=index) == whole.bottom(kept, test=index)
+            assert found.top(1, test=2) == found.bottom(kept, test=2) == []
+            assert found.scores[6:, 0].isnan().all()
+            assert (found.places[:, 2] == -1).all()
+            assert found.mean().scores.isnan().all()
+            assert (found.nonfinite, found.unknown) == (2, 0)
+
+
+def test_the_largest_of_many_pairs_take_no_matrix_of_them(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    sides = []
+    for side, count in (("train", 3000), ("test", 800)):
+        rows = {"sample_index": torch.randperm(count, generator=generator), "step": 1}
+        sides.append(
+            store_of(tmp_path / side, [(torch.randn(count, 4, generator=generator), rows)], shapes={"a": (4,)})
+        )
+    live = LiveBytes()
+    with live:
+        found = grad_dot(*sides, top=3, max_memory=300_000)
+    kept = 800 * 3 * 8 * 4 * 3 + 3800 * 8 * 6  # of each block and joined; indices and means
+    assert live.largest < 300_000 + kept < 3000 * 800 * 8 / 10
+    expected = grad_dot(*sides)
+    values, places = expected.scores.topk(3, 0)
+    assert torch.equal(found.places, places)
+    torch.testing.assert_close(found.scores, values, rtol=1e-12, atol=1e-13)
+    values, places = expected.scores.topk(3, 0, largest=False)
+    assert torch.equal(found.least_places, places)
+    torch.testing.assert_close(found.least, values, rtol=1e-12, atol=1e-13)
+
+
+def test_what_the_options_of_scores_are(stores, tmp_path):
+    train, test = (each.at(1) for each in stores["float64"])
+    for options, text in (
+        ({"top": 0}, "top=0 is not allowed: top must be None or an int >= 1"),
+        ({"dtype": torch.float16}, "dtype=torch.float16 is not allowed: dtype must be torch.float32 or torch.float64"),
+        ({"device": "mps"}, "dtype=torch.float64 is not allowed: dtype must be torch.float32 on an MPS device"),
+        ({"largest": 3}, "'largest' is no option of a score; there are max_memory, dtype, device, top"),
+    ):
+        with pytest.raises(OptionError, match=f"^{text}"):
+            grad_dot(train, test, **options)
+    found = grad_cos(train, test, top=4)
+    assert found.top(5, test=0) == found.top(test=0) == grad_cos(train, test).top(4, test=0)
+    with pytest.raises(OptionError, match="k=0 is not allowed: k must be an int >= 1"):
+        found.top(0, test=0)
+    with pytest.raises(OptionError, match="test=1 is not the index of a test sample"):
+        found.bottom(1, test=1)
+    for refused in (lambda: found.by_group([0] * 16), lambda: linear_datamodeling_score(found, [[0], [3]], None)):
+        with pytest.raises(OptionError, match=r"grad_cos kept the largest scores alone \(top=4\): compute it without"):
+            refused()
+    found.save(tmp_path / "scores.pt")
+    again = TopScores.load(tmp_path / "scores.pt")
+    assert place_of(again, "top") == place_of(found, "top")
+    frame = found.to_pandas()
+    assert list(frame.columns) == ["test", "rank", "train", "score"]
+    assert list(frame[frame.test == 3][["train", "score"]].itertuples(index=False, name=None)) == found.top(4, test=3)

@@ -6,12 +6,13 @@ import math
 import re
 
 import numpy
+import pyarrow
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lightning_persample import OptionError, PerSampleError, UnsupportedError
-from lightning_persample.influence import tracin, tracin_cp
+from lightning_persample.influence import self_influence, tracin, tracin_cp
 from tests.influence.loops import data, net, sample_grads, shapes_of, simple, store_of
 
 RATES = (0.3, 0.05)
@@ -232,3 +233,39 @@ def test_a_rate_that_one_manifest_knows_is_taken(tmp_path):
     train = simple(tmp_path / "train", [[2.0]], checkpoints=[{"step": 5}])
     test = simple(tmp_path / "test", [[3.0]], checkpoints=[{"step": 5, "learning_rate": 0.5}])
     assert tracin_cp(train, test).scores.tolist() == [[3.0]]
+
+
+def test_self_influence_of_a_store_is_that_of_its_rows(run):
+    train, values = run["in_run"], torch.cat([block for _, block in run["in_run"].blocks()])
+    rates = train.rows["learning_rate"]
+    expected = dict.fromkeys(sorted(set(train.rows["sample_index"].tolist())), 0.0)
+    weighted = dict(expected)
+    for index, row, rate, weight in zip(
+        train.rows["sample_index"].tolist(), values, rates.tolist(), train.rows["weight"].tolist(), strict=True
+    ):
+        expected[index] += rate * float(row @ row)
+        weighted[index] += rate * weight * float(row @ row)
+    for found, wanted in ((self_influence(train), expected), (self_influence(train, weighted=True), weighted)):
+        assert found.index == tuple(wanted)
+        assert found.scores.tolist() == pytest.approx(list(wanted.values()), rel=1e-12)
+        assert int(found.counts.sum()) == len(train)
+    assert self_influence(train).convention.startswith("sum of learning_rate * norm^2 over the rows: never negative")
+
+
+def test_self_influence_of_a_store_at_checkpoints_takes_their_rates(tmp_path):
+    checkpoints = [{"step": 1, "learning_rate": 0.5}, {"step": 2}]
+    rows = [{"sample_index": torch.tensor([4, 2]), "checkpoint": number} for number in (0, 1)]
+    values = torch.tensor([[3.0, 4.0], [0.0, 2.0]], dtype=torch.float64)
+    store = store_of(tmp_path / "store", [(values, rows[0]), (2 * values, rows[1])], checkpoints=checkpoints)
+    with pytest.raises(
+        UnsupportedError, match=r"2 of 4 rows of the store have no 'learning_rate': pass learning_rates="
+    ):
+        self_influence(store)
+    found = self_influence(store, learning_rates=[0.5, 1.0])
+    assert (found.top(), found.counts.tolist()) == ([(4, 0.5 * 25 + 100), (2, 0.5 * 4 + 16)], [2, 2])
+    assert self_influence(store.at(0)).top() == [(4, 12.5), (2, 2.0)]
+    assert found.scores.tolist() == tracin_cp(store, store, [0.5, 1.0]).scores.diagonal().tolist()
+    with pytest.raises(UnsupportedError, match=r"2 of 2 rows of the store have no 'weight': pass weighted=False"):
+        self_influence(store.at(0), weighted=True)
+    with pytest.raises(OptionError, match=r"learning_rates=\[1\.0\] is not allowed: .* None for a ledger"):
+        self_influence(pyarrow.table({"sample_index": [1]}), learning_rates=[1.0])
