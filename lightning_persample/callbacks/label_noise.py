@@ -23,7 +23,8 @@ from lightning_persample.capture.failure import of_user, stop
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.influence.ledger import Manifest, read_manifest
-from lightning_persample.influence.scores import el2n, grand, self_influence
+from lightning_persample.influence.scores import el2n, grand
+from lightning_persample.influence.tracin import self_influence
 from lightning_persample.options import CaptureOptions, check_option, is_int
 from lightning_persample.reference.untouched import untouched
 
