@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, picked, row_owners
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.torch_internals import is_wrapped_by_transform
@@ -51,6 +51,8 @@ class Followed:
         entries: what the one output adds up, where the call can give it.
         excused: what was said of calls before, and is not so of what goes through this one.
         by_values: whether values in the tensors had a part in it, so that it is not remembered.
+        padding: the entries of the one output that belong to no sample, as there is room for as many as the batch has,
+            and what to say where the loss takes them in.
     """
 
     outputs: tuple[BatchAxis | Lost | None, ...]
@@ -60,6 +62,7 @@ class Followed:
     entries: Callable[[], Entries] | None = None
     by_values: bool = False
     excused: frozenset[tuple[str, str]] = frozenset()
+    padding: tuple[Tensor, str] | None = None
 
 
 PropagationRule = Callable[[ObservedCall], Followed]
@@ -147,7 +150,9 @@ def with_constant_rows(
     if not equal and (rows.is_floating_point() or rows.is_complex()):
         return None  # (which one each sample alone would have is not known)
     known = [beside.to(owners.device)] if beside is not None and equal else []
-    known += [row for owner in call.owners if (row := owner.sample.to(owners.device)).shape == owners.shape]
+    known += _of_as_many(call.owners, owners)
+    if not any(bool((rest | (layout == owners)).all()) for layout in known):
+        known += _of_as_many(call.known_owners(), owners)
     each, left = divmod(len(owners), call.batch_size)
     rows_of_each = [] if left else [torch.arange(call.batch_size, device=owners.device).repeat_interleave(each)]
     fit, rivals = (
@@ -160,11 +165,24 @@ def with_constant_rows(
     return fit[0]
 
 
+def _of_as_many(known: Iterable[Owner], owners: Tensor) -> list[Tensor]:
+    return [each.sample.to(owners.device) for each in known if each.sample.shape == owners.shape]
+
+
+def padded(call: ObservedCall, place: BatchAxis | Lost, padding: Tensor) -> Followed:
+    """Rows beside those of the samples, as many as a batch has room for: no sample's, where the loss takes them in."""
+    text = (
+        f"`{call.name}` leaves room for rows that a sample of the batch does not have{user_line()}, and the loss takes "
+        "them in: leave them out, by a mask of the rows"
+    )
+    return Followed((place,), by_values=True, padding=(padding, text) if bool(padding.any()) else None)
+
+
 def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, source: object) -> Followed | None:
     """Rows written or added along `dim` to rows of the same sample, by the values of `index`; None where not so."""
     # The index has the target's axes, as that of `scatter`, or one axis or none, as that of `index_add`.
     where, by = call.axis_of(target), call.axis_of(index)
-    found = call.axis_of(source) if isinstance(source, Tensor) else None
+    found: Any = call.axis_of(source) if isinstance(source, Tensor) else None
     along = dim if index.dim() == target.dim() else 0
     if any(tensor is not index for tensor, _ in call.lost) or index.dim() not in (0, 1, target.dim()):
         return None
@@ -190,11 +208,16 @@ def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, s
     if where is None and constant:  # each of its rows is of the sample that is written there
         owners = incoming.new_full((target.size(dim),), -1).index_put((rows,), written)
         known = with_constant_rows(call, owners, call.outputs[0], dim, even=True)
+        if known is None and torch.equal(owners[rows], written) and (found is None or found.mixing is None):
+            mark = Lost(_reason(call, "leaves rows of no sample"), apart=True, filled=(dim, owners))
+            return padded(call, mark, owners.reshape(-1, *[1] * (target.dim() - dim - 1)).expand_as(target) < 0)
         where = None if known is None else picked(dim, known, call.batch_size)
     if not isinstance(where, BatchAxis) or where.dim != dim:
         return None
     same = torch.equal(row_owners(where, call.batch_size, index.device)[rows], written)
-    mixing = next((axis.mixing for axis in (where, found, by) if isinstance(axis, BatchAxis) and axis.mixing), None)
+    # Numbers of the whole batch may say which row of a sample's own is written, not what is written there.
+    mixings = (where, found, None if constant else by)
+    mixing = next((axis.mixing for axis in mixings if isinstance(axis, BatchAxis) and axis.mixing), None)
     return keep(call, where.mixed(mixing)) if same else None
 
 

@@ -29,12 +29,16 @@ def _follow_getitem(call: ObservedCall) -> Followed:
     tensor: Tensor = call.args[0]
     items = _per_axis(call.args[1], tensor.dim())
     source = call.axis_of(tensor)
+    indices = [(i, w) for i in items if isinstance(i, Tensor) and isinstance(w := call.axis_of(i), BatchAxis)]
     if isinstance(source, Lost):
-        return beside_lost(call)
+        counts = not (tensor.is_floating_point() or tensor.is_complex()) and not any(map(_is_mask, items))
+        if len(call.lost) > 1 or len(indices) != 1 or not counts:
+            return beside_lost(call)
+        index, axis = indices[0]
+        return _through_indices(call, _Place(items), [(index, axis.mixed(axis.mixing or source.reason))])
     if any(_is_mask(item) for item in items):
         return _by_mask(call, tensor, items, source)
     place = _Place(items)
-    indices = [(i, w) for i in items if isinstance(i, Tensor) and isinstance(w := call.axis_of(i), BatchAxis)]
     if source is None:
         if not indices or call.lost:
             return lost(call, "picks entries by indices computed over the whole batch", mixes=crossed(call))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, picked, reshaped, row_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, reshaped, row_owners
 from lightning_persample.batch_axis.base import (
     Followed,
     alone,
@@ -19,6 +19,7 @@ from lightning_persample.batch_axis.base import (
     into_own_rows,
     keep,
     lost,
+    padded,
     propagation_rule,
     with_constant_rows,
 )
@@ -139,7 +140,8 @@ def _follow_joined(call: ObservedCall) -> Followed:
         if len(found) < len(call.operands):
             return lost(call, "puts rows of the batch beside rows that belong to no sample")
         owners = torch.cat([row_owners(place, call.batch_size, first.device) for place in found])
-        joined = keep(call, picked(dim, owners, call.batch_size, mixing), lambda tensor: places[id(tensor)])
+        laid = {key: place for key, place in places.items() if place is not None and place.entries(call.batch_size)}
+        joined = keep(call, picked(dim, owners, call.batch_size, mixing), lambda tensor: laid.get(id(tensor)))
         return replace(joined, by_values=len(located) < len(found))
     if any(not other.same_layout(axis) for _, other in located):
         return lost(call, "meets two tensors of the batch that order their samples differently", mixes=None)
@@ -152,9 +154,42 @@ def _follow_joined(call: ObservedCall) -> Followed:
     return keep(call, replace(axis, dim=moved, mixing=mixing), aligned)
 
 
+@propagation_rule("padded")
+def _follow_pad_sequence(call: ObservedCall) -> Followed:
+    """Rows of one sample each are padded to one length and stacked: the samples lie along the new axis."""
+    mixing = next((axis.mixing for _, axis in call.located if axis.mixing), None)
+    samples = [_sample_of(operand.axis) for operand in call.operands]
+    if len(samples) == call.batch_size and any(operand.tensor.size(0) == 0 for operand in call.operands):
+        samples = [place if one is None else one for place, one in enumerate(samples)]  # (of no rows nobody is known)
+        samples = samples if samples == [*range(call.batch_size)] else [None]
+    known = [sample for sample in samples if sample is not None]
+    if len(known) == len(samples):
+        dim = 0 if call.argument(1, "batch_first", default=False) else 1
+        output = call.outputs[0]
+        place = picked(dim, torch.tensor(known, device=output.device), call.batch_size, mixing)
+        ones = [operand.tensor.new_zeros(operand.tensor.shape[:1], dtype=torch.bool) for operand in call.operands]
+        options = {
+            **dict(zip(("batch_first", "padding_value", "padding_side"), call.args[1:], strict=False)),
+            **call.kwargs,
+        }
+        fills = call.function(ones, **{**options, "padding_value": 1})
+        return padded(call, place, fills.reshape(fills.shape + (1,) * (output.dim() - 2)).expand_as(output))
+    _, axis = call.located[0]
+    if call.lost or axis.dim == 0 or any(not other.same_place(axis) for _, other in call.located):
+        return lost(call, "stacks rows of which it is not known that each part is of one sample", mixes=crossed(call))
+    return keep(call, replace(axis, dim=axis.dim + 1, mixing=mixing))
+
+
+def _sample_of(axis: BatchAxis | Lost | None) -> int | None:
+    """The one sample that a tensor holds rows of, or is made of."""
+    if isinstance(axis, Lost):
+        return axis.alone
+    return axis.owner.only if axis is not None and axis.owner is not None and axis.dim == 0 else None
+
+
 def _of_each(call: ObservedCall, tensor: Tensor, dim: int) -> BatchAxis | None:
     """Where each sample has its own of rows that are copies of one, as many as the rows of the batch beside them."""
-    if not tensor.requires_grad and (tensor.dim() <= dim or tensor.size(dim) == 0):
+    if tensor.numel() == 0 and (tensor.dim() <= dim or tensor.size(dim) == 0):
         return picked(dim, torch.empty(0, dtype=torch.int64, device=tensor.device), call.batch_size)
     beside = [axis for other, axis in call.located if other.size(dim) == tensor.size(dim)]
     layout = beside[0] if beside and all(axis.same_layout(beside[0]) for axis in beside) else None

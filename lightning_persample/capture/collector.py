@@ -221,6 +221,12 @@ class Notes:
         for output in hooked:
             on_gradient(output, partial(self._reach, kind, text), self._fail)
 
+    def add_of_padding(self, text: str, padding: Tensor, output: Tensor) -> None:
+        """Say something of a call in every backward that goes through one of these entries of its output."""
+        self._texts["mixing"].setdefault(text)
+        self.axis_lost.add(text)
+        on_gradient(output, partial(self._reach_padding, text, padding), self._fail)
+
     def add_later(self, kind: Kind, text: Callable[[], str | None], output: Tensor) -> None:
         """Ask whether there is something to say of a call, and what, after a backward that goes through its output."""
         if output.requires_grad:
@@ -269,6 +275,10 @@ class Notes:
         collector = self._collector()
         if collector is not None and collector.accepting:
             self._later[text] = kind
+
+    def _reach_padding(self, text: str, padding: Tensor, grad: Tensor) -> None:
+        if bool(grad.masked_select(padding).any()):
+            self._reach("mixing", text, grad)
 
     def _reach(self, kind: Kind, text: str, grad: Tensor) -> None:
         collector = self._collector()

@@ -115,6 +115,11 @@ class Dispatcher(Collector):
                 mark = replace(mark, owner=known)
         self.marks[tensor] = mark
 
+    def known_owners(self) -> list[Owner]:
+        """The samples of rows in all tensors that there are, and hold them by owners."""
+        living = [mark for reference, mark in list(self.marks.entries.values()) if reference() is not None]
+        return [mark.owner for mark in living if isinstance(mark, BatchAxis) and mark.owner is not None]
+
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run ``torch.autograd.grad`` in the middle of a step, and note where the samples lie in what it gives."""
         with self.not_counting():
@@ -389,7 +394,7 @@ class Dispatcher(Collector):
             )
             call = ObservedCall(
                 op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
-                layout, self.owners,
+                layout, self.owners, self.known_owners,
             )  # fmt: skip
             involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
             live = involved if weights and any(output.requires_grad for output in outputs) else {}
@@ -620,6 +625,8 @@ class Dispatcher(Collector):
             self.notes.add("mixing", followed.mixing, call.outputs)
         if followed.weighting is not None and not alone:
             self.notes.add("weighting", followed.weighting, call.outputs)
+        if followed.padding is not None and not alone and call.outputs[0].requires_grad:
+            self.notes.add_of_padding(followed.padding[1], followed.padding[0], call.outputs[0])
         rule = rule_of(call.op)
         for note in followed.excused:
             self.excuses.setdefault(note, set()).update(boundary(call.outputs))

@@ -169,6 +169,17 @@ def checkpointed(name: str, build: Any, *args: Any, named: str | None = None) ->
 
 MOE = GROUPED | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 MOE |= {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 1}
+DEEPSEEK = MOE | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+DEEPSEEK |= {"kv_lora_rank": 4, "q_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+DEEPSEEK |= {"head_dim": 4, "num_key_value_heads": 2}
+GPT_OSS = MOE | {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+JAMBA = MOE | {"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
 DEBERTA = TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 16}
 WINDOWS = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4}
 LONG = TEXT | {"attention_window": 4}
@@ -315,6 +326,16 @@ CASES = [
     *(
         case(f"{name}-{way}-experts", text, f"{name}Config", f"{name}ForCausalLM", MOE, experts=way)
         for name in ("Mixtral", "Qwen2Moe", "Qwen3Moe")
+        for way in ("eager", "batched_mm")
+    ),
+    *(
+        case(f"{name}-{way}-experts", text, f"{name}Config", f"{name}ForCausalLM", options, experts=way, padded=padded)
+        for name, options, padded in (
+            ("DeepseekV2", DEEPSEEK, True),
+            ("DeepseekV3", DEEPSEEK, True),
+            ("GptOss", GPT_OSS, True),
+            ("Jamba", JAMBA | {"expert_layer_offset": 1}, False),
+        )
         for way in ("eager", "batched_mm")
     ),
     case(
