@@ -145,7 +145,7 @@ def chebyshev() -> Callable[[Tensor, Any], Tensor]:
             self.layer = ChebConv(D, D, 2, normalization=None)
 
         def forward(self, h: Tensor, data: Any) -> Tensor:
-            return global_mean_pool(self.layer(h, data.edge_index, data.edge_attr, data.batch), data.batch)
+            return global_mean_pool(self.layer(h, data.edge_index, None, data.batch).tanh(), data.batch)
 
     return Chebyshev()
 
