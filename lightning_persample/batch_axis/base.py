@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, picked, row_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.torch_internals import is_wrapped_by_transform
@@ -150,9 +150,9 @@ def with_constant_rows(
     if not equal and (rows.is_floating_point() or rows.is_complex()):
         return None  # (which one each sample alone would have is not known)
     known = [beside.to(owners.device)] if beside is not None and equal else []
-    known += _of_as_many(call.owners, owners)
+    known += [row for owner in call.owners if (row := owner.sample.to(owners.device)).shape == owners.shape]
     if not any(bool((rest | (layout == owners)).all()) for layout in known):
-        known += _of_as_many(call.known_owners(), owners)
+        known += [row.to(owners.device) for row in call.known_rows(len(owners))]
     each, left = divmod(len(owners), call.batch_size)
     rows_of_each = [] if left else [torch.arange(call.batch_size, device=owners.device).repeat_interleave(each)]
     fit, rivals = (
@@ -163,10 +163,6 @@ def with_constant_rows(
     if not fit or any(not torch.equal(count, counts[0]) for count in counts):  # (it may be either)
         return None
     return fit[0]
-
-
-def _of_as_many(known: Iterable[Owner], owners: Tensor) -> list[Tensor]:
-    return [each.sample.to(owners.device) for each in known if each.sample.shape == owners.shape]
 
 
 def padded(call: ObservedCall, place: BatchAxis | Lost, padding: Tensor) -> Followed:
@@ -181,7 +177,7 @@ def padded(call: ObservedCall, place: BatchAxis | Lost, padding: Tensor) -> Foll
 def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, source: object) -> Followed | None:
     """Rows written or added along `dim` to rows of the same sample, by the values of `index`; None where not so."""
     # The index has the target's axes, as that of `scatter`, or one axis or none, as that of `index_add`.
-    where, by = call.axis_of(target), call.axis_of(index)
+    where, by, room = call.axis_of(target), call.axis_of(index), None
     found: Any = call.axis_of(source) if isinstance(source, Tensor) else None
     along = dim if index.dim() == target.dim() else 0
     if any(tensor is not index for tensor, _ in call.lost) or index.dim() not in (0, 1, target.dim()):
@@ -207,10 +203,14 @@ def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, s
     constant = target is call.outputs[0] if call.inplace else not target.requires_grad
     if where is None and constant:  # each of its rows is of the sample that is written there
         owners = incoming.new_full((target.size(dim),), -1).index_put((rows,), written)
-        known = with_constant_rows(call, owners, call.outputs[0], dim, even=True)
+        known = with_constant_rows(call, owners, call.outputs[0], dim)
+        rest = owners.reshape(-1, *[1] * (target.dim() - dim - 1)).expand_as(target) < 0
+        if known is None:
+            known = with_constant_rows(call, owners, call.outputs[0], dim, even=True)
+            room = (rest if len(owners) > call.batch_size else None) if known is not None else None
         if known is None and torch.equal(owners[rows], written) and (found is None or found.mixing is None):
             mark = Lost(_reason(call, "leaves rows of no sample"), apart=True, filled=(dim, owners))
-            return padded(call, mark, owners.reshape(-1, *[1] * (target.dim() - dim - 1)).expand_as(target) < 0)
+            return padded(call, mark, rest)
         where = None if known is None else picked(dim, known, call.batch_size)
     if not isinstance(where, BatchAxis) or where.dim != dim:
         return None
@@ -218,7 +218,9 @@ def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, s
     # Numbers of the whole batch may say which row of a sample's own is written, not what is written there.
     mixings = (where, found, None if constant else by)
     mixing = next((axis.mixing for axis in mixings if isinstance(axis, BatchAxis) and axis.mixing), None)
-    return keep(call, where.mixed(mixing)) if same else None
+    if not same:
+        return None
+    return keep(call, where.mixed(mixing)) if room is None else padded(call, where.mixed(mixing), room)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -54,7 +54,7 @@ class ObservedCall:
         fused: the call as it ran, where its backward forms the samples' gradients and their sum together.
         layout: the key under which what is decided of the call may be remembered, see `layout`; None where it may not.
         owners: the samples of rows in tensors of the batch that have unequal numbers of them.
-        known_owners: gives those of rows in all tensors that there are.
+        known_rows: gives the sample of each of so many rows as some tensors have, (n,), by what else holds samples.
         located: the operands that hold the batch along a known axis.
         lost: the operands that depend on the batch without an axis that holds it.
     """
@@ -72,7 +72,7 @@ class ObservedCall:
     fused: OwnBackward | None = None
     layout: Hashable | None = None
     owners: Sequence[Owner] = ()
-    known_owners: Callable[[], Sequence[Owner]] = tuple
+    known_rows: Callable[[int], Sequence[Tensor]] = lambda count: ()
 
     def __post_init__(self) -> None:
         self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 
 from lightning_persample.batch_axis.added_up import UNKNOWN, scaled
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, row_owners
 from lightning_persample.batch_axis.base import has_equal_rows, is_plain, memory_of
 from lightning_persample.batch_axis.follow import follow
 from lightning_persample.batch_axis.observed import (
@@ -90,6 +91,7 @@ class Dispatcher(Collector):
         has_loaders: the batch holds the samples of several loaders, one after another.
         means: of what the loss of the present backward is a sum, where it is one of the means of several loaders.
         owners: the samples of rows in tensors of the batch that have unequal numbers of them.
+        padded: the numbers of rows of tensors that have room for more than the samples have.
         visible: the mode under which calls are seen.
         others: functions that somebody else answers, and who.
     """
@@ -98,6 +100,7 @@ class Dispatcher(Collector):
     others: Mapping[Callable[..., Any], Answer] = {}
 
     owners: tuple[Owner, ...] = ()
+    padded: frozenset[int] = frozenset()
     part: Part | None = None
     has_loaders = False
     means: Means | None = None
@@ -115,10 +118,16 @@ class Dispatcher(Collector):
                 mark = replace(mark, owner=known)
         self.marks[tensor] = mark
 
-    def known_owners(self) -> list[Owner]:
-        """The samples of rows in all tensors that there are, and hold them by owners."""
-        living = [mark for reference, mark in list(self.marks.entries.values()) if reference() is not None]
-        return [mark.owner for mark in living if isinstance(mark, BatchAxis) and mark.owner is not None]
+    def known_rows(self, count: int) -> list[Tensor]:
+        """The sample of each of so many rows as tensors have that there are, but for those with room for more."""
+        found: list[Tensor] = []
+        for reference, mark in list(self.marks.entries.values()) if count not in self.padded else ():
+            tensor = reference() if type(mark) is BatchAxis else None
+            if tensor is None or not isinstance(mark, BatchAxis) or mark.rows * mark.entries(self.batch_size) != count:
+                continue
+            if mark.owner is not None or mark.rows > 1:
+                found.append(row_owners(mark, self.batch_size))
+        return found
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run ``torch.autograd.grad`` in the middle of a step, and note where the samples lie in what it gives."""
@@ -394,7 +403,7 @@ class Dispatcher(Collector):
             )
             call = ObservedCall(
                 op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
-                layout, self.owners, self.known_owners,
+                layout, self.owners, self.known_rows,
             )  # fmt: skip
             involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
             live = involved if weights and any(output.requires_grad for output in outputs) else {}
@@ -625,6 +634,9 @@ class Dispatcher(Collector):
             self.notes.add("mixing", followed.mixing, call.outputs)
         if followed.weighting is not None and not alone:
             self.notes.add("weighting", followed.weighting, call.outputs)
+        if followed.padding is not None:
+            shape = call.outputs[0].shape
+            self.padded |= {count for count in (shape[0], math.prod(shape[:2])) if count > self.batch_size}
         if followed.padding is not None and not alone and call.outputs[0].requires_grad:
             self.notes.add_of_padding(followed.padding[1], followed.padding[0], call.outputs[0])
         rule = rule_of(call.op)

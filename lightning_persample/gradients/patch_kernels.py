@@ -126,6 +126,11 @@ def _dense_layers(rows: Rows) -> Tensor:
     return torch.cat(parts, 3)
 
 
+def _in_order(tensor: Tensor) -> Tensor:
+    """A tensor whose strides are those of its shape: by those of axes of size 1, torch takes its channels for last."""
+    return tensor.contiguous().flatten().view(tensor.shape)
+
+
 def _dense_grouped(rows: Rows) -> Tensor:
     """The weight gradient of one convolution that has every sample's channels as groups of its own, and batch k."""
     geometry, inputs, out_size = rows.geometry, rows.input, rows.out_size
@@ -135,8 +140,8 @@ def _dense_grouped(rows: Rows) -> Tensor:
         inputs, padding = rows.read().transpose(1, 2), (0,) * len(out_size)
     b = inputs.shape[0]
     weight_grad: Tensor = torch.ops.aten.convolution_backward(
-        rows.grad_out.transpose(0, 1).flatten(1, 2).contiguous(),
-        inputs.transpose(0, 1).flatten(1, 2).contiguous(),
+        _in_order(rows.grad_out.transpose(0, 1).flatten(1, 2)),
+        _in_order(inputs.transpose(0, 1).flatten(1, 2)),
         inputs.new_empty((b * rows.weight_shape[0], *rows.weight_shape[1:])),  # only its shape is read
         None,
         geometry.stride,

@@ -66,7 +66,17 @@ def steps_first(h: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return rows, torch.arange(rows.size(1)) < batch["lengths"][:, None]
 
 
-PADDED = {"dense": dense, "split": split, "to the left": split_to_the_left, "steps first": steps_first}
+def without_a_spare_row(h: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    return dense(h, batch, spare=0)
+
+
+PADDED = {
+    "dense": dense,
+    "no row to spare": without_a_spare_row,
+    "split": split,
+    "to the left": split_to_the_left,
+    "steps first": steps_first,
+}
 
 
 def attention(module: Any, rows: Tensor, mask: Tensor) -> Tensor:
@@ -135,7 +145,7 @@ def test_a_recurrence_over_packed_rows_is_each_samples_own(name: str) -> None:
     assert_as_a_loop(module, sequences((3, 5, 2, 4)), loss)
 
 
-@pytest.mark.parametrize("name", ["dense", "split", "steps first"])
+@pytest.mark.parametrize("name", ["dense", "no row to spare", "split", "steps first"])
 def test_padding_that_has_a_part_in_the_loss_is_named(name: str) -> None:
     module, batch = Network(), sequences((3, 5, 2, 4))
 
@@ -154,6 +164,26 @@ def test_padding_that_has_a_part_in_the_loss_is_named(name: str) -> None:
     equal = sequences((3, 3, 3, 3))
     record = captured(module, equal, lambda: loss(equal, masked=False), **options)
     assert (record.axis_lost, record.mixing, record.coverage) == ((), (), 1.0)
+
+
+def test_rows_that_get_no_message_are_no_padding_where_samples_have_as_many_rows() -> None:
+    module, batch = Network(), sequences((3, 3, 3))
+    batch["edges"] = torch.tensor([[0, 1, 4, 6], [1, 0, 5, 7]])
+
+    def loss(batch: Batch) -> Tensor:
+        h = module.first(batch["x"])
+        source, target = batch["edges"]
+        messages = torch.zeros(len(h), H).index_add(0, target, h[source])
+        pooled = torch.zeros(len(batch["y"]), H).index_add(0, batch["owner"], module.query(messages).tanh())
+        return F.mse_loss(module.head(pooled), batch["y"])
+
+    def with_edges(batch: Batch) -> dict[Tensor, Any]:
+        return {**layout(batch), batch["edges"]: (1, torch.tensor([0, 0, 1, 2]))}
+
+    record = captured(module, batch, lambda: loss(batch), batch_layout=with_edges, batch_size=3)
+    edges = [torch.tensor([[0, 1], [1, 0]]), torch.tensor([[1], [2]]), torch.tensor([[0], [1]])]
+    alone = [{**single(batch, sample), "edges": edges[sample]} for sample in range(3)]
+    assert_exact(record, {name: grads for name, grads in loop(module, loss, alone).items() if grads.any()})
 
 
 def test_a_sample_without_rows_is_padded_alone() -> None:

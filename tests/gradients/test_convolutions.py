@@ -54,6 +54,18 @@ def test_squared_norm_of_orthogonal_terms(name: str) -> None:
     assert_close(single._terms_sq_norm(), sq_norm(single.dense()))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_position_with_strides_of_another_order(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An axis of size 1 may have any stride, as one has after a transpose: the values are those of any other."""
+    geometry = PatchGeometry((3,), (1,), ((1, 1),), (1,), 1)
+    gradients = torch.randn(2, 3, 1, 4, 1, dtype=torch.float64)
+    plain = Patches(*gradients, geometry)
+    turned = Patches(*(each.clone().as_strided((3, 1, 4, 1), (4, 4, 1, 4)) for each in gradients), geometry)
+    monkeypatch.setattr(patches, "patch_kernel", lambda sizes, *, dense: "unfolded" if kernel in GRAM else kernel)
+    assert_close(turned.dense(), plain.dense())
+    assert_close(turned.sq_norm(), sq_norm(plain.dense()))
+
+
 @pytest.mark.parametrize("layout", ["channels-last", "transposed", "expanded"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_inputs_that_are_not_contiguous(layout: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
