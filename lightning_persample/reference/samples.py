@@ -10,9 +10,17 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.overrides import TorchFunctionMode
 
 from lightning_persample.batch_axis.axis import BatchAxis, row_owners
-from lightning_persample.batch_axis.batch import Layout, batch_tensors, declared_places, is_alike, is_batch_of_graphs
+from lightning_persample.batch_axis.batch import (
+    Layout,
+    batch_tensors,
+    declared_places,
+    is_alike,
+    is_batch_of_graphs,
+    mark_samples,
+)
 from lightning_persample.errors import OptionError, PerSampleError
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
@@ -67,6 +75,43 @@ def take(
         return part.requires_grad_(tensor.requires_grad)
 
     return _rebuilt(batch, lambda tensor: copied(rows(tensor), tensor), items)
+
+
+class Marked(TorchFunctionMode):
+    """Notes what `mark_samples` declares in a step that runs on a copy of a batch, of the tensors of the batch itself.
+
+    Args:
+        batch: the batch.
+        copied: a copy of it, on which the step runs.
+
+    Attributes:
+        layout: for tensors of the batch, whose rows they have, as `batch_layout` says it.
+        made: whether the step declares owners of rows in tensors that are none of the batch.
+    """
+
+    def __init__(self, batch: Any, copied: Any) -> None:
+        super().__init__()
+        copies, originals = tensors_of(copied), tensors_of(batch)
+        alike = len(copies) == len(originals)  # (a packed sequence may be packed in another order)
+        self._originals = {id(copy): each for copy, each in zip(copies, originals, strict=True)} if alike else {}
+        self.layout: dict[Tensor, Any] = {}
+        self.made = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the call, and note what it declares."""
+        if func is mark_samples:
+            self._note(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, tensor: Tensor, batch_dim: int = 0, *, owner: Tensor | None = None) -> None:
+        original = self._originals.get(id(tensor))
+        self.made |= original is None and owner is not None
+        if original is not None:
+            self.layout[original] = batch_dim if owner is None else (batch_dim, owner.detach().clone())
+        if owner is not None and id(owner) in self._originals:
+            self.layout[self._originals[id(owner)]] = self._originals[id(owner)]
 
 
 def has_ragged_samples(batch: Any, batch_size: int, batch_dim: int = 0, batch_layout: Layout | None = None) -> bool:

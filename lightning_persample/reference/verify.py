@@ -16,7 +16,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_persample.batch_axis.batch import Layout, batch_tensors, read_batch_size
+from lightning_persample.batch_axis.axis import Lost
+from lightning_persample.batch_axis.batch import Layout, batch_tensors, lay_out, read_batch_size
 from lightning_persample.capture.graph import REENTRANT, node_below
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.parameters import default_tolerance, unwrapped
@@ -24,7 +25,7 @@ from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import BatchSizeError, PerSampleError
 from lightning_persample.options import check_option, check_options, is_int, is_none_or_positive
 from lightning_persample.reference.draws import Draws
-from lightning_persample.reference.samples import Weighting, gradients_of, loss_of, own_loss, take
+from lightning_persample.reference.samples import Marked, Weighting, gradients_of, loss_of, own_loss, take
 from lightning_persample.reference.untouched import ModuleState, untouched, without_dropout
 
 PENALTY = (
@@ -35,6 +36,10 @@ RANDOM = (
     "the loss changes with the random seed, by numbers that are not drawn by torch with one row for each sample: a "
     "batch and a single sample cannot draw the same, so the two cannot be compared; draw them by torch, or check with "
     "noise that comes with the batch, one row per sample"
+)
+_MADE = (
+    "the step declares by mark_samples whose rows it makes, and of a single sample it may make others: put such rows "
+    "into the batch"
 )
 _UNKNOWN = "no cause was found: a fault of lightning_persample or of a registered rule, please report it"
 _SMALLEST_PART = 1e-2
@@ -325,7 +330,9 @@ def check_per_sample_gradients(
         # A LightningModule without a Trainer says so each time its training step logs.
         warnings.filterwarnings("ignore", r"You are trying to `self\.log\(\)`")
         try:
-            cut = partial(take, batch_dim=batch_dim, batch_layout=batch_layout)
+            marked = check.marked(batch, size, state)
+            cut = partial(take, batch_dim=batch_dim, batch_layout=(lambda _: marked.layout) if marked else batch_layout)
+            other_axes = other_axes or (_MADE if marked is not None and marked.made else "")
             few = cut(batch, 0, count, batch_size=size)
             with draws.keep():
                 record = check.engine(module, few, count, state)
@@ -389,6 +396,19 @@ class _Check:
             capture.backward_into_record(loss)  # hooks on `.grad` average it over devices, or take an optimizer's step
         state.restore()
         return capture.record
+
+    def marked(self, batch: Any, size: int, state: ModuleState) -> Marked | None:
+        """What the step declares of tensors of which the batch does not tell whose rows they have; None of no such."""
+        if self._layout["batch_layout"] is not None:
+            return None
+        places = lay_out(batch, self._layout["batch_dim"], size).places
+        if not any(isinstance(place, Lost) and place.unplaced and not place.listed for place in places):
+            return None
+        copied = take(batch, 0, size, batch_size=size, batch_dim=self._layout["batch_dim"])
+        with Marked(batch, copied) as marked:
+            self._step(copied)
+        state.restore()
+        return marked
 
     def one_sample(self, batch: Any, state: ModuleState) -> Rows:
         """The gradients of one sample's own loss, zero where the loss does not depend on a parameter."""

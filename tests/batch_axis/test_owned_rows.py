@@ -390,6 +390,39 @@ def test_graphs_and_owned_rows_are_cut_for_a_check() -> None:
     assert report, report
 
 
+@pytest.mark.parametrize("with_owner", [True, False])
+def test_a_check_cuts_what_the_step_declares(with_owner: bool) -> None:
+    module, lengths = nn.Sequential(nn.Linear(D, H), nn.Tanh(), nn.Linear(H, 1)), torch.tensor([2, 3, 1, 4, 2, 1])
+    batch = {"x": torch.randn(13, D), "lengths": lengths, "y": torch.randn(6)}
+    if with_owner:
+        batch["owner"] = torch.arange(6).repeat_interleave(lengths)
+
+    def loss(module: Any, batch: Batch) -> Tensor:
+        owner = batch["owner"] if with_owner else torch.arange(len(batch["y"])).repeat_interleave(batch["lengths"])
+        rows = module(mark_samples(batch["x"], owner=owner))[:, 0]
+        return F.mse_loss(torch.zeros(len(batch["y"])).index_add(0, owner, rows), batch["y"])
+
+    report = check_per_sample_gradients(module, batch, loss, batch_size=6)
+    assert report, report
+    assert report.samples == 4
+
+
+def test_a_check_says_of_rows_that_the_step_makes_why_they_differ() -> None:
+    module, batch = nn.Linear(1, 1), {"x": torch.randn(3, 5), "lengths": torch.tensor([2, 3, 1])}
+
+    def loss(module: Any, batch: Batch) -> Tensor:
+        owner = torch.arange(len(batch["lengths"])).repeat_interleave(batch["lengths"])
+        rows = module(mark_samples(1.0 + torch.arange(len(owner))[:, None], owner=owner))[:, 0].square()
+        return torch.zeros(len(batch["lengths"])).index_add(0, owner, rows).mean()
+
+    batch["more"] = torch.randn(7)
+    report = check_per_sample_gradients(module, batch, loss, batch_size=3)
+    assert {row.reason for row in report.named("differs")} == {
+        "the step declares by mark_samples whose rows it makes, and of a single sample it may make others: put such "
+        "rows into the batch"
+    }
+
+
 def test_constant_rows_that_may_be_of_either_sample_are_named() -> None:
     """As many nodes as graphs, one of which is empty: its row of the pooled ones is not a node's."""
     module, x, owner = nn.Linear(D, 2), torch.randn(3, D), torch.tensor([0, 0, 2])
