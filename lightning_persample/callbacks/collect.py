@@ -213,7 +213,7 @@ def collect_gradients(
         overwrite=overwrite,
     )
     run_pass(asked, trainer, Storing, [WritesInAnyCase()])
-    store = GradientStore(folder, complete=False)
+    store = GradientStore(folder, partial=True)
     common.samples.check_complete(store.rows, len(common.checkpoints))
     return store
 

@@ -381,7 +381,7 @@ class Storing(Passing):
         super().setup(stage)
         trainer = self.trainer
         self._manifest = opened(trainer, self.lock, self._open, "gradients")
-        rows = GradientStore(self._asked.dirpath, complete=False).rows
+        rows = GradientStore(self._asked.dirpath, partial=True).rows
         for place in np.unique(rows["checkpoint"]).tolist():
             self._visited[place] = rows["sample_index"][rows["checkpoint"] == place]
         if trainer.is_global_zero:
@@ -504,7 +504,7 @@ class Storing(Passing):
         self.write()
         self.trainer.strategy.barrier("all gradients are written")
         if self.trainer.is_global_zero:
-            self._promise(len(GradientStore(self._asked.dirpath, complete=False)))
+            self._promise(len(GradientStore(self._asked.dirpath, partial=True)))
         self.lock.release()
 
     def write(self) -> None:

@@ -261,12 +261,14 @@ class GradientRows:
         self._writer: StoreWriter | None = None
         self._layout: tuple[ParameterColumns, ...] = ()
 
-    def prepare(self, continued: Mapping[str, int], *, overwrite: bool) -> StoreManifest | None:
+    def prepare(
+        self, continued: Mapping[str, int], *, overwrite: bool, files: Mapping[int, int]
+    ) -> StoreManifest | None:
         """Make the folder ready; of several processes one alone calls this."""
         there, alike = self._shards.manifest_if_there(), None
         if there is not None and there.run in continued:
             alike = replace(there, projection=self._projection.settings(), dtype=self._dtype)
-        return self._shards.open(alike, continued, overwrite=overwrite)
+        return self._shards.open(alike, continued, overwrite=overwrite, files=files)
 
     def start(self, there: StoreManifest | None, fields: Mapping[str, Any], module: nn.Module) -> None:
         """Note what goes on and the manifest's fields; it is written as soon as the parameters are known."""
@@ -303,7 +305,7 @@ class GradientRows:
             return
         self._layout = layout_of(shapes, self._projection)
         manifest = StoreManifest(
-            parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, **self._fields
+            parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, rows=-1, **self._fields
         )
         unlike = "" if self._there is None else self._shards.unlike(self._there, manifest)
         if unlike:
@@ -330,13 +332,14 @@ class GradientRows:
         if self._writer is not None:
             self._try(self._writer.flush)
 
-    def finish(self) -> None:
-        """Write the rows that were handed on, and say what is missing."""
+    def finish(self) -> int:
+        """Write the rows that were handed on, and say how many are missing."""
         self.flush()
         writer, self._writer = self._writer, None
-        if writer is not None and writer.lost + writer.waiting:
-            count = writer.lost + writer.waiting
+        count = 0 if writer is None else writer.lost + writer.waiting
+        if count:
             self._warn(f"{count} rows of gradients in {str(self._shards.dirpath)!r} were not written")
+        return count
 
     def _try(self, write: Callable[[], None]) -> None:
         try:

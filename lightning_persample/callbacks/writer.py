@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import torch
 from lightning import __version__ as lightning_version
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -138,6 +139,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         self.overwrite = overwrite
         self._manifest: Manifest | None = None
         self._loaded: dict[str, int] = {}
+        self._files: dict[int, int] = {}
+        self._gradient_files: dict[int, int] = {}
         self._groups: tuple[str, ...] = ()
         self._batches, self._last_step, self._has_stepped = 0, -1, True
         self._forget_rows()
@@ -186,7 +189,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         """Which run this is, and the first step that it does not have."""
         run = "" if self._manifest is None else self._manifest.run
         # A batch whose rows are not complete yet has been trained on all the same.
-        return {"run": run, "batches": self._batches + bool(self._current)}
+        return {"run": run, "batches": self._batches + bool(self._current), "files": {}, "gradient_files": {}}
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Write, on all processes before one saves it, what a fit that goes on from here will not see again."""
@@ -195,6 +198,10 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._is_behind = bool(self._current or self._held)
         if not trainer.interrupted:  # a process that fails alone would wait for the others for ever
             trainer.strategy.barrier("PerSampleGradientWriter.on_save_checkpoint")
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is not None and self._parts is not None:  # what a fit that goes on has to find
+            state["files"] = self._ledger.files()
+            state["gradient_files"] = self._store_files()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note of which run the checkpoint is; the folder may have had another name then."""
@@ -205,6 +212,8 @@ class PerSampleGradientWriter(PerSampleCallback):
             state["run"]: state["batches"] if manual else checkpoint["global_step"] for state in states if state["run"]
         }
         self._batches = max((state["batches"] for state in states), default=0)
+        for state in states:
+            self._files, self._gradient_files = state["files"], state["gradient_files"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the folder ready: new, or as it was at the checkpoint."""
@@ -223,6 +232,7 @@ class PerSampleGradientWriter(PerSampleCallback):
                 self._loaded = {self._manifest.run: step}  # a further fit of the same Trainer
             else:
                 self._batches, self._last_step, self._has_stepped = 0, -1, True
+                self._files, self._gradient_files = {}, {}
         if self.projection is not None:
             rank = trainer.global_rank
             self._gradients = GradientRows(self._store, self.projection, self.dtype, rank, self._warn)
@@ -239,9 +249,10 @@ class PerSampleGradientWriter(PerSampleCallback):
     def _open(self, new: Manifest) -> tuple[Manifest, StoreManifest | None]:
         """Make the folder ready, in one process: what the ledger's rows are, and what gradients go on."""
         there = None
-        self._ledger.check(new, self._loaded, overwrite=self.overwrite)  # before anything is removed
+        # Before anything is removed.
+        self._ledger.check(new, self._loaded, overwrite=self.overwrite, files=self._files)
         if self._gradients is not None:
-            there = self._gradients.prepare(self._loaded, overwrite=self.overwrite)
+            there = self._gradients.prepare(self._loaded, overwrite=self.overwrite, files=self._gradient_files)
         elif self._store.dirpath.is_dir():
             self._store.open(None, self._loaded, overwrite=self.overwrite)
             with suppress(OSError):  # it is not empty
@@ -263,7 +274,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         settings = {"loss_reduction": named, "step_unit": unit, **{name: getattr(self, name) for name in others}}
         names = tuple(name for name, _ in pl_module.named_parameters())
         return Manifest(
-            uuid.uuid4().hex, {}, names, settings=settings, libraries=libraries, processes=trainer.world_size
+            uuid.uuid4().hex, {}, names, settings=settings, libraries=libraries, processes=trainer.world_size, rows=-1
         )
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -440,19 +451,27 @@ class PerSampleGradientWriter(PerSampleCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what there is, and say what is missing."""
         is_open = self._parts is not None
-        self._finish(trainer)
-        trainer.strategy.barrier("PerSampleGradientWriter.on_train_end")
-        if is_open and trainer.is_global_zero and self._manifest is not None:
-            with suppress(PerSampleError, OSError):  # then nothing is promised
-                self._ledger.promise(self._manifest.run)  # so that it is seen where files are missing later
-                self._store.promise(self._manifest.run)
+        lost = torch.tensor(self._finish(trainer), device=trainer.strategy.root_device)
+        rows, gradients = trainer.strategy.reduce(
+            lost, reduce_op="sum"
+        ).tolist()  # of all processes, which have written
+        if is_open and trainer.is_global_zero:
+            self._promise(rows, gradients)
         self._lock.release()
+
+    def _promise(self, rows: int, gradients: int) -> None:
+        """Say in the manifests how many rows were made, with those that were not written: a loss is seen later."""
+        if self._manifest is not None:
+            with suppress(PerSampleError, OSError):  # then they say that the fit has not ended
+                self._ledger.promise(self._manifest.run, rows)
+                self._store.promise(self._manifest.run, gradients)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write what there is; the rows of a batch that was not completed are left out."""
         is_open = self._parts is not None
-        self._finish(trainer)
+        lost = self._finish(trainer)
         if is_open and self._manifest is not None and trainer.world_size == 1:
+            self._promise(*lost)
             self._ledger.remove_if_empty(self._manifest.run)
         self._lock.release()
 
@@ -465,19 +484,26 @@ class PerSampleGradientWriter(PerSampleCallback):
             self._rates.close()
         self._rates = None
 
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish(self, trainer: Trainer) -> tuple[int, int]:
+        """Write what there is; how many rows of the ledger, and of gradients, were not written."""
         self._current, self._held = [], []
         self._flush(trainer)
         self._settle()
         gradients, self._gradients = self._gradients, None
-        if gradients is not None:
-            gradients.finish()
+        lost_gradients = 0 if gradients is None else gradients.finish()
         self._let_go()
         parts, self._parts, self._precision = self._parts, None, None
-        if parts is not None:
-            self._has_stepped = trainer.global_step > self._last_step
-        if parts is not None and parts.lost + parts.waiting:
-            self._warn(f"{parts.lost + parts.waiting} rows of the ledger in {str(self.dirpath)!r} were not written")
+        if parts is None:
+            return 0, lost_gradients
+        self._has_stepped = trainer.global_step > self._last_step
+        self._files, self._gradient_files = self._ledger.files(), self._store_files()  # for a further fit
+        lost = parts.lost + parts.waiting
+        if lost:
+            self._warn(f"{lost} rows of the ledger in {str(self.dirpath)!r} were not written")
+        return lost, lost_gradients
+
+    def _store_files(self) -> dict[int, int]:
+        return self._store.files() if self._store.dirpath.is_dir() else {}
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = dict.fromkeys(("_parts", "_rates", "_precision", "_gradients"))

@@ -18,10 +18,26 @@ from numpy.typing import NDArray
 
 from lightning_persample.errors import OptionError, PerSampleError
 
+UNFINISHED = (
+    "its fit goes on, was killed, or had no room on the disk: wait for its end, or go on from a checkpoint with "
+    "trainer.fit(..., ckpt_path=...)"
+)
 # What reads folders of Parquet files passes over names that begin with an underscore.
 MANIFEST = "_manifest.json"
 GRADIENTS = "_gradients"  # the store of gradients in a ledger's folder
 _PARTIAL = re.compile(r"\.((rows|shard)-[\d-]+\.(parquet|npy)|_manifest\.json)\.tmp")
+_KINDS: dict[str, Any] = {  # of the values of a manifest
+    "run": str,
+    "columns": (list, dict),
+    "parameters": list,
+    "settings": dict,
+    "libraries": dict,
+    "processes": int,
+    "rows": (int, type(None)),
+    "samples": (int, type(None)),
+    "projection": (dict, type(None)),
+    "checkpoints": list,
+}
 _ELSEWHERE = {
     "ledger": "{dirpath!r} is a ledger and no store of gradients: its gradients, if it was written with `projection`, "
     "are in {inside!r}; its rows are read with read_ledger",
@@ -102,7 +118,6 @@ class Dataset(ABC, Generic[M]):
     version: ClassVar[int]
     title: ClassVar[str]  # in texts
     rows_are: ClassVar[str]
-    remedy: ClassVar[str]  # where rows are missing
     prefix: ClassVar[str]  # of the names of files
     suffix: ClassVar[str]
 
@@ -163,6 +178,9 @@ class Dataset(ABC, Generic[M]):
                 "version that wrote it, or write to another one"
             )
         with broken_files_named(path):
+            for name, kinds in _KINDS.items():
+                if name in values and not isinstance(values[name], kinds):
+                    raise TypeError(name)
             return self._restored({"rows": None, **values})
 
     def write_manifest(self, manifest: M) -> None:
@@ -170,11 +188,11 @@ class Dataset(ABC, Generic[M]):
         values = {"format": f"lightning_persample {self.kind}", "format_version": self.version, **asdict(manifest)}
         write_atomically(self.dirpath / MANIFEST, json.dumps(values, indent=2).encode())
 
-    def promise(self, run: str) -> None:
-        """Let the manifest of a run that has ended say how many rows there are, so that a loss is seen later."""
+    def promise(self, run: str, lost: int = 0) -> None:
+        """Let the manifest of a run that has ended say how many rows it has made, so that a loss is seen later."""
         manifest = self.manifest_if_there()
         if manifest is not None and manifest.run == run:
-            self.write_manifest(replace(manifest, rows=self._count()))
+            self.write_manifest(replace(manifest, rows=self._count() + lost))
 
     # The parts
 
@@ -218,18 +236,45 @@ class Dataset(ABC, Generic[M]):
                 break
         return ""
 
+    def files(self) -> dict[int, int]:
+        """How many files each process has written, by its rank."""
+        return {part.rank: part.counter + 1 for part in self.parts()}
+
+    def absent(self, files: Mapping[int, int]) -> str:
+        """Which file is not there, of as many of each process; or ""."""
+        there = {(part.rank, part.counter) for part in self.parts()}
+        for rank, count in files.items():
+            for counter in range(count):
+                if (rank, counter) not in there:
+                    return f"file {counter} of process {rank}, which had written {count} when the checkpoint was saved"
+        return ""
+
     def lacking(self, manifest: M, there: int | None = None) -> str:
         """Which of the rows that complete it are not there; or ""."""
         if manifest.rows is None:
             return ""
         there = self._count() if there is None else there
         if manifest.rows < 0:
-            return f"rows (it has {there})"
+            return f"rows (it has {there}, and what writes it has not come to its end)"
         return f"{manifest.rows - there} of {manifest.rows} rows" if there < manifest.rows else ""
 
-    def incomplete(self, missing: str) -> str:
-        """The text of the error where something is missing."""
-        return f"the {self.title} in {os.fspath(self.dirpath)!r} lacks {missing}: {self.remedy}"
+    def refuse(self, manifest: M, missing: str) -> None:
+        """Refuse to read what lacks this, if it is not ""."""
+        if missing:
+            start = f"the {self.title} in {os.fspath(self.dirpath)!r} lacks {missing}"
+            raise PerSampleError(f"{start}: {self._remedy(manifest)}")
+
+    def refuse_more(self, manifest: M, there: int) -> None:
+        """Refuse to read more rows than complete it."""
+        if manifest.rows is not None and 0 <= manifest.rows < there:
+            raise PerSampleError(
+                f"the {self.title} in {os.fspath(self.dirpath)!r} has {there} rows, but {manifest.rows} complete it: "
+                "files of something else are among its own. Take them out, or write the folder again"
+            )
+
+    @abstractmethod
+    def _remedy(self, manifest: M) -> str:
+        """What helps where rows are missing."""
 
     # A run that begins, or goes on
 
@@ -243,9 +288,17 @@ class Dataset(ABC, Generic[M]):
             f"there is {differing[1]}: go on with what there was, or pass another dirpath"
         )
 
-    def check(self, new: M | None, continued: Mapping[str, int] | None, *, overwrite: bool) -> M | None:
+    def check(
+        self,
+        new: M | None,
+        continued: Mapping[str, int] | None,
+        *,
+        overwrite: bool,
+        files: Mapping[int, int] | None = None,
+    ) -> M | None:
         """The manifest that rows go on with, else None; what cannot take them is refused, and nothing is written."""
-        # `continued` has the first step that each run does not have; with None whatever is there goes on.
+        # `continued` has the first step that each run does not have; with None whatever is there goes on. `files` is
+        # how many each process had written then.
         if not self.dirpath.exists():
             return None
         dirpath, there, parts = f"dirpath={os.fspath(self.dirpath)!r}", self.manifest_if_there(), self.parts()
@@ -253,9 +306,13 @@ class Dataset(ABC, Generic[M]):
             unlike = "" if new is None else self.unlike(there, new)
             if unlike and parts:
                 raise OptionError(unlike + (", or remove them with overwrite=True" if continued is None else ""))
-            missing = "" if continued is None or unlike else self.gap(continued[there.run]) or self.lacking(there)
+            missing = ""
+            if continued is not None and not unlike:
+                missing = self.gap(continued[there.run]) or self.absent(files or {})
+                if not files and there.rows is not None and there.rows >= 0:
+                    missing = missing or self.lacking(there)
             if missing:
-                raise OptionError(f"{dirpath} lacks {missing} of this run: put the files back, or pass another dirpath")
+                raise OptionError(f"{dirpath} lacks {missing}: put the files of this run back, or pass another dirpath")
             return None if unlike else there
         if parts and not overwrite:
             known = "a run without manifest" if there is None else f"run {there.run}"
@@ -267,9 +324,16 @@ class Dataset(ABC, Generic[M]):
             )
         return None
 
-    def open(self, new: M | None, continued: Mapping[str, int] | None = None, *, overwrite: bool = False) -> M | None:
+    def open(
+        self,
+        new: M | None,
+        continued: Mapping[str, int] | None = None,
+        *,
+        overwrite: bool = False,
+        files: Mapping[int, int] | None = None,
+    ) -> M | None:
         """Make the folder ready for rows, see `check`; new=None writes a manifest only of what goes on."""
-        there = self.check(new, continued, overwrite=overwrite)
+        there = self.check(new, continued, overwrite=overwrite, files=files)
         self.dirpath.mkdir(parents=True, exist_ok=True)
         for path in list(self.dirpath.iterdir()):
             if _PARTIAL.fullmatch(path.name):  # which a killed process left
@@ -281,7 +345,7 @@ class Dataset(ABC, Generic[M]):
             if new is not None and continued is not None and len(continued) == 1:
                 new = replace(new, run=next(iter(continued)))
         else:
-            promised = there.rows if continued is None else None
+            promised = there.rows if continued is None or there.rows is None else -1
             new = replace(self._continued(there, there if new is None else new), rows=promised)
         if new is not None:
             self.write_manifest(new)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_persample.errors import PerSampleError
 from lightning_persample.influence.dataset import (
+    UNFINISHED,
     BaseManifest,
     Dataset,
     Part,
@@ -54,7 +55,7 @@ class Manifest(BaseManifest):
             "batches" in manual optimization.
         libraries: the versions of what wrote them.
         processes: number of processes of the run, or of its latest part after it was resumed.
-        rows: how many rows complete the ledger; None before the fit has ended.
+        rows: how many rows complete the ledger; -1 before the fit has ended.
     """
 
     columns: Mapping[str, str]
@@ -65,7 +66,6 @@ class Ledger(Dataset[Manifest]):
     """A folder of Parquet files."""
 
     manifest_type, kind, version, title, rows_are = Manifest, "ledger", 2, "ledger", "rows of this run"
-    remedy = "put the files back, or read what there is with read_ledger(..., complete=False)"
     prefix, suffix = "rows", ".parquet"
 
     def _restored(self, values: dict[str, Any]) -> Manifest:
@@ -87,16 +87,20 @@ class Ledger(Dataset[Manifest]):
     def tables(self, columns: Collection[str] | None = None, *, partial: bool = False) -> Iterator[Any]:
         """The rows of all parts, one after the other; where some are missing, an error before the end says so."""
         manifest, count = self.manifest(), 0
-        self._refuse("" if partial else self.gap())
+        self.refuse(manifest, "" if partial else self.gap())
         for part in self.parts():
             table = self.read(part, columns)
             count += len(table)
             yield table
-        self._refuse("" if partial else self.lacking(manifest, count))
+        if not partial:
+            self.refuse(manifest, self.lacking(manifest, count))
+            self.refuse_more(manifest, count)
 
-    def _refuse(self, missing: str) -> None:
-        if missing:
-            raise PerSampleError(self.incomplete(missing))
+    def _remedy(self, manifest: Manifest) -> str:
+        reads = "read what there is with read_ledger(..., partial=True)"
+        if manifest.rows == -1:
+            return f"{UNFINISHED}, or {reads}"
+        return f"files were removed, or the disk was full when they were to be written: put them back, or {reads}"
 
     def _steps(self, part: Part) -> NDArray[np.int64]:
         steps: NDArray[np.int64] = self.read(part, ["step"])["step"].to_numpy()
@@ -135,7 +139,7 @@ def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:
     return Ledger(dirpath).manifest()
 
 
-def read_ledger(dirpath: str | os.PathLike[str], *, complete: bool = True) -> Any:
+def read_ledger(dirpath: str | os.PathLike[str], *, partial: bool = False) -> Any:
     """The rows of a ledger, those of all processes together.
 
     Columns are
@@ -162,15 +166,16 @@ def read_ledger(dirpath: str | os.PathLike[str], *, complete: bool = True) -> An
 
     Args:
         dirpath: the ledger's folder.
-        complete: whether a ledger is refused of which files were removed. False reads what there is.
+        partial: whether to read what there is of a ledger that lacks rows: of a fit that goes on or was killed, or for
+            which the disk was full, or of which files were removed. Else it is refused.
 
     Returns:
         A ``pyarrow.Table``, by step, rank, batch and row; its ``to_pandas()`` gives a ``DataFrame``.
 
-    It is a `PerSampleError` where files are missing, or one cannot be read.
+    It is a `PerSampleError` where rows are missing, or a file cannot be read.
     """
     pyarrow, ledger = arrow(), Ledger(dirpath)
-    manifest, tables = ledger.manifest(), list(ledger.tables(partial=not complete))
+    manifest, tables = ledger.manifest(), list(ledger.tables(partial=partial))
     if not tables:
         return schema_of(manifest.columns or BASE_COLUMNS).empty_table()
     table = pyarrow.concat_tables(tables, promote_options="default")

@@ -136,7 +136,7 @@ def read_run(dirpaths: Sequence[Path]) -> Run:
 
 
 def _of_ledger(dirpath: Path) -> Run:
-    ledger, table = Ledger(dirpath), read_ledger(dirpath, complete=False)
+    ledger, table = Ledger(dirpath), read_ledger(dirpath, partial=True)
     manifest, warnings = ledger.manifest(), []
     if missing := ledger.gap() or ledger.lacking(manifest, len(table)):
         warnings.append(f"The ledger lacks {missing}: the page shows what there is.")

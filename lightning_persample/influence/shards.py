@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.influence.dataset import (
+    UNFINISHED,
     BaseManifest,
     Dataset,
     Part,
@@ -156,11 +157,17 @@ class Shards(Dataset[StoreManifest]):
     """A folder of .npy files: of each the values of rows, then an array of what each row is, and its checksum."""
 
     manifest_type, kind, version, title, rows_are = StoreManifest, "gradients", 3, "store of gradients", "gradients"
-    remedy = (
-        "its collection was broken off or goes on, or files were removed. Put them back, or repeat the call of "
-        "collect_gradients, which adds what is missing; GradientStore(..., complete=False) reads what there is"
-    )
     prefix, suffix = "shard", ".npy"
+
+    def _remedy(self, manifest: StoreManifest) -> str:
+        reads = "GradientStore(..., partial=True) reads what there is"
+        if manifest.checkpoints:
+            return (
+                "its collection was broken off or goes on, or files were removed. Put them back, or repeat the call of "
+                f"collect_gradients, which adds what is missing; {reads}"
+            )
+        removed = "files were removed, or the disk was full when they were to be written: put them back"
+        return f"{UNFINISHED if manifest.rows == -1 else removed}; {reads}"
 
     def _restored(self, values: dict[str, Any]) -> StoreManifest:
         parameters = tuple(
@@ -175,7 +182,10 @@ class Shards(Dataset[StoreManifest]):
         with broken_files_named(part.path), part.path.open("rb") as file:
             np.lib.format.read_magic(file)
             shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-            file.seek(prod(shape) * dtype.itemsize, os.SEEK_CUR)
+            end = file.tell() + prod(shape) * dtype.itemsize
+            if len(shape) != 2 or min(shape) < 0 or end > os.fstat(file.fileno()).st_size:
+                raise ValueError(f"it has no values of shape {shape}")
+            file.seek(end)
             content = file.read()
             if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
                 raise ValueError("the checksum is another one")
@@ -314,7 +324,8 @@ def _mapped(path: str, last: int, columns: int) -> NDArray[Any]:
         values = np.load(path, mmap_mode="r")
     if values.ndim != 2 or values.shape[0] <= last or values.shape[1] < columns:
         raise PerSampleError(
-            f"{path!r} holds values of shape {values.shape}, but rows up to {last} and {columns} columns are expected"
+            f"{path!r} holds values of shape {values.shape}, but rows up to {last} and {columns} columns are expected: "
+            "it or the manifest of its folder was changed. Put it back from a copy, or write the folder again"
         )
     return values
 

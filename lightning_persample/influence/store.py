@@ -43,8 +43,8 @@ class GradientStore:
 
     Args:
         dirpath: the store's folder. A folder without a manifest, or with one of another format, is refused.
-        complete: whether a store that lacks rows is refused: of a collection that was broken off or goes on, or of
-            which files were removed. False reads what there is.
+        partial: whether to read what there is of a store that lacks rows: of a collection or a fit that was broken off
+            or goes on, or of which files were removed. Else it is refused.
 
     Raises:
         PerSampleError: rows are missing, or a file is not as it was written. Values are compared with their checksums
@@ -61,7 +61,7 @@ class GradientStore:
     manifest: StoreManifest
     rows: NDArray[Any]
 
-    def __init__(self, dirpath: str | os.PathLike[str], *, complete: bool = True) -> None:
+    def __init__(self, dirpath: str | os.PathLike[str], *, partial: bool = False) -> None:
         self.dirpath = Path(dirpath).absolute()
         self.manifest = Shards(dirpath).manifest()
         shards, dtype = Shards(self.dirpath), record_dtype(self.manifest.columns)
@@ -77,9 +77,9 @@ class GradientStore:
         self._shard = np.repeat(np.arange(len(lengths)), lengths)[order]
         self._position = np.concatenate([*map(np.arange, lengths)])[order]
         self._ranges: tuple[tuple[int, int], ...] = ((0, self.manifest.num_columns),)
-        missing = shards.lacking(self.manifest, len(self.rows)) if complete else ""
-        if missing:
-            raise PerSampleError(shards.incomplete(missing))
+        if not partial:
+            shards.refuse(self.manifest, shards.lacking(self.manifest, len(self.rows)))
+            shards.refuse_more(self.manifest, len(self.rows))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_persample import PerSampleGradientWriter, PerSampleWarning
+from lightning_persample import PerSampleError, PerSampleGradientWriter, PerSampleWarning
 from tests.callbacks.ledger_runs import Noted, data, fit, rows
 from tests.callbacks.runs import make_trainer
 
@@ -86,10 +86,20 @@ def run(mounted: Path, name: str, last: int, leave: int = 0) -> dict[str, object
         "texts": [str(each.message) for each in caught if each.category is PerSampleWarning],
         "weights": module.state_dict(),
         "notes": module.notes,
-        "rows": rows(ledger),
+        "rows": rows(ledger, partial=True),
+        "lacks": lacks(ledger),
         "sizes": {path.name: path.stat().st_size for path in ledger.iterdir()},
         "room": filled.room,
     }
+
+
+def lacks(ledger: Path) -> str:
+    """What is said where the ledger is read as one that is complete; nothing where it is."""
+    try:
+        rows(ledger)
+    except PerSampleError as error:
+        return str(error)
+    return ""
 
 
 def full_from_the_start(mounted: Path) -> tuple[int, str]:

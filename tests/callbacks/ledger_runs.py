@@ -114,8 +114,8 @@ class SaveAfter(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def rows(folder, names=NAMES):
-    return read_ledger(folder).select(list(names)).to_pylist()
+def rows(folder, names=NAMES, **options):
+    return read_ledger(folder, **options).select(list(names)).to_pylist()
 
 
 def assert_rows(found, notes):
@@ -141,7 +141,7 @@ class LooksWhenSaving(TorchCheckpointIO):
         self.ledger = ledger
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        torch.save(rows(self.ledger, ("step", "rank", "row")), Path(path).parent / "at_checkpoint.pt")
+        torch.save(rows(self.ledger, ("step", "rank", "row"), partial=True), Path(path).parent / "at_checkpoint.pt")
         super().save_checkpoint(checkpoint, path, storage_options)
 
 

@@ -69,7 +69,7 @@ def test_an_interrupted_collection_goes_on(times, rows_per_shard, tmp_path):
     options = {"checkpoints": SOURCES, "rows_per_shard": rows_per_shard, **FULL}
     with pytest.raises(KeyError, match="stopped"):
         collect_gradients(Net(), loader(), tmp_path, loss=StopsAt(times), **options)
-    done = len(GradientStore(tmp_path, complete=False))
+    done = len(GradientStore(tmp_path, partial=True))
     assert done == (4 * times if times <= 5 else 4 * times - 2)
     with pytest.raises(
         PerSampleError, match=f"lacks {2 * COUNT - done} of {2 * COUNT} rows: its collection was broken off"
@@ -93,7 +93,7 @@ def test_what_a_killed_process_left_in_part_is_made_anew(tmp_path):
     names = sorted(path.name for path in tmp_path.iterdir() if path.name.endswith(".npy"))
     (tmp_path / names[2]).unlink()
     (tmp_path / ".shard-00000-000099.npy.tmp").write_bytes(b"in part")
-    assert len(GradientStore(tmp_path, complete=False)) == len(store) - 3
+    assert len(GradientStore(tmp_path, partial=True)) == len(store) - 3
     with warns_of_kept(2 * COUNT - 3, 2 * COUNT):
         assert_whole(collect_gradients(Net(), loader(), tmp_path, **options))
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
@@ -136,7 +136,7 @@ def test_batches_whose_samples_are_partly_there(tmp_path):
     options = {"sample_index": lambda batch: batch[2], "loss": loss, **FULL}
     with pytest.raises(KeyError):
         collect_gradients(Net(), DataLoader(Stream(), 3), tmp_path, **options)
-    assert len(GradientStore(tmp_path, complete=False)) == 3
+    assert len(GradientStore(tmp_path, partial=True)) == 3
     with pytest.warns(PerSampleWarning, match="holds 3 rows already, .*; the data, loss .* are not compared"):
         store = collect_gradients(Net(), DataLoader(Stream(), 4), tmp_path, **options)
     assert asked[2] == [100, 101, 102, 103]

@@ -63,7 +63,7 @@ def test_weights_of_another_module_are_refused(is_strict, tmp_path):
     text = r"checkpoints\[1\] is of another module: its weights are `model.steps`, .* but those of Net are `steps`, "
     with pytest.raises(OptionError, match=text):
         collect_gradients(module, loader(), tmp_path, checkpoints=[Net(6).state_dict(), weights], **FULL)
-    assert GradientStore(tmp_path, complete=False).checkpoints == (0,)
+    assert GradientStore(tmp_path, partial=True).checkpoints == (0,)
 
 
 def test_weights_with_a_prefix_are_refused_with_the_line_that_takes_it_off(tmp_path):

@@ -94,7 +94,7 @@ def test_a_dataset_that_ends_early_is_named(tmp_path):
     text = r"the loader ended after 2 of 6 batches: one of the samples \[8, 9, 10, 11\] gave a StopIteration"
     with pytest.raises(PerSampleError, match=text):
         collect_gradients(Net(), DataLoader(EndsAt(), 4), tmp_path, **FULL)
-    assert GradientStore(tmp_path, complete=False).rows["sample_index"].tolist() == list(
+    assert GradientStore(tmp_path, partial=True).rows["sample_index"].tolist() == list(
         range(4)
     )  # one batch is fetched ahead
 

@@ -45,6 +45,7 @@ def test_rows_are_written_once_room_is_made(found, name, room):
     assert text.startswith("the ledger in '")
     assert f"{name}' cannot be written: [Errno 28] No space left on device. Training goes on; the rows are kept" in text
     assert_rows(found[name]["rows"], found[name]["notes"])
+    assert found[name]["lacks"] == ""
     sizes = found[name]["sizes"]
     assert sizes.keys() == {"_manifest.json", *map(file_name, range(EPOCHS * BATCHES))}
     assert min(sizes[name] for name in sizes if name.startswith("rows-")) > 4096
@@ -61,6 +62,10 @@ def test_room_that_is_made_too_late_costs_the_oldest_rows(found):
     batches = EPOCHS * BATCHES - FIRST - 16
     assert second.startswith(f"{batches * 4} rows of the ledger in '")
     assert second.endswith("' were not written")
+    assert (
+        f"late' lacks {batches * 4} of {EPOCHS * BATCHES * 4} rows: files were removed, or the disk"
+        in found["late"]["lacks"]
+    )
     notes = found["late"]["notes"]
     assert_rows(found["late"]["rows"], notes[: FIRST * 4] + notes[(FIRST + batches) * 4 :])
 
@@ -69,6 +74,7 @@ def test_a_disk_that_stays_full_keeps_what_was_written(found):
     first, second = found["never"]["texts"]
     assert "No space left on device" in first
     assert second.startswith(f"{(EPOCHS * BATCHES - FIRST) * 4} rows of the ledger in '")
+    assert f"never' lacks rows (it has {FIRST * 4}, and what writes it has not" in found["never"]["lacks"]
     assert_rows(found["never"]["rows"], found["never"]["notes"][: FIRST * 4])
     assert found["never"]["sizes"].keys() == {
         "_manifest.json",

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.data import DataLoader
 
-from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter, PerSampleWarning
-from lightning_persample.influence import dataset, ledger, read_ledger, read_manifest, self_influence
+from lightning_persample import (
+    OptionError,
+    PerSampleError,
+    PerSampleGradientMonitor,
+    PerSampleGradientWriter,
+    PerSampleWarning,
+    Projection,
+)
+from lightning_persample.influence import GradientStore, dataset, ledger, read_ledger, read_manifest, self_influence
 from tests.callbacks.indexed_data import ByName, Follows, Names
 from tests.callbacks.ledger_runs import NAMES, Noted, SaveAfter, StopAfter, WithDropout, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
@@ -220,15 +229,91 @@ def test_a_resumed_fit_leaves_every_step_once(folder, tmp_path, kind, step, accu
     assert_whole(folder)
 
 
+class Killed(Exception):
+    """Of the process, as far as the ledger can tell."""
+
+
+def killed(folder, checkpoint, monkeypatch, *others, **options):
+    """A fit that saves a checkpoint after six batches, in files of two, and is killed after nine."""
+
+    class Kills(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx + trainer.current_epoch * trainer.num_training_batches == 9:
+                raise Killed
+
+    writer = PerSampleGradientWriter(folder, flush_every=2, **options)
+    trainer = make_trainer([writer, SaveAfter(6, checkpoint), Kills()], max_epochs=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(PerSampleGradientWriter, "on_exception", lambda self, *args: self._lock.release())
+        with pytest.raises(Killed):
+            trainer.fit(Noted(), data())
+    return checkpoint
+
+
+def test_the_ledger_of_a_killed_fit_is_refused_and_read_where_that_is_said(folder, tmp_path, monkeypatch):
+    checkpoint = killed(folder, tmp_path / "middle.ckpt", monkeypatch)
+    there = read_ledger(folder, partial=True).num_rows
+    text = (
+        rf"lacks rows \(it has {there}, and what writes it has not come to its end\): its fit goes on, was killed, or"
+    )
+    for read in (read_ledger, self_influence):
+        with pytest.raises(PerSampleError, match=rf"{text} .* with read_ledger\(\.\.\., partial=True\)$"):
+            read(folder)
+    make_trainer([PerSampleGradientWriter(folder)], max_epochs=4).fit(Noted(), data(), ckpt_path=checkpoint)
+    assert_whole(folder)
+    assert read_ledger(folder).num_rows == 88 > there > 0
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["rows-00000-000000.parquet"], "file 0 of process 0, which has written 4"),
+        (["rows-00000-000002.parquet"], "file 2 of process 0, which had written 3 when the checkpoint was saved"),
+        (["rows-00000-000002.parquet", "rows-00000-000003.parquet"], "file 2 of process 0, which had written 3 when"),
+        (["_gradients/shard-00000-000001.npy"], "file 1 of process 0, which has written 4"),
+        ([f"_gradients/shard-00000-00000{n}.npy" for n in (2, 3)], "file 2 of process 0, which had written 3 when the"),
+    ],
+)
+def test_a_fit_does_not_go_on_where_a_file_of_its_checkpoint_was_removed(folder, tmp_path, monkeypatch, names, says):
+    options = {"projection": Projection(4)} if "gradients" in names[0] else {}
+    checkpoint = killed(folder, tmp_path / "middle.ckpt", monkeypatch, **options)
+    contents = {name: (folder / name).read_bytes() for name in names}
+    for name in names:
+        (folder / name).unlink()
+    again = make_trainer([PerSampleGradientWriter(folder, **options)], max_epochs=4)
+    with pytest.raises(OptionError, match=rf"lacks {says}.*: put the files of this run back, or pass another dirpath"):
+        again.fit(Noted(), data(), ckpt_path=checkpoint)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    again = make_trainer([PerSampleGradientWriter(folder, **options)], max_epochs=4)
+    again.fit(Noted(), data(), ckpt_path=checkpoint)
+    assert read_ledger(folder).num_rows == 88
+    assert not options or len(GradientStore(folder / "_gradients")) == 88
+
+
+def test_a_fit_that_is_interrupted_has_all_rows_of_what_it_has_trained(folder):
+    class Interrupts(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 5:
+                raise KeyboardInterrupt
+
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        make_trainer([PerSampleGradientWriter(folder, flush_every=2), Interrupts()], max_epochs=4).fit(Noted(), data())
+    assert read_ledger(folder).num_rows == 20
+    (folder / "rows-00000-000002.parquet").unlink()
+    with pytest.raises(PerSampleError, match=r"lacks 4 of 20 rows: files were removed, or the disk was full"):
+        read_ledger(folder)
+
+
 @pytest.mark.parametrize("is_behind", [True, False])
 def test_what_a_checkpoint_has_is_on_the_disk(folder, tmp_path, is_behind):
     class Looks(SaveAfter):
         def on_train_batch_end(self, *args):
             super().on_train_batch_end(*args)
-            self.at_end = read_ledger(folder).num_rows
+            self.at_end = read_ledger(folder, partial=True).num_rows
 
         def on_train_batch_start(self, *args):
-            self.at_start = read_ledger(folder).num_rows
+            self.at_start = read_ledger(folder, partial=True).num_rows
 
     writer, looks = PerSampleGradientWriter(folder, flush_every=100), Looks(3, tmp_path / "middle.ckpt")
     make_trainer([writer, looks] if is_behind else [looks, writer], max_steps=4).fit(Noted(), data())
@@ -317,11 +402,15 @@ def test_a_disk_that_stays_full_loses_rows_and_says_how_many(folder, monkeypatch
     with pytest.warns(PerSampleWarning) as said:
         module = fit(PerSampleGradientWriter(folder, flush_every=1), max_epochs=4)
     texts = [str(each.message) for each in said if each.category is PerSampleWarning]
-    written = rows(folder, NAMES[:-2])
+    written = rows(folder, NAMES[:-2], partial=True)
     assert 0 < len(written) < len(module.notes)
     assert_rows(written, module.notes[: len(written)])
     assert len(texts) == 2
     assert f"{len(module.notes) - len(written)} rows of the ledger in" in texts[1]
+    with pytest.raises(
+        PerSampleError, match=rf"lacks rows \(it has {len(written)}, .* or had no room on the disk: wait"
+    ):
+        read_ledger(folder)
     assert_whole(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from lightning_persample import OptionError, PerSampleError
-from lightning_persample.influence import GradientStore, StoreWriter, grad_dot
+from lightning_persample.influence import GradientStore, StoreWriter, grad_dot, read_ledger
 from lightning_persample.influence.shards import Shards, columns_for
 from tests.influence.stores import MANIFEST, gradients, made, write
 from tests.processes import run_alone
@@ -120,21 +121,24 @@ def test_a_shard_that_something_else_broke_is_named(folder, harm):
     path.write_bytes(content[:-8] if harm == "cut off" else b"")
     if harm == "values alone":
         np.save(path, values)
-    for complete in (True, False):
+    for partial in (False, True):
         with pytest.raises(
             PerSampleError, match=r"shard-00000-000000\.npy' is broken: it is no whole file of its kind"
         ):
-            GradientStore(folder, complete=complete)
+            GradientStore(folder, partial=partial)
 
 
-@pytest.mark.parametrize(("promised", "said"), [(-1, "lacks rows (it has 8): "), (12, "lacks 4 of 12 rows: ")])
+@pytest.mark.parametrize(
+    ("promised", "said"),
+    [(-1, "lacks rows (it has 8, and what writes it has not come to its end): "), (12, "lacks 4 of 12 rows: ")],
+)
 def test_a_store_that_lacks_rows_is_refused_by_scores_and_read_where_that_is_said(folder, promised, said):
     Shards(folder).write_manifest(replace(MANIFEST, rows=promised))
     write(folder, gradients(8), sample_index=torch.arange(8))
     with pytest.raises(PerSampleError) as refused:
         grad_dot(folder, folder)
     assert f"{said}its collection was broken off or goes on, or files were removed. Put" in str(refused.value)
-    assert len(GradientStore(folder, complete=False)) == 8
+    assert len(GradientStore(folder, partial=True)) == 8
     write(folder, gradients(4))
     if promised == 12:
         assert len(GradientStore(folder)) == 12
@@ -148,6 +152,28 @@ def test_a_manifest_of_more_columns_than_there_are_takes_no_memory_for_them(fold
         list(GradientStore(folder).blocks())
 
 
+def test_a_store_with_rows_of_something_else_is_refused(folder):
+    write(folder, gradients(8))
+    Shards(folder).write_manifest(replace(MANIFEST, rows=8))
+    write(folder, gradients(4))
+    text = "has 12 rows, but 8 complete it: files of something else are among its own. Take them out, or write"
+    with pytest.raises(PerSampleError, match=text):
+        GradientStore(folder)
+    assert len(GradientStore(folder, partial=True)) == 12
+
+
+@pytest.mark.parametrize("shape", [(10**13, 20), (-4, 20), (4, 10**15), (2**63, 2**10), (80,), (2, 2, 20)])
+def test_a_shard_whose_head_has_another_shape_is_named(folder, shape):
+    write(folder, gradients(4))
+    path = folder / "shard-00000-000000.npy"
+    start, _ = values_of(path)
+    head = io.BytesIO()
+    np.lib.format.write_array_header_2_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    path.write_bytes(head.getvalue() + path.read_bytes()[start:])
+    with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
+        GradientStore(folder)
+
+
 @pytest.mark.parametrize("name", ["parameters", "run"])
 def test_a_manifest_that_lacks_a_value_is_named(folder, name):
     path = folder / "_manifest.json"
@@ -159,7 +185,21 @@ def test_a_manifest_that_lacks_a_value_is_named(folder, name):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"dtype": "int8"}, {"parameters": []}, {"columns": ["step"]}, {"shape": "ab"}], ids=str
+    "changed",
+    [
+        {"dtype": "int8"},
+        {"parameters": []},
+        {"columns": ["step"]},
+        {"shape": "ab"},
+        {"rows": "12"},
+        {"rows": 1e30},
+        {"projection": 3},
+        {"settings": None},
+        {"checkpoints": 3},
+        {"samples": "x"},
+        {"run": None},
+    ],
+    ids=str,
 )
 def test_a_manifest_with_a_value_that_no_store_has_is_named(folder, changed):
     path = folder / "_manifest.json"
@@ -232,4 +272,14 @@ def test_rows_that_are_not_those_written_are_refused(folder, place):
     _changed(path, place, bytes([whole[place] ^ 1]))
     for read in (GradientStore, lambda dirpath: Shards(dirpath).open(MANIFEST, {MANIFEST.run: 0})):
         with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"\xff\xfe", b"1" * 100_000, bytes(300)], ids=["[", "bytes", "1", "0"]
+)
+def test_a_manifest_that_is_no_text_of_its_kind_is_named(folder, content):
+    (folder / "_manifest.json").write_bytes(content)
+    for read in (GradientStore, read_ledger):
+        with pytest.raises(PerSampleError, match=r"_manifest\.json' is broken: it is no whole file of its kind"):
             read(folder)
