@@ -29,6 +29,11 @@ def pytest_collect_file():
     return [found for found in (yield) if not isinstance(found, DoctestModule)]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files at the top hold the longest tests: where they come first, processes of xdist end at one time."""
+    items.sort(key=lambda item: item.path.parent.name != "tests")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def torch_of_small_tests():
     import torch

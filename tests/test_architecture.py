@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import graphlib
 import re
 import sys
@@ -49,10 +50,24 @@ MODULES = sorted(set((ROOT / PACKAGE).rglob("*.py")) - {ROOT / PACKAGE / "__init
 SOURCES = sorted(path for folder in (PACKAGE, "tests", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a source; many tests here read the same ones."""
+    return ast.parse(source)
+
+
+def dotted(node: ast.AST) -> str:
+    """An attribute of an attribute of a name as it is written, as ``ast.unparse`` gives it; "" for any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    above = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{above}.{node.attr}" if above else ""
+
+
 def imported_names(source: str, package: str) -> set[str]:
     """Every module a source imports, anywhere in it, in full; `from a import b` counts as a and as a.b."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -149,16 +164,16 @@ def test_a_circle_is_found_where_it_is_hidden():
 
 def private_names(source: str) -> set[str]:
     """The private names of torch and Lightning that a source imports, reads by a dotted name, or writes in a text."""
-    dotted = set(re.findall(r"\b(?:torch|trainer|lightning)[\w.]*?\._[a-zA-Z]\w*", source))
-    for node in ast.walk(ast.parse(source)):
+    names = set(re.findall(r"\b(?:torch|trainer|lightning)[\w.]*?\._[a-zA-Z]\w*", source))
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
-            dotted |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            dotted |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute):
-            dotted.add(ast.unparse(node))
+            names.add(dotted(node))
     outside = ("torch.", "nn.", "F.", "Tensor.", "lightning.", "trainer.", "self._trainer.")
-    found = {name for name in dotted if name.startswith(outside) and re.fullmatch(r"[\w.]+", name)}
+    found = {name for name in names if name.startswith(outside) and re.fullmatch(r"[\w.]+", name)}
     return {name for name in found if re.search(r"\._(?!_|trainer)", name)}
 
 
@@ -168,7 +183,7 @@ def test_private_names_of_torch_and_lightning_are_in_two_files():
 
 
 def test_private_attributes_of_other_packages_are_read_in_two_files():
-    trees = {identifier(path): ast.parse(path.read_text("utf-8")) for path in MODULES}
+    trees = {identifier(path): parsed(path.read_text("utf-8")) for path in MODULES}
     ours = set().union(*map(names_given, trees.values())) | {"_replace", "_getframe"}  # (a NamedTuple's, and Python's)
     held = {f"{PACKAGE}/{name}" for name in HOLD_PRIVATE_NAMES}
     found = {name: private_attributes(tree) - ours for name, tree in trees.items() if name not in held}
@@ -193,8 +208,8 @@ def names_given(tree: ast.AST) -> set[str]:
 def private_attributes(tree: ast.AST) -> set[str]:
     """Private attributes that a source reads of objects that are not its own; torch documents those named _saved_*."""
     read = {node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
-    names = {node.attr for node in read if ast.unparse(node.value) not in {"self", "cls", "super()"}}
-    return {name for name in names if re.match(r"_(?!_|saved_)", name)}
+    private = [node for node in read if re.match(r"_(?!_|saved_)", node.attr)]
+    return {node.attr for node in private if ast.unparse(node.value) not in {"self", "cls", "super()"}}
 
 
 def test_private_attributes_are_found():

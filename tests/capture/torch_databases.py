@@ -16,11 +16,18 @@ __all__ = ["MODULES", "OPS", "has_parameters", "module_cases", "op_cases"]
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
+    from torch.testing._internal.opinfo import core
 
 # Importing torch's test suite forbids setting torch.backends flags from then on; other tests may want to.
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
+# For each input torch looks through the whole stack for a unittest that asked for it, which takes longer than the input.
+for module in (common_utils, core):
+    if hasattr(module, "extract_test_fn"):  # (in releases that do)
+        module.extract_test_fn = lambda: None
 
 OPS = {f"{info.name}.{info.variant_test_name}".rstrip("."): info for info in op_db}
 MODULES = {info.module_cls.__name__: info for info in module_db}
