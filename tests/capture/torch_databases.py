@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 # Importing torch's test suite forbids setting torch.backends flags from then on; other tests may want to.
 torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
-# For each input torch looks through the whole stack for a unittest that asked for it, which takes longer than the input.
+# For each input torch looks through the whole stack for a unittest that asks for it: longer than it makes the input.
 for module in (common_utils, core):
     if hasattr(module, "extract_test_fn"):  # (in releases that do)
         module.extract_test_fn = lambda: None
