@@ -35,6 +35,7 @@ from tests.callbacks.eigen_cases import (
     with_bias,
 )
 from tests.callbacks.runs import make_trainer
+from tests.in_turn import in_turn
 
 
 def assert_span(found, moment, count):
@@ -44,8 +45,7 @@ def assert_span(found, moment, count):
     torch.testing.assert_close(span(found), top @ top.T, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("dim", [9, None])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dim"), in_turn(CASES, [9, None]))
 def test_directions_and_projected_gradients(case, dim, tmp_path):
     module, dataset, left, right = seen_by(case)
     projection = EigenProjection.fit(module, DataLoader(dataset, 4), dim, loss=loss_of)

@@ -34,9 +34,13 @@ REFUSED |= {
     ),
 }
 # Of the two engines with passes of their own, one is tried by default where it is not refused for its own reason.
-CELLS = [(way, ENGINES[0]) for way in ALL_WAYS]
+# A module that is traced and no more is a compiled one; `test_ways_of_training` has it by default, too.
+SLOW = {way: [pytest.mark.slow] if "traced" in way else [] for way in ALL_WAYS}
+CELLS = [pytest.param(way, ENGINES[0], marks=SLOW[way], id=f"{way}-{ENGINES[0]}") for way in ALL_WAYS]
 CELLS += [(way, engine) for way in ("reentrant checkpoint", "checkpoint") for engine in ENGINES[1:]]
-CELLS += in_turn([way for way in ALL_WAYS if "checkpoint" not in way], ENGINES[1:])
+CELLS += in_turn(
+    [pytest.param(way, marks=SLOW[way], id=way) for way in ALL_WAYS if "checkpoint" not in way], ENGINES[1:]
+)
 
 
 @pytest.fixture(scope="module")

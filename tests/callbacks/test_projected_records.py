@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_persample import Projection
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, WithReference, fit
+from tests.in_turn import in_turn
 
 ENGINES = ["expanded", "vmap", "loop"]
 PROJECTION = Projection(20, seed=4)
@@ -43,9 +46,10 @@ def network():
     return nn.Sequential(nn.Linear(FEATURES, 30), nn.Tanh(), nn.Linear(30, CLASSES))
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulated"])
-@pytest.mark.parametrize("max_samples", [None, 3])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "max_samples", "settings"),
+    in_turn(product(ENGINES, [None, 3]), [{}, {"accumulate_grad_batches": 2}]),
+)
 def test_values_are_those_of_each_sample_alone(engine, max_samples, settings):
     module = WithGradients(network())
     recorder = Projected(engine=engine, max_samples=max_samples)

@@ -18,6 +18,7 @@ from lightning_persample.errors import PerSampleWarning
 from tests.callbacks import known_noise_scale
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, as_loader, fit, loader, logged, make_trainer
 from tests.callbacks.step_statistics import ALL, DECAY, WithGradients, check, expected, terms, windows
+from tests.in_turn import in_turn
 from tests.processes import run_ranks
 
 
@@ -38,8 +39,7 @@ def test_an_epoch_of_many_steps_has_the_norms_of_all(quantiles):
     assert statistics.of_epoch() == {}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("reduction", "accumulate"), in_turn(["mean", "sum"], [3, 1, 2]))
 def test_every_statistic(reduction, accumulate, tmp_path):
     module = WithGradients(reduction=reduction).double()
     monitor = PerSampleGradientMonitor(loss_reduction=reduction, statistics=ALL)

@@ -14,10 +14,10 @@ from lightning_persample.reference.untouched import without_dropout
 from tests.callbacks.runs import CLASSES, FEATURES, Classifier, Recorder, as_loader, fit, loader
 from tests.callbacks.test_untouched_training import STEPS, ResidualInPlace, dropout, everything_after_training
 from tests.callbacks.unseen_models import Hidden, traces_after_training
+from tests.in_turn import in_turn
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}], ids=["plain", "autocast"])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("settings", "accumulate"), in_turn([{}, {"precision": "bf16-mixed"}], [3, 1]))
 def test_training_is_equal_bit_for_bit(accumulate, settings, tmp_path):
     plain, python_state = everything_after_training(dropout, accumulate, [], **settings)
     callbacks = [PerSampleGradientMonitor(5, verify=True), Recorder(1)]

@@ -60,8 +60,7 @@ def _check_model(model: Model, batch_size: int, tolerance: float) -> None:
     assert record.weighting == ()
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(("kind", "batch_first"), in_turn([nn.RNN, nn.GRU, nn.LSTM], [True, False]))
 def test_dropout_between_recurrent_layers_is_drawn_again(kind: type[nn.RNNBase], batch_first: bool) -> None:
     """A loop would draw other masks: the contributions of all samples must sum to the gradient of the batch instead."""
     layer = kind(6, 4, num_layers=3, dropout=0.5, bidirectional=True, batch_first=batch_first, dtype=torch.float64)

@@ -161,8 +161,7 @@ class Outputs(nn.Module):
         return self.layer(x.movedim(0, self.axis))[0]
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(("kind", "batch_first"), in_turn([nn.LSTM, nn.GRU, nn.RNN], [True, False]))
 def test_dropout_between_recurrent_layers(kind: type[nn.RNNBase], batch_first: bool) -> None:
     for dtype, quantities in QUANTITIES.items():
         module, batch = Outputs(kind, batch_first).to(dtype), [torch.randn(5, 7, 6, dtype=dtype)]

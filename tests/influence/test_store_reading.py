@@ -20,7 +20,10 @@ COLUMNS, ROWS = 1024, 2048  # 8 MiB in float32, in shards of 2 MiB
 SLACK = 1 << 17  # for objects that are no values
 
 
-@pytest.fixture(scope="module", params=["float16", "float32", pytest.param("float64", marks=pytest.mark.slow)])
+MORE_TYPES = [pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "float64")]
+
+
+@pytest.fixture(scope="module", params=["float16", *MORE_TYPES])
 def large(request, tmp_path_factory):
     manifest = replace(MANIFEST, parameters=columns_for(SIZES), samples=None, dtype=request.param)
     folder = made(tmp_path_factory.mktemp("store") / request.param, manifest)

@@ -17,6 +17,7 @@ from lightning_persample.errors import OptionError, PerSampleError
 from lightning_persample.gradients import Dense
 from lightning_persample.reference.verify import PENALTY, default_tolerance
 from lightning_persample.rules import registry
+from tests.in_turn import in_turn
 from tests.models import MODELS
 
 B = 6
@@ -49,8 +50,7 @@ def reason_of(report: VerificationReport, count: int, status: str = "differs") -
     return reason
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(MODELS, [torch.float64, torch.float32, torch.bfloat16]))
 def test_common_models_agree(name, dtype):
     torch.manual_seed(1)
     model = MODELS[name](dtype=dtype)
