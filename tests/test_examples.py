@@ -124,6 +124,28 @@ def test_datamodeling_score_draws_the_table(tmp_path, started):
     assert float(table["ekfac, EigenProjection(None)"]) > 0.2
 
 
+def test_who_taught_this_draws_a_row_for_each_test_image(tmp_path, started, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    printed = started("who_taught_this.py", "--data", "digits", "--fast", "--output", str(tmp_path))
+    assert float(re.search(r"^accuracy on 360 test images: ([\d.]+)$", printed, re.M)[1]) > 0.8
+    rows = re.findall(r"^(\d) taken for (\d): helped by \[(.*)\], hurt by \[(.*)\]$", printed, re.M)
+    assert len(rows) == 6
+    assert [label != said for label, said, _, _ in rows] == [True] * 3 + [False] * 3
+    helped, hurt = ([row[place].split(", ").count(row[0]) for row in rows] for place in (2, 3))
+    assert sum(helped) > 2 * sum(hurt)  # what has the label of the test image helps it
+    assert (tmp_path / "who_taught_this.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(300)
+def test_prune_compares_what_is_left_out(started):
+    pytest.importorskip("pyarrow")
+    printed = started("prune.py", "--fast", "--seeds", "1")
+    table = dict(re.findall(r"^(\w[\w -]+?) {2,}([\d.]+) \([\d.]+\) *$", printed, re.M))
+    scores = ["largest mean loss", "least area under the margin", "largest self-influence"]
+    assert list(table) == ["nothing", *scores, "at random", "the flipped ones"]
+    assert all(70 < float(value) < 100 for value in table.values())
+
+
 def test_the_quickstart_notebook_prints_what_it_holds(tmp_path, monkeypatch, capsys):
     """Its cells, one after the other, with two epochs in place of ten; numbers are not compared."""
     for package in ("sklearn", "matplotlib", "pyarrow", "pandas"):
