@@ -26,7 +26,7 @@ from lightning_persample.reference.samples import loss_of
 class InRunInfluence(PerSampleGradientWriter):
     """Writes a ledger with what each sample's part in each captured step did to the loss on validation data.
 
-    It is a `PerSampleGradientWriter` with four further columns:
+    It is a `PerSampleGradientWriter` with four columns in place of the norm:
 
     - "val_dot", ``g_i . g_val``: the sample's gradient with the mean gradient of the validation samples, taken in
       evaluation at the weights of this step, or of the last step at which it was refreshed;
@@ -59,6 +59,8 @@ class InRunInfluence(PerSampleGradientWriter):
         val_loss: a callable ``(module, batch)`` that returns the loss of a validation batch, or a dict with "loss";
             None takes ``module.training_step(batch, batch_idx)``. With loss_reduction="sum" it is a sum over the batch,
             else a mean.
+        norms: whether the ledger has the column "norm", which `self_influence` and `grand` need; it takes about as long
+            as the dots.
         columns: see `PerSampleGradientWriter`, as all that follow.
         flush_every: count of captured batches from one file to the next.
         overwrite: remove the ledger of another run from the folder.
@@ -78,6 +80,7 @@ class InRunInfluence(PerSampleGradientWriter):
         *,
         refresh_every_n_steps: int = 1,
         val_loss: Callable[[Any, Any], Any] | None = None,
+        norms: bool = False,
         columns: Columns = None,
         flush_every: int = 100,
         overwrite: bool = False,
@@ -92,7 +95,8 @@ class InRunInfluence(PerSampleGradientWriter):
         is_count = is_int(refresh_every_n_steps, 1)
         check_option("refresh_every_n_steps", refresh_every_n_steps, is_count, "an int >= 1")
         check_option("val_loss", val_loss, val_loss is None or callable(val_loss), "None or a callable (module, batch)")
-        self.val_dataloader, self.val_loss = val_dataloader, val_loss
+        check_option("norms", norms, isinstance(norms, bool), "True or False")
+        self.val_dataloader, self.val_loss, self.norms = val_dataloader, val_loss, norms
         self.refresh_every_n_steps = refresh_every_n_steps
         self._forget_gradient()
 
@@ -111,8 +115,8 @@ class InRunInfluence(PerSampleGradientWriter):
         self._without_rate: list[CapturedRows] = []
 
     def needs(self, trainer: Trainer) -> set[str]:
-        """Norms and dots, and projections of gradients where they are kept."""
-        return super().needs(trainer) | {"dot"}
+        """Dots, and norms where they are kept."""
+        return {"dot", "sq_norm"} if self.norms else {"dot"}
 
     def _let_go(self) -> None:
         super()._let_go()
@@ -125,7 +129,7 @@ class InRunInfluence(PerSampleGradientWriter):
         if self._taken_at < 0 or not 0 <= rows.step - self._taken_at < self.refresh_every_n_steps:
             self._refresh(trainer, pl_module)
             self._taken_at = rows.step
-        unknown = torch.full_like(rows.norms, float("nan"), dtype=torch.float64)
+        unknown = torch.full((len(rows),), float("nan"), dtype=torch.float64)
         found = {
             "val_dot": unknown,
             "shapley": unknown,

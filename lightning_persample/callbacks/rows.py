@@ -47,13 +47,13 @@ class CapturedRows:
     rate: float | Tensor  # the learning rate, or that of each sample, (m,)
     factor: Tensor | None  # the weight of a sample in the step times `divisor`, 0-dimensional; None if unknown
     divisor: float
-    norms: Tensor  # (m,)
+    norms: Tensor | None  # (m,); None where they are not asked for
     groups: Mapping[str, Tensor]  # the norms over groups, each (m,)
     values: Tensor | None  # the gradients, (m, K), until the store has them
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # what the run adds, each (m,), when the batch ends
 
     def __len__(self) -> int:
-        return self.norms.shape[0]
+        return self.batch_size if self.samples is None else self.samples.numel()
 
     def own(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values that the run adds to these rows."""
@@ -107,6 +107,8 @@ def kind_of(name: str, values: Tensor) -> str:
 def _columns_and_types(groups: Sequence[str], first: CapturedRows, columns: Mapping[str, Tensor]) -> dict[str, str]:
     """All columns of a run, which its first rows decide."""
     known = {**BASE_COLUMNS, **{f"norm/{group}": "double" for group in groups}}
+    if first.norms is None:
+        del known["norm"]
     if isinstance(first.keys, list):
         known["sample_index"] = "string"
     taken = sorted(known.keys() & columns.keys())
@@ -357,6 +359,9 @@ _LATE = (
 )
 
 
+_NO_NORM = torch.empty(0)  # of what has one rate whatever its norms are
+
+
 @dataclass(eq=False)
 class _Waiting:
     """Rows whose optimizer step is still to come: their rates by group, and the groups that have not stepped yet."""
@@ -408,7 +413,10 @@ class LearningRates:
         """Correct the rate of rows if it is another one when the optimizer steps; to be called after `of_record`."""
         places = {self._groups[name] for name in record.sq_norms if name in self._groups}
         if places and self._handles:
-            self._waiting.append(_Waiting(rows, record.sq_norms, self._last, places))
+            # Norms that are computed when they are read would hold what they are made of until the step.
+            has_one_rate = len(self._last) == 1 and self._groups.keys() >= record.sq_norms.keys()
+            norms = dict.fromkeys(record.sq_norms, _NO_NORM) if has_one_rate else dict(record.sq_norms)
+            self._waiting.append(_Waiting(rows, norms, self._last, places))
 
     def wrote(self, others: Sequence[object]) -> None:
         """Rows have been written and cannot be corrected any more: all that wait but `others`."""

@@ -307,7 +307,7 @@ class PerSampleGradientWriter(PerSampleCallback):
             rate,
             record.factor,
             divisor,
-            record.norms(),
+            record.norms() if "sq_norm" in self.needs(trainer) else None,
             {} if self.per_layer is None else record.group_norms(self.per_layer),
             None if gradients is None else gradients.values_of(record),
         )
@@ -324,7 +324,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         if callable(self.columns) or not self.columns or shared is None:
             return {}
         found, self._why_unread = shared.class_losses.of_samples(rows.batch_size)
-        unknown = rows.norms.new_full((rows.batch_size,), float("nan"))
+        unknown = torch.full((rows.batch_size,), float("nan"))
         return rows.own({name: found.get(name, unknown) for name in self.columns})
 
     def _added(

@@ -27,7 +27,7 @@ from lightning_persample.capture.parameters import (
     unwrapped,
 )
 from lightning_persample.capture.pull_back import settle
-from lightning_persample.capture.record import OwnScale, PerSampleRecord, classify, say, warn_user
+from lightning_persample.capture.record import OwnScale, PerSampleRecord, classify, say, sq_norms_of, warn_user
 from lightning_persample.capture.values import (
     read_values,
     samples_in_loss,
@@ -84,7 +84,7 @@ def expanded_weights(
             share. Batches of torch_geometric and packed sequences need none.
         quantities: what the record holds: "sq_norm", "grad_sample" for the gradients themselves, "square_sum" for the
             sums over the samples of their squared entries, "dot" to ask it for dots with vectors, and "projection" for
-            random projections.
+            random projections. With one of the last two and without "sq_norm" norms are computed when they are read.
         unsupported: what to do about parameters whose per-sample gradient is not known: "warn", raise an "error" at
             the end of the backward, or "ignore" (the record names them in any case).
         fuse_weight_grad: where the samples' gradients are formed for their norms anyway, take their sum as ``.grad``
@@ -548,11 +548,11 @@ class Capture:
             )
             if quantity in self._quantities
         }
-        found = values.sq_norms
+        kept, found = values.kept(reached, own, self._quantities), values.sq_norms
         reason = why_no_factor(dispatcher.penalized, not_additive, weighting, own)
         return PerSampleRecord(
             batch_size=self.batch_size,
-            sq_norms=found if len(found) == len(reached) else {name: found[name] for name in reached},
+            sq_norms=found if tuple(found) == tuple(reached) else sq_norms_of(reached, found, kept),
             coverage=coverage.share,
             **asked,
             unsupported=coverage.unsupported,
@@ -567,7 +567,7 @@ class Capture:
             why_no_factor=reason,
             _own=own,
             _weighted_square_sums=values.weighted_square_sums,
-            _kept=values.kept(reached, own, self._quantities),
+            _kept=kept,
         )
 
 

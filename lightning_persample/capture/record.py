@@ -81,6 +81,15 @@ class KeptGradients:
         return total if self._own is None else self._own.own([total])[0]
 
     @torch.no_grad()
+    def sq_norm(self, name: str) -> Tensor:
+        """The squared norm of each sample's own gradient of a parameter; -> (B,)."""
+        self._refuse_changed(name, "norms")
+        with kernel_options(self._options):
+            found = in_smaller_chunks(self._structures[name].sq_norm)
+        (own,) = [found] if self._own is None else self._own.own_sq_norms([found])
+        return _in_gradient_dtype(self._dtypes[name], own)
+
+    @torch.no_grad()
     def project(self, projection: Projection) -> dict[str, Tensor]:
         """Each sample's own gradient, projected parameter by parameter."""
         if not isinstance(projection, Projection):
@@ -108,11 +117,38 @@ class KeptGradients:
 
     def _refuse_changed(self, name: str, method: str) -> None:
         if any(version_of(tensor) != version for tensor, version in self._versions[name]):
-            asked = "dot" if method == "dot" else "projection"
+            asked = "projection" if method == "project" else method
             raise UnsupportedError(
                 f"{method}: a tensor that the gradient of `{name}` is made of was changed in place since the backward; "
                 f"ask for the {asked} before that"
             )
+
+
+class _WhenRead(Mapping[str, Tensor]):
+    """Squared norms by parameter, those that are not known computed when they are read first."""
+
+    def __init__(self, names: Sequence[str], known: Mapping[str, Tensor], kept: KeptGradients) -> None:
+        self._names, self._known, self._kept = tuple(names), dict(known), kept
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._known:
+            if name not in self._names:
+                raise KeyError(name)
+            self._known[name] = self._kept.sq_norm(name)
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def sq_norms_of(names: Sequence[str], known: Mapping[str, Tensor], kept: KeptGradients | None) -> Mapping[str, Tensor]:
+    """The squared norms of these parameters, in this order: those that are known, and the others when they are read."""
+    if kept is None or known.keys() >= set(names):
+        return {name: known[name] for name in names}
+    return _WhenRead(names, known, kept)
 
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Tensor

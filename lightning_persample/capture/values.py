@@ -48,6 +48,9 @@ def read_values(
     """The values of these parameters; the dispatcher takes those that have none, and why."""
     values = Values()
     sq_norms: dict[str, Tensor] = {}
+    are_asked = "sq_norm" in quantities or not OF_KEPT.intersection(
+        quantities
+    )  # else they are taken when they are read
 
     @cache
     def places_on(device: torch.device) -> Tensor:
@@ -66,7 +69,8 @@ def read_values(
         some = None if places is None else places_on(weight.tensor.device)
         if total is not None and some is not None:
             total = total.pick(some)
-        sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, some, dispatcher))
+        if total is None or weight.sq_norm is not None or are_asked:
+            sq_norms[name] = in_smaller_chunks(partial(_sq_norm_of, weight, total, some, dispatcher))
         if total is None:
             return
         if "grad_sample" in quantities:

@@ -248,6 +248,15 @@ def dense_dot(grad: Tensor, vector: Tensor) -> Tensor:
     return by_chunks(grad, dtype, bytes_each, dots)
 
 
+def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of the real parts of a * b over all but the first axis, in rows that are not too long."""
+    # a and b (b, ...), of one floating dtype
+    count, length = _rows_of(a.shape)
+    if not length or a.is_complex() or not (a.is_contiguous() and b.is_contiguous()):
+        return _sum(a * b)
+    return torch.bmm(a.view(-1, 1, length), b.view(-1, length, 1)).view(-1, count).sum(1)
+
+
 def outer_dot(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
     """Of sum_t left[b, t] (x) right[b, t], left (B, T, p), right (B, T, d), with vector (p, d): (B,)."""
     dtype = accumulation_dtype(left, right, vector)
@@ -257,7 +266,7 @@ def outer_dot(left: Tensor, right: Tensor, vector: Tensor) -> Tensor:
     bytes_each = left.shape[1] * (2 * right.shape[2] + left.shape[2]) * dtype.itemsize
 
     def dots(part: slice) -> Tensor:
-        return _sum(left[part].to(dtype) @ matrix * right[part].to(dtype))
+        return _sum_of_products(left[part].to(dtype) @ matrix, right[part].to(dtype))
 
     return by_chunks(left, dtype, bytes_each, dots)
 

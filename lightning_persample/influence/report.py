@@ -144,6 +144,11 @@ def _of_ledger(dirpath: Path) -> Run:
         warnings.append("The fit has not ended, or was killed: the page shows the rows so far.")
     settings = {**manifest.settings, "processes": manifest.processes, "run": manifest.run}
     names = [name for name in table.column_names if name.startswith("norm/")]
+    if "norm" not in table.column_names:
+        raise PerSampleError(
+            f"the ledger in {os.fspath(dirpath)!r} has no norms, which the page is made of: write them with "
+            "InRunInfluence(..., norms=True)"
+        )
     step, norm = _floats(table, "step"), _floats(table, "norm")
     if absent := table["norm"].null_count:
         warnings.append(f"{absent:,} of {len(table):,} rows have no norm: no parameter had a per-sample gradient.")

@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_persample import InRunInfluence, OptionError, PerSampleWarning
-from lightning_persample.influence import data_shapley, read_ledger
+from lightning_persample import InRunInfluence, OptionError, PerSampleError, PerSampleWarning
+from lightning_persample.influence import data_shapley, read_ledger, report, self_influence
 from tests.callbacks.runs import make_trainer
 
 pytest.importorskip("pyarrow")
@@ -326,3 +326,39 @@ def test_text_of_errors(tmp_path):
         written(tmp_path / "raises", Net(), val_loss=lambda module, batch: 1 / 0)
     with pytest.raises(OptionError, match="the column 'shapley' of the run has the name of one of InRunInfluence"):
         written(tmp_path / "taken", Net(), columns=lambda outputs, batch: {"shapley": batch[1]})
+
+
+def test_norms_are_a_column_where_they_are_asked_for(tmp_path):
+    ledgers = tmp_path / "without", tmp_path / "with"
+    without, with_norms = (
+        written(folder, Net(), norms=norms) for folder, norms in zip(ledgers, (False, True), strict=True)
+    )
+    assert with_norms.drop(columns="norm").equals(without)
+    module, norms = Net(), []
+    optimizer = module.configure_optimizers()
+    for inputs, labels in TRAIN:
+        losses = F.cross_entropy(module.net(inputs), labels, reduction="none")
+        norms += [float(flat(loss, module, retain_graph=True).norm()) for loss in losses]
+        optimizer.zero_grad()
+        losses.mean().backward()
+        optimizer.step()
+    np.testing.assert_allclose(with_norms["norm"], norms, rtol=1e-10)
+    with pytest.raises(OptionError, match="the ledger has no column 'norm': self_influence needs it"):
+        self_influence(ledgers[0])
+    with pytest.raises(PerSampleError, match=r"has no norms, .*: write them with InRunInfluence\(\.\.\., norms=True\)"):
+        report(ledgers[0])
+    with pytest.raises(OptionError, match="norms=1 is not allowed: norms must be True or False"):
+        InRunInfluence(tmp_path, VAL, norms=1)
+
+
+def test_rates_by_group_are_known_without_the_norms(tmp_path):
+    class Groups(Net):
+        def configure_optimizers(self):
+            first, last = self.net[0].parameters(), self.net[2].parameters()
+            return SGD([{"params": first, "lr": 0.3}, {"params": last, "lr": 0.05}])
+
+        def on_before_optimizer_step(self, optimizer):
+            optimizer.param_groups[0]["lr"] *= 0.9
+
+    rows = [written(tmp_path / str(norms), Groups(), norms=norms) for norms in (False, True)]
+    np.testing.assert_allclose(*(each["learning_rate"] for each in rows), rtol=1e-12)
