@@ -124,9 +124,19 @@ def _factors_within(call: ObservedCall) -> Iterator[tuple[float, bool]]:
         if found or not number:
             return
         if number != 1:
+            below = node.next_functions[places[0]][0]
             divides = node.name() in _DIVIDES and math.isclose(number * call.batch_size, 1)
+            divides = divides and _summed_by(below) != call.batch_size  # (of as many entries it is an average)
             yield number, divides or 1 < factor.numel() in (tensor.numel(), call.batch_size)
         node = node.next_functions[places[0]][0]
+
+
+def _summed_by(node: Any) -> int:
+    """How many entries each one of a sum along axes adds up; 1 of any other node."""
+    if node.name() != "SumBackward1":
+        return 1
+    shape = node._saved_self_sym_sizes
+    return math.prod(shape[((dim + 2**63) % 2**64 - 2**63) % len(shape)] for dim in node._saved_dim)
 
 
 def _is_of_all(node: Any) -> bool:

@@ -208,3 +208,17 @@ def test_a_learned_scale_of_what_is_no_sum_is_refused_by_name() -> None:
     ):
         record = record_of(Scaled(), lambda m, x, after=after: after(m.losses(x).mean()) * m.s, torch.randn(5, D))
         assert "`mean` reduces over the batch axis" in record.unsupported["s"]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: (z.square().sum(1) / z.shape[1]).sum(),
+        lambda z: (z.square().view(-1, 2, 2).sum((-1, -2)) / 4).sum(),
+        lambda z: F.multilabel_soft_margin_loss(z, (z > 0).to(z.dtype), reduction="sum"),
+    ],
+)
+def test_an_average_over_as_many_entries_as_there_are_samples_is_no_mean_over_these(loss: Any) -> None:
+    torch.manual_seed(0)
+    record = assert_exact(nn.Linear(D, D), lambda m, x: loss(m(x)), (torch.randn(D, D),), loss_reduction="sum")
+    assert record.weighting == ()
