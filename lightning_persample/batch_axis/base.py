@@ -51,8 +51,7 @@ class Followed:
         entries: what the one output adds up, where the call can give it.
         excused: what was said of calls before, and is not so of what goes through this one.
         by_values: whether values in the tensors had a part in it, so that it is not remembered.
-        padding: the entries of the one output that belong to no sample, as there is room for as many as the batch has,
-            and what to say where the loss takes them in.
+        padding: the entries of the first output that belong to no sample, where there are any, see `Padding`.
     """
 
     outputs: tuple[BatchAxis | Lost | None, ...]
@@ -62,7 +61,25 @@ class Followed:
     entries: Callable[[], Entries] | None = None
     by_values: bool = False
     excused: frozenset[tuple[str, str]] = frozenset()
-    padding: tuple[Tensor, str] | None = None
+    padding: Padding | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Padding:
+    """Entries beside those of the samples, of which there are as many as the batch has room for.
+
+    Attributes:
+        entries: which, of the shape of the tensor.
+        text: what to say where the loss takes them in.
+        axis: the axis along which they lie beside those of their sample, where a sum over it leaves them out, because
+            they are zero; else None.
+        is_by_sample: whether the first two axes are those of the samples and of their entries; else rows are in one.
+    """
+
+    entries: Tensor
+    text: str
+    axis: int | None
+    is_by_sample: bool
 
 
 PropagationRule = Callable[[ObservedCall], Followed]
@@ -165,13 +182,27 @@ def with_constant_rows(
     return fit[0]
 
 
-def padded(call: ObservedCall, place: BatchAxis | Lost, padding: Tensor) -> Followed:
-    """Rows beside those of the samples, as many as a batch has room for: no sample's, where the loss takes them in."""
+def padded(call: ObservedCall, place: BatchAxis | Lost, entries: Tensor, axis: int | None = None) -> Followed:
+    """Entries beside those of the samples, as many as a batch has room for: no sample's, where the loss has them."""
+    outputs = (place, *[None] * (len(call.outputs) - 1))
+    if not bool(entries.any()):
+        return Followed(outputs, by_values=True)
     text = (
         f"`{call.name}` leaves room for rows that a sample of the batch does not have{user_line()}, and the loss takes "
         "them in: leave them out, by a mask of the rows"
     )
-    return Followed((place,), by_values=True, padding=(padding, text) if bool(padding.any()) else None)
+    is_zero = not bool(call.outputs[0].detach().masked_select(entries).any())
+    return Followed(
+        outputs, by_values=True, padding=Padding(entries, text, axis if is_zero else None, axis is not None)
+    )
+
+
+def beyond(lengths: Tensor, output: Tensor, batch_axis: int) -> Tensor:
+    """The entries of a padded tensor, samples along one of its first two axes, that are beyond their lengths (B,)."""
+    steps = torch.arange(output.size(1 - batch_axis), device=output.device)
+    rows = steps[None] >= lengths.to(output.device)[:, None]
+    rows = rows if batch_axis == 0 else rows.T
+    return rows.reshape(rows.shape + (1,) * (output.dim() - 2)).expand_as(output)
 
 
 def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, source: object) -> Followed | None:

@@ -14,6 +14,7 @@ from lightning_persample.batch_axis import indexing, layers, losses, recurrence,
 from lightning_persample.batch_axis.after_reduction import after_reduction
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, lost
+from lightning_persample.batch_axis.jagged import follow_jagged
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS
 from lightning_persample.batch_axis.separable import by_what_samples_give
@@ -42,9 +43,9 @@ def _follow(call: ObservedCall) -> Followed:
     if call.operands[0].tensor.is_nested and call.op in (*_OF_NESTED, "unbind"):
         return PROPAGATION_RULES[call.op](call)
     if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
-        nested = any(operand.tensor.is_nested for operand in call.operands)
-        instead = "; give it values() of a jagged one, or a padded one" if nested else ""
-        return lost(call, f"works on tensors that are nested, sparse or wrapped{instead}", mixes=None)
+        if any(tensor.is_nested for tensor in (*call.outputs, *(o.tensor for o in call.operands))):
+            return follow_jagged(call)
+        return lost(call, "works on tensors that are nested, sparse or wrapped", mixes=None)
     known = PROPAGATION_RULES.get(call.op)
     if known is not None:
         return _laid_over(known(call), call)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
-from lightning_persample.batch_axis.base import Followed, lost, propagation_rule
+from lightning_persample.batch_axis.base import Followed, beyond, lost, padded, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
 
 
@@ -89,4 +89,6 @@ def _follow_pad(call: ObservedCall) -> Followed:
     if not isinstance(axis, BatchAxis) or axis.dim != 0:
         return lost(call, "pads a packed sequence that does not hold the batch along its rows", mixes=None)
     owners = row_owners(axis, call.batch_size, data.device)[: int(batch_sizes[0])]
-    return Followed((picked(0 if batch_first else 1, owners, call.batch_size, axis.mixing), None))
+    dim = 0 if batch_first else 1
+    place = picked(dim, owners, call.batch_size, axis.mixing)
+    return padded(call, place, beyond(call.outputs[1], call.outputs[0], dim), 1 - dim)

@@ -13,6 +13,7 @@ from lightning_persample.batch_axis.base import (
     Followed,
     alone,
     beside_lost,
+    beyond,
     broadcast,
     crossed,
     dims_argument,
@@ -173,7 +174,8 @@ def _follow_pad_sequence(call: ObservedCall) -> Followed:
             **call.kwargs,
         }
         fills = call.function(ones, **{**options, "padding_value": 1})
-        return padded(call, place, fills.reshape(fills.shape + (1,) * (output.dim() - 2)).expand_as(output))
+        entries = fills.reshape(fills.shape + (1,) * (output.dim() - 2)).expand_as(output)
+        return padded(call, place, entries, 1 - dim)
     _, axis = call.located[0]
     if call.lost or axis.dim == 0 or any(not other.same_place(axis) for _, other in call.located):
         return lost(call, "stacks rows of which it is not known that each part is of one sample", mixes=crossed(call))
@@ -231,9 +233,13 @@ def _follow_nested(call: ObservedCall) -> Followed:
     """Of a nested tensor with the samples along its first axis: the rows of all, one after the other, or padded."""
     tensor: Any = call.located[0][0]
     axis = call.located[0][1]
+    is_jagged = tensor.layout is torch.jagged and tensor.lengths() is None
     if call.op != "_nested_get_values":
-        return keep(call, axis)
-    if tensor.layout is not torch.jagged or tensor.lengths() is not None:
+        output = call.outputs[0]
+        if not is_jagged or axis.dim != 0 or output.dim() < 2 or output.size(0) != tensor.size(0):
+            return keep(call, axis)
+        return padded(call, axis, beyond(tensor.offsets().diff(), output, 0), 1)
+    if not is_jagged:
         return lost(call, "gives entries that belong to no sample, or in an order of their own", mixes=None)
     owners = torch.arange(tensor.size(0), device=tensor.device).repeat_interleave(tensor.offsets().diff())
     return keep(call, picked(0, row_owners(axis, call.batch_size, tensor.device)[owners], call.batch_size, axis.mixing))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_persample.batch_axis.base import Padding
 from lightning_persample.batch_axis.observed import Description, line_of, version_of
 from lightning_persample.capture.annotations import KNOWN, Marks
 from lightning_persample.capture.failure import (
@@ -26,7 +27,17 @@ from lightning_persample.capture.failure import (
     in_smaller_chunks,
     reason_of,
 )
-from lightning_persample.capture.graph import Edges, boundary, edges_between, ends_below, leaf_of, on_gradient
+from lightning_persample.capture.graph import (
+    Edges,
+    Takers,
+    boundary,
+    edges_between,
+    ends_below,
+    gradient_reader,
+    hooked_tensor,
+    leaf_of,
+    on_gradient,
+)
 from lightning_persample.capture.pull_back import settle_one
 from lightning_persample.capture.weight import Computation, Weight
 from lightning_persample.gradients import Dense, SampleGradient, sq_norms, sq_norms_and_sum
@@ -54,6 +65,7 @@ class WatchedNodes:
         self.calls: dict[Node, tuple[Node, set[Node]]] = {}
         self._around: dict[Node, tuple[list[Node], list[Weight]]] = {}
         self._handles: list[RemovableHandle] = []
+        self.padded: dict[Node, Padding] = {}  # by the node of a padded tensor
 
     def watch(self, node: Node, weight: Weight) -> None:
         """Remember the node of a weight that is no leaf, or whose leaf has no mark."""
@@ -175,6 +187,7 @@ class WatchedNodes:
         """Forget every node."""
         self.calls.clear()
         self._around.clear()
+        self.padded.clear()
         self._weights.clear()
         self._seen.clear()
 
@@ -200,6 +213,7 @@ class Notes:
     Attributes:
         axis_lost: texts after which it is not known whose the values are, and no more.
         excused: the kinds and texts that are not so of the present backward.
+        left_out: the padding that the present backward takes nothing of but sums, to which its zeros add nothing.
     """
 
     def __init__(self, collector: Observes) -> None:
@@ -209,6 +223,7 @@ class Notes:
         self._reached: set[tuple[Kind, str]] = set()
         self._of_loss: dict[str, None] = {}
         self._later: dict[Callable[[], str | None], Kind] = {}
+        self.left_out: frozenset[Padding] = frozenset()
         self.axis_lost: set[str] = set()
         self.excused: frozenset[tuple[str, str]] = frozenset()
 
@@ -221,11 +236,21 @@ class Notes:
         for output in hooked:
             on_gradient(output, partial(self._reach, kind, text), self._fail)
 
-    def add_of_padding(self, text: str, padding: Tensor, output: Tensor) -> None:
-        """Say something of a call in every backward that goes through one of these entries of its output."""
-        self._texts["mixing"].setdefault(text)
-        self.axis_lost.add(text)
-        on_gradient(output, partial(self._reach_padding, text, padding), self._fail)
+    def add_of_padding(self, padding: Padding, output: Tensor) -> None:
+        """Say something of a call in every backward that goes through entries of its output that are no sample's."""
+        self._texts["mixing"].setdefault(padding.text)
+        self.axis_lost.add(padding.text)
+        read = gradient_reader(output, hooked_tensor(output))
+        on_gradient(output, partial(self._reach_padding, padding, read), self._fail)
+
+    def start_backward(self, padding: Padding, node: Node, takers: Takers) -> None:
+        """Find out what a backward takes of a padded tensor: sums, to which zeros add nothing, or a mean of all."""
+        entries, self.left_out = padding.entries, self.left_out - {padding}
+        rows = entries.size(0) * (entries.size(1) if padding.is_by_sample else 1)
+        if takers.average(node, rows):
+            self._reached.add(("mixing", padding.text))
+        elif padding.axis is not None and takers.add_up(node, padding.axis, entries.dim()):
+            self.left_out |= {padding}
 
     def add_later(self, kind: Kind, text: Callable[[], str | None], output: Tensor) -> None:
         """Ask whether there is something to say of a call, and what, after a backward that goes through its output."""
@@ -276,9 +301,9 @@ class Notes:
         if collector is not None and collector.accepting:
             self._later[text] = kind
 
-    def _reach_padding(self, text: str, padding: Tensor, grad: Tensor) -> None:
-        if bool(grad.masked_select(padding).any()):
-            self._reach("mixing", text, grad)
+    def _reach_padding(self, padding: Padding, read: Callable[[Tensor], Tensor], grad: Tensor) -> None:
+        if padding not in self.left_out and bool(read(grad).masked_select(padding.entries).any()):
+            self._reach("mixing", padding.text, grad)
 
     def _reach(self, kind: Kind, text: str, grad: Tensor) -> None:
         collector = self._collector()

@@ -230,7 +230,7 @@ def placement_of(use: Use, rule: Rule) -> Placement:
         tuple(kept),
         axes,
         tuple(axis for _, axis in use.outputs),
-        call.outputs[0].dim() if call.op in POINTWISE else 0,
+        call.outputs[0].dim() - call.outputs[0].is_nested if call.op in POINTWISE else 0,  # (its rows have one less)
         rule.several_outputs and _later_lies_below_earlier(call),
     )
 

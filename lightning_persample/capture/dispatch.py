@@ -19,6 +19,7 @@ from lightning_persample.batch_axis.added_up import UNKNOWN, scaled
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, row_owners
 from lightning_persample.batch_axis.base import has_equal_rows, is_plain, memory_of
 from lightning_persample.batch_axis.follow import follow
+from lightning_persample.batch_axis.jagged import on_rows
 from lightning_persample.batch_axis.observed import (
     ObservedCall,
     Operand,
@@ -52,7 +53,7 @@ from lightning_persample.capture.collector import Collector, Means, Part
 from lightning_persample.capture.contributions import Use
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.fused import fused_call
-from lightning_persample.capture.graph import REENTRANT, boundary, on_gradient, reaches, unseen_text
+from lightning_persample.capture.graph import REENTRANT, Takers, boundary, on_gradient, reaches, unseen_text
 from lightning_persample.capture.observing import Answer, ObservingMode, decomposed
 from lightning_persample.capture.plan import (
     PLANS,
@@ -162,6 +163,10 @@ class Dispatcher(Collector):
     def start_backward(self, losses: list[Tensor]) -> None:
         """Take note of what backward starts from."""
         self._note_function(losses)
+        if self.nodes.padded:
+            takers = Takers(losses)
+            for node, padding in self.nodes.padded.items():
+                self.notes.start_backward(padding, node, takers)
         marks = [self.marks.get(loss) for loss in losses]
         if self.excuses:
             excused = (note for note, stop in self.excuses.items() if not reaches(losses, self.noted[note], stop))
@@ -626,6 +631,10 @@ class Dispatcher(Collector):
 
     def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         self._note_function([tensor for tensor, _ in call.lost])
+        rows = on_rows(call) if involved else None
+        if rows is not None:
+            self._with_jagged(call, rows, involved)
+            return
         followed = follow(call)
         alone = self.batch_size == 1  # one sample mixes with none
         marks = (*followed.outputs, *(mark for _, mark in call.lost))
@@ -638,7 +647,9 @@ class Dispatcher(Collector):
             shape = call.outputs[0].shape
             self.padded |= {count for count in (shape[0], math.prod(shape[:2])) if count > self.batch_size}
         if followed.padding is not None and not alone and call.outputs[0].requires_grad:
-            self.notes.add_of_padding(followed.padding[1], followed.padding[0], call.outputs[0])
+            self.notes.add_of_padding(followed.padding, call.outputs[0])
+            if call.outputs[0].grad_fn is not None:
+                self.nodes.padded[call.outputs[0].grad_fn] = followed.padding
         rule = rule_of(call.op)
         for note in followed.excused:
             self.excuses.setdefault(note, set()).update(boundary(call.outputs))
@@ -664,6 +675,15 @@ class Dispatcher(Collector):
         elif involved:
             self._register(use, involved)
             remember(call, followed, use)
+
+    def _with_jagged(self, call: ObservedCall, rows: ObservedCall, involved: Mapping[int, Weight]) -> None:
+        """A layer on a jagged tensor is one on its rows; the results hold the samples as what it was given."""
+        followed = follow(rows)
+        for output, place in zip(call.outputs, followed.outputs, strict=True):
+            if place is not None:
+                jagged = BatchAxis(0, mixing=place.mixing) if isinstance(place, BatchAxis) else place
+                self.marks.set_result(output, jagged)
+        self._register(Use(replace(rows, outputs=call.outputs), followed, involved, rule_of(call.op)), involved)
 
     def _register(self, use: Use, involved: Mapping[int, Weight]) -> None:
         for operand in use.call.operands:  # one parameter may be given twice to one call

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -136,6 +137,74 @@ def reaches(tops: Iterable[Tensor], nodes: Nodes, stop: Nodes) -> bool:
     return False
 
 
+class Takers:
+    """Which nodes take what a node gives, below some tensors: what comes of padding."""
+
+    def __init__(self, tops: Iterable[Tensor]) -> None:
+        stack = [top.grad_fn for top in tops if top.grad_fn is not None]
+        visited = set(stack)
+        self._of: dict[Node, list[Node]] = {}
+        while stack:
+            node = stack.pop()
+            for following, _ in node.next_functions:
+                if following is not None:
+                    self._of.setdefault(following, []).append(node)
+                    if following not in visited:
+                        visited.add(following)
+                        stack.append(following)
+
+    def add_up(self, node: Node, axis: int, rank: int) -> bool:
+        """Whether all that takes a tensor are sums over an axis, to which its zeros add nothing."""
+        return node in self._of and all(self._adds_up(taker, axis, rank) for taker in self._of[node])
+
+    def _adds_up(self, taker: Any, axis: int, rank: int) -> bool:
+        name = taker.name()
+        if name == "SumBackward1":
+            return axis in _axes(taker._saved_dim, rank)
+        if name == "IndexSelectBackward0":  # (of the samples, in another order)
+            return axis not in _axes([taker._saved_dim], rank) and self.add_up(taker, axis, rank)
+        if name == "TransposeBackward0":
+            one, other = (each for dim in (taker._saved_dim0, taker._saved_dim1) for each in _axes([dim], rank))
+            return self.add_up(taker, {one: other, other: one}.get(axis, axis), rank)
+        return False
+
+    def average(self, node: Node, rows: int) -> bool:
+        """Whether a mean is taken over the rows of a tensor, so many along its first axis or its first two."""
+        stack, visited = [(node, rows)], {(node, rows)}
+        while stack:
+            node, rows = stack.pop()
+            for taker in self._of.get(node, ()):
+                shape = _shape_of(taker)
+                count = shape[0] if taker.name() == "SliceBackward0" and shape else rows
+                keeps = count in {math.prod(shape[:n]) for n in (1, 2)} and _keeps_rows(taker, len(_shape_of(node)))
+                if keeps and (taker, count) not in visited:
+                    visited.add((taker, count))
+                    stack.append((taker, count))
+                reduction = getattr(taker, "_saved_reduction", None) if "Loss" in taker.name() else None
+                if not keeps and (taker.name().startswith("MeanBackward") or reduction == 1):
+                    return True
+        return False
+
+
+def _keeps_rows(taker: Any, rank: int) -> bool:
+    """Whether a call on a tensor of this rank has left its first two axes, or made others of them in a view."""
+    dims = getattr(taker, "_saved_dim", None) if taker.name().startswith(("Sum", "Mean", "Amax", "Amin")) else None
+    if isinstance(dims, (tuple, list)):
+        return not {0, 1} & set(_axes(dims, rank))
+    return len(_shape_of(taker)) >= rank or taker.name().startswith(("View", "ReshapeAlias", "UnsafeView", "Squeeze"))
+
+
+def _shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of what a call gave, by its node; none where torch does not tell."""
+    found = getattr(node, "_input_metadata", ())
+    return tuple(found[0].shape) if found else ()
+
+
+def _axes(dims: Iterable[int], rank: int) -> list[int]:
+    """Axes counted from the front; nodes keep those that are counted from the end as numbers without a sign."""
+    return [(dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims]
+
+
 def on_gradient(output: Tensor, hook: Callable[[Tensor], None], failed: Callable[[Exception], None]) -> None:
     """Call the hook with the output's gradient, after all hooks of the user's that may change it."""
     hooked = hooked_tensor(output)
@@ -162,6 +231,8 @@ def hooked_tensor(output: Tensor) -> Tensor:
 
 def gradient_reader(output: Tensor, base: Tensor) -> Callable[[Tensor], Tensor]:
     """How to read the output's gradient from that of its `hooked_tensor`."""
+    if output.is_nested:
+        return _rows
     if base is output:
         return detached
     if base.is_contiguous() and output.is_contiguous() and base.numel() == output.numel():
@@ -176,6 +247,12 @@ def gradient_reader(output: Tensor, base: Tensor) -> Callable[[Tensor], Tensor]:
         return grad.as_strided(size, stride, grad.storage_offset() + offset)
 
     return read
+
+
+def _rows(grad: Any) -> Tensor:
+    """The gradient of the rows of a jagged output."""
+    rows: Tensor = detached(grad).values()
+    return rows
 
 
 def _reshaped(size: torch.Size, grad: Tensor) -> Tensor:

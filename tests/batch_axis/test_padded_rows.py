@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, pad_sequence
 
 from tests.batch_axis.test_owned_rows import assert_exact, captured, loop
 
@@ -184,6 +184,53 @@ def test_rows_that_get_no_message_are_no_padding_where_samples_have_as_many_rows
     edges = [torch.tensor([[0, 1], [1, 0]]), torch.tensor([[1], [2]]), torch.tensor([[0], [1]])]
     alone = [{**single(batch, sample), "edges": edges[sample]} for sample in range(3)]
     assert_exact(record, {name: grads for name, grads in loop(module, loss, alone).items() if grads.any()})
+
+
+@pytest.mark.parametrize("pooled", ["sum", "mean", "both", "sum of features", "mean of squares", "masked", "loss"])
+def test_zeros_add_nothing_to_a_sum_and_count_in_a_mean(pooled: str) -> None:
+    module, batch = Network(), sequences((3, 5, 2, 4))
+
+    def loss(batch: Batch) -> Tensor:
+        rows, mask = split(module.first(batch["x"]).tanh(), batch)
+        out = {
+            "sum": lambda: rows.sum(1),
+            "mean": lambda: rows.mean(1),
+            "both": lambda: rows.sum(1) + rows.mean(1),
+            "mean of squares": lambda: rows.square().mean(1),
+            "masked": lambda: (rows * mask[..., None]).mean(1),
+            "loss": lambda: F.mse_loss(rows, torch.zeros_like(rows)).expand(len(rows), H),
+            "sum of features": lambda: rows.sum(-1).exp().sum(1, keepdim=True).expand(-1, H),
+        }[pooled]()
+        return F.mse_loss(module.head(out), batch["y"])
+
+    if pooled == "sum":
+        assert_as_a_loop(module, batch, loss)
+        return
+    record = captured(module, batch, lambda: loss(batch), batch_layout=layout, batch_size=4, unsupported="ignore")
+    assert "leaves room for rows that a sample of the batch does not have" in record.axis_lost[0]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("pooled", ["sum", "last", "mean"])
+def test_a_packed_sequence_that_is_padded(pooled: str, batch_first: bool) -> None:
+    module, rows = Network(), [torch.randn(length, D) for length in (3, 5, 2)]
+
+    def loss(packed: PackedSequence) -> Tensor:
+        hidden = module.rnn(packed._replace(data=module.first(packed.data)))[0]
+        out, lengths = pad_packed_sequence(hidden, batch_first=batch_first)
+        axis = 1 if batch_first else 0
+        if pooled == "last":
+            out = out if batch_first else out.transpose(0, 1)
+            return module.head(out[torch.arange(len(lengths)), lengths - 1]).square().mean()
+        return module.head(out.sum(axis) if pooled == "sum" else out.mean(axis)).square().mean()
+
+    packed = pack_sequence(rows, enforce_sorted=False)
+    record = captured(module, packed, lambda: loss(packed), unsupported="ignore")
+    if pooled == "mean":
+        assert "`_pad_packed_sequence` leaves room for rows" in record.axis_lost[0]
+    else:
+        expected = loop(module, loss, [pack_sequence([each]) for each in rows])
+        assert_exact(record, {name: grads for name, grads in expected.items() if grads.any()})
 
 
 def test_a_sample_without_rows_is_padded_alone() -> None:
