@@ -149,12 +149,11 @@ class InRunInfluence(PerSampleGradientWriter):
         weight = record.factor.double() / rows.divisor
         has_one_rate = isinstance(rows.rate, float)
         try:
-            vectors = _stepped(trainer, pl_module, known, with_rate=not has_one_rate)
+            factors = _step_factors(trainer, pl_module, known, with_rate=not has_one_rate)
         except UnsupportedError as error:
             self._warn(f"shapley is nan: {error}")
             return found
-        are_same = all(vectors[name] is known[name] for name in known)
-        found["shapley"] = weight * (found["val_dot"] if are_same else record.dot(vectors).double())
+        found["shapley"] = weight * _dot_with(record, known, factors, found["val_dot"])
         if has_one_rate:
             self._without_rate.append(rows)  # it may still change before the optimizer steps
         return found
@@ -208,26 +207,34 @@ class InRunInfluence(PerSampleGradientWriter):
         return {**super().__getstate__(), "_gradient": {}, "_taken_at": -1, "_without_rate": []}
 
 
-def _stepped(
-    trainer: Trainer, pl_module: LightningModule, vectors: Mapping[str, Tensor], *, with_rate: bool
-) -> dict[str, Tensor]:
-    """Vectors by parameter, times the diagonal (and the rate) that the next step multiplies a gradient by."""
+def _dot_with(
+    record: PerSampleRecord, vectors: Mapping[str, Tensor], factors: Mapping[str, Tensor | float], dots: Tensor
+) -> Tensor:
+    """The dots with vectors times factors, (m,), where those without are known: a dot costs about a forward."""
+    numbers = {factor for factor in factors.values() if isinstance(factor, float)}
+    if len(numbers) <= 1 and not any(isinstance(factor, Tensor) for factor in factors.values()):
+        return dots * (numbers.pop() if numbers else 1.0)
+    return record.dot({name: vector * factors[name] for name, vector in vectors.items()}).double()
+
+
+def _step_factors(
+    trainer: Trainer, pl_module: LightningModule, names: Iterable[str], *, with_rate: bool
+) -> dict[str, Tensor | float]:
+    """By parameter the diagonal, times the rate if asked for, that the next step multiplies a gradient by."""
     groups = {
         id(parameter): (optimizer, group)
         for optimizer in trainer.optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    parameters = dict(pl_module.named_parameters())
-    found = {}
-    for name, vector in vectors.items():
+    parameters, found = dict(pl_module.named_parameters()), dict[str, Tensor | float]()
+    for name in names:
         if id(parameters[name]) not in groups:
-            found[name] = torch.zeros_like(vector)  # no optimizer moves it
+            found[name] = 0.0  # no optimizer moves it
             continue
         optimizer, group = groups[id(parameters[name])]
         factor = _factor(trainer, optimizer, group, parameters[name]) * (-1.0 if group.get("maximize") else 1.0)
-        factor = factor * float(group["lr"]) if with_rate else factor
-        found[name] = vector if isinstance(factor, float) and factor == 1.0 else vector * factor
+        found[name] = factor * float(group["lr"]) if with_rate else factor
     return found
 
 

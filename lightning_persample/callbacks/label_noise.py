@@ -189,7 +189,9 @@ class LabelNoiseProbe(PerSampleGradientWriter):
     ) -> None:
         """Keep the norms of a backward, of samples that are known."""
         if not isinstance(keys_of(record), Tensor):
-            why = self._why_no_index(trainer) or "the sampler draws keys that are no ints"
+            why = self._why_no_index(trainer)
+            if record.sample_index is not None:
+                why = "the train dataloader stands in a dict or list: pass it alone"
             stop(UnsupportedError(f"LabelNoiseProbe has no index of the samples of a batch: {why}"))
         super().on_per_sample_gradients(trainer, pl_module, record, batch, batch_idx)
 

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_persample import InRunInfluence, OptionError, PerSampleError, PerSampleWarning
+from lightning_persample import InRunInfluence, OptionError, PerSampleError, PerSampleRecord, PerSampleWarning
 from lightning_persample.influence import data_shapley, read_ledger, report, self_influence
 from tests.callbacks.runs import make_trainer
 
@@ -362,3 +362,15 @@ def test_rates_by_group_are_known_without_the_norms(tmp_path):
 
     rows = [written(tmp_path / str(norms), Groups(), norms=norms) for norms in (False, True)]
     np.testing.assert_allclose(*(each["learning_rate"] for each in rows), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "dots"),
+    [(SGD, {}, 1), (SGD, {"momentum": 0.9, "nesterov": True}, 1), (SGD, {"maximize": True}, 1), (ADAM, {}, 2)],
+    ids=str,
+)
+def test_a_step_takes_no_more_dots_than_it_needs(make, options, dots, tmp_path, monkeypatch):
+    taken, dot = [], PerSampleRecord.dot
+    monkeypatch.setattr(PerSampleRecord, "dot", lambda record, vectors: taken.append(1) or dot(record, vectors))
+    written(tmp_path / "ledger", Net(make, **options))
+    assert len(taken) == dots * STEPS

@@ -497,6 +497,16 @@ def test_batches_whose_samples_are_not_known_are_refused(folder):
         fit(probe_in(folder), data=DataLoader(Samples(), 8, collate_fn=by_label))
 
 
+class InDict(Noting):
+    def inputs_and_labels(self, batch):
+        return batch["only"]
+
+
+def test_a_loader_in_a_dict_is_refused(folder):
+    with pytest.raises(UnsupportedError, match="a batch: the train dataloader stands in a dict or list: pass it alone"):
+        fit(probe_in(folder), InDict(), {"only": DATA["tensors"]()})
+
+
 class Grows(L.LightningDataModule):
     length = COUNT
 
