@@ -155,7 +155,8 @@ class Dataset(ABC, Generic[M]):
         """The manifest; a folder without one, or with one of another format, is refused."""
         manifest = self.manifest_if_there()
         if manifest is None:
-            raise PerSampleError(f"{os.fspath(self.dirpath)!r} holds no {self.title}: {MANIFEST} is missing")
+            why = f"{MANIFEST} is missing" if self.dirpath.is_dir() else f"there is no folder {self.dirpath.absolute()}"
+            raise PerSampleError(f"{os.fspath(self.dirpath)!r} holds no {self.title}: {why}")
         return manifest
 
     def manifest_if_there(self) -> M | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
+import os
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from lightning_persample.gradients import Projection
 from lightning_persample.influence import GradientStore, dataset, read_ledger, read_manifest
 from tests.callbacks.ledger_runs import NAMES, Noted, assert_rows, data, fit, rows
 from tests.callbacks.runs import make_trainer
+from tests.processes import run_alone
 
 
 @pytest.fixture
@@ -89,6 +92,32 @@ def test_the_folder_of_a_fit_that_goes_on_is_refused(folder, overwrite):
     assert_rows(rows(folder, NAMES[:-2]), module.notes)
     assert read_ledger(other).num_rows == 22
     assert not [*folder.glob("*.lock"), *other.glob("*.lock")]
+
+
+@pytest.fixture(scope="module")
+def two_writers(tmp_path_factory):
+    ended = run_alone("tests.callbacks.two_writers", str(tmp_path_factory.mktemp("two")))
+    assert ended.codes == [0], ended.outputs[0]
+    return json.loads(ended.outputs[0].splitlines()[-1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("kind", ["fit", "collect"])
+def test_two_processes_on_one_folder_are_refused_and_that_of_a_killed_one_is_taken_over(two_writers, kind, batch):
+    found = two_writers[f"{kind} {batch}"]
+    assert found["untouched"]
+    for text in found["while"].values():
+        assert "is being written to by another fit or collection, in this process or another: wait for its end" in text
+    complete, partial = found["left"]
+    assert "lacks rows (it has " in complete if kind == "fit" else f"lacks {22 - 4 * batch} of 22 rows" in complete
+    assert partial == str(4 * batch)
+    if kind == "fit" and batch:  # rows that were written are kept, unless it is said that they may go
+        assert "holds the ledger of run" in found["after"]["plain"]
+        assert "(2 files), but this one starts a new run: pass another dirpath" in found["after"]["plain"]
+    else:
+        assert found["after"]["plain"] == "None"
+    assert (found["after"]["overwrite"], found["rows"]) == ("None", "22")
 
 
 def take_and_release(folder):
