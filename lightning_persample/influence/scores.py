@@ -479,10 +479,11 @@ class LedgerSums:
         for name in needed:
             if name not in there:
                 raise OptionError(f"the ledger has no column {name!r}: {why}. Its columns are {', '.join(there)}")
+        chosen = None if steps is None else arrow().array(list(steps), arrow().int64())
         rows = 0
         for table in _tables_of(ledger, list(dict.fromkeys(needed))):
-            if steps is not None:
-                table = table.filter(arrow("compute").is_in(table["step"], arrow().array(list(steps), arrow().int64())))
+            if chosen is not None:
+                table = table.filter(arrow("compute").is_in(table["step"], chosen))
             rows += len(table)
             self._add(table)
         self._settle()

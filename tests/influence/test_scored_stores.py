@@ -428,3 +428,17 @@ def test_what_the_options_of_scores_are(stores, tmp_path):
     frame = found.to_pandas()
     assert list(frame.columns) == ["test", "rank", "train", "score"]
     assert list(frame[frame.test == 3][["train", "score"]].itertuples(index=False, name=None)) == found.top(4, test=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_a_gpu_gives_what_a_cpu_gives(stores, name, dtype, bound):
+    expected = scored(name, stores["float64"])
+    found = scored(name, stores["float64"], device="cuda", dtype=dtype)
+    assert (found.scores.device.type, found.scores.dtype) == ("cpu", dtype)
+    assert (found.scores - expected.scores).abs().max() < bound * expected.scores.abs().max()
+    kept = scored(name, stores["float64"], device="cuda", dtype=dtype, top=3)
+    assert kept.places.device.type == "cpu"
+    torch.testing.assert_close(kept.scores, found.scores.topk(3, 0).values, rtol=bound, atol=bound)
