@@ -513,7 +513,7 @@ class LedgerSums:
         is_int = arrow().types.is_integer(keys.type)
         index = _as_numpy(keys.cast("int64"), "<i8") if is_int else keys.to_pylist()
         self._waiting.append((index, self._number(numbers)))
-        if sum(len(each) for _, each in self._waiting) >= max(_CHUNK_ROWS, len(self._table) // 4):
+        if sum(len(each) for _, each in self._waiting) >= max(_CHUNK_ROWS, len(self._table) // 8):
             self._settle()
 
     def _settle(self) -> None:
@@ -531,11 +531,13 @@ class LedgerSums:
 
     def scores(self, name: str, convention: str, *, mean: bool = False) -> SampleScores:
         """The sum, or the mean, over the rows of each sample."""
-        keys = self._table.keys()
-        sums, counts = (torch.from_numpy(column) for column in self._table.columns.values())
+        table, self._table = self._table, SampleTable()
+        sums, counts = map(torch.from_numpy, table.columns.values())
+        keys = table.keys()
         if isinstance(keys, list):
             order = sorted(range(len(keys)), key=keys.__getitem__)
-            keys, sums, counts = [keys[place] for place in order], sums[order], counts[order]
-        parts = np.array_split(keys, 64) if isinstance(keys, np.ndarray) else []  # no list of all beside the tuple
-        index = tuple(chain.from_iterable(part.tolist() for part in parts)) if parts else tuple(keys)
+            index, sums, counts = tuple(keys[place] for place in order), sums[order], counts[order]
+        else:  # no list of all beside the tuple, whose ints take more than all else
+            index = tuple(chain.from_iterable(part.tolist() for part in np.array_split(keys, 64)))
+        del table, keys
         return SampleScores(name, index, sums / counts if mean else sums, counts.long(), convention, self._unknown)

@@ -89,21 +89,26 @@ def by_numpy(folder: Path) -> Any:
     return np.bincount(places, rate * norm**2)
 
 
-def worst_of(samples: int) -> Any:
-    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0))
-    kept, norms = SampleNorms(), torch.rand(256) + 0.5
-    for epoch in range(2):
-        for step, index in enumerate(order.split(256)):
-            record = PerSampleRecord(len(index), {"weight": norms[: len(index)]}, 1.0, sample_index=index)
-            kept.add(record, (epoch, step), "")
-    return kept.worst(10), kept
+def worst_of(samples: int) -> Callable[[], Any]:
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(0)).split(256)
+    norms = torch.rand(256) + 0.5
+
+    def keep() -> Any:
+        kept = SampleNorms()
+        for epoch in range(2):
+            for step, index in enumerate(order):
+                record = PerSampleRecord(len(index), {"weight": norms[: len(index)]}, 1.0, sample_index=index)
+                kept.add(record, (epoch, step), "")
+        return kept.worst(10), kept
+
+    return keep
 
 
 MEASURED: dict[str, Callable[..., Callable[[], Any]]] = {
     "self_influence": lambda folder: lambda: self_influence(folder).scores.numpy(),
     "DuckDB": lambda folder: by_duckdb(Path(folder)),
     "NumPy": lambda folder: lambda: by_numpy(Path(folder)),
-    "worst": lambda samples: lambda: worst_of(int(samples)),
+    "worst": lambda samples: worst_of(int(samples)),
     "grad_dot": lambda *stores: lambda: grad_dot(*map(GradientStore, stores)),
     "grad_dot, float32": lambda *stores: lambda: grad_dot(*map(GradientStore, stores), dtype=torch.float32),
     "grad_dot, float32, top=10": lambda *stores: (
