@@ -178,7 +178,7 @@ def test_a_folder_that_lacks_rows_or_a_column_has_no_scores(folder):
     ):
         el2n(folder)
     Ledger(folder).parts()[3].path.unlink()
-    with pytest.raises(PerSampleError, match=r"lacks 50 of 200 rows: put the files back"):
+    with pytest.raises(PerSampleError, match=r"lacks 50 of 200 rows: files were removed, or the disk"):
         grand(folder)
 
 
