@@ -247,7 +247,7 @@ class Notes:
         """Find out what a backward takes of a padded tensor: sums, to which zeros add nothing, or a mean of all."""
         entries, self.left_out = padding.entries, self.left_out - {padding}
         rows = entries.size(0) * (entries.size(1) if padding.is_by_sample else 1)
-        if takers.average(node, rows):
+        if takers.count(node, rows):
             self._reached.add(("mixing", padding.text))
         elif padding.axis is not None and takers.add_up(node, padding.axis, entries.dim()):
             self.left_out |= {padding}

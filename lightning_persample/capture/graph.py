@@ -168,22 +168,31 @@ class Takers:
             return self.add_up(taker, {one: other, other: one}.get(axis, axis), rank)
         return False
 
-    def average(self, node: Node, rows: int) -> bool:
-        """Whether a mean is taken over the rows of a tensor, so many along its first axis or its first two."""
-        stack, visited = [(node, rows)], {(node, rows)}
+    def count(self, node: Node, rows: int) -> bool:
+        """Whether rows count that add nothing: `rows` of them along the first axis of a tensor or its first two."""
+        # A mean divides by their number, and a sum over what attention gives has a term for each of them, unless a
+        # mask has made it zero.
+        start = node, rows, False
+        stack, visited = [start], {start}
         while stack:
-            node, rows = stack.pop()
+            node, rows, attends = stack.pop()
             for taker in self._of.get(node, ()):
-                shape = _shape_of(taker)
-                count = shape[0] if taker.name() == "SliceBackward0" and shape else rows
-                keeps = count in {math.prod(shape[:n]) for n in (1, 2)} and _keeps_rows(taker, len(_shape_of(node)))
-                if keeps and (taker, count) not in visited:
-                    visited.add((taker, count))
-                    stack.append((taker, count))
-                reduction = getattr(taker, "_saved_reduction", None) if "Loss" in taker.name() else None
-                if not keeps and (taker.name().startswith("MeanBackward") or reduction == 1):
+                name, shape = taker.name(), _shape_of(taker)
+                number = shape[0] if name == "SliceBackward0" and shape else rows
+                now = (attends or name.startswith(_ATTENDS)) and not name.startswith(_MASKS)
+                keeps = number in {math.prod(shape[:n]) for n in (1, 2)} and _keeps_rows(taker, len(_shape_of(node)))
+                if keeps and (taker, number, now) not in visited:
+                    visited.add((taker, number, now))
+                    stack.append((taker, number, now))
+                reduction = getattr(taker, "_saved_reduction", None) if "Loss" in name else None
+                is_sum = attends and name.startswith("SumBackward")
+                if not keeps and (name.startswith("MeanBackward") or reduction == 1 or is_sum):
                     return True
         return False
+
+
+_ATTENDS = ("Bmm", "Baddbmm", "ScaledDotProduct")
+_MASKS = ("Mul", "MaskedFill", "Where", "Index")
 
 
 def _keeps_rows(taker: Any, rank: int) -> bool:

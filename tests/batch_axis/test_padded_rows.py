@@ -210,6 +210,25 @@ def test_zeros_add_nothing_to_a_sum_and_count_in_a_mean(pooled: str) -> None:
     assert "leaves room for rows that a sample of the batch does not have" in record.axis_lost[0]
 
 
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("name", ["dense", "no row to spare", "split"])
+def test_a_sum_over_what_attention_gives_has_a_term_for_each_row(name: str, masked: bool) -> None:
+    """To one key alone attention gives its value, whatever the query is: padding that has no gradient counts."""
+    module, batch = Network(), sequences((1, 2, 1, 2))
+
+    def loss(batch: Batch) -> Tensor:
+        rows, mask = PADDED[name](module.first(batch["x"]).tanh(), batch)
+        score = (module.query(rows) @ module.key(rows).mT).masked_fill(~mask[:, None], -torch.inf)
+        out = score.softmax(-1) @ rows
+        return F.mse_loss(module.head((out * mask[..., None] if masked else out).sum(1)), batch["y"])
+
+    if masked:
+        assert_as_a_loop(module, batch, loss)
+        return
+    record = captured(module, batch, lambda: loss(batch), batch_layout=layout, batch_size=4, unsupported="ignore")
+    assert "leaves room for rows that a sample of the batch does not have" in record.axis_lost[0]
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("pooled", ["sum", "last", "mean"])
 def test_a_packed_sequence_that_is_padded(pooled: str, batch_first: bool) -> None:
