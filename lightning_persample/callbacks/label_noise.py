@@ -337,12 +337,9 @@ def _classes_of(dataset: Any, relabel: Relabel) -> list[int]:
         found.add(_int_of(label))
         return label
 
-    def read() -> None:
-        for index in range(len(dataset)):
-            relabel(dataset[index], note)
-
     with untouched(nn.Module()):
-        of_user(read)
+        for index in range(len(dataset)):
+            of_user(relabel, of_user(operator.getitem, dataset, index), note)
     return sorted(found)
 
 

@@ -73,6 +73,10 @@ def with_labels(kind):
     return DataLoader(Samples(lambda x, y: [x.numpy(), kind(y.item())]), 8, shuffle=True)
 
 
+def as_pair(x, y):
+    return (x, y)
+
+
 DATA = {
     "tensors": lambda: DataLoader(TensorDataset(*parts()), 8, shuffle=True),
     "workers": lambda: DataLoader(TensorDataset(*parts()), 8, shuffle=True, num_workers=2),
@@ -86,6 +90,9 @@ DATA = {
     "weighted": lambda: DataLoader(Samples(), 8, sampler=WeightedRandomSampler(torch.ones(COUNT), COUNT)),
     "batches": lambda: DataLoader(
         TensorDataset(*parts()), None, sampler=BatchSampler(RandomSampler(range(COUNT)), 8, False)
+    ),
+    "spawned": lambda: DataLoader(
+        Samples(as_pair), 8, shuffle=True, num_workers=1, multiprocessing_context="spawn", persistent_workers=True
     ),
     "subset": lambda: DataLoader(Subset(TensorDataset(*parts(2 * COUNT)), range(COUNT)), 8, shuffle=True),
 }
@@ -541,6 +548,21 @@ def test_options_that_are_not_allowed(options, text):
     with pytest.raises(OptionError) as refused:
         LabelNoiseProbe(**options)
     assert text in str(refused.value)
+
+
+class Broken(Samples):
+    def __getitem__(self, index):
+        raise ZeroDivisionError("of the dataset")
+
+
+def broken(sample, change):
+    raise ZeroDivisionError("of relabel")
+
+
+@pytest.mark.parametrize(("data", "relabel"), [(Broken, None), (Samples, broken)])
+def test_what_the_data_or_a_function_raise_is_raised(data, relabel, folder):
+    with pytest.raises(ZeroDivisionError, match="of the dataset" if relabel is None else "of relabel"):
+        fit(probe_in(folder, relabel=relabel), data=DataLoader(data(), 8))
 
 
 def test_two_probes_of_a_trainer_are_refused(tmp_path):
