@@ -11,8 +11,9 @@ from typing import Any, cast, get_type_hints
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import Unpack
 
+from lightning_persample.callbacks.lightning_internals import logging_step
 from lightning_persample.callbacks.sample_index import BatchIndices, TrainingView
-from lightning_persample.callbacks.session import SharedCapture, is_logging_step
+from lightning_persample.callbacks.session import SharedCapture, is_logging_step, shared_capture
 from lightning_persample.capture.failure import fault_of, guard, run_all
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.options import CAPTURE_DEFAULTS, CaptureOptions, check_options, checked_capture_options
@@ -80,6 +81,8 @@ class PerSampleCallback(Callback):
     Raises:
         OptionError: an option has a value that is not allowed.
     """
+
+    _says_nothing_came = True  # where no step of a fit was due
 
     def __init__(
         self,
@@ -243,6 +246,26 @@ class PerSampleCallback(Callback):
         if self in callbacks[-1:] and callbacks[0]._shared is not None:
             callbacks[0]._shared.end_batch()
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say where no step of the fit was due, so that there was no record."""
+        shared, why = shared_capture(trainer), "" if self._never(trainer) else self._why_no_step(trainer)
+        if why and self._says_nothing_came and shared is not None and not shared.reports.has_said_fault:
+            shared.reports.warn(f"{type(self).__name__} got no record: {why}")
+
+    def _never(self, trainer: Trainer) -> bool:
+        """Whether the user asks for no step."""
+        return self.every_n_steps is None and not trainer.log_every_n_steps  # type: ignore[attr-defined]
+
+    def _why_no_step(self, trainer: Trainer) -> str:
+        """Why no step of the fit was due to be captured, or "" where one was."""
+        every, name = self.every_n_steps, "every_n_steps"
+        if every is None:
+            every, name = trainer.log_every_n_steps, "the Trainer's log_every_n_steps"  # type: ignore[attr-defined]
+        steps, overridden = logging_step(trainer), type(self).should_capture is not PerSampleCallback.should_capture
+        if trainer.fast_dev_run or overridden or steps == 0 or (every and steps >= every):  # type: ignore[attr-defined]
+            return ""
+        return f"the fit had {steps} optimizer steps, and {name} is {every}; every_n_steps=1 captures all of them"
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the module as it was before the fit."""
         self._end_capture()
@@ -294,7 +317,7 @@ class PerSampleCallback(Callback):
             cls.__init__.__signature__ = _with_capture_options(inspect.signature(cls.__init__))  # type: ignore[attr-defined]
         if cls.__module__.startswith("lightning_persample."):  # what a class of the user's raises is the user's
             _guard_hooks(cls)
-        for name in ("setup", "on_fit_start", "on_train_batch_end", "on_fit_end", "teardown", "on_exception"):
+        for name in _FIT_HOOKS:
             hook = getattr(cls, name)
             if hook is not getattr(PerSampleCallback, name) and not hasattr(hook, "_with_capture"):
                 setattr(cls, name, _with_capture(name, hook))
@@ -337,6 +360,9 @@ def _guarded(hook: Callable[..., Any], answer: Callable[[], Any], *, is_base: bo
 _guard_hooks(PerSampleCallback)
 
 
+_FIT_HOOKS = (
+    "setup", "on_fit_start", "on_train_batch_end", "on_train_end", "on_fit_end", "teardown", "on_exception",
+)  # fmt: skip
 _BATCH_HOOKS = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step", "on_train_batch_end",

@@ -135,6 +135,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         OptionError: an option has a value that is not allowed.
     """
 
+    _says_nothing_came = False  # (it has a text of its own)
+
     def __init__(
         self,
         every_n_steps: int | None = None,
@@ -244,8 +246,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 trainer, norms, self.worst_samples, self._why_nothing, is_said=is_said, render=self.render
             )
         self._draw_layers(trainer)
-        never = self.every_n_steps is None and not trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self._why_nothing and not (self._logged or never) and shared is not None and not is_said:
+        if self._why_nothing and not (self._logged or self._never(trainer)) and shared is not None and not is_said:
             self._warn(f"`{self.prefix}` has logged nothing: {self._why_nothing}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -264,16 +265,6 @@ class PerSampleGradientMonitor(PerSampleCallback):
             write_report(run, Path(folder) / "report.html", self.render, {}, 25)
         except (PerSampleError, OSError) as error:
             warn_user(f"report.html is not written: {error}")
-
-    def _why_no_step(self, trainer: Trainer) -> str:
-        """Why no step of the fit was due to be captured, or "" where one was."""
-        every, name = self.every_n_steps, "every_n_steps"
-        if every is None:
-            every, name = trainer.log_every_n_steps, "the Trainer's log_every_n_steps"  # type: ignore[attr-defined]
-        steps, overridden = logging_step(trainer), type(self).should_capture is not PerSampleCallback.should_capture
-        if trainer.fast_dev_run or overridden or steps == 0 or (every and steps >= every):  # type: ignore[attr-defined]
-            return ""
-        return f"the fit had {steps} optimizer steps, and {name} is {every}; every_n_steps=1 captures all of them"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fix the groups, so that every logged step has the same names."""

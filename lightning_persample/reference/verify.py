@@ -42,6 +42,7 @@ _MADE = (
     "into the batch"
 )
 _UNKNOWN = "no cause was found: a fault of lightning_persample or of a registered rule, please report it"
+_OTHER_WEIGHTS = "the weights that loss_reduction returns are not those of the samples in the loss"
 _SMALLEST_PART = 1e-2
 
 
@@ -132,7 +133,7 @@ def _keep_apart(mixing: Sequence[str]) -> str:
 def _wrong_reduction(factor: float, batch_size: int, loss_reduction: Weighting) -> str:
     found = f"every value of the engine is {factor:.4g} times the loop's"
     if callable(loss_reduction):
-        return f"{found}: the weights that loss_reduction returns are not those of the samples in the loss"
+        return f"{found}: {_OTHER_WEIGHTS}"
     given = f"loss_reduction={loss_reduction!r} does not fit the loss"
     weight = factor / batch_size if loss_reduction == "mean" else factor
     for fitting, expected in (("sum", 1.0), ("mean", 1 / batch_size)):
@@ -146,10 +147,12 @@ def _wrong_reduction(factor: float, batch_size: int, loss_reduction: Weighting) 
 
 def _unequal_weights(factors: Tensor, loss_reduction: Weighting) -> str:
     listed = ", ".join(f"{factor:.4g}" for factor in factors.tolist())
-    given = "" if callable(loss_reduction) else f", and not equally as loss_reduction={loss_reduction!r} says"
+    off = f"each sample's gradient is off by a factor of its own ({listed})"
+    if callable(loss_reduction):
+        return f"{off}: {_OTHER_WEIGHTS}"
     return (
-        f"each sample's gradient is off by a factor of its own ({listed}): the samples weigh unequally in the "
-        f"loss{given}; give a function (outputs, batch) as loss_reduction that returns each sample's weight in the loss"
+        f"{off}: the samples weigh unequally in the loss, and not equally as loss_reduction={loss_reduction!r} says; "
+        "give a function (outputs, batch) as loss_reduction that returns each sample's weight in the loss"
     )
 
 

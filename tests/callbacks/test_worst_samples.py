@@ -28,7 +28,7 @@ from tests.callbacks.indexed_data import (
     seed_all,
     train,
 )
-from tests.callbacks.runs import make_trainer
+from tests.callbacks.runs import Recorder, make_trainer
 
 
 def assert_same(worst: WorstSamples, norms, k=10):
@@ -336,6 +336,28 @@ def test_where_no_step_was_due_it_is_said_once_and_why(every, tmp_path):
     with pytest.raises(UnsupportedError, match=rf"^no step was captured: {re.escape(why)}$"):
         monitor.worst()
     assert len(other.worst(100)) == 32
+
+
+class WithAnEnd(Recorder):
+    """Has a hook of its own at the end, without super()."""
+
+    def on_train_end(self, trainer, pl_module):
+        self.has_ended = True
+
+
+@pytest.mark.parametrize("make", [Recorder, WithAnEnd])
+def test_a_callback_that_got_no_record_says_so(make):
+    callback = make()
+    with pytest.warns(PerSampleWarning) as caught:
+        make_trainer([callback], log_every_n_steps=50).fit(WithNorms(), DataLoader(Indexed(32), 2))
+    assert [str(each.message) for each in caught if each.category is PerSampleWarning] == [
+        f"{make.__name__} got no record: the fit had 16 optimizer steps, and the Trainer's log_every_n_steps is 50; "
+        "every_n_steps=1 captures all of them"
+    ]
+    assert callback.records == []
+    assert make is Recorder or callback.has_ended
+    for settings in ({"log_every_n_steps": 0}, {"fast_dev_run": 3, "log_every_n_steps": 50}, {"log_every_n_steps": 16}):
+        make_trainer([make()], **settings).fit(WithNorms(), DataLoader(Indexed(32), 2))
 
 
 def test_how_many_must_be_a_number():
