@@ -180,6 +180,20 @@ def test_what_is_no_sum_of_the_loaders_means_is_named(name):
     assert any(text in each for each in said), said
 
 
+@pytest.mark.parametrize("half", [True, False])
+def test_one_row_of_each_may_have_two_meanings(half):
+    def loss(m, a, b):
+        together = m.of_labelled(a).sum() + m.of_more(b).sum()
+        return 0.5 * (m.of_labelled(a).mean() + m.of_more(b).mean()) if half else together / (len(a[0]) + len(b[0]))
+
+    module, recorder = TwoKinds(loss, weight=0.5 if half else 1.0), Recorder(1, quantities=QUANTITIES)
+    with pytest.warns(PerSampleWarning, match="each data loader gave one row, so that the loss may be the mean over"):
+        fit(module, CombinedLoader(loaders((4, 5), (5, 6)), "min_size"), recorder)
+    first, second = recorder.records
+    assert first.weighting == ()
+    assert second.weighting[0].startswith("each data loader gave one row, so that the loss may be the mean over these")
+
+
 @pytest.mark.parametrize("places", [(0, 1), ("labelled", "more")])
 def test_a_sample_is_named_by_its_loader_and_its_index(places, tmp_path):
     module = TwoKinds(LOSSES["two means"][0], places=places)
