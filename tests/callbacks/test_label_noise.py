@@ -98,7 +98,10 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("kind", DATA)
+SLOW = {"spawned"}  # a process that imports everything
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in DATA])
 def test_a_known_share_of_the_labels_is_flipped_and_nothing_else(kind, folder):
     _, labels = parts()
     if kind == "subset":
