@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 
@@ -59,6 +60,7 @@ def seed():
     import torch
 
     torch.manual_seed(0)
+    os.environ.pop("PL_SEED_WORKERS", None)  # with which Lightning gives every loader a worker_init_fn
 
 
 @pytest.fixture

@@ -278,13 +278,6 @@ INTERRUPTED: list[tuple[Callable[..., Any], int]] = [
 ]
 
 
-@pytest.fixture
-def unseeded_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning itself gives every loader a `worker_init_fn` after ``seed_everything(..., workers=True)``."""
-    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
-
-
-@pytest.mark.usefixtures("unseeded_workers")
 @pytest.mark.parametrize(
     ("function", "call"), INTERRUPTED, ids=[f"{each.__qualname__}-{call}" for each, call in INTERRUPTED]
 )
@@ -294,7 +287,6 @@ def test_an_interrupt_leaves_nothing(function: Callable[..., Any], call: int, tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("unseeded_workers")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of generators that are closed
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("kind", [Classifier, Manual])

@@ -244,8 +244,7 @@ class Stops(Looks):
 
 
 @pytest.mark.parametrize(("kind", "workers"), in_turn([Looks, Stops], [2, 0]))
-def test_loader_and_dataset_are_as_before(kind, workers, monkeypatch):
-    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)  # with which Lightning sets a worker_init_fn
+def test_loader_and_dataset_are_as_before(kind, workers):
     found = []
     for callbacks in ([], [Recorder(1)]):
         seed_all()
