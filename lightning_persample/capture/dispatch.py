@@ -690,6 +690,11 @@ class Dispatcher(Collector):
                 jagged = BatchAxis(0, mixing=place.mixing) if isinstance(place, BatchAxis) else place
                 self.marks.set_result(output, jagged)
         self._register(Use(replace(rows, outputs=call.outputs), followed, involved, rule_of(call.op)), involved)
+        below = boundary(operand.tensor for operand in call.operands)  # (its rows have no history)
+        for output in call.outputs:
+            node = output.grad_fn
+            if node is not None and node in self.nodes.calls:
+                self.nodes.calls[node] = self.nodes.calls[node][0], below
 
     def _register(self, use: Use, involved: Mapping[int, Weight]) -> None:
         for operand in use.call.operands:  # one parameter may be given twice to one call

@@ -56,6 +56,7 @@ LAYERS: dict[str, Callable[[Any, Any], Any]] = {
     "shares": lambda module, batch: (module.first(batch["x"]) / (1 + module.scale)).tanh(),
     "shift": lambda module, batch: (module.first(batch["x"]) + module.scale).tanh(),
     "beside another": lambda module, batch: module.first(batch["x"]) + 0.5 * module.first(batch["x"]).tanh(),
+    "beside a layer": lambda module, batch: (h := module.first(batch["x"])) + module.query(h).tanh(),
     "softmax": lambda module, batch: module.first(batch["x"]).softmax(-1),
     "attention": lambda module, batch: attention(module, module.first(batch["x"])),
 }
