@@ -465,7 +465,7 @@ class Products:
                         block.index_add_(0, rows.to(self.device) - first, products)
                 sums[first:last] += block.sum(1).cpu().double()
                 largest.add(block, first)
-                smallest.add(-block, first)
+                smallest.add(block, first, -1)
             parts.append([*largest.found(), *smallest.found()])
         values, places, least, least_places = (torch.cat(each, 1) for each in zip(*parts, strict=True))
         return {
@@ -500,6 +500,11 @@ def _between(rows: Rows, start: int, stop: int) -> Tensor:
     return torch.arange(*torch.searchsorted(rows.places, torch.tensor([start, stop])).tolist())
 
 
+def _without_nan(values: Tensor) -> Tensor:
+    """The values, nan as what is among no k largest."""
+    return values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
 class _Largest:
     """The k largest of many values in each column, and their places; those that tie in the order of their places."""
 
@@ -507,24 +512,36 @@ class _Largest:
         self._k = k
         self._values, self._places = torch.empty(0, 0), torch.empty(0, 0, dtype=torch.int64)
 
-    def add(self, values: Tensor, start: int) -> None:
-        """Take in further rows, from this place on, (rows, columns)."""
-        values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)  # nan is in none
-        values, places = self._of(values, torch.arange(start, start + len(values), device=values.device)[:, None])
-        if len(self._values):
-            joined = torch.cat([self._values, values]), torch.cat([self._places, places])
-            values, places = self._of(*joined)
-        self._values, self._places = values, places
+    def add(self, values: Tensor, start: int, sign: int = 1) -> None:
+        """Take in further rows, from this place on, (rows, columns); for a sign of -1 with the other sign."""
+        places = torch.arange(start, start + len(values), device=values.device)[:, None]
+        if len(self._values) < self._k:
+            values = _without_nan(sign * values)
+            joined = (values, places.expand_as(values))
+            if len(self._values):
+                joined = (torch.cat([self._values, values]), torch.cat([self._places, joined[1]]))
+            self._values, self._places = self._of(*joined)
+            return
+        largest = values.amax(0) if sign == 1 else -values.amin(0)
+        own = (~(largest <= self._values[-1])).nonzero().flatten()  # where one of them may be among the k, or is nan
+        if len(own):
+            values = _without_nan(sign * values[:, own])
+            joined = (
+                torch.cat([self._values[:, own], values]),
+                torch.cat([self._places[:, own], places.expand_as(values)]),
+            )
+            self._values[:, own], self._places[:, own] = self._of(*joined)
 
     def _of(self, values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         k = min(self._k, len(values))
-        order = values.topk(k, 0).indices
-        least = values.gather(0, order[-1:])
-        crowded = ((values >= least).sum(0) > k).nonzero().flatten()  # more are equal than there is room for
-        order[:, crowded] = values[:, crowded].sort(stable=True, dim=0, descending=True).indices[:k]
+        ordered = values.topk(min(k + 1, len(values)), 0)
+        order = ordered.indices[:k]
+        if len(values) > k:  # where more are equal than there is room for
+            crowded = (ordered.values[k] == ordered.values[k - 1]).nonzero().flatten()
+            order[:, crowded] = values[:, crowded].sort(stable=True, dim=0, descending=True).indices[:k]
         order = order.sort(0).values
         order = order.gather(0, values.gather(0, order).sort(stable=True, dim=0, descending=True).indices)
-        return values.gather(0, order), places.expand_as(values).gather(0, order)
+        return values.gather(0, order), places.gather(0, order)
 
     def found(self) -> tuple[Tensor, Tensor]:
         """The values, (k, columns), nan where there are fewer, and their places, -1 there."""
