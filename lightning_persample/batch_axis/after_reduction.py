@@ -32,6 +32,7 @@ _ADDS, _SUMS, _PICKS, _BOUNDS = having("adds", "chooses"), having("sums"), havin
 _MOVES = having("same", "casts", "moves", "picks", "joins", "passes")
 _ENTRYWISE_LOSSES = having("entrywise")
 _SCALED = "`{name}` scales the loss by a number computed over the whole batch{line}"
+_UNEQUALLY = "`{name}` scales the loss by a sum to which the samples add unequally{absent}{line}"
 _NOT_A_SUM = "`{name}` of a value computed over the whole batch is not a sum over samples{line}"
 _Term: TypeAlias = tuple[frozenset[int], frozenset[int]]
 _Terms: TypeAlias = tuple[_Term, ...]
@@ -210,7 +211,8 @@ def _after_reduction(call: ObservedCall) -> Followed:
         samples=samples if reduced and mixing is None else frozenset(),
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),
     )  # fmt: skip
-    return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting)
+    is_sure = weighting is not None and _constant_divisor(call) is not None
+    return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting, is_sure=is_sure)
 
 
 def _without_gradient(call: ObservedCall, marks: list[Lost]) -> Followed:
@@ -284,7 +286,8 @@ def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
         factors = _factors(call)
         samples = frozenset().union(*(mark.samples for mark in marks))
         size = len(samples) or call.batch_size
-        return scaled(together, factors, size, call.batch_size, marks[0].counts, divides=call.op == "div")
+        parts = scaled(together, factors, size, call.batch_size, marks[0].counts, divides=call.op == "div")
+        return parts if _constant_divisor(call) is None else parts | {1, size}
     return together if call.op in _MOVES | _SUMS or _adds(call) else frozenset()
 
 
@@ -438,6 +441,9 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Not
     if operands == 1 and _scales(call) and (reduced or all(mark.reduced for _, mark in data)):
         if data:
             return None, _why_scaled(call, first, [mark for _, mark in data])
+        totals = _constant_divisor(call)
+        if totals is not None:
+            return None, _why_unlike(call, first, totals)
         rows = [1 / each / first.uneven for each in _factors(call) or () if each] if reduced and first.uneven else []
         counts = any(math.isclose(each, n, rel_tol=1e-5) for each in rows for n in (1, *first.counts))
         return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if counts else None
@@ -463,11 +469,26 @@ def _why_scaled(call: ObservedCall, loss: Lost, data: list[Lost]) -> str | None:
         return _SCALED.format(name=call.name, line=user_line())
     if not math.isclose(float(number), float(totals.sum()), rel_tol=1e-5):
         return _SCALED.format(name=call.name, line=user_line())
+    unlike = _why_unlike(call, loss, totals)
+    if unlike is None and not _after_division(loss, data[0], call.batch_size):
+        return _UNEQUALLY.format(name=call.name, absent="", line=user_line())
+    return unlike
+
+
+def _why_unlike(call: ObservedCall, loss: Lost, totals: Tensor) -> str | None:
+    """What to say of a loss that is divided by a sum of data (B,); nothing where each sample adds the same to it."""
     own = totals[sorted(loss.samples)] if loss.samples else totals
     alike = bool(own.isclose(own[0], rtol=1e-9).all()) and bool((own.sum() - totals.sum()).abs() <= 1e-9 * own.sum())
-    if alike and _after_division(loss, data[0], call.batch_size):
+    return None if alike else _UNEQUALLY.format(name=call.name, absent=absent(own), line=user_line())
+
+
+def _constant_divisor(call: ObservedCall) -> Tensor | None:
+    """What each row adds to a sum of constants by which a loss is divided, up to what keeps it from zero, (B,)."""
+    factors = (_factors(call) or []) if any(True for _ in call.row_sums) else []
+    if len(factors) != 1:
         return None
-    return f"`{call.name}` scales the loss by a sum to which the samples add unequally{absent(own)}{user_line()}"
+    sums = ((rows, factors[0] * float(rows.sum())) for rows in call.row_sums)
+    return next((rows for rows, one in sums if math.isclose(one, 1, rel_tol=1e-5)), None)
 
 
 def _after_division(loss: Lost, divisor: Lost, batch_size: int) -> frozenset[int]:

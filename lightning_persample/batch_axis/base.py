@@ -52,6 +52,7 @@ class Followed:
         excused: what was said of calls before, and is not so of what goes through this one.
         by_values: whether values in the tensors had a part in it, so that it is not remembered.
         padding: the entries of the first output that belong to no sample, where there are any, see `Padding`.
+        is_sure: the note on the call holds, whatever it would give for other values.
     """
 
     outputs: tuple[BatchAxis | Lost | None, ...]
@@ -62,6 +63,7 @@ class Followed:
     by_values: bool = False
     excused: frozenset[tuple[str, str]] = frozenset()
     padding: Padding | None = None
+    is_sure: bool = False
 
 
 @dataclass(frozen=True, eq=False)

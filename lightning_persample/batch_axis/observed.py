@@ -55,6 +55,8 @@ class ObservedCall:
         layout: the key under which what is decided of the call may be remembered, see `layout`; None where it may not.
         owners: the samples of rows in tensors of the batch that have unequal numbers of them.
         known_rows: gives the sample of each of so many rows as some tensors have, (n,), by what else holds samples.
+        row_sums: of constants of the step that were added up, such as a mask drawn in it, the sums of as many rows as
+            there are samples, (B,).
         located: the operands that hold the batch along a known axis.
         lost: the operands that depend on the batch without an axis that holds it.
     """
@@ -73,6 +75,7 @@ class ObservedCall:
     layout: Hashable | None = None
     owners: Sequence[Owner] = ()
     known_rows: Callable[[int], Sequence[Tensor]] = lambda count: ()
+    row_sums: Iterable[Tensor] = ()
 
     def __post_init__(self) -> None:
         self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]

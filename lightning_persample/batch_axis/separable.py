@@ -42,7 +42,7 @@ _SEEDS = count()
 
 def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
     """The answer of a follower, corrected where the output is one number that is a sum over the samples after all."""
-    if not _is_of_torch(call):
+    if not _is_of_torch(call) or followed.is_sure:
         return followed
     marks = list(followed.outputs)
     said = frozenset((kind, text) for kind in ("mixing", "weighting") if (text := getattr(followed, kind)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +45,7 @@ _NO_TENSOR = frozenset({
 _MOVES = frozenset({"set_", "resize_", "resize_as_", "__setstate__"})
 # Ops whose results are data even where they are given none.
 DATA_SOURCES = having("draws", "makes")
+_ADDED_UP = frozenset({"sum", "mean", "count_nonzero"})
 _NEW_ROWS = DATA_SOURCES - having("drops")
 
 
@@ -175,6 +177,7 @@ REWRITTEN = Lost("it was made of weights alone, and written to in place through 
 CONSTANT, KNOWN = Constant(known=False), Constant(known=True)
 
 _FEW = 2
+_MOST, _MOST_SUMS = 1 << 22, 16  # numbers of a constant that are added up once more; such constants of a step
 _NUMBERS = frozenset({int, float, bool, complex, str, type(None), torch.dtype})
 
 Mark: TypeAlias = Weight | BatchAxis | Lost | Constant
@@ -191,6 +194,7 @@ class Marks:
     Attributes:
         entries: by the id of a tensor a weak reference to it, and its mark.
         of_weights: where memory begins that weights alone have made.
+        row_sums: of constants that were added up, the sums of as many rows as there are samples, (B,).
         made: ops that drew numbers, or made data of others', as many rows as there are samples, and where; a few.
     """
 
@@ -201,6 +205,7 @@ class Marks:
         self._swapped: tuple[Tensor, Mark | None] | None = None
         self.of_weights: set[int] = set()
         self.made: dict[tuple[str, tuple[str, int] | None], None] = {}
+        self.row_sums: deque[Tensor] = deque(maxlen=_MOST_SUMS)
 
     def __setitem__(self, tensor: Tensor, mark: Mark) -> None:
         self.entries[id(tensor)] = (weakref.ref(tensor), mark)
@@ -364,8 +369,22 @@ class Marks:
             foreign = has_history(output)
             if known or foreign or self.get(output) is KNOWN:
                 self.set_result(output, KNOWN if known else CONSTANT)
+            if op in _ADDED_UP and output.numel() == 1 < self._batch_size and len(operands) == 1:
+                self._note_row_sums(op, operands[0])
             if op in _NEW_ROWS and output.shape[:1] == (self._batch_size,):
                 self._note_made(str(op))
+
+    def _note_row_sums(self, op: object, tensor: Tensor) -> None:
+        """Keep what each row adds to a sum of a constant with as many rows as samples, which may weigh these."""
+        if (
+            self._batch_size in tensor.shape
+            and tensor.numel() <= _MOST
+            and not tensor.is_complex()
+            and is_plain(tensor)
+        ):
+            rows = (tensor != 0 if op == "count_nonzero" else tensor).movedim(tensor.shape.index(self._batch_size), 0)
+            sums = rows.detach().reshape(self._batch_size, -1).sum(1, dtype=torch.float64)
+            self.row_sums.append(sums / tensor.numel() if op == "mean" else sums)
 
     def _note_made(self, name: str) -> None:
         """Keep where the step made data that may be the samples', for a reason."""
@@ -450,6 +469,7 @@ class Marks:
         self._written.clear()
         self._swapped = None
         self.of_weights.clear()
+        self.row_sums.clear()
 
 
 def _places(tensor: Tensor, size: int) -> Tensor:

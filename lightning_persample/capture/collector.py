@@ -28,6 +28,7 @@ from lightning_persample.capture.failure import (
     reason_of,
 )
 from lightning_persample.capture.graph import (
+    REENTRANT,
     Edges,
     Takers,
     boundary,
@@ -56,6 +57,7 @@ class WatchedNodes:
     Attributes:
         calls: of calls with one output, by the node that gets its gradient first, that of the output, which is another
             where it is a view, and those of the inputs and of what these are views of.
+        recomputes: a backward has met a checkpoint that runs its forward and a backward of its own in the midst.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -65,6 +67,7 @@ class WatchedNodes:
         self.calls: dict[Node, tuple[Node, set[Node]]] = {}
         self._around: dict[Node, tuple[list[Node], list[Weight]]] = {}
         self._handles: list[RemovableHandle] = []
+        self.recomputes = False
         self.padded: dict[Node, Padding] = {}  # by the node of a padded tensor
 
     def watch(self, node: Node, weight: Weight) -> None:
@@ -161,6 +164,7 @@ class WatchedNodes:
                         stack.append(further)
                 continue
             is_unseen = node not in self._seen
+            self.recomputes |= is_unseen and node.name() == REENTRANT
             for following, _ in node.next_functions:
                 if following is None:
                     continue
@@ -423,6 +427,8 @@ class Collector:
         if weight.sq_norm is not None:
             self.refuse([weight], USED_AGAIN)
             return
+        if self.nodes.recomputes and weight.derivation is not None:
+            gradient = gradient._map(Tensor.clone)  # what autograd hands on may become `.grad`, which others add to
         weight.add(gradient)
         weight.received += 1
         if weight.is_over:

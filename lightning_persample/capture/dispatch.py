@@ -414,7 +414,7 @@ class Dispatcher(Collector):
             )
             call = ObservedCall(
                 op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
-                layout, self.owners, self.known_rows,
+                layout, self.owners, self.known_rows, self.marks.row_sums,
             )  # fmt: skip
             involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
             live = involved if weights and any(output.requires_grad for output in outputs) else {}

@@ -355,7 +355,7 @@ class Ragged(SampleGradient):
 
     def samples(self, start: int, stop: int) -> Ragged:
         """The same for samples start to stop - 1 alone."""
-        return self._of(range(start, stop))
+        return self._of(range(self.total)[start:stop])
 
     def pick(self, samples: Tensor) -> Ragged:
         """The same for the samples at these places alone, (m,) integers."""

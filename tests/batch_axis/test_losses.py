@@ -222,3 +222,35 @@ def test_an_average_over_as_many_entries_as_there_are_samples_is_no_mean_over_th
     torch.manual_seed(0)
     record = assert_exact(nn.Linear(D, D), lambda m, x: loss(m(x)), (torch.randn(D, D),), loss_reduction="sum")
     assert record.weighting == ()
+
+
+MASKED: dict[str, Any] = {
+    "sums": lambda loss, mask: (loss * mask).sum() / mask.sum(),
+    "means": lambda loss, mask: (loss * mask).mean() / mask.mean(),
+    "not-zero": lambda loss, mask: (loss * mask).sum() / (mask.sum() + 1e-12),
+    "a-number": lambda loss, mask: 0.5 * (loss * mask).sum() / max(mask.sum().item(), 1),
+    "reciprocal": lambda loss, mask: (1 / mask.count_nonzero()) * (loss * mask).sum(1).sum(),
+    "before": lambda loss, mask: (mask.sum(), torch.where(mask > 0, loss, 0.0).sum())[1] / mask.sum(),
+    "flat": lambda loss, mask: (loss.flatten() * mask.flatten()).sum() / mask.sum(),
+    "einsum": lambda loss, mask: torch.einsum("bt,bt->", loss, mask) / mask.sum(),
+}
+
+
+@pytest.mark.parametrize("counts", [(1, 4, 2, 1), (2, 4, 2, 1), (3, 3, 3, 3), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_drawn_in_the_step_weighs_the_samples_as_one_of_the_batch(name: str, counts: tuple[int, ...]) -> None:
+    """Unequal counts are said; with equal ones the loss is a mean over the samples of their own masked means."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(3, 1).double(), torch.randn(4, 4, 3, dtype=torch.float64)
+    kept = torch.tensor([[place < count for place in range(4)] for count in counts])
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        drawn = torch.rand(len(x), 4, dtype=x.dtype)
+        mask = torch.where(kept[: len(x)], drawn, 0.0).gt(0).to(x.dtype)
+        return MASKED[name](m(x).square().squeeze(2), mask)
+
+    if len(set(counts)) == 1:
+        assert assert_exact(module, forward, (x,)).weighting == ()
+    else:
+        weighting = record_of(module, forward, x).weighting
+        assert any("to which the samples add unequally" in text for text in weighting), weighting

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_persample import check_per_sample_gradients
+from lightning_persample import check_per_sample_gradients, expanded_weights
 from tests.capture.model_cases import mean_of_squares
 from tests.capture.reference import assert_values, loop, record_of
 
@@ -152,3 +152,40 @@ def test_the_check_says_that_it_cannot_go_through_a_reentrant_checkpoint() -> No
     assert not report
     assert "use checkpoint(..., use_reentrant=False), or check with checkpointing off" in report.reason
     assert "batch_dim" not in report.reason
+
+
+@pytest.mark.parametrize(
+    ("shape", "made"),
+    [
+        ((4,), lambda v: v[None]),
+        ((4,), lambda v: v.expand(1, 4)),
+        ((3, 4), lambda v: v.view_as(v)),
+        ((3, 4), lambda v: v.t().t()),
+        ((1, 4), lambda v: v.squeeze(0)),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_view_of_a_weight_that_several_reentrant_checkpoints_add_is_exact(
+    batch_size: int, shape: tuple[int, ...], made: Callable[[Tensor], Tensor]
+) -> None:
+    """Its gradient is that of an output, in the same memory, and becomes `.grad`, to which the other blocks add."""
+    torch.manual_seed(0)
+    shape = (batch_size, *shape[1:]) if shape[0] == 3 else shape
+    module = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+    module.register_parameter("v", nn.Parameter(torch.randn(shape, dtype=torch.float64)))
+    x = torch.randn(batch_size, 4, dtype=torch.float64)
+
+    def losses(reentrant: bool) -> Tensor:
+        h = x.clone().requires_grad_()
+        for layer in module:
+
+            def block(h: Tensor, layer: nn.Module = layer) -> Tensor:
+                return (layer(h) + made(module.v)).tanh() + h
+
+            h = checkpoint(block, h, use_reentrant=reentrant)
+        return h.square().sum(1)
+
+    expected = torch.stack([torch.autograd.grad(losses(False)[i], module.v)[0] for i in range(batch_size)])
+    with expanded_weights(module, x, quantities=("grad_sample",), loss_reduction="sum") as capture:
+        losses(True).sum().backward()
+    torch.testing.assert_close(capture.record.grad_samples["v"], expected, rtol=1e-10, atol=1e-12)

@@ -30,6 +30,7 @@ def test_one_structure(shape: tuple[int, ...], name: str, dtype: torch.dtype) ->
     vector = random_tensor(*shape, dtype=dtype)
     assert_close(gradient.dot(vector), inner(expected, vector.expand_as(expected)))
     assert_close(gradient.square_sum(), expected.abs().square().sum(0))
+    assert_close(gradient.samples(2, 99).sq_norm(), sq_norm(expected[2:]))
     part = gradient.samples(1, 3)
     assert_close(part.dot(vector), inner(expected[1:], vector.expand_as(expected[1:])))
     assert type(part) is type(gradient)
