@@ -359,6 +359,16 @@ Terms = Sequence[Term] | Callable[[], Iterable[Term]]
 """The terms of a score; a callable makes them one after the other, where they take much memory."""
 
 
+def _device(given: torch.device | str) -> torch.device:
+    """The device of this name, where there is one that holds numbers."""
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device).cpu()
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:  # torch raises each of them
+        raise OptionError(f"device={given!r} is not allowed: {str(error).splitlines()[0]}") from error
+    return device
+
+
 class Products:
     """Sums of terms, computed block by block."""
 
@@ -369,7 +379,7 @@ class Products:
                 f"{unknown[0]!r} is no option of a score; there are {', '.join(ScoreOptions.__annotations__)}"
             )
         self.max_memory, self.top = options.get("max_memory"), options.get("top")
-        self.dtype, self.device = options.get("dtype", torch.float64), torch.device(options.get("device", "cpu"))
+        self.dtype, self.device = options.get("dtype", torch.float64), _device(options.get("device", "cpu"))
         check_option("top", self.top, is_none_or_int(self.top, 1), "None or an int >= 1")
         allowed = (torch.float32,) if self.device.type == "mps" else (torch.float32, torch.float64)
         names = " or ".join(map(str, allowed)) + (" on an MPS device" if self.device.type == "mps" else "")

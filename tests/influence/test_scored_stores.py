@@ -408,7 +408,9 @@ def test_what_the_options_of_scores_are(stores, tmp_path):
     for options, text in (
         ({"top": 0}, "top=0 is not allowed: top must be None or an int >= 1"),
         ({"dtype": torch.float16}, "dtype=torch.float16 is not allowed: dtype must be torch.float32 or torch.float64"),
-        ({"device": "mps"}, "dtype=torch.float64 is not allowed: dtype must be torch.float32 on an MPS device"),
+        ({"device": "gpu"}, "device='gpu' is not allowed: Expected one of cpu, cuda"),
+        ({"device": "meta"}, "device='meta' is not allowed: Cannot copy out of meta tensor; no data!"),
+        ({"device": None}, "device=None is not allowed: "),
         ({"largest": 3}, "'largest' is no option of a score; there are max_memory, dtype, device, top"),
     ):
         with pytest.raises(OptionError, match=f"^{text}"):
