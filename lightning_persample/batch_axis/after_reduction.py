@@ -24,7 +24,7 @@ from lightning_persample.batch_axis.added_up import absent, factors_beside, redu
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
 from lightning_persample.batch_axis.base import Entries, Followed, is_plain, listed, lists
 from lightning_persample.batch_axis.indexing import rows_filled
-from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, version_of
+from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place, version_of
 from lightning_persample.batch_axis.ops import LOSSES, POINTWISE, having
 from lightning_persample.torch_internals import tree_flatten, tree_unflatten
 
@@ -37,6 +37,8 @@ _NOT_A_SUM = "`{name}` of a value computed over the whole batch is not a sum ove
 _Term: TypeAlias = tuple[frozenset[int], frozenset[int]]
 _Terms: TypeAlias = tuple[_Term, ...]
 _KEEPS = having("same", "casts")
+_FACTORS: dict[tuple[tuple[str, int] | None, float], int] = {}  # number of samples when a line first took this one
+_MOST = 1024
 _KEEPS_ENTRIES = POINTWISE | _ENTRYWISE_LOSSES
 
 
@@ -286,6 +288,8 @@ def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
         factors = _factors(call)
         samples = frozenset().union(*(mark.samples for mark in marks))
         size = len(samples) or call.batch_size
+        if _is_chosen(factors, call.batch_size) and together <= {size, call.batch_size}:
+            return together
         parts = scaled(together, factors, size, call.batch_size, marks[0].counts, divides=call.op == "div")
         return parts if _constant_divisor(call) is None else parts | {1, size}
     return together if call.op in _MOVES | _SUMS or _adds(call) else frozenset()
@@ -480,6 +484,15 @@ def _why_unlike(call: ObservedCall, loss: Lost, totals: Tensor) -> str | None:
     own = totals[sorted(loss.samples)] if loss.samples else totals
     alike = bool(own.isclose(own[0], rtol=1e-9).all()) and bool((own.sum() - totals.sum()).abs() <= 1e-9 * own.sum())
     return None if alike else _UNEQUALLY.format(name=call.name, absent=absent(own), line=user_line())
+
+
+def _is_chosen(factors: list[float] | None, batch_size: int) -> bool:
+    """Whether the number by which a line multiplies a loss was the same with another number of samples: it is none."""
+    if factors is None or len(factors) != 1 or factors[0] == 1:
+        return False
+    if len(_FACTORS) >= _MOST:
+        _FACTORS.clear()
+    return _FACTORS.setdefault((user_place(), factors[0]), batch_size) != batch_size
 
 
 def _constant_divisor(call: ObservedCall) -> Tensor | None:

@@ -254,3 +254,19 @@ def test_a_mask_drawn_in_the_step_weighs_the_samples_as_one_of_the_batch(name: s
     else:
         weighting = record_of(module, forward, x).weighting
         assert any("to which the samples add unequally" in text for text in weighting), weighting
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: 3 * z.square().sum(1).mean(),
+        lambda z: z.square().sum(1).mean() + 3 * z.sin().sum(1).mean(),
+        lambda z: z.square().sum(1).mean().mul(3.0),
+    ],
+)
+def test_a_number_that_a_line_took_with_another_number_of_samples_is_not_that_of_this_batch(loss: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(D, D)
+    for batch_size in (8, 3, 8):
+        record = assert_exact(module, lambda m, x: loss(m(x)), (torch.randn(batch_size, D),))
+        assert record.weighting == ()
