@@ -374,6 +374,15 @@ class Marks:
             if op in _NEW_ROWS and output.shape[:1] == (self._batch_size,):
                 self._note_made(str(op))
 
+    def note_variables(self, tensors: list[Tensor], marks: list[Mark | None], axis: BatchAxis, rank: int) -> None:
+        """Mark what the step differentiates by, such as an adversarial change, where its rows are laid over samples."""
+        for tensor, mark in zip(tensors, marks, strict=True):
+            if not tensor.requires_grad or not tensor.is_leaf or isinstance(mark, (BatchAxis, Weight)):
+                continue
+            dim, size = axis.dim + tensor.dim() - rank, tensors[marks.index(axis)].size(axis.dim)
+            if dim >= 0 and tensor.size(dim) == size > 1:
+                self[tensor] = axis.moved(dim)
+
     def _note_row_sums(self, op: object, tensor: Tensor) -> None:
         """Keep what each row adds to a sum of a constant with as many rows as samples, which may weigh these."""
         if (

@@ -330,6 +330,7 @@ class Dispatcher(Collector):
             if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
                 axis, rank = common_axis(tensors, marks)
                 if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
+                    self.marks.note_variables(tensors, marks, axis, rank)
                     result = _RUNNING
                     result = function(*args, **kwargs)
                     if kind.inplace:

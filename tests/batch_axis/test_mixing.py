@@ -17,7 +17,7 @@ from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.errors import PerSampleWarning
 from lightning_persample.tensor_form.call_for import call_for_per_sample_grads
 from tests.capture.model_cases import Model, mean_of_squares
-from tests.capture.reference import assert_values, loop, record_of
+from tests.capture.reference import assert_exact, assert_values, loop, record_of
 from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -642,3 +642,39 @@ def test_a_second_backward_without_the_gradients_of_the_first_mixes_nothing() ->
         loss.backward()
     assert [(*record.mixing, *record.axis_lost) for record in capture.records] == [(), ()]
     assert [record.coverage for record in capture.records] == [1.0, 1.0]
+
+
+def attacked(steps: int, make: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        change = make(x)
+        for _ in range(steps):
+            (grad,) = torch.autograd.grad(mean_of_squares(m, x + change), change)
+            change = (change + 0.1 * grad.sign()).clamp(-0.2, 0.2).detach().requires_grad_()
+        return mean_of_squares(m, x + change.detach())
+
+    return loss
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.zeros_like(x, requires_grad=True),
+        lambda x: torch.zeros(x.shape, dtype=x.dtype).requires_grad_(),
+        lambda x: torch.full((len(x), 1), 0.01, dtype=x.dtype, requires_grad=True),
+    ],
+)
+def test_a_change_of_each_sample_that_the_step_differentiates_by_is_that_samples(
+    make: Callable[[Tensor], Tensor], steps: int
+) -> None:
+    """As adversarial training adds it to the samples."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    record = assert_exact(module, attacked(steps, make), (torch.randn(B, 6),))
+    assert record.mixing == record.axis_lost == ()
+
+
+def test_one_change_for_all_samples_lets_them_influence_each_other() -> None:
+    torch.manual_seed(0)
+    loss = attacked(1, lambda x: torch.zeros_like(x[:1], requires_grad=True))
+    assert record_of(nn.Linear(6, 3), loss, torch.randn(B, 6)).mixing
