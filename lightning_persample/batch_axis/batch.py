@@ -524,7 +524,9 @@ def _place(path: str, tensor: Tensor, batch_dim: int, batch_size: int) -> Place:
             "training step"
         )
     elif other is not None:
-        reason += f"; if they lie along axis {other}, pass batch_dim={other}"
+        reason += f"; if they lie along axis {other}, pass batch_dim={other}; whose each row is, batch_layout says"
+    else:
+        reason += "; whose each row is, batch_layout says"
     return Lost(reason, unplaced=True)
 
 
