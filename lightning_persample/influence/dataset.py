@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from pickle import UnpicklingError
+from tokenize import TokenError
 from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -45,6 +46,19 @@ _ELSEWHERE = {
     f"written during training as the folder {GRADIENTS!r} of one, is in {{outside!r}}",
 }
 
+# What readers of JSON, Parquet, numpy (it tokenizes a header) and torch raise of content that is not theirs.
+_BROKEN = (
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OSError,
+    RuntimeError,
+    UnpicklingError,
+    TokenError,
+)
+
 
 def write_atomically(path: Path, *contents: Any) -> None:
     """Write a file so that it is there as a whole, or as it was before; its name is not forced to the disk yet."""
@@ -77,9 +91,9 @@ def broken_files_named(path: Path, remedy: str = "write the folder again") -> It
     """Name the file that cannot be decoded, or lacks what is asked of it; one that is absent stays so."""
     try:
         yield
-    # (of too many nested brackets, of torch, of pickle)
-    except (ValueError, EOFError, KeyError, TypeError, AttributeError, OSError, RuntimeError, UnpicklingError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the system; pyarrow's own have none
+    except _BROKEN as error:
+        # of the system; pyarrow's own have no number
+        if isinstance(error, OSError) and error.errno is not None and not path.is_dir():
             raise
         raise PerSampleError(
             f"{os.fspath(path)!r} is broken: it is no whole file of its kind (cut off, or changed by something else). "

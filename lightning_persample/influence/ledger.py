@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,9 +65,9 @@ class Manifest(BaseManifest):
 
 
 class Ledger(Dataset[Manifest]):
-    """A folder of Parquet files."""
+    """A folder of Parquet files, each with a checksum of its footer in front of it, where no reader looks."""
 
-    manifest_type, kind, version, title, rows_are = Manifest, "ledger", 2, "ledger", "rows of this run"
+    manifest_type, kind, version, title, rows_are = Manifest, "ledger", 3, "ledger", "rows of this run"
     prefix, suffix = "rows", ".parquet"
 
     def _restored(self, values: dict[str, Any]) -> Manifest:
@@ -73,11 +75,11 @@ class Ledger(Dataset[Manifest]):
 
     def read(self, part: Part, columns: Collection[str] | None = None) -> Any:
         """The rows of a part, as a ``pyarrow.Table``; of the columns those that it has, or all."""
-        with (
-            broken_files_named(part.path),
-            arrow("parquet").ParquetFile(part.path, page_checksum_verification=True) as file,
-        ):
-            return file.read(None if columns is None else [name for name in file.schema_arrow.names if name in columns])
+        with broken_files_named(part.path):
+            _check_footer(part.path)
+            with arrow("parquet").ParquetFile(part.path, page_checksum_verification=True) as file:
+                there = file.schema_arrow.names
+                return file.read(None if columns is None else [name for name in there if name in columns])
 
     def columns(self) -> list[str]:
         """The names of the columns, as the manifest or the first part has them."""
@@ -117,7 +119,9 @@ class Ledger(Dataset[Manifest]):
         compressed = {name: "zstd" for name in rows.column_names if name not in repeated or name == "row"}
         options = {"compression": compressed, "use_dictionary": repeated, "write_page_checksum": True}
         arrow("parquet").write_table(rows, sink, **options)
-        write_atomically(part.path, sink.getvalue())
+        content = memoryview(sink.getvalue())
+        start = len(content) - _footer_bytes(content[-8:])
+        write_atomically(part.path, content[:start], _checksum(content[start:]), content[start:])
 
     def _difference(self, there: Manifest, new: Manifest) -> tuple[str, str] | None:
         settings = [name for name in _MEANING if name in new.settings]
@@ -125,6 +129,28 @@ class Ledger(Dataset[Manifest]):
 
     def _continued(self, there: Manifest, new: Manifest) -> Manifest:
         return replace(new, run=there.run, columns=there.columns)
+
+
+def _footer_bytes(end: bytes | memoryview) -> int:
+    """How long the footer of a Parquet file is, by the last 8 bytes of it: its own length and the file's name."""
+    return int.from_bytes(end[:4], "little") + 8
+
+
+def _checksum(content: bytes | memoryview) -> bytes:
+    return zlib.crc32(content).to_bytes(4, "little")
+
+
+def _check_footer(path: Path) -> None:
+    """Compare the checksum of a file's footer: names and types of columns, numbers and places of rows."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - 8))
+        length = _footer_bytes(file.read())
+        if length + 4 > size:
+            raise ValueError(f"it has no footer of {length} bytes")
+        file.seek(size - length - 4)
+        if file.read(4) != _checksum(file.read()):
+            raise ValueError("the checksum of the footer is another one")
 
 
 def read_manifest(dirpath: str | os.PathLike[str]) -> Manifest:

@@ -191,7 +191,7 @@ def test_what_is_no_ledger_is_refused(tmp_path):
     with pytest.raises(PerSampleError) as refused:
         read_ledger(tmp_path)
     assert "is of format 'lightning_persample ledger', version 7; this version of" in str(refused.value)
-    assert "reads format 'lightning_persample ledger', version 2" in str(refused.value)
+    assert "reads format 'lightning_persample ledger', version 3" in str(refused.value)
 
 
 SECOND = replace(MANIFEST, run="second", columns={})
@@ -316,3 +316,34 @@ def test_a_file_that_was_cut_off_is_named(folder, name):
         f"{str(path)!r} is broken: it is no whole file of its kind (cut off, or changed by something else). Put it "
         "back from a copy, or write the folder again"
     )
+
+
+def test_every_changed_byte_of_a_footer_is_noticed(folder):
+    write(folder, 0, [0, 1, 2])
+    path = folder / "rows-00000-000000.parquet"
+    whole = path.read_bytes()
+    start = len(whole) - 12 - int.from_bytes(whole[-8:-4], "little")  # of its checksum
+    assert whole.index(b"norm") > start
+    for place in range(start, len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x0D]) + whole[place + 1 :])
+        with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
+            read_ledger(folder)
+    path.write_bytes(whole)
+    assert read_ledger(folder)["step"].to_pylist() == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("columns", [["norm"], None])
+def test_a_folder_in_place_of_a_ledgers_file_is_named(folder, columns):
+    path = folder / "rows-00000-000000.parquet"
+    path.mkdir()
+    with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
+        list(Ledger(folder).tables(columns))
+
+
+@pytest.mark.parametrize("size", range(14))
+def test_a_file_of_a_few_bytes_is_named(folder, size):
+    write(folder, 0, [0, 1, 2])
+    path = folder / "rows-00000-000000.parquet"
+    path.write_bytes(path.read_bytes()[len(path.read_bytes()) - size :])
+    with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
+        read_ledger(folder)

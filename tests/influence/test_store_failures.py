@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -283,3 +284,32 @@ def test_a_manifest_that_is_no_text_of_its_kind_is_named(folder, content):
     for read in (GradientStore, read_ledger):
         with pytest.raises(PerSampleError, match=r"_manifest\.json' is broken: it is no whole file of its kind"):
             read(folder)
+
+
+def test_every_changed_byte_of_a_header_is_noticed(folder):
+    write(folder, gradients(4), sample_index=torch.arange(4))
+    path = folder / "shard-00000-000000.npy"
+    whole = path.read_bytes()
+    ((_, expected),) = GradientStore(folder).blocks()
+    for place in range(12 + int.from_bytes(whole[8:12], "little")):
+        for flip in (0x02, 0x0F, 0xFF):  # "<f4" becomes ">f4" and "<i4" among them
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
+            with suppress(PerSampleError):  # but for a space, or the quotes of a name
+                ((_, found),) = GradientStore(folder).blocks()
+                assert torch.equal(found, expected), (place, flip)
+
+
+@pytest.mark.parametrize("start", range(8, 128, 8))
+def test_a_file_whose_end_was_lost_behind_part_of_its_header_is_named(folder, start):
+    write(folder, gradients(4), sample_index=torch.arange(4))
+    path = folder / "shard-00000-000000.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:start] + bytes(len(whole) - start))
+    with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
+        GradientStore(folder)
+
+
+def test_a_folder_in_place_of_a_shard_is_named(folder):
+    (folder / "shard-00000-000000.npy").mkdir()
+    with pytest.raises(PerSampleError, match=r"shard-00000-000000\.npy' is broken: it is no whole file of its kind"):
+        GradientStore(folder)
