@@ -175,7 +175,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
         return listed(call)
     if one is not None and (new := _new_axis(call)) is not None:
         return Followed((picked(new, torch.tensor([one], device=call.outputs[0].device), call.batch_size),))
-    if one is None and len(marks) > 1:
+    if (one is None and len(marks) > 1) or (call.op == "stack" and call.batch_size == 1):
         stacked = _stacked(call, marks)
         if stacked is not None:
             return stacked

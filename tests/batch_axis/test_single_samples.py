@@ -170,3 +170,16 @@ def captured(step: Step) -> PerSampleRecord:
 def test_two_samples_that_meet_are_named(pair: Callable[..., Tensor]) -> None:
     record = captured(lambda m, x: sum(pair(m, x[i], x[i - 1]) for i in range(len(x))) / len(x))
     assert record.mixing or record.axis_lost or record.coverage == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, B])
+@pytest.mark.parametrize("recurrent", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_recurrent_layer_on_samples_that_were_put_together(recurrent: type[nn.RNNBase], batch_size: int) -> None:
+    """Also where the batch has one sample alone, which needs no axis until several outputs ask for it."""
+    torch.manual_seed(0)
+    module, x = model(w=parameter(D, 4), cell=recurrent(4, 4, batch_first=True)), torch.randn(batch_size, T, D)
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        return m.cell(torch.stack([z @ m.w for z in x]))[0].square().sum((1, 2)).mean()
+
+    assert_as_one_by_one(module, step, x, [x[i : i + 1] for i in range(batch_size)])
