@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import numpy
@@ -157,18 +159,33 @@ def _described_steps(store: GradientStore) -> tuple[int | None, ...]:
     return tuple(described(store, number).get("step") for number in store.checkpoints)
 
 
+def is_rate(value: object) -> bool:
+    """Whether a value is a learning rate: a finite number."""
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def given_rates(train: GradientStore, given: Sequence[float]) -> list[float]:
+    """Learning rates that are given for the checkpoints of the training store, one for each."""
+    rates: Any = given
+    if isinstance(rates, Tensor | numpy.ndarray):
+        rates = rates.tolist()
+    allowed = isinstance(rates, Sequence) and all(map(is_rate, rates))
+    check_option("learning_rates", given, allowed, "a list of finite numbers, one for each checkpoint")
+    steps = _described_steps(train)
+    if len(rates) != len(steps):
+        raise OptionError(
+            f"learning_rates has {len(rates)} numbers, but the train store has {len(steps)} checkpoints, steps "
+            f"{_listed(steps)}: pass one rate for each, in this order"
+        )
+    return [float(rate) for rate in rates]
+
+
 def learning_rates_of(
     train: GradientStore, test: GradientStore, given: Sequence[float] | None, name: str
 ) -> list[float]:
     """The learning rate of each checkpoint that the training store has rows of."""
-    steps = _described_steps(train)
     if given is not None:
-        if len(given) != len(steps):
-            raise OptionError(
-                f"learning_rates has {len(given)} numbers, but the train store has {len(steps)} checkpoints, steps "
-                f"{_listed(steps)}: pass one rate for each, in this order"
-            )
-        return [float(rate) for rate in given]
+        return given_rates(train, given)
     train_keys, test_keys = _checkpoint_keys(train, test)
     rates = []
     for key, number in train_keys.items():
@@ -180,7 +197,7 @@ def learning_rates_of(
         if not found:
             raise OptionError(
                 f"the learning rate of checkpoint {key} is in neither manifest: pass {name}(..., "
-                f"learning_rates=[...]), one for each of the {len(steps)} checkpoints"
+                f"learning_rates=[...]), one for each of the {len(train.checkpoints)} checkpoints"
             )
         if len(set(found.values())) > 1:
             raise OptionError(

@@ -22,6 +22,8 @@ from lightning_persample.influence.products import (
     align_steps,
     described,
     given_gradients,
+    given_rates,
+    is_rate,
     known_rows,
     learning_rates_of,
     unit_rows,
@@ -148,11 +150,14 @@ def tracin(
         The scores, (n, m).
 
     Raises:
-        OptionError: `learning_rates` has none of a step.
+        OptionError: `learning_rates` has none of a step, or a value that is no finite number.
 
     Reference: Pruthi et al. 2020, Estimating training data influence by tracing gradient descent, equation 1,
     arXiv 2002.08484.
     """
+    given: Any = {} if learning_rates is None else learning_rates
+    is_allowed = isinstance(given, Mapping) and all(map(is_rate, given.values()))
+    check_option("learning_rates", given, is_allowed, "None or a dict that has a finite number for each step")
     train, test = given_gradients(train, test, "tracin")
     aligned = align_steps(train, test)
     factors = []
@@ -258,10 +263,15 @@ def _of_store(
     store: GradientStore, factors: Sequence[str], learning_rates: Sequence[float] | None, convention: str
 ) -> SampleScores:
     """The self-influence of the samples of a store."""
+    numbers = store.checkpoints
+    rates = (
+        [described(store, number).get("learning_rate") for number in numbers]
+        if learning_rates is None
+        else given_rates(store, learning_rates)
+    )
     store, unknown = known_rows(store, "train")
     values = {name: torch.tensor(store.rows[name], dtype=torch.float64) for name in factors}
-    for place, number in enumerate(store.checkpoints):
-        rate = described(store, number).get("learning_rate") if learning_rates is None else learning_rates[place]
+    for number, rate in zip(numbers, rates, strict=True):
         rows = torch.from_numpy(store.rows["checkpoint"] == number)
         rows &= values["learning_rate"].isnan() if learning_rates is None else rows
         values["learning_rate"][rows] = torch.nan if rate is None else float(rate)

@@ -269,3 +269,60 @@ def test_self_influence_of_a_store_at_checkpoints_takes_their_rates(tmp_path):
         self_influence(store.at(0), weighted=True)
     with pytest.raises(OptionError, match=r"learning_rates=\[1\.0\] is not allowed: .* None for a ledger"):
         self_influence(pyarrow.table({"sample_index": [1]}), learning_rates=[1.0])
+
+
+ALLOWED = "learning_rates must be a list of finite numbers, one for each checkpoint"
+TWO = r"but the train store has 2 checkpoints, steps 1, 2: pass one rate for each, in this order"
+
+
+@pytest.mark.parametrize(
+    ("rates", "text"),
+    [
+        ([], f"learning_rates has 0 numbers, {TWO}"),
+        ([0.5], f"learning_rates has 1 numbers, {TWO}"),
+        ([0.5, 1.0, 2.0], f"learning_rates has 3 numbers, {TWO}"),
+        ({0: 0.5, 1: 1.0}, rf"learning_rates=\{{0: 0.5, 1: 1.0\}} is not allowed: {ALLOWED}"),
+        ([0.5, math.nan], rf"learning_rates=\[0.5, nan\] is not allowed: {ALLOWED}"),
+        ([0.5, math.inf], rf"learning_rates=\[0.5, inf\] is not allowed: {ALLOWED}"),
+        ([0.5, None], rf"learning_rates=\[0.5, None\] is not allowed: {ALLOWED}"),
+        ("ab", f"learning_rates='ab' is not allowed: {ALLOWED}"),
+        (0.5, f"learning_rates=0.5 is not allowed: {ALLOWED}"),
+        (torch.ones(2, 1), f"learning_rates=.* is not allowed: {ALLOWED}"),
+    ],
+)
+def test_rates_that_do_not_fit_the_checkpoints_are_refused(tmp_path, rates, text):
+    store = _at_two_checkpoints(tmp_path)
+    for score in (lambda: self_influence(store, learning_rates=rates), lambda: tracin_cp(store, store, rates)):
+        with pytest.raises(OptionError, match=f"^{text}"):
+            score()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, numpy.array, torch.tensor])
+def test_rates_of_the_checkpoints_as_numbers_of_any_kind(tmp_path, kind):
+    store = _at_two_checkpoints(tmp_path)
+    assert self_influence(store, learning_rates=kind([0.5, 2.0])).top() == [(4, 0.5 * 9 + 2 * 16)]
+    assert tracin_cp(store, store, kind([0.5, 2.0])).scores.tolist() == [[0.5 * 9 + 2 * 16]]
+
+
+def _at_two_checkpoints(tmp_path):
+    """A store of one sample."""
+    rows = [{"sample_index": torch.tensor([4]), "checkpoint": number} for number in (0, 1)]
+    values = [torch.tensor([[number]], dtype=torch.float64) for number in (3, 4)]
+    checkpoints = [{"step": 1}, {"step": 2}]
+    return store_of(tmp_path / "store", [*zip(values, rows, strict=True)], checkpoints=checkpoints)
+
+
+def test_the_rates_are_those_of_all_checkpoints_though_the_samples_of_one_are_unknown(tmp_path):
+    rows = [{"sample_index": torch.tensor([index]), "checkpoint": number} for number, index in enumerate((-1, 4))]
+    values = [torch.tensor([[number]], dtype=torch.float64) for number in (3, 4)]
+    checkpoints = [{"step": 1}, {"step": 2}]
+    store = store_of(tmp_path / "store", [*zip(values, rows, strict=True)], checkpoints=checkpoints)
+    found = self_influence(store, learning_rates=[0.5, 2.0])
+    assert (found.top(), found.unknown) == ([(4, 2.0 * 16)], 1)
+
+
+@pytest.mark.parametrize("rates", [[0.5], {5: math.nan}, {5: "0.1"}])
+def test_rates_of_steps_that_are_no_numbers_are_refused(tmp_path, rates):
+    store = simple(tmp_path / "store", [[1.0]], checkpoints=())
+    with pytest.raises(OptionError, match="learning_rates must be None or a dict that has a finite number for each"):
+        tracin(store, store, rates)
