@@ -23,8 +23,15 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_persample.batch_axis.batch import EmptyBatchError, OfLoaders, count_samples, lay_out
-from lightning_persample.callbacks.class_loss import CLASS_LOSSES, ClassLosses, class_losses_noted
+from lightning_persample.batch_axis.axis import BatchAxis
+from lightning_persample.batch_axis.batch import BatchLayout, EmptyBatchError, OfLoaders, count_samples, lay_out
+from lightning_persample.callbacks.class_loss import (
+    CLASS_LOSSES,
+    ClassLosses,
+    class_losses_noted,
+    place_by_marks,
+    place_in_batch,
+)
 from lightning_persample.callbacks.fallback import (
     NOT_COMPARED,
     NOT_ONE_BY_ONE,
@@ -371,7 +378,7 @@ class SharedCapture:
             return training_step(*args, **kwargs)
         if sums and self._second.draws:
             self.reports.warn(f"engine={self._engine!r} {NOT_COMPARED}")
-        note = self._note_of_class_losses()
+        note = self._note_of_class_losses(self._place_in_batch)
         with nullcontext() if note is None else class_losses_noted(note):
             outputs = training_step(*args, **kwargs)
         loss = loss_of(outputs)
@@ -388,10 +395,9 @@ class SharedCapture:
 
     def _run_second(self, engine: str, *, sums: bool) -> PerSampleRecord | PerSampleError:
         try:
-            view, size = self._samples_of_batch()
-            if isinstance(view, OfLoaders):
+            layout = self._layout()
+            if layout is None:
                 return UnsupportedError(f"engine={engine!r} {ONE_OF_SEVERAL}; use engine='expanded'")
-            layout = lay_out(view, self._options["batch_dim"], size, self._options["batch_layout"])
         except BatchSizeError as error:
             return error
         record = guard(self._second.record, partial(why_no_record, engine))
@@ -442,16 +448,27 @@ class SharedCapture:
             check_sums=not self._sums_differ,
             averages=self._averages,
         )
-        note = self._note_of_class_losses()
+        note = self._note_of_class_losses(partial(place_by_marks, step.capture.mark_of))
         if note is not None:
             step.capture.note_calls(CLASS_LOSSES, note)
         return step
 
-    def _note_of_class_losses(self) -> Callable[..., Any] | None:
+    def _layout(self) -> BatchLayout | None:
+        """Where the samples lie in the batch; None for those of several loaders."""
+        view, size = self._samples_of_batch()
+        if isinstance(view, OfLoaders):
+            return None
+        return lay_out(view, self._options["batch_dim"], size, self._options["batch_layout"])
+
+    def _place_in_batch(self, outputs: Tensor, labels: Tensor) -> BatchAxis | str:
+        layout = self._layout()
+        return "there is no extra pass" if layout is None else place_in_batch(layout, outputs, labels)
+
+    def _note_of_class_losses(self, place_of: Callable[[Tensor, Tensor], BatchAxis | str]) -> Callable[..., Any] | None:
         """What is given the calls of class losses, if a callback reads them."""
         if not any(callback._reads_class_losses() for callback in self._receivers):
             return None
-        return guard(lambda *call: self.class_losses.note(*call), self._failed)
+        return guard(lambda *call: self.class_losses.note(place_of, *call), lambda error: self.class_losses.fail(error))
 
     def _cannot_open(self, error: Exception) -> None:
         self._is_empty = isinstance(error, EmptyBatchError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -84,12 +84,15 @@ class PerSampleGradientWriter(PerSampleCallback):
         dirpath: the folder of the ledger. One that holds the ledger of another run is refused.
         every_n_steps: capture every n-th optimizer step; None captures the Trainer's own logging steps.
         columns: further columns. Names choose from those that are read where `training_step` calls ``F.cross_entropy``
-            (or ``F.nll_loss``) once, with outputs f (B, C) and integer labels y (B,): "loss", ``-log softmax(f)_y``
-            whatever options the loss has; "el2n", the error ``||softmax(f) - onehot(y)||``; "margin",
-            ``f_y - max_{c != y} f_c``, of which the mean over a training is the area under the margin. They are nan,
-            with a warning, where that cannot be read, and a column of that name that training_step returns takes
-            their place. A callable ``(outputs, batch)`` returns a dict of tensors (B,) by name, where outputs is what
-            `training_step` returned, without graph.
+            (or ``F.nll_loss``) once with a gradient, on outputs f (B, C) and integer labels y (B,): "loss",
+            ``-log softmax(f)_y`` whatever options the loss has; "el2n", the error ``||softmax(f) - onehot(y)||``;
+            "margin", ``f_y - max_{c != y} f_c``, of which the mean over a training is the area under the margin. Rows
+            in another order than the batch are followed to their samples. The columns are nan, with a warning, where
+            that cannot be read: where it is not known which row is which sample's, the labels are not those of the
+            same rows, or (the margin) there is one class; with the engines "vmap" and "loop", where y is not a tensor
+            of the batch as it came. A label that is ignored has no value. A column of that name that training_step
+            returns takes their place. A callable ``(outputs, batch)`` returns a dict of tensors (B,) by name, where
+            outputs is what `training_step` returned, without graph.
         per_layer: how many leading parts of a parameter's module path name its group, for a norm of each group in the
             column ``norm/<group>``; None writes none.
         projection: how gradients are projected that are kept; None keeps none.
@@ -162,7 +165,8 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._precision: Any = None
         self._processes, self._was_automatic = 1, True
         self._said: set[str] = set()
-        self._why_unread = ""  # the columns that are chosen by name
+        self._unread: Collection[str] = ()  # of the columns that are chosen by name
+        self._why_unread = ""
         self._backwards, self._is_behind = 0, False  # runs in this batch; a checkpoint has a batch without its rows
 
     def _settings(self) -> dict[str, Any]:
@@ -323,7 +327,9 @@ class PerSampleGradientWriter(PerSampleCallback):
         shared = shared_capture(trainer)
         if callable(self.columns) or not self.columns or shared is None:
             return {}
-        found, self._why_unread = shared.class_losses.of_samples(rows.batch_size)
+        found, why = shared.class_losses.of_samples(rows.batch_size)
+        if why:
+            self._unread, self._why_unread = [name for name in self.columns if name not in found], why
         unknown = torch.full((rows.batch_size,), float("nan"))
         return rows.own({name: found.get(name, unknown) for name in self.columns})
 
@@ -365,9 +371,10 @@ class PerSampleGradientWriter(PerSampleCallback):
     def _complete(self, outputs: Any, batch: Any, *, ran_again: bool) -> None:
         current, self._current = self._current, []
         named = () if callable(self.columns) or self.columns is None else self.columns
+        unread, self._unread = self._unread, ()
         columns = columns_of(outputs, batch, self.columns if callable(self.columns) else None)
-        unread = [repr(name) for name in named if name not in columns]
-        if unread and self._why_unread:
+        unread = [repr(name) for name in unread if name not in columns]
+        if unread:
             self._warn(
                 f"columns of the ledger are nan: {', '.join(unread)} cannot be read, because {self._why_unread}; let "
                 "training_step return them, {'loss': ..., 'per_sample': {name: tensor of shape (B,)}}, or pass columns="

@@ -286,11 +286,11 @@ class Capture:
         self._backward(torch.autograd.grad, (loss,), {"inputs": inputs, "allow_unused": True})
 
     def note_calls(self, functions: Collection[Callable[..., Any]], note: Callable[..., Any]) -> None:
-        """Have each call of some functions noted before it runs.
+        """Have each call of some functions noted once it has run.
 
         Args:
             functions: which, as they are called: of composite functions the outer ones.
-            note: is given the function, its arguments, and its keyword arguments as a dict.
+            note: is given the function, its arguments, its keyword arguments as a dict, and what it returned.
         """
         if not self._fault:
             noted = dict.fromkeys(functions, partial(self._noted, note))
@@ -299,13 +299,18 @@ class Capture:
     def _noted(
         self, note: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        note(function, args, kwargs)
         others = self._dispatcher.others
         self._dispatcher.others = {each: answer for each, answer in others.items() if each is not function}
         try:
-            return self._dispatcher.call(function, args, kwargs)
+            result = self._dispatcher.call(function, args, kwargs)
         finally:
             self._dispatcher.others = others
+        note(function, args, kwargs, result)
+        return result
+
+    def mark_of(self, tensor: Tensor) -> object:
+        """What is known of a tensor of this step: where the samples lie in it, or why they do not."""
+        return None if self._why_at_fault() else self._dispatcher.marks.of_operand(tensor)
 
     def close(self) -> None:
         """Forget every mark and remove every hook; the records stay."""

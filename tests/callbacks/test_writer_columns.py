@@ -77,6 +77,9 @@ def by_hand(network, inputs, labels):
     return found
 
 
+UNREAD = "columns of the ledger are nan: 'loss', 'margin' cannot be read, because "
+
+
 class Plain(Noted):
     """Returns the loss alone, made as asked."""
 
@@ -99,6 +102,12 @@ def nll(outputs, labels):
 
 def smoothed(outputs, labels):
     return F.cross_entropy(outputs, target=labels, label_smoothing=0.3)
+
+
+def unseen(outputs, labels):
+    with torch.no_grad():
+        F.cross_entropy(outputs, labels)
+    return outputs.logsumexp(1).mean() - outputs.gather(1, labels[:, None]).mean()
 
 
 def of_module(outputs, labels):
@@ -176,7 +185,110 @@ def test_backwards_of_manual_optimization_have_the_values_of_their_own_loss(fold
     assert np.abs(second["loss"].to_numpy() - first["loss"].to_numpy()).min() > 1e-3
 
 
-UNREAD = "columns of the ledger are nan: 'loss', 'margin' cannot be read, because "
+def by_first_input(outputs, labels):
+    order = outputs[:, 1].argsort()
+    return F.cross_entropy(outputs[order], labels[order])
+
+
+def in_halves(outputs, labels):
+    return F.cross_entropy(torch.cat([outputs[2:], outputs[:2]]), torch.cat([labels[2:], labels[:2]]))
+
+
+@pytest.mark.parametrize("loss", [by_first_input, in_halves])
+@pytest.mark.parametrize("options", [{}, {"max_samples": 2}], ids=str)
+def test_rows_in_another_order_are_followed_to_their_samples(loss, options, folder):
+    module = Plain(loss)
+    fit(PerSampleGradientWriter(folder, columns=("loss", "el2n", "margin"), **options), module)
+    found = read_ledger(folder).to_pandas()
+    places = found["batch_idx"] * 4 + found["row"]
+    for name, values in module.expected.items():
+        np.testing.assert_allclose(found[name], np.array(values)[places], rtol=1e-12)
+
+
+class SortsFirst(Plain):
+    """Sorts the samples before the network sees them, in a batch of two loaders with the second one first."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        for part in batch.values():
+            super().on_train_batch_start(part, batch_idx)
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = (torch.cat([batch["b"][place], batch["a"][place]]) for place in (0, 1))
+        order = inputs[:, 0].argsort()
+        return self.loss(self.network(inputs[order]), labels[order])
+
+
+def test_rows_of_several_loaders_in_another_order_are_followed_to_their_samples(folder):
+    module = SortsFirst()
+    fit(PerSampleGradientWriter(folder, columns=("loss", "margin")), module, {"a": data(8), "b": data(16, 2)})
+    found = read_ledger(folder).to_pandas().sort_values(["step", "row"])
+    assert len(found) == len(module.expected["loss"]) > 12
+    for name in ("loss", "margin"):
+        np.testing.assert_allclose(found[name], module.expected[name], rtol=1e-12)
+
+
+def test_an_extra_pass_reads_columns_where_the_labels_are_those_of_the_batch(folder):
+    with pytest.warns(PerSampleWarning, match=UNREAD + "an extra pass cannot follow rows, and the labels of the loss"):
+        fit(PerSampleGradientWriter(folder, columns=("loss", "margin"), engine="loop"), Plain(by_first_input), data(8))
+    assert read_ledger(folder).to_pandas()["loss"].isna().all()
+
+
+def test_rows_that_influence_each_other_have_the_values_of_their_outputs(folder):
+    class Normalizes(Plain):
+        def training_step(self, batch, batch_idx):
+            outputs = F.batch_norm(self.network(batch[0]), None, None, training=True)
+            self.seen.append(F.cross_entropy(outputs.detach(), batch[1], reduction="none"))
+            return F.cross_entropy(outputs, batch[1])
+
+    module = Normalizes()
+    module.seen = []
+    with pytest.warns(PerSampleWarning, match="Samples of a batch influence each other"):
+        fit(PerSampleGradientWriter(folder, columns=("loss",)), module, data(8))
+    np.testing.assert_allclose(read_ledger(folder)["loss"].to_numpy(), torch.cat(module.seen), rtol=1e-12)
+
+
+def test_labels_in_bytes_have_the_columns_of_their_classes(folder):
+    module = Plain(lambda outputs, labels: F.cross_entropy(outputs, labels.to(torch.uint8)))
+    fit(PerSampleGradientWriter(folder, columns=("loss", "el2n", "margin")), module)
+    for name, values in module.expected.items():
+        np.testing.assert_allclose(read_ledger(folder)[name].to_numpy(), values, rtol=1e-12)
+
+
+def test_a_call_that_raises_or_has_no_gradient_is_not_the_loss(folder):
+    def guarded(outputs, labels):
+        with torch.no_grad():
+            F.cross_entropy(2 * outputs, labels)
+        F.cross_entropy(2 * outputs.detach(), labels)
+        with pytest.raises(IndexError):
+            F.cross_entropy(outputs, labels + 4)
+        return F.cross_entropy(outputs, labels)
+
+    module = Plain(guarded)
+    fit(PerSampleGradientWriter(folder, columns=("loss",)), module)
+    np.testing.assert_allclose(read_ledger(folder)["loss"].to_numpy(), module.expected["loss"], rtol=1e-12)
+
+
+def test_one_class_has_no_margin(folder):
+    module = Plain(lambda outputs, labels: F.cross_entropy(outputs[:, :1], 0 * labels))
+    why = "columns of the ledger are nan: 'margin' cannot be read, because the outputs have one class, and no other"
+    with pytest.warns(PerSampleWarning, match=why):
+        fit(PerSampleGradientWriter(folder, columns=("loss", "margin")), module, data(8))
+    found = read_ledger(folder).to_pandas()
+    assert found["loss"].eq(0).all()
+    assert found["margin"].isna().all()
+
+
+def test_a_failure_of_reading_costs_the_columns_alone(folder, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("of ours")
+
+    monkeypatch.setattr("lightning_persample.callbacks.class_loss.class_columns", fails)
+    with pytest.warns(PerSampleWarning, match=UNREAD + "reading the loss failed with RuntimeError: of ours; this is a"):
+        fit(PerSampleGradientWriter(folder, columns=("loss", "margin")), Plain(), data(8))
+    found = read_ledger(folder).to_pandas()
+    assert found["loss"].isna().all()
+    assert len(found) == 8
+    assert found["norm"].notna().all()
 
 
 @pytest.mark.parametrize(
@@ -189,6 +301,20 @@ UNREAD = "columns of the ledger are nan: 'loss', 'margin' cannot be read, becaus
             r"F\.cross_entropy takes outputs \(4, 4\) and labels \(4, 4\) of torch\.float64: they are read of outputs",
         ),
         (lambda f, y: F.cross_entropy(f.repeat(2, 1), y.repeat(2)), "the loss has 8 rows, but the batch has 4 sam"),
+        (
+            lambda f, y: F.cross_entropy(f[[0, 0, 1, 1]], y[[0, 0, 1, 1]]),
+            "some samples have several rows in the loss, and others none; let training_step",
+        ),
+        (lambda f, y: F.cross_entropy(f, y.flip(0)), "the loss pairs outputs with labels of other samples; let"),
+        (
+            lambda f, y: F.cross_entropy(f.sort(0).values, y),
+            "not known whose the rows of its outputs are: `sort` works along the batch axis",
+        ),
+        (
+            lambda f, y: F.cross_entropy(f.flip(0) + f.roll(1, 0), y.flip(0)),
+            "in another order than the batch, and `add` combines different samples",
+        ),
+        (unseen, "once, and it calls neither; let training_step return them"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Samples of a batch influence each other")
