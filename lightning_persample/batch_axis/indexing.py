@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -244,6 +245,9 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Foll
         placed = _along_mask(call, items)
         if placed is not None:
             return keep(call, placed)
+    if isinstance(where, BatchAxis) and _into_listed(call, items, value, where):
+        mixing = where.mixing or (incoming.mixing if isinstance(incoming, BatchAxis) else None)
+        return Followed((where.mixed(mixing),), by_values=True)
     if isinstance(where, BatchAxis) and call.batch_size > 1 and not _places_are_own(call, items, where):
         return lost(call, "writes into places that depend on other samples", mixes=None)
     weighs = isinstance(value, Tensor) and value.requires_grad and incoming is None
@@ -269,6 +273,32 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Foll
         return found if tensor is target else None
 
     return Followed((found,), aligned)
+
+
+def _into_listed(call: ObservedCall, items: list[Any], value: object, where: BatchAxis) -> bool:
+    """Whether ``i, j = torch.where(mask); target[i, j] = rows`` writes constants or rows of each place's sample."""
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    marks = [call.axis_of(item) for item in tensors]
+    leading, rest = items[: len(tensors)], items[len(tensors) :]
+    if not all(map(operator.is_, leading, tensors)) or not all(isinstance(item, slice) for item in rest):
+        return False
+    if (where.dim, where.rows, where.owner) != (0, 1, None) or len(tensors) < 2:
+        return False
+    listed = any(isinstance(mark, Lost) for mark in marks) and all(
+        mark is None or (isinstance(mark, Lost) and mark.listed) for mark in marks
+    )
+    if not listed or any(_is_mask(item) or item.shape != tensors[0].shape or item.dim() != 1 for item in tensors):
+        return False
+    if not isinstance(value, Tensor):
+        return True
+    incoming = call.axis_of(value)
+    if incoming is None:
+        return not value.requires_grad
+    owners = tensors[0] % call.batch_size  # (a place may be counted from the end)
+    along = value.dim() - len(rest) - 1
+    if not isinstance(incoming, BatchAxis) or incoming.dim != along:
+        return False
+    return torch.equal(row_owners(incoming, call.batch_size, owners.device), owners)
 
 
 def _into_rows(call: ObservedCall, target: Tensor, items: list[Any], value: object) -> Followed | None:

@@ -202,3 +202,37 @@ def test_a_weight_written_into_rows_of_some_samples_is_never_given_to_all(place:
         torch.testing.assert_close(record.grad_samples["w"].mean(0), grad)
     else:
         assert "rows of some samples" in record.unsupported["w"]
+
+
+LISTED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "where": lambda h, mask: h.__setitem__(torch.where(mask), h[torch.where(mask)] * 2.0),
+    "nonzero": lambda h, mask: h.__setitem__(mask.nonzero(as_tuple=True), h[mask].sin()),
+    "a-constant": lambda h, mask: h.__setitem__(mask.nonzero(as_tuple=True), 0.5),
+    "constants": lambda h, mask: h.__setitem__(mask.nonzero(as_tuple=True), torch.ones(h.shape[-1], dtype=h.dtype)),
+    "index_put": lambda h, mask: h.index_put_(torch.where(mask), h[mask].square()),
+}
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("way", LISTED)
+def test_places_that_a_mask_of_the_batch_lists(way: str) -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m[0](x).clone()
+        LISTED[way](h, x[..., 0] > 0)
+        return m[1](h).square().sum((1, 2)).mean()
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    record = assert_exact(module, forward, (torch.randn(4, 5, 3),))
+    assert record.mixing == record.axis_lost == ()
+
+
+def test_rows_of_another_sample_at_listed_places_are_named() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h, (i, j) = m[0](x).clone(), torch.where(x[..., 0] > 0)
+        h[i, j] = h[i.flip(0), j]
+        return m[1](h).square().sum((1, 2)).mean()
+
+    torch.manual_seed(0)
+    record = record_of(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), forward, torch.randn(4, 5, 3))
+    assert set(record.unsupported) == {"1.weight", "1.bias"}
