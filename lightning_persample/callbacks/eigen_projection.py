@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients.moments import Moments, total_moments
 from lightning_persample.gradients.projection import Factors, Projection, as_matrix
+from lightning_persample.influence.dataset import load_values, save_values
 
 _TOLERANCE = 1e-2  # of a bias' gradient to a column of ones, in low precision
 
@@ -167,10 +169,10 @@ class EigenProjection(Projection):
         """Write the projection to a file, so that later stores are of the same numbers.
 
         Args:
-            path: of the file.
+            path: of the file; one that is there is replaced when all is written, and stays where that fails.
         """
         bases = {name: tuple(basis) for name, basis in self.bases.items()}
-        torch.save({"dim": self.dim, "bases": bases, "appended": dict(self.appended)}, path)
+        save_values(Path(path), "EigenProjection", {"dim": self.dim, "bases": bases, "appended": dict(self.appended)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> EigenProjection:
@@ -180,9 +182,9 @@ class EigenProjection(Projection):
             path: of the file.
 
         Returns:
-            An equal projection.
+            An equal projection. A file that is broken, or of something else, is a `PerSampleError`.
         """
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        found = load_values(Path(path), "EigenProjection", "fit the projection again")
         bases = {name: Basis(*basis) for name, basis in found["bases"].items()}
         return cls(found["dim"], bases, found["appended"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from tokenize import TokenError
 from typing import IO, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from lightning_persample.errors import OptionError, PerSampleError
@@ -60,13 +62,13 @@ _BROKEN = (
 )
 
 
-def write_atomically(path: Path, *contents: Any) -> None:
-    """Write a file so that it is there as a whole, or as it was before; its name is not forced to the disk yet."""
+@contextmanager
+def _written_atomically(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is there as a whole, or as it was before; its name is not forced to the disk yet."""
     partial = path.with_name(f".{path.name}.tmp")
     try:
         with partial.open("wb") as file:
-            for content in contents:
-                file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -74,6 +76,66 @@ def write_atomically(path: Path, *contents: Any) -> None:
         with suppress(OSError):  # what went wrong first is what is raised
             partial.unlink()
         raise
+
+
+def write_atomically(path: Path, *contents: Any) -> None:
+    """Write a file as a whole, or leave it as it was before; its name is not forced to the disk yet."""
+    with _written_atomically(path) as file:
+        for content in contents:
+            file.write(content)
+
+
+class _Checksummed:
+    """Writes to a file, and keeps the checksum; what torch makes of an error of the system says nothing of it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.checksum = file, 0
+        self.error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        if self.error is None:
+            try:
+                self.file.write(content)
+            except OSError as error:  # raised when torch is through
+                self.error = error
+        self.checksum = zlib.crc32(content, self.checksum)
+        return memoryview(content).nbytes
+
+    def flush(self) -> None:
+        """Nothing: the file is flushed at its end."""
+
+
+def save_values(path: Path, kind: str, values: Mapping[str, Any]) -> None:
+    """Write tensors and plain values to one file, with their checksum; it is there as a whole, or as it was before."""
+    try:
+        with _written_atomically(path) as file:
+            checked = _Checksummed(file)
+            torch.save({"format": f"lightning_persample {kind}", **values}, checked)  # type: ignore[arg-type]  # needs no more
+            if checked.error is not None:
+                raise checked.error
+            file.write(checked.checksum.to_bytes(4, "little"))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def load_values(path: Path, kind: str, remedy: str) -> dict[str, Any]:
+    """What `save_values` has written."""
+    with broken_files_named(path, remedy):
+        _check_values(path)
+        values: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        named, expected = values.pop("format"), f"lightning_persample {kind}"
+    if named != expected:
+        raise PerSampleError(f"{os.fspath(path)!r} is of format {named!r}, but is to be read as {expected!r}")
+    return values
+
+
+def _check_values(path: Path) -> None:
+    found, left = 0, path.stat().st_size - 4
+    with path.open("rb") as file:
+        while content := file.read(min(max(left, 0), 1 << 20)):
+            found, left = zlib.crc32(content, found), left - len(content)
+        if file.read() != found.to_bytes(4, "little"):
+            raise ValueError("the checksum is another one")
 
 
 def force_names(dirpath: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.influence.by_sample import SampleTable
-from lightning_persample.influence.dataset import broken_files_named
+from lightning_persample.influence.dataset import load_values, save_values
 from lightning_persample.influence.ledger import Ledger
 from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.options import check_option
@@ -187,9 +187,9 @@ class PairScores:
         """Write the scores to a file, for `load`.
 
         Args:
-            path: of the file.
+            path: of the file; one that is there is replaced when all is written, and stays where that fails.
         """
-        torch.save(vars(self), path)
+        save_values(Path(path), "scores", vars(self))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> PairScores:
@@ -199,11 +199,11 @@ class PairScores:
             path: of the file.
 
         Returns:
-            Equal scores, `TopScores` where those were saved. A file that is broken is a `PerSampleError`.
+            Equal scores, `TopScores` where those were saved. A file that is broken, or of something else, is a
+            `PerSampleError`.
         """
-        with broken_files_named(Path(path), "compute the scores again"):
-            values = torch.load(path, map_location="cpu", weights_only=True)
-            return TopScores(**values) if "places" in values else PairScores(**values)
+        values = load_values(Path(path), "scores", "compute the scores again")
+        return TopScores(**values) if "places" in values else PairScores(**values)
 
     def _means(self) -> Tensor:
         """The mean over the test samples, (train,)."""

@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_persample import (
     EigenProjection,
     OptionError,
+    PerSampleError,
     PerSampleGradientWriter,
     Projection,
     UnsupportedError,
     collect_gradients,
 )
-from lightning_persample.influence import GradientStore, grad_dot
+from lightning_persample.callbacks.eigen_projection import Basis
+from lightning_persample.influence import GradientStore, PairScores, grad_dot
 from tests.callbacks.collect_runs import stored
 from tests.callbacks.eigen_cases import (
     CASES,
@@ -183,6 +185,27 @@ def test_a_checkpoint_and_a_weighting_are_those_of_the_collection():
     for name, basis in expected.bases.items():
         torch.testing.assert_close(span(found.bases[name].rows), span(basis.rows), rtol=1e-7, atol=1e-7)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_every_changed_byte_of_a_file_is_noticed_and_what_holds_no_projection_is_named(tmp_path):
+    path = tmp_path / "projection.pt"
+    projection = EigenProjection(3, {"weight": Basis(torch.ones(1, 2), torch.ones(3, 2))}, {"weight": "bias"})
+    projection.save(path)
+    whole = path.read_bytes()
+    changed = (whole[:place] + bytes([whole[place] ^ 0x11]) + whole[place + 1 :] for place in range(len(whole)))
+    for content in (*changed, whole[:-20], whole[:3], b""):
+        path.write_bytes(content)
+        with pytest.raises(PerSampleError, match=r"projection\.pt' is broken: .* copy, or fit the projection again"):
+            EigenProjection.load(path)
+    path.write_bytes(whole)
+    assert EigenProjection.load(path) == projection
+    PairScores("grad_dot", (1,), (2,), torch.ones(1, 1), "positive: helps").save(path)
+    with pytest.raises(PerSampleError) as refused:
+        EigenProjection.load(path)
+    assert str(refused.value) == (
+        f"{str(path)!r} is of format 'lightning_persample scores', but is to be read as "
+        "'lightning_persample EigenProjection'"
+    )
 
 
 def test_saved_loaded_and_sent_it_is_the_same(tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import signal
+import sys
 
 import pytest
 import torch
 
 from lightning_persample import OptionError, PerSampleError
 from lightning_persample.influence import PairScores
+from lightning_persample.influence.dataset import save_values
 
 SCORES = torch.tensor([[1.0, 0.5], [-2.0, 4.0], [0.0, 0.5], [1.0, math.nan]], dtype=torch.float64)
 
@@ -139,3 +143,67 @@ def test_the_mean_over_groups_of_test_samples(groups):
 def test_groups_that_do_not_fit_are_refused(groups, text):
     with pytest.raises(OptionError, match=f"^{text}"):
         pairs().by_group(groups)
+
+
+def test_every_changed_byte_of_a_file_of_scores_is_noticed(tmp_path):
+    path = tmp_path / "scores.pt"
+    PairScores("grad_dot", (3, 5), (0,), SCORES[:2, :1], "positive: helps").save(path)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x11]) + whole[place + 1 :])
+        with pytest.raises(PerSampleError, match=r"scores\.pt' is broken: it is no whole file of its kind"):
+            PairScores.load(path)
+    path.write_bytes(whole)
+    assert PairScores.load(path).scores.equal(SCORES[:2, :1])
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 1000])
+def test_a_file_of_scores_that_was_cut_off_is_named(tmp_path, size):
+    path = tmp_path / "scores.pt"
+    pairs().save(path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(PerSampleError, match=r"scores\.pt' is broken: .* or compute the scores again"):
+        PairScores.load(path)
+
+
+def test_what_holds_no_scores_is_refused_by_name(tmp_path):
+    save_values(tmp_path / "other.pt", "EigenProjection", {"dim": 3})
+    with pytest.raises(PerSampleError) as refused:
+        PairScores.load(tmp_path / "other.pt")
+    assert str(refused.value) == (
+        f"{str(tmp_path / 'other.pt')!r} is of format 'lightning_persample EigenProjection', but is to be read as "
+        "'lightning_persample scores'"
+    )
+    torch.save(vars(pairs()), tmp_path / "plain.pt")
+    with pytest.raises(PerSampleError, match=r"plain\.pt' is broken: it is no whole file of its kind"):
+        PairScores.load(tmp_path / "plain.pt")
+    with pytest.raises(PerSampleError, match="is broken: it is no whole file of its kind"):
+        PairScores.load(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of a file's size")
+@pytest.mark.parametrize("limit", [0, 1000, 50_000])
+def test_scores_that_do_not_fit_on_the_disk_leave_those_that_are_there(tmp_path, limit):
+    import resource
+
+    path = tmp_path / "scores.pt"
+    pairs().save(path)
+    places, scores = tuple(range(100)), torch.ones(100, 100, dtype=torch.float64)
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as refused:
+            PairScores("grad_dot", places, places, scores, "positive: helps").save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert str(refused.value) == f"[Errno {errno.EFBIG}] File too large: {str(path)!r}"
+    assert [each.name for each in tmp_path.iterdir()] == ["scores.pt"]
+    assert PairScores.load(path).scores.nan_to_num(7.0).equal(SCORES.nan_to_num(7.0))
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    path = tmp_path / "none" / "scores.pt"
+    with pytest.raises(FileNotFoundError) as refused:
+        pairs().save(path)
+    assert refused.value.filename == str(path)
