@@ -394,10 +394,12 @@ class Dataset(ABC, Generic[M]):
         if parts and not overwrite:
             known = "a run without manifest" if there is None else f"run {there.run}"
             begins = f"continues run {' or '.join(continued)}" if continued else "starts a new run"
+            goes_on = "go on from a checkpoint of that run with trainer.fit(..., ckpt_path=...)"
+            if there is None:
+                goes_on = f"put its {MANIFEST} back"
             raise OptionError(
                 f"{dirpath} holds the {self.kind} of {known} ({len(parts)} files), but this one {begins}: pass another "
-                "dirpath, go on from a checkpoint of that run with trainer.fit(..., ckpt_path=...), or remove its rows "
-                "with overwrite=True"
+                f"dirpath, {goes_on}, or remove its rows with overwrite=True"
             )
         return None
 

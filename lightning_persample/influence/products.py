@@ -623,9 +623,9 @@ def second_moments(
 
 def checked_damping(damping: object, absolute: object, *, above_zero: bool) -> None:
     """Refuse a damping that is not allowed."""
-    if not isinstance(damping, int | float) or not (damping > 0 or (damping == 0 and not above_zero)):
-        allowed = "> 0" if above_zero else ">= 0"
-        raise OptionError(f"damping={damping!r} is not allowed: damping must be a number {allowed}")
+    is_allowed = isinstance(damping, int | float) and 0 <= damping < math.inf and not (above_zero and damping == 0)
+    expected = f"a number {'> 0' if above_zero else '>= 0'} that is finite"
+    check_option("damping", damping, is_allowed and not isinstance(damping, bool), expected)
     check_option("absolute", absolute, isinstance(absolute, bool), "True or False")
 
 

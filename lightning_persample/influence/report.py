@@ -99,6 +99,7 @@ def report(
         or where one is broken, a `PerSampleError` says so.
     """
     check_option("dirpaths", dirpaths, bool(dirpaths), "at least one folder")
+    check_option("out", out, _may_be_file(out), "the path of a file, not of a folder")
     check_option("k", k, is_int(k, 1), "an int >= 1")
     check_option("render", render, render is None or callable(render), "None or a callable of the sample's index")
     is_mapping = labels is None or isinstance(labels, Mapping)
@@ -107,6 +108,10 @@ def report(
     if title is not None:
         run.title = title
     return write_report(run, Path(out), render, labels or {}, k)
+
+
+def _may_be_file(path: object) -> bool:
+    return isinstance(path, str | os.PathLike) and not Path(path).is_dir()
 
 
 # What is read

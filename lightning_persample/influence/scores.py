@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from lightning_persample.influence.by_sample import SampleTable
 from lightning_persample.influence.dataset import load_values, save_values
 from lightning_persample.influence.ledger import Ledger
 from lightning_persample.influence.optional_packages import arrow
-from lightning_persample.options import check_option
+from lightning_persample.options import check_option, is_int
 
 _SHOWN = 3  # of the largest, and of the smallest
 
@@ -30,7 +31,7 @@ def ranked(
     index: Sequence[int | str], scores: Tensor, k: int, *, largest: bool = True
 ) -> list[tuple[int | str, float]]:
     """The samples with the largest or the smallest scores; ties in the order of `index`, and none that is nan."""
-    check_option("k", k, k >= 1, "an int >= 1")
+    check_option("k", k, is_int(k, 1), "an int >= 1")
     known = (~scores.isnan()).nonzero().flatten()
     order = known[scores[known].argsort(descending=largest, stable=True)][:k]
     return [(index[place], float(scores[place])) for place in order.tolist()]
@@ -251,14 +252,21 @@ class PairScores:
             The scores, with the groups, ascending, for test samples.
 
         Raises:
-            OptionError: a test sample has no group.
+            OptionError: a test sample has no group, or groups are neither ints alone nor strings alone.
         """
         if isinstance(groups, Mapping):
             absent = [index for index in self.test_index if index not in groups]
             if absent:
                 raise OptionError(f"groups has none of test sample {absent[0]!r}, and of {len(absent)} in all")
             groups = [groups[index] for index in self.test_index]
-        named = groups.tolist() if isinstance(groups, Tensor | np.ndarray) else list(groups)
+        named: Any = groups.tolist() if isinstance(groups, Tensor | np.ndarray) else groups
+        are_groups = isinstance(named, Iterable) and not isinstance(named, str)
+        named = list(named) if are_groups else []
+        are_groups &= any(all(isinstance(each, kind) for each in named) for kind in (Integral, str))
+        expected = (
+            "the group of each test sample, ints alone or strings alone, or a mapping from their indices to these"
+        )
+        check_option("groups", groups, are_groups, expected)
         if len(named) != len(self.test_index):
             raise OptionError(
                 f"groups has {len(named)} entries; allowed is one for each of the {len(self.test_index)} test samples, "
@@ -306,7 +314,7 @@ class TopScores(PairScores):
         if test is None:
             return ranked(self.train_index, self.means, k, largest=largest)
         column = self._column(test)
-        check_option("k", k, k >= 1, "an int >= 1")
+        check_option("k", k, is_int(k, 1), "an int >= 1")
         values, places = (self.scores, self.places) if largest else (self.least, self.least_places)
         pairs = zip(values[:k, column].tolist(), places[:k, column].tolist(), strict=True)
         return [(self.train_index[place], value) for value, place in pairs if place >= 0]

@@ -98,7 +98,9 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(OptionError, match=text):
         ekfac(plain, plain)
     for damping in (0, -1.0, math.nan, None):
-        with pytest.raises(OptionError, match=f"damping={damping} is not allowed: damping must be a number > 0"):
+        with pytest.raises(
+            OptionError, match=f"damping={damping} is not allowed: damping must be a number > 0 that is finite"
+        ):
             ekfac(eigen, eigen, damping)
     with pytest.raises(OptionError, match="absolute=1 is not allowed: absolute must be True or False"):
         ekfac(eigen, eigen, absolute=1)

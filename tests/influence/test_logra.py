@@ -119,9 +119,11 @@ def test_a_row_that_is_not_finite_is_left_out_of_the_others_scores(tmp_path):
     assert found.nonfinite == 1
 
 
-@pytest.mark.parametrize("damping", [0.0, -1.0, math.nan])
+@pytest.mark.parametrize("damping", [0.0, -1.0, math.nan, math.inf, True])
 def test_damping_is_above_zero(nets, damping):
-    with pytest.raises(OptionError, match=f"damping={damping} is not allowed: damping must be a number > 0"):
+    with pytest.raises(
+        OptionError, match=f"damping={damping} is not allowed: damping must be a number > 0 that is finite"
+    ):
         logra(nets[0], nets[1], damping)
 
 

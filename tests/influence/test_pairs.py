@@ -7,11 +7,12 @@ import math
 import signal
 import sys
 
+import numpy
 import pytest
 import torch
 
 from lightning_persample import OptionError, PerSampleError
-from lightning_persample.influence import PairScores
+from lightning_persample.influence import PairScores, TopScores
 from lightning_persample.influence.dataset import save_values
 
 SCORES = torch.tensor([[1.0, 0.5], [-2.0, 4.0], [0.0, 0.5], [1.0, math.nan]], dtype=torch.float64)
@@ -133,11 +134,28 @@ def test_the_mean_over_groups_of_test_samples(groups):
     assert (found.train_index, found.convention, found.unknown, found.nonfinite) == ((3, 5, 8), "positive: helps", 2, 1)
 
 
+_KINDS = "ints alone or strings alone, or a mapping from their indices to these"
+
+
 @pytest.mark.parametrize(
     ("groups", "text"),
     [
         (["a"], "groups has 1 entries; allowed is one for each of the 2 test samples, in the order of test_index, or"),
         ({0: "a"}, "groups has none of test sample 4, and of 1 in all"),
+        *(
+            (groups, f"groups=.* is not allowed: groups must be the group of each test sample, {_KINDS}")
+            for groups in (
+                [1, "a"],
+                [1, None],
+                [None, None],
+                {0: "a", 4: None},
+                torch.zeros(2, 1, dtype=torch.int64),
+                [0.5, math.nan],
+                [torch.tensor(1), torch.tensor(1)],
+                "ab",
+                2,
+            )
+        ),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(groups, text):
@@ -207,3 +225,25 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError) as refused:
         pairs().save(path)
     assert refused.value.filename == str(path)
+
+
+@pytest.mark.parametrize("groups", [numpy.array([7, 2]), numpy.array(["b", "a"]), [numpy.int64(7), numpy.int64(2)]])
+def test_groups_of_numpy(groups):
+    found = pairs().by_group(groups)
+    assert found.test_index == tuple(sorted(groups))
+    assert found.top(1, test=sorted(groups)[0]) == [(5, 4.0)]
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.5, "a", True, None])
+def test_how_many_is_an_int(k):
+    index, scores = (3, 5), torch.tensor([[1.0], [2.0]])
+    places = torch.tensor([[1], [0]])
+    kept = {"places": places, "least": scores, "least_places": places.flip(0), "means": scores[:, 0].double()}
+    best = TopScores("grad_dot", index, (0,), scores.flip(0), "positive: helps", **kept)
+    for each in (pairs().mean(), pairs(), best):
+        for ask in (each.top, each.bottom):
+            with pytest.raises(OptionError, match=f"^k={k!r} is not allowed: k must be an int >= 1"):
+                ask(k)
+    with pytest.raises(OptionError, match=f"^k={k!r} is not allowed: k must be an int >= 1"):
+        best.top(k, test=0)
+    assert best.top(1, test=0) == [(5, 2.0)]

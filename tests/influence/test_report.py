@@ -391,6 +391,11 @@ def test_folders_that_hold_no_run_are_refused(tmp_path, capsys, undrawn):
         report(tmp_path)
     with pytest.raises(OptionError, match=r"k=0 is not allowed: k must be an int >= 1"):
         report(tmp_path / "one", k=0)
+    for out, shown in ((tmp_path, re.escape(repr(tmp_path))), ("", "''"), (3, "3")):
+        with pytest.raises(OptionError, match=f"out={shown} is not allowed: out must be the path of a file, not of a"):
+            report(tmp_path / "one", out=out)
+    assert main(["report", str(tmp_path / "one"), "--out", str(tmp_path)]) == 1
+    assert "out must be the path of a file, not of a folder" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "empty")]) == 1
     assert "holds no ledger" in capsys.readouterr().err
 
