@@ -19,6 +19,7 @@ from torch.autograd import Variable, forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+from torch.nn.utils.rnn import pad_packed_sequence
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
@@ -255,6 +256,15 @@ def is_recomputing() -> bool:
     pack = hooks[0]
     of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
     return of_checkpoint and getattr(pack, "__qualname__", "").startswith("_recomputation_hook.")
+
+
+def padded_length() -> int | None:
+    """The `total_length` of the `pad_packed_sequence` that is running; None where it pads to the longest sequence."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code is not pad_packed_sequence.__code__:
+        frame = frame.f_back
+    length: int | None = frame.f_locals.get("total_length") if frame.f_code is pad_packed_sequence.__code__ else None
+    return length
 
 
 def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
 from lightning_persample.batch_axis.base import Followed, beyond, lost, padded, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in
+from lightning_persample.torch_internals import padded_length
 
 
 @propagation_rule("recurrent_layer")
@@ -91,4 +92,6 @@ def _follow_pad(call: ObservedCall) -> Followed:
     owners = row_owners(axis, call.batch_size, data.device)[: int(batch_sizes[0])]
     dim = 0 if batch_first else 1
     place = picked(dim, owners, call.batch_size, axis.mixing)
+    if padded_length() is not None:  # each sample alone is padded to as many, too
+        return Followed((place, None), by_values=True)
     return padded(call, place, beyond(call.outputs[1], call.outputs[0], dim), 1 - dim)
