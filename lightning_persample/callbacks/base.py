@@ -409,7 +409,11 @@ def _per_sample_callbacks(trainer: Trainer) -> list[PerSampleCallback]:
 
 
 def _training_view(callbacks: Iterable[PerSampleCallback], loaders: list[Any]) -> TrainingView | None:
-    return next((view for each in callbacks if (view := each._training_view(loaders)) is not None), None)
+    for each in callbacks:  # (a generator would hide a StopIteration of the user's)
+        view = each._training_view(loaders)
+        if view is not None:
+            return view
+    return None
 
 
 def name_of(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import operator
@@ -16,10 +17,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_persample.batch_axis.batch import batch_tensors
 from lightning_persample.callbacks.loggers import log_table, save_table
 from lightning_persample.callbacks.sample_index import TrainingView, keys_of, why_no_keys
 from lightning_persample.callbacks.writer import Columns, PerSampleGradientWriter
-from lightning_persample.capture.failure import of_user, stop
+from lightning_persample.capture.failure import guard, stop
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 from lightning_persample.influence.ledger import Manifest, read_manifest
@@ -70,9 +72,12 @@ class LabelNoiseProbe(PerSampleGradientWriter):
         fraction: the share of the samples that get a wrong label, at least one.
         seed: of the choice of samples and labels.
         num_classes: the labels are 0 to num_classes - 1; None reads each sample of the dataset once, in each process at
-            the start of the fit, and takes the labels that there are.
+            the start of the fit, and takes the labels that there are but for negative ones: -100, say, which losses
+            ignore, is no class. Samples with such a label are not flipped, nothing is flipped to it, and they are left
+            out of the report. With a number a negative label of a sample to be flipped is refused.
         relabel: a callable ``(sample, change)`` that returns the sample with ``change(label)`` in place of its label,
-            an int: ``lambda sample, change: {**sample, "label": change(sample["label"])}``. None takes the second part
+            an int: ``lambda sample, change: {**sample, "label": change(sample["label"])}``. It is given a deep copy of
+            the sample and may change that in place, while the dataset's own stays as it is. None takes the second part
             of a sample that is a pair: an integer, or an integer tensor or array, without axes for one sample and
             (n,) for a batch of n that the dataset gives as a whole.
         dirpath: the folder of the ledger; None is "label_noise" in the Trainer's `log_dir`. A run that is to be resumed
@@ -118,7 +123,7 @@ class LabelNoiseProbe(PerSampleGradientWriter):
         share: Any = fraction
         is_share = isinstance(share, (int, float)) and 0 < share < 1
         check_option("fraction", fraction, is_share, "a number between 0 and 1")
-        check_option("seed", seed, is_int(seed, 0), "an int >= 0")
+        check_option("seed", seed, is_int(seed, 0) and seed < 2**64, "an int >= 0 and < 2**64")
         check_option("num_classes", num_classes, num_classes is None or is_int(num_classes, 2), "None or an int >= 2")
         check_option("relabel", relabel, relabel is None or callable(relabel), "None or a callable (sample, change)")
         why = "None here, because labels are flipped by the index that the sampler draws"
@@ -146,7 +151,11 @@ class LabelNoiseProbe(PerSampleGradientWriter):
         super().setup(trainer, pl_module, stage)
 
     def _training_view(self, loaders: list[Any]) -> TrainingView:
-        """The training data with flipped labels."""
+        """The training data with flipped labels; whatever keeps it from that is raised as it is."""
+        view: TrainingView = guard(self._flipped_view, stop)(loaders)
+        return view
+
+    def _flipped_view(self, loaders: list[Any]) -> TrainingView:
         if len(loaders) != 1:
             raise OptionError(f"LabelNoiseProbe takes one train dataloader, and there are {len(loaders)}")
         unknown = why_no_keys(loaders[0])
@@ -156,10 +165,12 @@ class LabelNoiseProbe(PerSampleGradientWriter):
         if not hasattr(dataset, "__len__"):
             raise OptionError(f"LabelNoiseProbe chooses among the samples, but {type(dataset).__name__} has no len()")
         length = len(dataset)
-        relabel = self.relabel or _relabel_second
+        relabel = _relabel_second if self.relabel is None else _OnCopy(self.relabel)
         if self._flips is None or self._flips.length != length:
-            classes = _classes_of(dataset, relabel) if self.num_classes is None else range(self.num_classes)
-            flips = _Flips.chosen(length, tuple(classes), self.fraction, self.seed, relabel)
+            classes, without = (
+                _classes_of(dataset, relabel) if self.num_classes is None else (range(self.num_classes), ())
+            )
+            flips = _Flips.chosen(length, tuple(classes), frozenset(without), self.fraction, self.seed, relabel)
             if self._flips is not None:
                 raise OptionError(
                     f"the training dataset has {length} samples now and had {self._flips.length} before: "
@@ -223,17 +234,28 @@ class _Flips:
 
     length: int
     classes: tuple[int, ...]  # ascending
+    without: frozenset[int]  # the indices of samples whose label is no class
     offsets: Mapping[int, int]  # by index: so many classes further, around
     relabel: Relabel
 
     @classmethod
-    def chosen(cls, length: int, classes: tuple[int, ...], fraction: float, seed: int, relabel: Relabel) -> _Flips:
+    def chosen(
+        cls,
+        length: int,
+        classes: tuple[int, ...],
+        without: frozenset[int],
+        fraction: float,
+        seed: int,
+        relabel: Relabel,
+    ) -> _Flips:
         if len(classes) < 2:
-            raise OptionError(f"LabelNoiseProbe needs two classes, and the labels are {', '.join(map(str, classes))}")
+            there = ", ".join(map(str, classes)) or "none (a negative one is no class)"
+            raise OptionError(f"LabelNoiseProbe needs two classes, and the labels are {there}")
         generator = torch.Generator().manual_seed(seed)
-        index = torch.randperm(length, generator=generator)[: max(1, round(fraction * length))]
-        offsets = torch.randint(1, len(classes), index.shape, generator=generator)
-        return cls(length, classes, dict(zip(index.tolist(), offsets.tolist(), strict=True)), relabel)
+        order = [index for index in torch.randperm(length, generator=generator).tolist() if index not in without]
+        index = order[: max(1, round(fraction * len(order)))]
+        offsets = torch.randint(1, len(classes), (len(index),), generator=generator).tolist()
+        return cls(length, classes, without, dict(zip(index, offsets, strict=True)), relabel)
 
     def __call__(self, items: Any, keys: list[Any]) -> list[Any]:
         """The items, those that are flipped with another label."""
@@ -287,6 +309,18 @@ class _Flips:
         return self.classes[(place + offset) % len(self.classes)]
 
 
+@dataclass(frozen=True)
+class _OnCopy:
+    """A `relabel` of the user's that is given copies, so that what it changes in place is not the dataset's."""
+
+    relabel: Relabel
+
+    def __call__(self, sample: Any, change: Callable[[Any], Any]) -> Any:
+        # Of a view, a deep copy would copy all that shares its memory: the whole dataset.
+        copied = {id(tensor): tensor.clone() for _, tensor in batch_tensors(sample)}
+        return self.relabel(copy.deepcopy(sample, copied), change)
+
+
 def _relabel_second(sample: Any, change: Callable[[Any], Any]) -> Any:
     """The sample, a pair, with another second part."""
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
@@ -329,18 +363,19 @@ def _like(label: Any, value: int) -> Any:
     return label.dtype.type(value) if isinstance(label, np.generic) else type(label)(value)
 
 
-def _classes_of(dataset: Any, relabel: Relabel) -> list[int]:
-    """The labels that the samples of a dataset have, ascending; random numbers are as if it had not been read."""
-    found: set[int] = set()
+def _classes_of(dataset: Any, relabel: Relabel) -> tuple[list[int], set[int]]:
+    """The classes of the samples of a dataset, ascending, and the indices of samples whose label is none."""
+    found: dict[int, set[int]] = {}
 
     def note(label: Any) -> Any:
-        found.add(_int_of(label))
+        found.setdefault(_int_of(label), set()).add(index)
         return label
 
-    with untouched(nn.Module()):
+    with untouched(nn.Module()):  # random numbers are as if it had not been read
         for index in range(len(dataset)):
-            of_user(relabel, of_user(operator.getitem, dataset, index), note)
-    return sorted(found)
+            relabel(dataset[index], note)
+    without = [found[label] for label in found if label < 0]
+    return sorted(label for label in found if label >= 0), set().union(*without)
 
 
 # The report
@@ -357,7 +392,7 @@ class Detection:
 
     Attributes:
         auc: of ranking the flipped samples before all others; 0.5 is chance.
-        corrected_auc: an estimate of the AUC of ranking wrong labels before right ones.
+        corrected_auc: an estimate of the AUC of ranking wrong labels before right ones; nan where there is none.
         recall: the share of the flipped samples among the first 20% of all.
     """
 
@@ -375,8 +410,10 @@ class LabelNoiseReport:
     the flipped ones but count as others, and a flip may put a wrong label right: ``auc`` is below what it would be
     with right labels in all others. With a share a of wrong labels among the others and b of right ones among the
     flipped, ``auc = (1 - a - b) auc* + (a + b) / 2`` (the reference), from which ``corrected_auc`` is auc*, with
-    ``b = a / (classes - 1)`` and a the estimate `wrong`. As that is an upper bound, so is ``corrected_auc``: auc* lies
-    between the two, if wrong labels look as the flipped ones do. Samples whose score is nan are left out of it.
+    ``b = a / (classes - 1)`` and a the estimate `wrong`. As that is an upper bound, so is ``corrected_auc``, with 1
+    where it is larger: auc* lies between the two, if wrong labels look as the flipped ones do. It is nan where no auc*
+    has that ``auc``: where ``a + b`` is 1 or more, and where ``auc`` is less than ``(a + b) / 2``. Samples whose score
+    is nan are left out of it.
 
     >>> scores = {"loss": Detection(0.94, 0.99, 1.0)}
     >>> print(LabelNoiseReport(scores, samples=100, flipped=2, wrong=0.1))
@@ -421,12 +458,13 @@ class LabelNoiseReport:
 def _report_of(ledger: Any, columns: Collection[str], flips: _Flips) -> LabelNoiseReport:
     """What each score of a ledger with these columns makes of the flips."""
     ranked: dict[str, tuple[Tensor, Tensor]] = {}
-    positive = torch.zeros(0, dtype=torch.bool)
+    positive = has_class = torch.zeros(0, dtype=torch.bool)
     for name, (sign, column, score_of) in _SCORES.items():
         if column in columns:
             found = score_of(ledger)
+            has_class = torch.tensor([index not in flips.without for index in found.index])
             positive = torch.tensor([index in flips.offsets for index in found.index])
-            known = ~found.scores.isnan()
+            known = has_class & ~found.scores.isnan()
             if known.any():
                 ranked[name] = sign * found.scores[known], positive[known]
     shares = [share for pair in ranked.values() if not math.isnan(share := _share_as_high(*pair))]
@@ -435,9 +473,10 @@ def _report_of(ledger: Any, columns: Collection[str], flips: _Flips) -> LabelNoi
     scores = {}
     for name, pair in ranked.items():
         auc = auc_of(*pair)
-        corrected = min(1.0, (auc - noise / 2) / (1 - noise)) if noise < 1 else math.nan
+        is_possible = noise < 1 and auc >= noise / 2
+        corrected = min(1.0, (auc - noise / 2) / (1 - noise)) if is_possible else math.nan
         scores[name] = Detection(auc, corrected, recall_of(*pair))
-    return LabelNoiseReport(scores, len(positive), int(positive.sum()), wrong)
+    return LabelNoiseReport(scores, int(has_class.sum()), int(positive.sum()), wrong)
 
 
 def _share_as_high(scores: Tensor, positive: Tensor) -> float:

@@ -84,8 +84,11 @@ def columns_of(outputs: Any, batch: Any, columns: Callable[[Any, Any], Any] | No
     ):
         if given is None:
             continue
-        if not isinstance(given, Mapping) or not all(isinstance(each, Tensor) for each in given.values()):
+        if not isinstance(given, Mapping):
             raise OptionError(f"{place} {type(given).__name__}, but it must be a dict of tensors (B,) by name")
+        for name, each in given.items():
+            if not isinstance(each, Tensor):
+                raise OptionError(f"{place} {name!r}: {type(each).__name__}, but it must be a tensor (B,)")
         twice = sorted(found.keys() & given.keys())
         if twice:
             raise OptionError(f"{place} a column {twice[0]!r} that training_step returned, too: rename one")

@@ -224,16 +224,93 @@ def test_seeds_and_classes_decide_the_flips():
 
 def test_labels_that_are_not_counted_from_zero(folder):
     inputs, labels = parts()
-    own = torch.tensor([3, -2, 8, 5])[labels]
+    own = torch.tensor([3, 2, 8, 5])[labels]
 
     class Maps(Noting):
         def inputs_and_labels(self, batch):
-            return batch[0], torch.searchsorted(torch.tensor([-2, 3, 5, 8]), batch[1])
+            return batch[0], torch.searchsorted(torch.tensor([2, 3, 5, 8]), batch[1])
 
     module = fit(probe_in(folder), Maps(), DataLoader(TensorDataset(inputs, own), 8))
-    new = noisy(own, classes=(-2, 3, 5, 8))
-    expected = torch.searchsorted(torch.tensor([-2, 3, 5, 8]), new)
+    new = noisy(own, classes=(2, 3, 5, 8))
+    expected = torch.searchsorted(torch.tensor([2, 3, 5, 8]), new)
     assert module.trained[:COUNT] == list(enumerate(expected.tolist()))
+
+
+@pytest.mark.filterwarnings("ignore:The samples weigh in the loss otherwise")
+def test_a_negative_label_is_no_class(folder):
+    inputs, labels = parts()
+    labels[::5] = -100
+    probe = probe_in(folder, 0.5)
+    module = fit(probe, data=DataLoader(TensorDataset(inputs, labels), 8, shuffle=True), max_epochs=3)
+    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(0)).tolist()
+    assert probe.flipped == tuple(sorted([index for index in order if index % 5][:16]))  # half of the other 32
+    assert all((label == -100) == (index % 5 == 0) for index, label in module.trained)
+    assert {index for index, label in module.trained if label != labels[index]} == {*probe.flipped}
+    assert (probe.report.samples, probe.report.flipped) == (32, 16)
+    rows = read_ledger(folder).to_pandas().query("sample_index % 5 != 0").groupby("sample_index")
+    positive = np.isin(np.array([index for index in range(COUNT) if index % 5]), probe.flipped)
+    for name, column in (("loss", "loss"), ("grand", "norm")):
+        assert probe.report.scores[name].auc == pytest.approx(by_pairs(rows[column].mean().to_numpy(), positive))
+
+
+class Nested:
+    """A sample that is an object."""
+
+    def __init__(self, inputs, label):
+        self.parts = {"inputs": inputs, "label": [label]}
+
+
+def relabel_in_place(sample, change):
+    sample["label"] = change(sample["label"])
+    return sample
+
+
+def relabel_tensor_in_place(sample, change):
+    sample[1]["label"].fill_(int(change(sample[1]["label"])))
+    return sample
+
+
+def relabel_object_in_place(sample, change):
+    sample.parts["label"][0] = change(sample.parts["label"][0])
+    sample.parts["inputs"][1:] += 0.5
+    return sample
+
+
+def of_objects(samples):
+    return torch.utils.data.default_collate([(each.parts["inputs"], each.parts["label"][0]) for each in samples])
+
+
+def of_lists(samples):
+    return torch.utils.data.default_collate([(each[0], each[1]["label"]) for each in samples])
+
+
+@pytest.mark.parametrize("classes", [None, CLASSES])
+@pytest.mark.parametrize(
+    ("make", "relabel", "collate"),
+    [
+        (lambda x, y: {"inputs": x, "label": int(y)}, relabel_in_place, None),
+        (lambda x, y: [x, {"label": y}], relabel_tensor_in_place, of_lists),
+        (lambda x, y: Nested(x, y), relabel_object_in_place, of_objects),
+    ],
+)
+def test_a_relabel_that_works_in_place_leaves_the_dataset_as_it_is(make, relabel, collate, classes, folder):
+    inputs, labels = parts()
+    samples = [make(x, y) for x, y in zip(inputs, labels, strict=True)]  # whose tensors are views of two
+    data = DataLoader(samples, 8, shuffle=True, collate_fn=collate)
+    probe = probe_in(folder, num_classes=classes, relabel=relabel)
+    module = fit(probe, Validating(), data, validation=DataLoader(samples, 8, collate_fn=collate))
+    new = noisy(labels)
+    assert module.trained == [(index, int(new[index])) for index, _ in module.trained]
+    assert [*dict(module.validated).values()] == labels.tolist()
+    assert all(torch.equal(*pair) for pair in zip(parts(), (inputs, labels), strict=True))
+
+
+def test_a_copy_for_relabel_does_not_copy_the_memory_that_a_sample_is_a_view_of(folder):
+    probe = probe_in(folder, num_classes=CLASSES, relabel=lambda sample, change: sample)
+    probe._training_view([DataLoader(TensorDataset(*parts()))])
+    index, (inputs, labels) = probe.flipped[0], parts()
+    (copied,) = probe._flips([Nested(inputs[index], labels[index])], [index])
+    assert copied.parts["inputs"].untyped_storage().nbytes() == inputs[index].numel() * 8
 
 
 # The report
@@ -329,6 +406,31 @@ def test_the_corrected_auc_is_that_of_wrong_labels_against_right_ones(shift, wit
     assert found.corrected_auc == pytest.approx(exact, abs=within)
     assert found.auc < exact - 0.04
     assert report.wrong == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.parametrize(("flipped", "corrected"), [(0.5, None), (2.0, None), (-1.0, math.nan)])
+def test_the_corrected_auc_is_an_auc_or_not_a_number(flipped, corrected):
+    """Of flipped samples in the middle, before and behind all others; of these a share of 0.05 is above."""
+    import pyarrow
+
+    from lightning_persample.callbacks.label_noise import _report_of
+
+    probe = LabelNoiseProbe(0.1, num_classes=CLASSES)
+    probe._training_view([DataLoader(TensorDataset(*parts(200)))])
+    scores = torch.linspace(0, 1, 200).double()
+    scores[list(probe.flipped)] = flipped
+    margins = -(torch.arange(200) * 0.001 + 2 * torch.tensor([index in probe.flipped for index in range(200)]))
+    margins[[index for index in range(200) if index not in probe.flipped][:9]] = -3.0  # as wrong as the flipped
+    table = pyarrow.table({"sample_index": list(range(200)), "loss": scores.numpy(), "margin": margins.numpy()})
+    report = _report_of(table, table.column_names, probe._flips)
+    noise = report.wrong * (1 + 1 / (CLASSES - 1))
+    found = report.scores["loss"]
+    assert noise == pytest.approx(0 if flipped == 2 else 9 / 180 / 0.55 * 4 / 3)  # (11 of 20 reach their median)
+    if corrected is None:
+        assert found.corrected_auc == pytest.approx(min(1, (found.auc - noise / 2) / (1 - noise)))
+    else:
+        assert found.auc == 0
+        assert math.isnan(found.corrected_auc)
 
 
 def test_a_score_that_is_not_known_is_left_out(folder):
@@ -476,6 +578,16 @@ def three(x, y):
             "from 0 to 3, and a sample has 7",
         ),
         (
+            lambda: DataLoader(Samples(labels=torch.full((COUNT,), -100)), 8),
+            {"num_classes": 4},
+            "from 0 to 3, and a sample has -100",
+        ),
+        (
+            lambda: DataLoader(Samples(labels=torch.full((COUNT,), -100)), 8),
+            {},
+            "needs two classes, and the labels are none (a negative one is no class)",
+        ),
+        (
             lambda: DataLoader(Keyed(), 8, sampler=Names([f"n{place}" for place in range(COUNT)])),
             {},
             "by their index, 0 to 39, and the sampler draws 'n0'",
@@ -536,7 +648,8 @@ def test_data_that_are_others_in_the_middle_are_refused(folder):
         ({"fraction": 0}, "fraction=0 is not allowed: fraction must be a number between 0 and 1"),
         ({"fraction": 1.0}, "fraction=1.0 is not allowed"),
         ({"fraction": "2%"}, "fraction='2%' is not allowed"),
-        ({"seed": -1}, "seed=-1 is not allowed: seed must be an int >= 0"),
+        ({"seed": -1}, "seed=-1 is not allowed: seed must be an int >= 0 and < 2**64"),
+        ({"seed": 2**64}, "is not allowed: seed must be an int >= 0 and < 2**64"),
         ({"num_classes": 1}, "num_classes=1 is not allowed: num_classes must be None or an int >= 2"),
         ({"relabel": 1}, "relabel=1 is not allowed: relabel must be None or a callable (sample, change)"),
         (
@@ -560,6 +673,24 @@ class Broken(Samples):
 
 def broken(sample, change):
     raise ZeroDivisionError("of relabel")
+
+
+class Ends(Samples):
+    def __getitem__(self, index):
+        raise StopIteration("of the dataset")
+
+
+class Measured(Samples):
+    def __len__(self):
+        raise ZeroDivisionError("of len()")
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "text"), [(Ends, {}, "of the dataset"), (Measured, {"num_classes": CLASSES}, r"of len\(\)")]
+)
+def test_what_a_dataset_raises_is_raised_whatever_it_is(data, options, text, folder):
+    with pytest.raises((StopIteration, ZeroDivisionError), match=text):
+        fit(probe_in(folder, **options), data=DataLoader(data(), 8, sampler=range(COUNT)))
 
 
 @pytest.mark.parametrize(("data", "relabel"), [(Broken, None), (Samples, broken)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_persample import PerSampleGradientWriter, PerSampleWarning
+from lightning_persample import OptionError, PerSampleGradientWriter, PerSampleWarning
 from lightning_persample.influence import read_ledger
 from tests.callbacks.ledger_runs import Noted, data, fit
 
@@ -50,6 +51,19 @@ def test_a_column_of_numbers_keeps_ints_that_come_later(folder, dtype):
     found = read_ledger(folder)["mixed"].to_pylist()
     assert found[:4] == [0.5] * 4
     assert set(found[4:]) == {float(large)}
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_what_training_step_returns_that_is_no_tensor_is_named(kind, folder):
+    class Returns(Noted):
+        def training_step(self, batch, batch_idx):
+            found = super().training_step(batch, batch_idx)
+            return {**found, "per_sample": {**found["per_sample"], "weights": kind([1.0] * len(batch[0]))}}
+
+    named = kind([]).__class__.__name__
+    text = f"training_step returned under 'per_sample' 'weights': {named}, but it must be a tensor (B,)"
+    with pytest.raises(OptionError, match=re.escape(text)):
+        fit(PerSampleGradientWriter(folder), Returns(), data(8))
 
 
 def test_a_column_may_be_missing_later(folder):

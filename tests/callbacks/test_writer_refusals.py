@@ -226,7 +226,10 @@ def test_options_that_are_not_allowed(options, text):
     ("columns", "text"),
     [
         (lambda outputs, batch: [1], "columns(outputs, batch) returned list, but it must be a dict of tensors (B,)"),
-        (lambda outputs, batch: {"x": 1.0}, "columns(outputs, batch) returned dict, but it must be a dict of tensors"),
+        (
+            lambda outputs, batch: {"x": 1.0},
+            "columns(outputs, batch) returned 'x': float, but it must be a tensor (B,)",
+        ),
         (lambda outputs, batch: {"x": torch.zeros(3)}, "column 'x' has shape (3,), but a ledger needs one value for"),
         (lambda outputs, batch: {"norm": torch.zeros(4)}, "column 'norm' of the run has the name of a column of every"),
         (lambda outputs, batch: {"loss": torch.zeros(4)}, "a column 'loss' that training_step returned, too"),
