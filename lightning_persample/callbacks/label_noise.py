@@ -316,9 +316,23 @@ class _OnCopy:
     relabel: Relabel
 
     def __call__(self, sample: Any, change: Callable[[Any], Any]) -> Any:
+        is_changed = False
+
+        def noted(label: Any) -> Any:
+            nonlocal is_changed
+            is_changed = True
+            return change(label)
+
         # Of a view, a deep copy would copy all that shares its memory: the whole dataset.
         copied = {id(tensor): tensor.clone() for _, tensor in batch_tensors(sample)}
-        return self.relabel(copy.deepcopy(sample, copied), change)
+        found = self.relabel(copy.deepcopy(sample, copied), noted)
+        if found is None or not is_changed:
+            did = "returned None" if is_changed else "did not call change"
+            raise OptionError(
+                f"LabelNoiseProbe needs relabel to return the sample with change(label) in place of its label, and it "
+                f"{did} for {_described(sample)}"
+            )
+        return found
 
 
 def _relabel_second(sample: Any, change: Callable[[Any], Any]) -> Any:

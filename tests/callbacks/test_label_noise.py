@@ -306,7 +306,7 @@ def test_a_relabel_that_works_in_place_leaves_the_dataset_as_it_is(make, relabel
 
 
 def test_a_copy_for_relabel_does_not_copy_the_memory_that_a_sample_is_a_view_of(folder):
-    probe = probe_in(folder, num_classes=CLASSES, relabel=lambda sample, change: sample)
+    probe = probe_in(folder, num_classes=CLASSES, relabel=relabel_object_in_place)
     probe._training_view([DataLoader(TensorDataset(*parts()))])
     index, (inputs, labels) = probe.flipped[0], parts()
     (copied,) = probe._flips([Nested(inputs[index], labels[index])], [index])
@@ -541,6 +541,14 @@ def by_label(rows):
     return torch.utils.data.default_collate(sorted(rows, key=lambda row: int(row[1])))
 
 
+def relabel_nothing(sample, change):
+    return sample
+
+
+def relabel_without_return(sample, change):
+    sample[1] = change(sample[1])
+
+
 def three(x, y):
     return x, y, y
 
@@ -586,6 +594,16 @@ def three(x, y):
             lambda: DataLoader(Samples(labels=torch.full((COUNT,), -100)), 8),
             {},
             "needs two classes, and the labels are none (a negative one is no class)",
+        ),
+        (
+            lambda: DataLoader(Samples(), 8),
+            {"relabel": relabel_nothing, "num_classes": 4},
+            "change(label) in place of its label, and it did not call change for a tuple of length 2",
+        ),
+        (
+            lambda: DataLoader(Samples(lambda x, y: [x, y]), 8),
+            {"relabel": relabel_without_return},
+            "change(label) in place of its label, and it returned None for a list of length 2",
         ),
         (
             lambda: DataLoader(Keyed(), 8, sampler=Names([f"n{place}" for place in range(COUNT)])),
