@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from lightning_persample.callbacks.lightning_internals import logging_step
 from lightning_persample.callbacks.sample_index import BatchIndices, TrainingView
 from lightning_persample.callbacks.session import SharedCapture, is_logging_step, shared_capture
-from lightning_persample.capture.failure import fault_of, guard, run_all
+from lightning_persample.capture.failure import fault_of, guard, is_of_package, run_all
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.options import CAPTURE_DEFAULTS, CaptureOptions, check_options, checked_capture_options
 
@@ -315,7 +315,7 @@ class PerSampleCallback(Callback):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             cls.__init__.__signature__ = _with_capture_options(inspect.signature(cls.__init__))  # type: ignore[attr-defined]
-        if cls.__module__.startswith("lightning_persample."):  # what a class of the user's raises is the user's
+        if is_of_package(cls):  # what a class of the user's raises is the user's
             _guard_hooks(cls)
         for name in _FIT_HOOKS:
             hook = getattr(cls, name)
@@ -372,7 +372,7 @@ _BATCH_HOOKS = (
 def _hooks_of(kind: type[PerSampleCallback]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The hooks of a batch that are Lightning's empty ones, and those of this package; a user's are in neither."""
     empty = tuple(name for name in _BATCH_HOOKS if getattr(kind, name) is getattr(Callback, name))
-    own = tuple(name for name in _BATCH_HOOKS if getattr(kind, name).__module__.startswith("lightning_persample."))
+    own = tuple(name for name in _BATCH_HOOKS if is_of_package(getattr(kind, name)))
     return empty, own
 
 

@@ -91,7 +91,6 @@ class LabelNoiseProbe(PerSampleGradientWriter):
     Attributes:
         report: a `LabelNoiseReport` from the end of a fit on, in each process; None before, and with a warning where
             the ledger cannot be read.
-        flipped: the indices of the samples with a flipped label, ascending, from the start of a fit on.
 
     Raises:
         OptionError: an option has a value that is not allowed; at the start of a fit, the training data are several

@@ -103,9 +103,14 @@ class Once:
         return self.result
 
 
+def is_of_package(function: object) -> bool:
+    """Whether a function is one of this package; one made by `exec` may have no module."""
+    return (getattr(function, "__module__", None) or "").startswith("lightning_persample.")
+
+
 def of_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call what a user may have written: what it raises is the user's, unless it is of this package after all."""
-    is_own = getattr(function, "__module__", "").startswith("lightning_persample.")
+    is_own = is_of_package(function)
     return function(*args, **kwargs) if is_own else _users(function, args, kwargs)
 
 
@@ -174,7 +179,7 @@ def reason_of(error: Exception, what: object, rule: Callable[..., Any] | None = 
             "usual memory either; use smaller batches, or ask for norms alone where gradients are asked for"
         )
     failed = _failed(error)
-    if rule is not None and not rule.__module__.startswith("lightning_persample."):
+    if rule is not None and not is_of_package(rule):
         return (
             f"{what}: its rule {rule.__module__}.{rule.__qualname__} {failed}; check_rule shows in which calls, and "
             "what the rule reads must be registered with reads=(...)"

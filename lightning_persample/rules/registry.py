@@ -137,7 +137,7 @@ class Rule:
     @property
     def is_builtin(self) -> bool:
         """Whether it is one of this package, and not one of the user's."""
-        return getattr(self.function, "__module__", "").startswith(_PACKAGE)
+        return (getattr(self.function, "__module__", None) or "").startswith(_PACKAGE)
 
     def is_weight(self, name: str) -> bool:
         """Whether the rule knows the gradient of this argument."""

@@ -144,3 +144,28 @@ def test_another_trainers_fit_of_the_same_module_is_not_captured():
     recorder = Recorder()
     fit(Classifier(), [recorder, FitsItselfElsewhere()])
     assert recorder.batch_indices == [0, 1, 2]
+
+
+NAMELESS = """
+class Module(Classifier):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+class Own(Recorder):
+    def on_train_batch_end(self, *args):
+        super().on_train_batch_end(*args)
+
+def weights(outputs, batch):
+    return torch.full((len(batch[0]),), 1 / len(batch[0]))
+"""
+
+
+def test_code_that_belongs_to_no_module():
+    """As `exec` makes it without a `__name__`."""
+    names = {"Classifier": Classifier, "Recorder": Recorder, "F": F, "torch": torch}
+    exec(NAMELESS, names)
+    assert names["weights"].__module__ is None
+    own = names["Own"](loss_reduction=names["weights"])
+    trainer = fit(names["Module"](), [own, PerSampleGradientMonitor(loss_reduction=names["weights"])])
+    assert trainer.callback_metrics["per_sample_grad/coverage"] == 1
+    assert own.records
