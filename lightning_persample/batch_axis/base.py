@@ -283,6 +283,8 @@ def dims_argument(value: object, ndim: int) -> tuple[int, ...] | None:
 
 def meet(call: ObservedCall, places: Sequence[BatchAxis]) -> tuple[BatchAxis, str | None] | Followed:
     """The operands of the batch are laid over each other, and over those that hold it along no axis."""
+    if not places:
+        return lost(call, "meets the batch in an argument that lies over no row of the others", mixes=None)
     axis, *others = places
     mixing = next((place.mixing for place in places if place.mixing), None)
     event = None

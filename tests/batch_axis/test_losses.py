@@ -270,3 +270,12 @@ def test_a_number_that_a_line_took_with_another_number_of_samples_is_not_that_of
     for batch_size in (8, 3, 8):
         record = assert_exact(module, lambda m, x: loss(m(x)), (torch.randn(batch_size, D),))
         assert record.weighting == ()
+
+
+@pytest.mark.parametrize("loss", [F.nll_loss, F.cross_entropy, F.multi_margin_loss])
+def test_a_loss_whose_class_weights_alone_are_the_batch_is_named(loss: Any) -> None:
+    target = torch.tensor([0, 2, 1, 0, 2])
+    module = Model(lambda m, x: loss(m.w, target, weight=x), w=parameter(5, 3))
+    record = record_of(module, lambda m, x: m(x), torch.rand(3), loss_reduction="sum")
+    assert set(record.unsupported) == {"w"}
+    assert "meets the batch in an argument that lies over no row of the others" in record.unsupported["w"]
