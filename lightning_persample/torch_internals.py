@@ -6,7 +6,7 @@ Names are bound here, at import, so that a call costs no more than that of torch
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -256,6 +256,11 @@ def is_recomputing() -> bool:
     pack = hooks[0]
     of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
     return of_checkpoint and getattr(pack, "__qualname__", "").startswith("_recomputation_hook.")
+
+
+def counted_from_front(dims: Iterable[int], rank: int) -> list[int]:
+    """The axes that a node of autograd has saved: those counted from the end are numbers without a sign there."""
+    return [(dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims]
 
 
 def padded_length() -> int | None:

@@ -14,6 +14,7 @@ from lightning_persample.batch_axis.axis import Lost, batch_first
 from lightning_persample.batch_axis.base import Followed, dims_argument, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, user_line, version_of
 from lightning_persample.batch_axis.ops import OPS
+from lightning_persample.torch_internals import counted_from_front
 
 _MOST_FACTORS = 65536  # numbers that are read to tell whether they are alike
 MOST_KEPT = 1 << 16  # numbers that are kept for those who ask what each sample adds to their sum
@@ -136,7 +137,7 @@ def _summed_by(node: Any) -> int:
     if node.name() != "SumBackward1":
         return 1
     shape = node._saved_self_sym_sizes
-    return math.prod(shape[((dim + 2**63) % 2**64 - 2**63) % len(shape)] for dim in node._saved_dim)
+    return math.prod(shape[dim] for dim in counted_from_front(node._saved_dim, len(shape)))
 
 
 def _is_of_all(node: Any) -> bool:

@@ -186,22 +186,23 @@ def _after_reduction(call: ObservedCall) -> Followed:
     samples = frozenset().union(*(mark.samples for mark in with_gradient)) if known else frozenset()
     if one is None and noted is None and not torch.is_grad_enabled():
         return _without_gradient(call, marks)
+    divisor = _constant_divisor(call)
     if one is not None or noted is not None or not with_gradient or not call.outputs[0].requires_grad:
         unplaced = all(mark.unplaced for mark in marks) and call.op in _MOVES | _KEEPS_ENTRIES
         mark = replace(first, samples=first.samples if one is not None else frozenset(), unplaced=unplaced)
         mark = replace(mark, crossed=first.crossed if one is not None else any(other.of_others for other in marks))
         mark = replace(noted, samples=samples) if noted is not None else mark
         if one is not None and with_gradient:
-            mark = replace(mark, parts=_parts(call, with_gradient) or frozenset({1}))
+            mark = replace(mark, parts=_parts(call, with_gradient, divisor) or frozenset({1}))
         mark = replace(mark, listed=first.listed and call.op in _MOVES and len(marks) == 1)
         return Followed((mark,) * len(call.outputs))
     reduced = any(mark.reduced for mark in with_gradient)
-    mixing, weighting = _notes(call, first, len(with_gradient), reduced)
+    mixing, weighting = _notes(call, first, len(with_gradient), reduced, divisor)
     said = mixing is not None or weighting is not None
     adrift = not any(mark.of_others for mark in with_gradient) and call.outputs[0].dim() > 0
     reduced = reduced or _adds_up(call, len(with_gradient))
     alike = all((mark.samples, mark.parts) == (first.samples, first.parts) for mark in with_gradient)
-    parts = _parts(call, with_gradient)
+    parts = _parts(call, with_gradient, divisor)
     if not said and parts is None:
         weighting = _why_unequal(call, with_gradient)
     apart = call.op in _MOVES and (first.apart or not alike)
@@ -213,7 +214,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
         samples=samples if reduced and mixing is None else frozenset(),
         counts=frozenset().union(*(mark.counts for mark in with_gradient)),
     )  # fmt: skip
-    is_sure = weighting is not None and _constant_divisor(call) is not None
+    is_sure = weighting is not None and divisor is not None
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting, is_sure=is_sure)
 
 
@@ -263,7 +264,7 @@ def _leaves_as_is(call: ObservedCall) -> bool:
     return not at_bound and bool(value != 0) and bool(call.outputs[0].detach() == value)
 
 
-def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
+def _parts(call: ObservedCall, marks: list[Lost], divided_by: Tensor | None) -> frozenset[int] | None:
     """Which parts of a sum over the samples the result may be, see `Lost`; None where its terms are different ones."""
     if not all(mark.parts for mark in marks):
         return frozenset()
@@ -291,7 +292,7 @@ def _parts(call: ObservedCall, marks: list[Lost]) -> frozenset[int] | None:
         if _is_chosen(factors, call.batch_size) and together <= {size, call.batch_size}:
             return together
         parts = scaled(together, factors, size, call.batch_size, marks[0].counts, divides=call.op == "div")
-        return parts if _constant_divisor(call) is None else parts | {1, size}
+        return parts if divided_by is None else parts | {1, size}
     return together if call.op in _MOVES | _SUMS or _adds(call) else frozenset()
 
 
@@ -439,15 +440,14 @@ def _adds_up(call: ObservedCall, operands: int) -> bool:
     return call.op in _SUMS or of_loss or (_adds(call) and operands > 1)
 
 
-def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool) -> Notes:
+def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool, divisor: Tensor | None) -> Notes:
     """What to say of a call on values with gradient that have lost their batch axis: mixing, weighting."""
     data = [(tensor, mark) for tensor, mark in call.lost if not tensor.requires_grad]
     if operands == 1 and _scales(call) and (reduced or all(mark.reduced for _, mark in data)):
         if data:
             return None, _why_scaled(call, first, [mark for _, mark in data])
-        totals = _constant_divisor(call)
-        if totals is not None:
-            return None, _why_unlike(call, first, totals)
+        if divisor is not None:
+            return None, _why_unlike(call, first, divisor)
         rows = [1 / each / first.uneven for each in _factors(call) or () if each] if reduced and first.uneven else []
         counts = any(math.isclose(each, n, rel_tol=1e-5) for each in rows for n in (1, *first.counts))
         return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if counts else None
@@ -497,7 +497,7 @@ def _is_chosen(factors: list[float] | None, batch_size: int) -> bool:
 
 def _constant_divisor(call: ObservedCall) -> Tensor | None:
     """What each row adds to a sum of constants by which a loss is divided, up to what keeps it from zero, (B,)."""
-    factors = (_factors(call) or []) if any(True for _ in call.row_sums) else []
+    factors = (_factors(call) or []) if call.row_sums else []
     if len(factors) != 1:
         return None
     sums = ((rows, factors[0] * float(rows.sum())) for rows in call.row_sums)

@@ -75,7 +75,7 @@ class ObservedCall:
     layout: Hashable | None = None
     owners: Sequence[Owner] = ()
     known_rows: Callable[[int], Sequence[Tensor]] = lambda count: ()
-    row_sums: Iterable[Tensor] = ()
+    row_sums: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
         self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]

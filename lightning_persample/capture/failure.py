@@ -110,8 +110,7 @@ def is_of_package(function: object) -> bool:
 
 def of_user(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call what a user may have written: what it raises is the user's, unless it is of this package after all."""
-    is_own = is_of_package(function)
-    return function(*args, **kwargs) if is_own else _users(function, args, kwargs)
+    return function(*args, **kwargs) if is_of_package(function) else _users(function, args, kwargs)
 
 
 def _users(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

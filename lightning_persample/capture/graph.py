@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 from lightning_persample.capture.failure import guard
-from lightning_persample.torch_internals import AccumulateGrad, is_view, view_base
+from lightning_persample.torch_internals import AccumulateGrad, counted_from_front, is_view, view_base
 
 Nodes: TypeAlias = set[Node]
 Edges: TypeAlias = dict[Node, list[Node]]
@@ -160,11 +160,11 @@ class Takers:
     def _adds_up(self, taker: Any, axis: int, rank: int) -> bool:
         name = taker.name()
         if name == "SumBackward1":
-            return axis in _axes(taker._saved_dim, rank)
+            return axis in counted_from_front(taker._saved_dim, rank)
         if name == "IndexSelectBackward0":  # (of the samples, in another order)
-            return axis not in _axes([taker._saved_dim], rank) and self.add_up(taker, axis, rank)
+            return axis not in counted_from_front([taker._saved_dim], rank) and self.add_up(taker, axis, rank)
         if name == "TransposeBackward0":
-            one, other = (each for dim in (taker._saved_dim0, taker._saved_dim1) for each in _axes([dim], rank))
+            one, other = counted_from_front((taker._saved_dim0, taker._saved_dim1), rank)
             return self.add_up(taker, {one: other, other: one}.get(axis, axis), rank)
         return False
 
@@ -199,7 +199,7 @@ def _keeps_rows(taker: Any, rank: int) -> bool:
     """Whether a call on a tensor of this rank has left its first two axes, or made others of them in a view."""
     dims = getattr(taker, "_saved_dim", None) if taker.name().startswith(("Sum", "Mean", "Amax", "Amin")) else None
     if isinstance(dims, (tuple, list)):
-        return not {0, 1} & set(_axes(dims, rank))
+        return not {0, 1} & set(counted_from_front(dims, rank))
     return len(_shape_of(taker)) >= rank or taker.name().startswith(("View", "ReshapeAlias", "UnsafeView", "Squeeze"))
 
 
@@ -207,11 +207,6 @@ def _shape_of(node: Any) -> tuple[int, ...]:
     """The shape of what a call gave, by its node; none where torch does not tell."""
     found = getattr(node, "_input_metadata", ())
     return tuple(found[0].shape) if found else ()
-
-
-def _axes(dims: Iterable[int], rank: int) -> list[int]:
-    """Axes counted from the front; nodes keep those that are counted from the end as numbers without a sign."""
-    return [(dim - 2**64 if dim >= 2**63 else dim) % rank for dim in dims]
 
 
 def on_gradient(output: Tensor, hook: Callable[[Tensor], None], failed: Callable[[Exception], None]) -> None:

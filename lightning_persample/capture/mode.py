@@ -514,10 +514,8 @@ class Capture:
         weights = self._weighting if self._read_weights is None else self._read_weights
         is_declared = isinstance(weights, Tensor)
         if dispatcher.means is not None:
-            weights, dispatcher.notes.excused = (
-                dispatcher.means.weights,
-                dispatcher.notes.excused | dispatcher.means.notes,
-            )
+            weights = dispatcher.means.weights
+            dispatcher.notes.excused |= dispatcher.means.notes
         part = dispatcher.part
         self.counted = part.mean_of if part is not None and part.mean_of else self.batch_size
         trainable = watched.trainable()

@@ -48,9 +48,7 @@ def read_values(
     """The values of these parameters; the dispatcher takes those that have none, and why."""
     values = Values()
     sq_norms: dict[str, Tensor] = {}
-    are_asked = "sq_norm" in quantities or not OF_KEPT.intersection(
-        quantities
-    )  # else they are taken when they are read
+    are_asked = "sq_norm" in quantities or OF_KEPT.isdisjoint(quantities)  # else they are taken when they are read
 
     @cache
     def places_on(device: torch.device) -> Tensor:

@@ -131,12 +131,9 @@ _SUMMED = 24  # one number of a gradient added to the sum over the samples
 _FULL_COLUMNS = 32  # a matrix product with fewer columns takes as long as with this many
 _DEPTHWISE = 40  # one multiply-add of a convolution that has one input channel in each group
 _DEPTHWISE_OF_3 = 10  # the same with a kernel of at most three along each axis
-_SMALL_PRODUCT = (
-    400,
-    1_000,
-    40,
-    2_500,
-)  # multiply-adds of a small matrix product; what it and each one take; of others
+_SMALL = 400  # multiply-adds below which a matrix product of many takes another way
+_SMALL_PRODUCT, _SMALL_EACH = 1_000, 40  # such a product, and each of its multiply-adds
+_PRODUCT = 2_500  # any other one, beside its multiply-adds
 _FULL_CHANNELS = 16  # a convolution with fewer channels takes as long as with this many
 
 
@@ -345,9 +342,8 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     products = positions * result
     width = max(sizes.out_size[-1], 1)
     apart = _STRIDED if geometry.stride[-1] > 1 else 1
-    unfold = (
-        _UNFOLDED * apart * sizes.unfolded * max(width, _SHORT_ROW) // width if offsets > 1 else 0
-    )  # one element has its patches (almost) for free
+    # One element has its patches (almost) for free.
+    unfold = _UNFOLDED * apart * sizes.unfolded * max(width, _SHORT_ROW) // width if offsets > 1 else 0
     few_channels = groups == 1 and channels < _FULL_CHANNELS
     padded_products = products * _FULL_CHANNELS // channels if few_channels else sizes.own_products
     columns = channels // groups * offsets
@@ -382,9 +378,9 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
 def _diagonal_cost(sizes: PatchSizes) -> int:
     """What small matrix products of all columns, and the sums along their diagonals, take."""
     (height, width), (first, second) = sizes.out_size, sizes.geometry.kernel_size
-    number, (least, fixed, each, whole) = sizes.rows * sizes.in_channels, _SMALL_PRODUCT
+    number = sizes.rows * sizes.in_channels
     products = height * sizes.column_products // number
-    product = fixed + each * products if products < least else whole + products
+    product = _SMALL_PRODUCT + _SMALL_EACH * products if products < _SMALL else _PRODUCT + products
     return first * (number * product + _PICKED * sizes.rows * sizes.out_channels * second * width)
 
 

@@ -85,6 +85,11 @@ def write_atomically(path: Path, *contents: Any) -> None:
             file.write(content)
 
 
+def as_bytes(checksum: int) -> bytes:
+    """A checksum as files have it."""
+    return checksum.to_bytes(4, "little")
+
+
 class _Checksummed:
     """Writes to a file, and keeps the checksum; what torch makes of an error of the system says nothing of it."""
 
@@ -113,7 +118,7 @@ def save_values(path: Path, kind: str, values: Mapping[str, Any]) -> None:
             torch.save({"format": f"lightning_persample {kind}", **values}, checked)  # type: ignore[arg-type]  # needs no more
             if checked.error is not None:
                 raise checked.error
-            file.write(checked.checksum.to_bytes(4, "little"))
+            file.write(as_bytes(checked.checksum))
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
@@ -134,7 +139,7 @@ def _check_values(path: Path) -> None:
     with path.open("rb") as file:
         while content := file.read(min(max(left, 0), 1 << 20)):
             found, left = zlib.crc32(content, found), left - len(content)
-        if file.read() != found.to_bytes(4, "little"):
+        if file.read() != as_bytes(found):
             raise ValueError("the checksum is another one")
 
 

@@ -20,6 +20,7 @@ from lightning_persample.influence.dataset import (
     BaseManifest,
     Dataset,
     Part,
+    as_bytes,
     broken_files_named,
     difference,
     write_atomically,
@@ -121,7 +122,7 @@ class Ledger(Dataset[Manifest]):
         arrow("parquet").write_table(rows, sink, **options)
         content = memoryview(sink.getvalue())
         start = len(content) - _footer_bytes(content[-8:])
-        write_atomically(part.path, content[:start], _checksum(content[start:]), content[start:])
+        write_atomically(part.path, content[:start], as_bytes(zlib.crc32(content[start:])), content[start:])
 
     def _difference(self, there: Manifest, new: Manifest) -> tuple[str, str] | None:
         settings = [name for name in _MEANING if name in new.settings]
@@ -136,10 +137,6 @@ def _footer_bytes(end: bytes | memoryview) -> int:
     return int.from_bytes(end[:4], "little") + 8
 
 
-def _checksum(content: bytes | memoryview) -> bytes:
-    return zlib.crc32(content).to_bytes(4, "little")
-
-
 def _check_footer(path: Path) -> None:
     """Compare the checksum of a file's footer: names and types of columns, numbers and places of rows."""
     with path.open("rb") as file:
@@ -149,7 +146,7 @@ def _check_footer(path: Path) -> None:
         if length + 4 > size:
             raise ValueError(f"it has no footer of {length} bytes")
         file.seek(size - length - 4)
-        if file.read(4) != _checksum(file.read()):
+        if file.read(4) != as_bytes(zlib.crc32(file.read())):
             raise ValueError("the checksum of the footer is another one")
 
 

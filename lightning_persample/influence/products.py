@@ -529,7 +529,7 @@ def _between(rows: Rows, start: int, stop: int) -> Tensor:
 
 def _without_nan(values: Tensor) -> Tensor:
     """The values, nan as what is among no k largest."""
-    return values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return values.masked_fill(values.isnan(), -torch.inf)
 
 
 class _Largest:

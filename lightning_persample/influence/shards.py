@@ -23,6 +23,7 @@ from lightning_persample.influence.dataset import (
     Dataset,
     Part,
     PartWriter,
+    as_bytes,
     broken_files_named,
     difference,
     plain,
@@ -189,7 +190,7 @@ class Shards(Dataset[StoreManifest]):
                 raise ValueError(f"it has no values of shape {shape}")
             file.seek(end)
             content = file.read()
-            if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
+            if as_bytes(zlib.crc32(content[:-4])) != content[-4:]:
                 raise ValueError("the checksum is another one")
             rows: NDArray[Any] = np.load(io.BytesIO(content))
         return rows
@@ -217,7 +218,7 @@ class Shards(Dataset[StoreManifest]):
     def _write(self, part: Part, values: Sequence[NDArray[Any]], rows: NDArray[Any]) -> None:
         described = _header(rows.dtype, rows.shape) + rows.tobytes()
         header = _header(values[0].dtype, (len(rows), values[0].shape[1]))
-        checksum = zlib.crc32(described).to_bytes(4, "little")
+        checksum = as_bytes(zlib.crc32(described))
         write_atomically(part.path, header, *map(np.ascontiguousarray, values), described, checksum)
 
     def _difference(self, there: StoreManifest, new: StoreManifest) -> tuple[str, str] | None:

@@ -145,6 +145,11 @@ def test_a_recurrence_over_packed_rows_is_each_samples_own(name: str) -> None:
     assert_as_a_loop(module, sequences((3, 5, 2, 4)), loss)
 
 
+def assert_padding_is_named(module: nn.Module, batch: Batch, loss: Callable[[Batch], Tensor]) -> None:
+    record = captured(module, batch, lambda: loss(batch), batch_layout=layout, batch_size=4, unsupported="ignore")
+    assert "leaves room for rows that a sample of the batch does not have" in record.axis_lost[0]
+
+
 @pytest.mark.parametrize("name", ["dense", "no row to spare", "split", "steps first"])
 def test_padding_that_has_a_part_in_the_loss_is_named(name: str) -> None:
     module, batch = Network(), sequences((3, 5, 2, 4))
@@ -206,8 +211,7 @@ def test_zeros_add_nothing_to_a_sum_and_count_in_a_mean(pooled: str) -> None:
     if pooled == "sum":
         assert_as_a_loop(module, batch, loss)
         return
-    record = captured(module, batch, lambda: loss(batch), batch_layout=layout, batch_size=4, unsupported="ignore")
-    assert "leaves room for rows that a sample of the batch does not have" in record.axis_lost[0]
+    assert_padding_is_named(module, batch, loss)
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -225,8 +229,7 @@ def test_a_sum_over_what_attention_gives_has_a_term_for_each_row(name: str, mask
     if masked:
         assert_as_a_loop(module, batch, loss)
         return
-    record = captured(module, batch, lambda: loss(batch), batch_layout=layout, batch_size=4, unsupported="ignore")
-    assert "leaves room for rows that a sample of the batch does not have" in record.axis_lost[0]
+    assert_padding_is_named(module, batch, loss)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
