@@ -47,7 +47,7 @@ def after_reduction(call: ObservedCall) -> Followed:
     moved = _rows_moved(call)
     if moved is not None:
         return moved
-    written = rows_filled(call) if call.op == "setitem" else None
+    written = rows_filled(call, *call.args) if call.op == "setitem" else None
     one = {mark.alone for _, mark in call.lost}
     if written is not None and (None in one or len(one) > 1):
         return written

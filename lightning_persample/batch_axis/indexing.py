@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from lightning_persample.batch_axis.base import (
     propagation_rule,
 )
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
-from lightning_persample.batch_axis.trial import try_on_one_sample
 
 _WHOLE = slice(None)
 
@@ -217,16 +216,9 @@ class _Place:
 
 @propagation_rule("index_put")
 def _follow_index_put(call: ObservedCall) -> Followed:
-    """``target.index_put(indices, values)`` is ``target[indices] = values`` on a copy."""
+    """``target.index_put(indices, values)`` is ``target[indices] = values`` on a copy, or adds the values there."""
     target, index = call.argument(0, "input", "self"), tuple(call.argument(1, "indices"))
-    value = call.argument(2, "values")
-    of_batch = any(isinstance(call.axis_of(each), BatchAxis) for each in (value, target))
-    by_rows = _into_rows(call, target, _per_axis(index, target.dim()), value)
-    if by_rows is not None:
-        return by_rows
-    if call.argument(3, "accumulate", default=False) or not of_batch:
-        return try_on_one_sample(call)
-    return _written(call, target, index, value)
+    return _written(call, target, index, call.argument(2, "values"), adds=call.argument(3, "accumulate", default=False))
 
 
 @propagation_rule("setitem")
@@ -235,32 +227,31 @@ def _follow_setitem(call: ObservedCall) -> Followed:
     return _written(call, *call.args)
 
 
-def _written(call: ObservedCall, target: Tensor, index: Any, value: Any) -> Followed:
+def _written(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: bool = False) -> Followed:
     where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
     items = _per_axis(index, target.dim())
     by_rows = _into_rows(call, target, items, value)
     if by_rows is not None:
         return by_rows
-    if where is None and incoming is None and not call.outputs[0].requires_grad:
-        placed = _along_mask(call, items)
-        if placed is not None:
-            return keep(call, placed)
+    if where is None and incoming is None and (placed := _along_mask(call, items)) is not None:
+        return keep(call, placed, lambda each: placed if each is target else _along_target(items, each, placed))
     if isinstance(where, BatchAxis) and _into_listed(call, items, value, where):
         mixing = where.mixing or (incoming.mixing if isinstance(incoming, BatchAxis) else None)
         return Followed((where.mixed(mixing),), by_values=True)
-    if isinstance(where, BatchAxis) and call.batch_size > 1 and not _places_are_own(call, items, where):
+    own = _row_by_row(call, target, items, value, incoming)
+    is_own = own is not None and isinstance(where, BatchAxis) and where.same_place(own)
+    if isinstance(where, BatchAxis) and call.batch_size > 1 and not is_own and not _places_are_own(call, items, where):
         return lost(call, "writes into places that depend on other samples", mixes=None)
     weighs = isinstance(value, Tensor) and value.requires_grad and incoming is None
     if isinstance(where, BatchAxis) and weighs and call.batch_size > 1 and _cuts(items, where.dim):
         return lost(call, "writes a weight into rows of some samples; use torch.where with a mask of the rows")
     if isinstance(where, BatchAxis) and incoming is None:
         return Followed((where,), lambda tensor: _along_target(items, tensor, where))
-    own = _row_by_row(call, target, items, value, incoming)
     if own is not None and where is None:
         return Followed((own,))
-    if own is not None and isinstance(where, BatchAxis) and where.same_place(own):
+    if own is not None and isinstance(where, BatchAxis) and is_own:
         return Followed((where.mixed(where.mixing or own.mixing),))
-    rows = rows_filled(call)
+    rows = rows_filled(call, target, index, value, adds)
     if rows is not None:
         return rows
     if isinstance(where, Lost) or not isinstance(incoming, BatchAxis):
@@ -310,9 +301,8 @@ def _into_rows(call: ObservedCall, target: Tensor, items: list[Any], value: obje
     return into_own_rows(call, target, found[0], index, value)
 
 
-def rows_filled(call: ObservedCall) -> Followed | None:
+def rows_filled(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: bool = False) -> Followed | None:
     """After ``target[i] = row`` of one sample, or ``target[i:j] = rows``: the sample of each row, where it is known."""
-    target, index, value = call.args
     where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
     items = _per_axis(index, target.dim())
     if call.batch_size == 1 or any(isinstance(item, Tensor) or item is None for item in items):
@@ -338,7 +328,7 @@ def rows_filled(call: ObservedCall) -> Followed | None:
         return None
     owners = known[1].clone()
     owners[items[dim]] = written
-    is_replaced = all(item == _WHOLE for position, item in enumerate(items) if position != dim)
+    is_replaced = not adds and all(item == _WHOLE for position, item in enumerate(items) if position != dim)
     if not is_replaced and not bool(((known[1] < 0) | (known[1] == owners)).all()):
         return None  # (a row of two samples)
     if bool((owners >= 0).all()):
@@ -392,32 +382,33 @@ def _row_by_row(
     call: ObservedCall, target: Tensor, items: list[Any], value: object, incoming: BatchAxis | Lost | None
 ) -> BatchAxis | None:
     """The axis of a target without samples of which row i is written at places of sample i: ``t[arange(B), y] = v``."""
-    tensors = [(dim, item) for dim, item in enumerate(item for item in items if item is not None) if _is_index(item)]
-    rows = [(dim, item) for dim, item in tensors if call.axis_of(item) is None and item.numel() == target.size(dim)]
-    if len(rows) != 1 or len(tensors) < 2 or any(_is_mask(item) for item in items):
+    indexed = enumerate(item for item in items if item is not None)
+    tensors = [(dim, item, call.axis_of(item)) for dim, item in indexed if isinstance(item, Tensor)]
+    of_batch = [(item, axis) for _, item, axis in tensors if axis is not None]
+    rows = [(dim, item) for dim, item, axis in tensors if axis is None]
+    if len(rows) != 1 or not of_batch or any(_is_mask(item) for item in items):
         return None
     dim, index = rows[0]
-    every = torch.arange(call.batch_size, device=index.device)
-    if index.dim() == 0 or index.size(0) != call.batch_size or not torch.equal(index.flatten(), every):
+    laid = {axis.dim - item.dim() if _is_plain(axis) else 0 for item, axis in of_batch}  # counted from the right
+    along = laid.pop()
+    if laid or along == 0 or index.dim() + along < 0 or target.size(dim) != call.batch_size:
         return None
-    place = _Place(items)
-    for _, item in tensors:
-        axis = call.axis_of(item)
-        own = isinstance(axis, BatchAxis) and axis.same_place(BatchAxis(0)) and item.dim() == index.dim()
-        if item is not index and not own:
-            return None
+    of_each = index.movedim(along, 0)
+    every = torch.arange(call.batch_size, device=index.device).reshape(-1, *[1] * (index.dim() - 1))
+    if len(of_each) != call.batch_size or not torch.equal(of_each, every.expand_as(of_each)):
+        return None
     if isinstance(value, Tensor) and incoming is not None:
-        from_right = place.start - place.width - sum(item is None or isinstance(item, slice) for item in items)
-        if not isinstance(incoming, BatchAxis) or not incoming.moved(incoming.dim - value.dim()).same_place(
-            BatchAxis(from_right)
-        ):
+        place = _Place(items)
+        from_right = place.start + along - sum(item is None or isinstance(item, slice) for item in items)
+        if not _is_plain(incoming) or incoming.dim - value.dim() != from_right:
             return None
     mixings = [axis.mixing for operand in call.operands if isinstance(axis := operand.axis, BatchAxis)]
     return BatchAxis(dim, mixing=next((mixing for mixing in mixings if mixing), None))
 
 
-def _is_index(item: Any) -> bool:
-    return isinstance(item, Tensor) and not _is_mask(item)
+def _is_plain(axis: BatchAxis | Lost | None) -> TypeGuard[BatchAxis]:
+    """Whether row b of the axis is that of sample b."""
+    return isinstance(axis, BatchAxis) and axis.rows == 1 and axis.owner is None
 
 
 def _places_are_own(call: ObservedCall, items: list[Any], where: BatchAxis) -> bool:

@@ -236,3 +236,80 @@ def test_rows_of_another_sample_at_listed_places_are_named() -> None:
     torch.manual_seed(0)
     record = record_of(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), forward, torch.randn(4, 5, 3))
     assert set(record.unsupported) == {"1.weight", "1.bias"}
+
+
+def segments(x: Tensor) -> Tensor:
+    return (x[..., 0] > 0).long()
+
+
+ADDED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "rows": lambda m, x, h: x.new_zeros(len(x), 2, D).index_put((rows_of(x), segments(x)), h, accumulate=True),
+    "rows-in-place": lambda m, x, h: x.new_zeros(len(x), 2, D).index_put_((rows_of(x), segments(x)), h, True),
+    "one-column": lambda m, x, h: x.new_zeros(len(x), 2, D).index_put((rows_of(x)[:, :1], segments(x)), h, True),
+    "one-for-all": lambda m, x, h: x.new_zeros(len(x), 2, D).index_put((rows_of(x), segments(x)), h[:, :1], True),
+    "numbers": lambda m, x, h: x.new_zeros(len(x), 2).index_put((rows_of(x), segments(x)), h[..., 0], True),
+    "time-first": lambda m, x, h: torch.index_put(
+        x.new_zeros(2, len(x), D), (segments(x).T, rows_of(x).T), h.transpose(0, 1), accumulate=True
+    ).transpose(0, 1),
+    "onto-the-batch": lambda m, x, h: h.index_put((rows_of(x), segments(x)), h.tanh(), accumulate=True),
+    "by-a-mask": lambda m, x, h: h.index_put((x[..., 0] > 0,), h[x[..., 0] > 0].tanh(), accumulate=True),
+    "a-weight-by-a-mask": lambda m, x, h: h.index_put((x[..., 0] > 0,), m.w, accumulate=True),
+    "in-the-order-of-values": lambda m, x, h: torch.index_put(
+        torch.zeros_like(h), indices=(rows_of(x), x[..., 0].argsort(1)), values=h, accumulate=False
+    ),
+}
+
+
+def rows_of(x: Tensor) -> Tensor:
+    return torch.arange(len(x))[:, None].expand(-1, T)
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("name", ADDED)
+def test_rows_added_or_written_at_places_that_the_samples_name(name: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.c(ADDED[name](m, x, m.a(x)).reshape(len(x), -1, 2).tanh())
+
+    module = Model(forward, a=nn.Linear(D, D), c=nn.Linear(2, 3), w=parameter(D))
+    record = assert_exact(module, mean_of_cubes, (torch.randn(B, T, D),))
+    assert record is None or (record.mixing, record.axis_lost) == ((), ())
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_rows_added_at_rows_of_other_samples_are_not_assigned_to_these() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        rows = torch.arange(len(x)).roll(1)[:, None].expand(-1, T)
+        return m.c(x.new_zeros(len(x), 2, D).index_put((rows, segments(x)), m.a(x), accumulate=True))
+
+    record = record_of(Model(forward, a=nn.Linear(D, D), c=nn.Linear(D, D)), mean_of_cubes, torch.randn(B, T, D))
+    assert "c.weight" in record.unsupported
+    assert "writes samples into places of other samples" in record.unsupported["c.weight"]
+
+
+MASKED: dict[
+    str, Callable[[Any, Tensor], Tensor]
+] = {  # a tensor without samples, of which a mask of theirs takes a part
+    "weight-into-zeros": lambda m, x: put(torch.zeros(x.shape), x[..., 0] > 0, m.w),
+    "weight-into-a-weight": lambda m, x: put((2 * m.w).expand(x.shape).contiguous(), x[..., 0] > 0, m.w.tanh()),
+    "zero-into-a-weight": lambda m, x: put(m.w.repeat(len(x), T, 1), x[..., 0] > 0, 0.0),
+    "number-by-entry": lambda m, x: put(torch.zeros(x.shape), x > 0, m.w[0]),
+    "time-first": lambda m, x: put(torch.zeros(T, len(x), D), (x[..., 0] > 0).T, m.w).transpose(0, 1),
+    "last-axes": lambda m, x: put(torch.zeros(D, len(x), T), (slice(None), x[..., 0] > 0), m.w[:, None]).permute(
+        1, 2, 0
+    ),
+    "along-time": lambda m, x: put(torch.zeros(T, len(x), D), (slice(None), x[:, 0, 0] > 0), m.w).transpose(0, 1),
+}
+
+
+def put(target: Tensor, index: Any, value: Any) -> Tensor:
+    target[index] = value
+    return target
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("name", MASKED)
+def test_a_weight_written_by_a_mask_of_the_samples(name: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.c(MASKED[name](m, x) * x)
+
+    assert_exact(Model(forward, c=nn.Linear(D, D), w=parameter(D)), mean_of_cubes, (torch.randn(B, T, D),))
