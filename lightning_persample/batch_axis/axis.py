@@ -63,6 +63,35 @@ class Owner:
             known[samples] = self.order[entries.clamp(max=len(self.order) - 1)], filling
         return known[samples]
 
+    def gathered(self, entries: Tensor, batch_size: int, samples: tuple[int, ...] | None, *, fill: bool) -> Tensor:
+        """The entries (n, ...) of all or some (m,) samples, (m, most, ...), filled up with some of theirs or zeros."""
+        index, filling = self.grouped(batch_size, samples)
+        found = entries.index_select(0, index.flatten().to(entries.device))
+        if not fill and len(filling):
+            found.index_fill_(0, filling.to(entries.device), 0)
+        return found.unflatten(0, index.shape)
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether the entries of a sample lie together, those of the first sample first."""
+        return bool((self.sample[1:] >= self.sample[:-1]).all())
+
+    def split(self, entries: Tensor, batch_size: int, groups: Sequence[Sequence[int]], *, fill: bool) -> list[Tensor]:
+        """What `gathered` gives for each group; of one sample alone it is a view where the entries are in order."""
+        alone: Sequence[Tensor] = ()
+        if any(len(group) == 1 for group in groups):
+            ordered = entries if self.is_in_order else entries.index_select(0, self.order.to(entries.device))
+            alone = ordered.unsqueeze(0).split(self._lengths(batch_size), 1)
+        return [
+            alone[group[0]] if len(group) == 1 else self.gathered(entries, batch_size, tuple(group), fill=fill)
+            for group in groups
+        ]
+
+    def _lengths(self, batch_size: int) -> list[int]:
+        if "_counted" not in self.__dict__:
+            self.__dict__["_counted"] = self.counts(batch_size).tolist()
+        return self.__dict__["_counted"]
+
     def same(self, other: Owner | None) -> bool:
         """Whether both give every entry to the same sample."""
         if self is other:
@@ -246,21 +275,20 @@ def batch_first(
     first = split.movedim(axis.dim + 1, 0).reshape(entries, *before, axis.rows, *after)
     if axis.owner is None:
         return first
-    index, filling = axis.owner.grouped(batch_size, samples)
-    rows = first.index_select(0, index.flatten().to(first.device))
-    if not fill and len(filling):
-        rows.index_fill_(0, filling.to(first.device), 0)
-    grouped = rows.unflatten(0, index.shape).movedim(1, 1 + axis.dim)
-    return grouped.reshape(len(index), *before, index.shape[1] * axis.rows, *after)
+    rows = axis.owner.gathered(first, batch_size, samples, fill=fill)
+    return rows.movedim(1, 1 + axis.dim).reshape(len(rows), *before, rows.shape[1] * axis.rows, *after)
 
 
 _PADDED = 1.25  # rows that samples taken together may be filled up to, over those that they have
 _GROUP = 2**20  # multiply-adds that take as long as what a further group of samples costs beside its rows
 
 
-def groups_of(axes: Iterable[BatchAxis], batch_size: int, row_cost: int) -> list[list[int]] | None:
+def groups_of(
+    axes: Iterable[BatchAxis], batch_size: int, row_cost: int, *, alone: bool = False
+) -> list[list[int]] | None:
     """Samples with about as many rows each, without those that have none; None where all are taken together."""
     # row_cost: multiply-adds of one row; rows that only fill up may cost as much as a further group
+    # alone: a sample whose own rows cost as much is a group
     owners = {id(axis.owner): axis.owner for axis in axes if axis.owner is not None}
     if not owners:
         return None
@@ -270,7 +298,8 @@ def groups_of(axes: Iterable[BatchAxis], batch_size: int, row_cost: int) -> list
     for sample in sorted((sample for sample, count in enumerate(counts) if count), key=counts.__getitem__):
         taken = rows + counts[sample]
         filled = counts[sample] * (len(groups[-1]) + 1) if groups else 0
-        if not groups or (filled > _PADDED * taken and (filled - taken) * row_cost > _GROUP):
+        is_full = filled > _PADDED * taken and (filled - taken) * row_cost > _GROUP
+        if not groups or is_full or (alone and counts[sample] * row_cost >= _GROUP):
             groups.append([])
             taken = counts[sample]
         groups[-1].append(sample)

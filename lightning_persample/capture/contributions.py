@@ -22,9 +22,13 @@ from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import (
     Block,
     Dense,
+    Indexed,
     KernelOptions,
+    Outer,
+    Patches,
     Ragged,
     SampleGradient,
+    at_samples,
     kernel_options,
     sq_norms,
     sq_norms_and_sum,
@@ -308,20 +312,24 @@ class ByRule:
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Contributions:
         """What the weights get, by sample."""
-        placement = self._placement
+        placement, tensors = self._placement, self._tensors
         check_unchanged(self._versions, Description(*self._text))
-        owner = placement.output_axes[0].owner
-        if placement.rule.mixes_samples is not None and owner is not None and owner.only is None:
-            return self._of_rows(grads, owner)
-        groups = None
-        if not placement.per_sample:
-            axes, tensors = placement.axes, self._tensors
-            operands = [tensors[name] for name in axes], [tensors[name] for name in self._owners]
-            groups = _groups((*axes.values(), *placement.output_axes), placement.batch_size, grads, *operands)
-        return in_groups(partial(self._of_group, grads), groups, placement.batch_size)
+        if placement.per_sample:
+            return self._of_group(grads, None)
+        owner, rule, batch_size = placement.output_axes[0].owner, placement.rule, placement.batch_size
+        axes = (*placement.axes.values(), *placement.output_axes)
+        operands = [tensors[name] for name in placement.axes], [tensors[name] for name in self._owners]
+        if owner is not None:
+            mixes = rule.mixes_samples is not None and owner.only is None
+            apart = rule.adds_rows is not None and rule.adds_rows({**self._others, **tensors})
+            if mixes or apart:
+                return self._of_rows(grads, owner, _groups(axes, batch_size, grads, *operands, alone=True))
+        return in_groups(partial(self._of_group, grads), _groups(axes, batch_size, grads, *operands), batch_size)
 
-    def _of_rows(self, grads: Sequence[Tensor | None], owner: Owner) -> Contributions:
-        """The same where the rule has to see all rows at once: what each row gives, added up by sample."""
+    def _of_rows(
+        self, grads: Sequence[Tensor | None], owner: Owner, groups: Sequence[Sequence[int]] | None
+    ) -> Contributions:
+        """The same where the rule sees every row as a sample: what each row gives, added up by sample."""
         placement, by_row = self._placement, copy(self)
         by_row._placement = replace(
             placement,
@@ -329,12 +337,10 @@ class ByRule:
             axes={name: replace(axis, owner=None) for name, axis in placement.axes.items()},
             output_axes=tuple(replace(axis, owner=None) for axis in placement.output_axes),
         )
-        found: Contributions = []
-        for weight, gradient in by_row._of_group(grads, None):
-            rows = gradient.dense()
-            sums = rows.new_zeros(placement.batch_size, *rows.shape[1:])
-            found.append((weight, Dense(sums.index_add_(0, owner.sample.to(rows.device), rows))))
-        return found
+        return [
+            (weight, _added_up(gradient, owner, groups, placement.batch_size))
+            for weight, gradient in by_row._of_group(grads, None)
+        ]
 
     def _of_group(self, grads: Sequence[Tensor | None], samples: Samples) -> Contributions:
         """What the weights get from all samples, or from some (m,) of them."""
@@ -483,6 +489,8 @@ def _groups(
     grads: Sequence[Tensor | None],
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
+    *,
+    alone: bool = False,
 ) -> list[list[int]] | None:
     """The samples whose rows are taken together, as the multiply-adds that a row takes say; None where all are."""
     rows = next((axis.entries(batch_size) for axis in axes if axis.owner is not None), 0)
@@ -494,7 +502,7 @@ def _groups(
     for weight in weights:
         positions = computed // weight.shape[0] if weight.dim() and weight.shape[0] else 1
         cost += min(weight.numel() * max(positions, 1), computed * max(given, 1))
-    return groups_of(axes, batch_size, cost)
+    return groups_of(axes, batch_size, cost, alone=alone and computed > 0)
 
 
 def wrong_answer(given: object, asked: Mapping[str, tuple[int, ...]]) -> str:
@@ -553,6 +561,26 @@ def in_groups(
         (weight, Ragged([given[place][1] for given in found], groups, batch_size))
         for place, (weight, _) in enumerate(found[0])
     ]
+
+
+def _added_up(
+    gradient: SampleGradient, owner: Owner, groups: Sequence[Sequence[int]] | None, batch_size: int
+) -> SampleGradient:
+    """What the samples get, in groups or all together, of what each row gives as a sample."""
+    samples = [range(batch_size)] if groups is None else groups
+    if not isinstance(gradient, (Outer, Indexed, Patches)):
+        parts = owner.split(gradient.dense(), batch_size, samples, fill=False)
+        return Dense(at_samples(samples, torch.cat([rows.sum(1) for rows in parts]), batch_size))
+    first, second, *rest = vars(gradient).values()
+    is_index = isinstance(gradient, Indexed)  # (what else comes first is filled up with zeros)
+    sides = [
+        owner.split(side.squeeze(1) if side.shape[1] == 1 else side, batch_size, samples, fill=fill)
+        for side, fill in ((first, is_index), (second, not is_index))
+    ]
+    if first.shape[1] != 1:
+        sides = [[rows.flatten(1, 2) for rows in side] for side in sides]
+    terms = [type(gradient)(*pair, *rest) for pair in zip(*sides, strict=True)]
+    return terms[0] if groups is None else Ragged(terms, groups, batch_size)
 
 
 def _placed(gradient: SampleGradient, weight: Weight, where: BatchAxis, description: Description) -> SampleGradient:

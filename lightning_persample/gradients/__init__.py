@@ -1,6 +1,6 @@
 """The algebra: what one use of one parameter contributes to each sample's gradient."""
 
-from lightning_persample.gradients.composite import Block, Deflated, Ragged, Sum, add_up, in_order
+from lightning_persample.gradients.composite import Block, Deflated, Ragged, Sum, add_up, at_samples, in_order
 from lightning_persample.gradients.cost import KernelOptions, kernel_options
 from lightning_persample.gradients.fused import convolution_is_fused, linear_is_fused, sq_norms_and_sum
 from lightning_persample.gradients.geometry import PatchGeometry
@@ -23,6 +23,7 @@ __all__ = [
     "SampleGradient",
     "Sum",
     "add_up",
+    "at_samples",
     "convolution_is_fused",
     "in_order",
     "kernel_options",

@@ -306,6 +306,12 @@ class Deflated(SampleGradient):
         return self.source._sq_norm()
 
 
+def at_samples(groups: Sequence[Sequence[int]], values: Tensor, total: int) -> Tensor:
+    """Values (m, *rest) of the samples of groups, one group after another, among those of all, the others zero."""
+    places = torch.tensor([*itertools.chain(*groups)], dtype=torch.int64, device=values.device)
+    return values.new_zeros(total, *values.shape[1:]).index_copy_(0, places, values)
+
+
 @dataclass(frozen=True, eq=False)
 class Ragged(SampleGradient):
     """Gradients of samples with unequal numbers of rows: one structure for each group of samples, zero for the rest.
@@ -387,17 +393,26 @@ class Ragged(SampleGradient):
         """What each group gives, (m, *rest), at the places of its samples: (B, *rest)."""
         parts = []
         for term, group in zip(self.terms, self.groups, strict=True):
-            place = torch.tensor(group, dtype=torch.int64, device=term.device)
-            parts.append((place, found(term, place)))
-        rest, dtype = parts[0][1].shape[1:], parts[0][1].dtype
-        result = torch.zeros(self.total, *rest, dtype=dtype, device=self.device)
-        return result.index_copy_(0, *(torch.cat(each) for each in zip(*parts, strict=True)))
+            parts.append(found(term, torch.tensor(group, dtype=torch.int64, device=term.device)))
+        return at_samples(self.groups, torch.cat(parts), self.total)
 
     def _dense(self) -> Tensor:
         return self._joined(lambda term, place: term._dense().to(self.dtype))
 
     def _sq_norm(self) -> Tensor:
-        return self._joined(lambda term, place: term._sq_norm())
+        alone: list[Outer] = []
+        parts: list[Tensor | None] = []
+        for term in self.terms:
+            if isinstance(term, Outer) and len(term.left) == 1 and term._is_formed():
+                alone.append(term)
+                parts.append(None)
+            else:
+                parts.append(term._sq_norm())
+        formed = iter(
+            norms.outers_direct_sq_norm([(term.left, term.right) for term in alone]).split(1) if alone else ()
+        )
+        found = [next(formed) if part is None else part for part in parts]
+        return at_samples(self.groups, torch.cat(found), self.total)
 
     def _terms_sq_norm(self) -> Tensor:
         return self._joined(lambda term, place: term._terms_sq_norm())

@@ -170,6 +170,19 @@ def outer_direct_sq_norm(left: Tensor, right: Tensor) -> Tensor:
     return lengths.square_().sum(1)
 
 
+def outers_direct_sq_norm(sides: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The same for each of n pairs of left (1, T, p) and right (1, T, d), each with a T of its own: (n,)."""
+    left, right = sides[0]
+    dtype, p, d = accumulation_dtype(left, right), left.shape[2], right.shape[2]
+    if not fits(p * d * dtype.itemsize, left.device):
+        return torch.cat([outer_direct_sq_norm(*pair) for pair in sides])
+    lengths, formed = left.new_empty(len(sides), p, dtype=dtype.to_real()), left.new_empty(1, p, d, dtype=dtype)
+    for (left, right), own in zip(sides, lengths.split(1), strict=True):
+        torch.bmm(left.to(dtype).mT, right.to(dtype), out=formed)
+        row_norms(formed, own)
+    return lengths.square_().sum(1)
+
+
 def outer_parts(left: Tensor, right: Tensor, most: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Form sum_t left[t] (x) right[t] a part at a time, by few calls: on a CPU each costs as much as reading 200 KB."""
     # left (B, T, p), right (B, T, d)

@@ -12,7 +12,13 @@ from lightning_persample.rules.elementwise import align_rank, sum_to_shape, wide
 from lightning_persample.rules.registry import Call, register_rule
 
 
-@register_rule(F.linear, arguments=("input", "weight", "bias"), batched=("input",), weights=("weight", "bias"))
+@register_rule(
+    F.linear,
+    arguments=("input", "weight", "bias"),
+    batched=("input",),
+    weights=("weight", "bias"),
+    adds_rows=lambda arguments: True,
+)
 def linear(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
     """``y = x W^T + b``: dW = sum_t g_t (x) x_t, db = sum_t g_t."""
     # grad_output (B, *t, p), or (B, *t) for a weight of shape (d,)
@@ -31,13 +37,25 @@ def linear(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
     return found
 
 
-@register_rule(torch.matmul, arguments=("input", "other"), batched=("input",), weights=("other",))
+@register_rule(
+    torch.matmul,
+    arguments=("input", "other"),
+    batched=("input",),
+    weights=("other",),
+    adds_rows=lambda arguments: arguments["other"].dim() <= 2,
+)
 def matmul(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
     """``y = x @ W``: dW = sum_t x_t (x) g_t; grad_output (B, *t, p), or (B, *t) for a weight of shape (d,)."""
     return _product("matmul", call, "other", grad_output)
 
 
-@register_rule(torch.mm, arguments=("input", "mat2"), batched=("input",), weights=("mat2",))
+@register_rule(
+    torch.mm,
+    arguments=("input", "mat2"),
+    batched=("input",),
+    weights=("mat2",),
+    adds_rows=lambda arguments: True,
+)
 def mm(call: Call, grad_output: Tensor) -> dict[str, SampleGradient]:
     """``y = x @ W`` for matrices, as `matmul`."""
     return _product("mm", call, "mat2", grad_output)

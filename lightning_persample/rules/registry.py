@@ -99,6 +99,9 @@ class Rule:
         saved: names of results that autograd keeps for the op's own backward (``_saved_<name>`` of its node), such as
             the statistics of a normalization, from which the rule would profit. Each has an entry for every row of the
             first output along its own first axis.
+        adds_rows: given the arguments by name, is what a sample gets the sum of what each of its rows would get as a
+            sample, in structures no larger than the output's gradient and what the rule reads? Then the rule is called
+            once where samples have unequal numbers of rows, with every row as a sample.
     """
 
     op: object
@@ -114,6 +117,7 @@ class Rule:
     reads_output: bool = False
     per_sample: frozenset[str] = frozenset()
     saved: tuple[str, ...] = ()
+    adds_rows: Callable[[Mapping[str, Any]], bool] | None = None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """A call's arguments by name, or None where they do not fit; tensors in a list are ``name[0]``, ``name[1]``."""
@@ -215,6 +219,7 @@ def register_rule(
     reads_output: bool = False,
     per_sample: tuple[str, ...] = (),
     saved: tuple[str, ...] = (),
+    adds_rows: Callable[[Mapping[str, Any]], bool] | None = None,
     overwrite: bool = False,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function as the rule of an op.
@@ -255,6 +260,7 @@ def register_rule(
         reads_output: whether the rule reads the first output of the call.
         per_sample: names of arguments that may hold a row for every sample without the batch, see `Rule`.
         saved: names of results that autograd keeps, see `Rule`.
+        adds_rows: tells from the arguments by name whether each row of a sample counts by itself, see `Rule`.
         overwrite: replace a rule that is already there.
 
     Returns:
@@ -293,6 +299,7 @@ def register_rule(
             reads_output=reads_output,
             per_sample=frozenset(per_sample),
             saved=saved,
+            adds_rows=adds_rows,
         )
         return function
 

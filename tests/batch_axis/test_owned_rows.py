@@ -249,6 +249,45 @@ def test_rows_in_any_order_are_declared_in_the_step() -> None:
     assert_exact(record, loop(module, lambda sample: loss(*sample), alone))
 
 
+class Wide(nn.Module):
+    """Linear maps of every spelling, wide enough that a sample of many rows is taken alone."""
+
+    def __init__(self, width: int = 160) -> None:
+        super().__init__()
+        self.first, self.table = nn.Linear(width, width), nn.Embedding(9, width, scale_grad_by_freq=False)
+        self.second, self.third = (nn.Parameter(torch.randn(width, width) / 12) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        names = tokens[:, 0].detach().abs().mul(4).long().clamp(max=8)
+        rows = torch.tanh(self.first(tokens) + self.table(names))
+        return torch.tanh(rows @ self.second).mm(self.third).square().mean(1)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_samples_of_many_rows_and_of_few(in_order: bool) -> None:
+    module, lengths = Wide(), torch.tensor([1, 90, 7, 150, 45, 6, 60])
+    tokens, owner = torch.randn(int(lengths.sum()), 160), torch.arange(7).repeat_interleave(lengths)
+    if not in_order:
+        mixed = torch.randperm(len(owner), generator=torch.Generator().manual_seed(0))
+        tokens, owner = tokens[mixed], owner[mixed]
+
+    def loss(tokens: Tensor, owner: Tensor) -> Tensor:
+        return torch.zeros(int(owner.max()) + 1).index_add(0, owner, module(tokens)).mean()
+
+    places = {"batch_size": 7, "batch_layout": lambda batch: {batch: owner}}
+    alone = [(tokens[owner == i], torch.zeros(int(lengths[i]), dtype=torch.int64)) for i in range(7)]
+    expected = loop(module, lambda sample: loss(*sample), alone)
+    assert_exact(captured(module, tokens, lambda: loss(tokens, owner), **places), expected)
+    record = captured(
+        module, tokens, lambda: loss(tokens, owner), quantities=("sq_norm", "dot", "projection"), **places
+    )
+    vectors = {name: torch.randn_like(parameter) for name, parameter in module.named_parameters()}
+    dots = sum((grads.flatten(1) @ vectors[name].flatten() for name, grads in expected.items()), torch.zeros(7))
+    torch.testing.assert_close(record.dot(vectors), dots)
+    for name, grads in expected.items():
+        torch.testing.assert_close(record.sq_norms[name], grads.flatten(1).square().sum(1))
+
+
 @pytest.mark.parametrize(
     ("owner", "text"),
     [
