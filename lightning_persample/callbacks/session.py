@@ -283,9 +283,10 @@ class SharedCapture:
         # A trial fit inside the fit (a learning rate finder) takes the callbacks out of the Trainer for its time.
         present = [callback for callback in self._callbacks if callback in self.trainer.callbacks]  # type: ignore[attr-defined]
         self._receivers = [callback for callback in present if of_user(callback.should_capture, self.trainer)]
+        run = partial(training_step, *args, **kwargs)
         if not self._receivers:
             self._start_rest()
-            return training_step(*args, **kwargs)
+            return run()
         self._quantities = frozenset().union(*(of_user(each.needs, self.trainer) for each in self._receivers))
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
         self._rerun = on_other_batches(training_step.function, args, kwargs)
@@ -305,16 +306,15 @@ class SharedCapture:
             )
             self._verify = not verified
         if not self.module.automatic_optimization:
-            return self._optimized_manually(training_step, args, kwargs)
-        run = self._observed if self._engine == "expanded" else self._after_an_extra_pass
-        return run(training_step, args, kwargs)
+            return self._optimized_manually(run)
+        return self._observed(run) if self._engine == "expanded" else self._after_an_extra_pass(run)
 
-    def _observed(self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _observed(self, training_step: Callable[[], Any]) -> Any:
         step = self._open()
         if step is None:
-            return training_step(*args, **kwargs)
+            return training_step()
         with step.capture.observe():
-            outputs = training_step(*args, **kwargs)
+            outputs = training_step()
         loss = loss_of(outputs)
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             self.end_batch()
@@ -331,19 +331,17 @@ class SharedCapture:
                 self._second_check = SumCheck(self.module, loss, step.weights, averaged=self._averages)
         return outputs
 
-    def _optimized_manually(
-        self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _optimized_manually(self, training_step: Callable[[], Any]) -> Any:
         reason = why_not_manual(self._engine)
         if reason is not None:
             self.reports.report(UnsupportedError(f"{reason}: this step is not reported"))
         step = self._open() if reason is None else None
         if step is None:
-            return training_step(*args, **kwargs)
+            return training_step()
         self._manual = ManualStep(step, self.trainer.optimizers, self._deliver, self.reports)
         steps = self.trainer.global_step
         with step.capture.observe(), self._manual.watching_optimizers():
-            outputs = training_step(*args, **kwargs)
+            outputs = training_step()
         stepped = self._manual.stepped or self.trainer.global_step > steps
         self._optimizer_steps = self._manual.end()
         self._manual = self._step = None
@@ -366,21 +364,19 @@ class SharedCapture:
             return manual_backward(*args, **kwargs)
         return self._manual.manual_backward(manual_backward, *args, **kwargs)
 
-    def _after_an_extra_pass(
-        self, training_step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _after_an_extra_pass(self, training_step: Callable[[], Any]) -> Any:
         if self._second_is_refused:
-            return training_step(*args, **kwargs)
+            return training_step()
         sums, self._second_is_compared = not self._second_is_compared, True
         record = self._run_second(self._engine, sums=sums)
         if isinstance(record, SumsDifferError):
             self._refuse_second(str(record))
-            return training_step(*args, **kwargs)
+            return training_step()
         if sums and self._second.draws:
             self.reports.warn(f"engine={self._engine!r} {NOT_COMPARED}")
         note = self._note_of_class_losses(self._place_in_batch)
         with nullcontext() if note is None else class_losses_noted(note):
-            outputs = training_step(*args, **kwargs)
+            outputs = training_step()
         loss = loss_of(outputs)
         if isinstance(record, PerSampleRecord):
             self._record = record
@@ -404,7 +400,13 @@ class SharedCapture:
         found: PerSampleRecord | PerSampleError = record(
             engine, self._rerun, self._batch, layout, self._quantities, sums=sums
         )
-        return found
+        text = self._why_sums_differ(found) if isinstance(found, PerSampleRecord) else None
+        return found if text is None else UnsupportedError(f"engine={engine!r}: {text}")
+
+    def _why_sums_differ(self, record: PerSampleRecord) -> str | None:
+        """Compare the sums of an extra pass with what the backward has added to ``.grad``, once it has run."""
+        check, totals = self._second_check, self._second.totals
+        return None if check is None or totals is None else check.finish(record, totals, NOT_ONE_BY_ONE)
 
     def _view(self) -> Any:
         """The batch as its samples are looked for."""
@@ -427,11 +429,9 @@ class SharedCapture:
         return view, count_samples(view, options["batch_dim"], options["batch_size"], drawn, options["batch_layout"])
 
     def _open(self) -> ObservedStep | None:
-        self._is_empty = False
         try:
             self._step = guard(self._observed_step, self._cannot_open)()
         except BatchSizeError as error:  # which `expanded_weights` raises to its caller: here, that is no one
-            self._step = None
             self._cannot_open(error)
         return self._step
 
@@ -493,7 +493,9 @@ class SharedCapture:
             record, self._record = self._record, None
             if self._is_empty:  # no samples, and a part in the optimizer step
                 self._after_backward(None)
-            elif record is not None and not self._is_refused(record, check):
+            elif record is not None and (text := self._why_sums_differ(record)) is not None:
+                self._refuse_second(text)
+            elif record is not None:
                 weighting: Literal["mean", "sum"] = "sum" if self._options["loss_reduction"] == "sum" else "mean"
                 if self._loss_scale is not None:
                     record = replace(record, _own=OwnScale(weighting, record.batch_size, self._loss_scale))
@@ -517,12 +519,6 @@ class SharedCapture:
 
     def _keep_scale(self, grad: Tensor) -> None:
         self._loss_scale = grad.detach().reshape(()) if grad.numel() == 1 else None
-
-    def _is_refused(self, record: PerSampleRecord, check: SumCheck | None) -> bool:
-        text = None if check is None else check.finish(record, self._second.totals, NOT_ONE_BY_ONE)
-        if text is not None:
-            self._refuse_second(text)
-        return text is not None
 
     def _refuse_second(self, text: str) -> None:
         self._second_is_refused = True
@@ -550,22 +546,17 @@ class SharedCapture:
         failures = ""
         for engine in ("vmap", "loop"):
             found = self._run_second(engine, sums=True)
-            check, totals, text = self._second_check, self._second.totals, None
-            if isinstance(found, PerSampleRecord) and check is not None and totals is not None:
-                text = check.finish(found, totals, NOT_ONE_BY_ONE)
-            if text is not None:
-                failures += f"; engine={engine!r}: {text}"
-            elif isinstance(found, PerSampleRecord):
-                self._engine, self._second_is_compared = engine, True
-                if self._second.draws:
-                    failures += f"; engine={engine!r} {NOT_COMPARED}"
-                self.reports.warn(
-                    f"{missing}\nFrom this step on, captured steps use engine={engine!r}, an extra pass over the "
-                    f"batch{failures}"
-                )
-                return found
-            else:
+            if not isinstance(found, PerSampleRecord):
                 failures += f"; {found}"
+                continue
+            self._engine, self._second_is_compared = engine, True
+            if self._second.draws:
+                failures += f"; engine={engine!r} {NOT_COMPARED}"
+            self.reports.warn(
+                f"{missing}\nFrom this step on, captured steps use engine={engine!r}, an extra pass over the "
+                f"batch{failures}"
+            )
+            return found
         self._falls_back = False
         self.reports.warn(f"No second engine can follow this model{failures}")
         return record
