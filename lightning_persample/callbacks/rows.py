@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -254,30 +254,22 @@ def opened(trainer: Trainer, lock: FolderLock, open_folder: Callable[[], T], wha
 class GradientRows:
     """Writes the gradients of the rows of a fit, in this process; what goes wrong is a warning."""
 
+    # The manifest, of these fields, is written as soon as the parameters are known; `there` is that of rows that go on.
+
     def __init__(
-        self, shards: Shards, projection: Projection, dtype: str, rank: int, warn: Callable[[str], None]
+        self,
+        shards: Shards,
+        projection: Projection,
+        module: nn.Module,
+        rank: int,
+        warn: Callable[[str], None],
+        there: StoreManifest | None,
+        fields: Mapping[str, Any],
     ) -> None:
-        self._shards, self._projection, self._dtype = shards, projection, dtype
-        self._rank, self._warn = rank, warn
-        self._there: StoreManifest | None = None
-        self._fields: dict[str, Any] = {}
-        self._shapes: dict[str, torch.Size] = {}
-        self._left_out: frozenset[str] = frozenset()
+        self._shards, self._projection, self._rank, self._warn = shards, projection, rank, warn
+        self._there, self._fields = there, fields
         self._writer: StoreWriter | None = None
         self._layout: tuple[ParameterColumns, ...] = ()
-
-    def prepare(
-        self, continued: Mapping[str, int], *, overwrite: bool, files: Mapping[int, int]
-    ) -> StoreManifest | None:
-        """Make the folder ready; of several processes one alone calls this."""
-        there, alike = self._shards.manifest_if_there(), None
-        if there is not None and there.run in continued:
-            alike = replace(there, projection=self._projection.settings(), dtype=self._dtype)
-        return self._shards.open(alike, continued, overwrite=overwrite, files=files)
-
-    def start(self, there: StoreManifest | None, fields: Mapping[str, Any], module: nn.Module) -> None:
-        """Note what goes on and the manifest's fields; it is written as soon as the parameters are known."""
-        self._there, self._fields = there, dict(fields)
         trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._shapes = {name: p.shape for name, p in trainable.items() if not p.is_complex()}
         self._left_out = frozenset(trainable) - frozenset(self._shapes)
@@ -310,7 +302,7 @@ class GradientRows:
             return
         self._layout = layout_of(shapes, self._projection)
         manifest = StoreManifest(
-            parameters=self._layout, projection=self._projection.settings(), dtype=self._dtype, rows=-1, **self._fields
+            parameters=self._layout, projection=self._projection.settings(), rows=-1, **self._fields
         )
         unlike = "" if self._there is None else self._shards.unlike(self._there, manifest)
         if unlike:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +93,8 @@ class SampleNorms:
         self._table = SampleTable(sums="<f8", last="<f4", finite="<i4", others="<i4", when="<i4")
         self._clock = 0
         self._waiting: list[tuple[object, Any, Tensor]] = []  # on the device
-        self._rows: list[_Rows] = []  # on the host, not in the table yet
+        # On the host, not in the table yet: keys, norms and the number of the captured batch of some rows, each (rows,)
+        self._rows: list[tuple[Any, NDArray[Any], NDArray[np.int32]]] = []
         self._why_absent = ""
 
     def add(self, record: PerSampleRecord, batch: object, why_absent: str) -> None:
@@ -121,7 +122,6 @@ class SampleNorms:
 
     def state(self) -> dict[str, Any]:
         """All of it in tensors and plain containers; empty if there is no sample."""
-        self.settle()
         self._add_rows()
         if len(self._table) == 0:
             return {}
@@ -132,7 +132,6 @@ class SampleNorms:
 
     def absorb(self, state: dict[str, Any]) -> None:
         """Add what another one counted."""
-        self.settle()
         self._add_rows()
         if not state:
             return
@@ -168,7 +167,6 @@ class SampleNorms:
 
     def worst(self, k: int, why_nothing: str = "") -> WorstSamples:
         """The samples with the largest mean of their finite norms."""
-        self.settle()
         self._add_rows()
         if len(self._table) == 0 and not self._why_absent:
             raise UnsupportedError(f"no step was captured: {why_nothing or 'no batch of a captured step had a record'}")
@@ -199,16 +197,17 @@ class SampleNorms:
         keys = [index.cpu().numpy() if isinstance(index, Tensor) else index for _, index, _ in waiting]
         when = np.repeat(np.arange(1, len(waiting) + 1, dtype=np.int32) + self._clock, [len(each) for each in keys])
         self._clock += len(waiting)
-        are_ints = all(isinstance(each, np.ndarray) for each in keys)
-        self._rows.append(_Rows(np.concatenate(keys) if are_ints else [*chain(*keys)], norms.cpu().numpy(), when))
+        self._rows.append((_together(keys), norms.cpu().numpy(), when))
         # Many at a time, as the table may be copied; few beside it, as they take room, too.
-        if sum(len(each.norms) for each in self._rows) >= max(_ROWS_TOGETHER, len(self._table) // 16):
+        if sum(len(each) for _, each, _ in self._rows) >= max(_ROWS_TOGETHER, len(self._table) // 16):
             self._add_rows()
 
     def _add_rows(self) -> None:
-        """Add what waits on the host to the table."""
+        """Add to the table what waits on the device and on the host."""
+        self.settle()
         rows, self._rows = self._rows, []
-        for keys, norms, when in rows if _has_names(rows) else [_joined(rows)] if rows else []:
+        if rows:
+            keys, norms, when = (_together(parts) for parts in zip(*rows, strict=True))
             places, finite = self._table.places(keys), np.isfinite(norms)
             self._hold(norms.dtype)
             columns = {name: torch.from_numpy(column) for name, column in self._table.columns.items()}
@@ -272,20 +271,11 @@ def _are_hashable(keys: list[Any]) -> bool:
     return True
 
 
-class _Rows(NamedTuple):
-    """Keys, norms and the number of the captured batch of some rows, each (rows,)."""
-
-    keys: Any
-    norms: NDArray[Any]  # float32 or float64
-    when: NDArray[np.int32]
-
-
-def _has_names(rows: Sequence[_Rows]) -> bool:
-    return any(isinstance(each.keys, list) for each in rows)
-
-
-def _joined(rows: Sequence[_Rows]) -> _Rows:
-    return _Rows(*map(np.concatenate, zip(*rows, strict=True)))
+def _together(parts: Sequence[Any]) -> Any:
+    """Arrays as one array; with lists among them, of keys that are no ints, as one list."""
+    if all(isinstance(each, np.ndarray) for each in parts):
+        return np.concatenate(parts)
+    return [*chain(*(each.tolist() if isinstance(each, np.ndarray) else each for each in parts))]
 
 
 def _largest(sums: NDArray[np.float64], counts: NDArray[np.int32], k: int) -> NDArray[np.int64]:

@@ -237,26 +237,27 @@ class PerSampleGradientWriter(PerSampleCallback):
             else:
                 self._batches, self._last_step, self._has_stepped = 0, -1, True
                 self._files, self._gradient_files = {}, {}
-        if self.projection is not None:
-            rank = trainer.global_rank
-            self._gradients = GradientRows(self._store, self.projection, self.dtype, rank, self._warn)
         open_folder = partial(self._open, self._new_manifest(trainer, pl_module))
         manifest, there = opened(trainer, self._lock, open_folder, "a ledger")
         self._manifest, self._types = manifest, dict(manifest.columns)
-        if self._gradients is not None:
-            fields = {name: getattr(manifest, name) for name in ("run", "libraries", "processes")}
+        rank = trainer.global_rank
+        if self.projection is not None:
+            fields = {"dtype": self.dtype, **{n: getattr(manifest, n) for n in ("run", "libraries", "processes")}}
             fields["settings"] = {name: manifest.settings[name] for name in ("loss_reduction", "step_unit")}
-            self._gradients.start(there, fields, pl_module)
-        self._parts = PartWriter(self._ledger, trainer.global_rank, _MOST_WAITING)
+            self._gradients = GradientRows(self._store, self.projection, pl_module, rank, self._warn, there, fields)
+        self._parts = PartWriter(self._ledger, rank, _MOST_WAITING)
         self._follow(trainer, pl_module)
 
     def _open(self, new: Manifest) -> tuple[Manifest, StoreManifest | None]:
         """Make the folder ready, in one process: what the ledger's rows are, and what gradients go on."""
-        there = None
         # Before anything is removed.
         self._ledger.check(new, self._loaded, overwrite=self.overwrite, files=self._files)
-        if self._gradients is not None:
-            there = self._gradients.prepare(self._loaded, overwrite=self.overwrite, files=self._gradient_files)
+        there: StoreManifest | None = None
+        if self.projection is not None:
+            there, alike = self._store.manifest_if_there(), None
+            if there is not None and there.run in self._loaded:
+                alike = replace(there, projection=self.projection.settings(), dtype=self.dtype)
+            there = self._store.open(alike, self._loaded, overwrite=self.overwrite, files=self._gradient_files)
         elif self._store.dirpath.is_dir():
             self._store.open(None, self._loaded, overwrite=self.overwrite)
             with suppress(OSError):  # it is not empty
@@ -319,19 +320,24 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._current.append(rows)
         rates.wait(rows, record)
 
+    @property
+    def _named(self) -> Sequence[str]:
+        """The columns that are chosen by name."""
+        return () if callable(self.columns) or self.columns is None else self.columns
+
     def _reads_class_losses(self) -> bool:
-        return bool(self.columns) and not callable(self.columns)
+        return bool(self._named)
 
     def _of_class_loss(self, trainer: Trainer, rows: CapturedRows) -> dict[str, Tensor]:
         """The columns of a backward that are chosen by name, each (m,)."""
         shared = shared_capture(trainer)
-        if callable(self.columns) or not self.columns or shared is None:
+        if not self._named or shared is None:
             return {}
         found, why = shared.class_losses.of_samples(rows.batch_size)
         if why:
-            self._unread, self._why_unread = [name for name in self.columns if name not in found], why
+            self._unread, self._why_unread = [name for name in self._named if name not in found], why
         unknown = torch.full((rows.batch_size,), float("nan"))
-        return rows.own({name: found.get(name, unknown) for name in self.columns})
+        return rows.own({name: found.get(name, unknown) for name in self._named})
 
     def _added(
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, rows: CapturedRows
@@ -370,7 +376,6 @@ class PerSampleGradientWriter(PerSampleCallback):
 
     def _complete(self, outputs: Any, batch: Any, *, ran_again: bool) -> None:
         current, self._current = self._current, []
-        named = () if callable(self.columns) or self.columns is None else self.columns
         unread, self._unread = self._unread, ()
         columns = columns_of(outputs, batch, self.columns if callable(self.columns) else None)
         unread = [repr(name) for name in unread if name not in columns]
@@ -381,7 +386,7 @@ class PerSampleGradientWriter(PerSampleCallback):
                 "<function of (outputs, batch) that returns them>"
             )
         own = [{**rows.columns, **rows.own(columns)} for rows in current] if columns else [dict(current[0].columns)]
-        taken = sorted((columns.keys() & current[0].columns.keys()) - {*named})
+        taken = sorted((columns.keys() & current[0].columns.keys()) - {*self._named})
         if taken:
             raise OptionError(
                 f"the column {taken[0]!r} of the run has the name of one of {type(self).__name__}: rename it"

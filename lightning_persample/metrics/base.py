@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_persample.errors import OptionError
+from lightning_persample.options import is_int
 
 _WITHOUT_DOUBLE = {"mps"}  # device types that hold no float64
 
@@ -47,7 +48,7 @@ def as_batch_size(value: int | None, samples: int) -> int:
     """The size B of the effective batch of which `samples` samples are at hand."""
     if value is None:
         return samples
-    if not _is_count(value):
+    if not is_int(value, 0):
         raise OptionError(f"batch_size is {value!r}; allowed is None or the number of samples of the effective batch")
     if value < samples:
         raise OptionError(
@@ -59,12 +60,8 @@ def as_batch_size(value: int | None, samples: int) -> int:
 
 def check_count(value: int) -> None:
     """Refuse what is not a number of samples."""
-    if not _is_count(value):
+    if not is_int(value, 0):
         raise OptionError(f"count is {value!r}; the number of samples in the sums is needed")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_tensor(value: object, name: str, device: torch.device | None) -> None:

@@ -367,56 +367,54 @@ def check_per_sample_gradients(
         )
 
 
+@dataclass(frozen=True, eq=False)
 class _Check:
     """Runs the loss of some samples, each time from the same state of module and random number generators."""
 
-    def __init__(
-        self, step: Step, trainable: dict[str, nn.Parameter], weighting: Weighting, layout: Mapping[str, Any]
-    ) -> None:
-        self._step = step
-        self._trainable = trainable
-        self._weighting = weighting
-        self._layout = layout
+    step: Step
+    trainable: dict[str, nn.Parameter]
+    weighting: Weighting
+    layout: Mapping[str, Any]
 
     def engine(self, module: nn.Module, batch: Any, count: int, state: ModuleState) -> PerSampleRecord:
         """The record of one observed forward and backward."""
         with expanded_weights(
             module,
             batch,
-            loss_reduction="sum" if callable(self._weighting) else self._weighting,
-            **self._layout,
+            loss_reduction="sum" if callable(self.weighting) else self.weighting,
+            **self.layout,
             batch_size=count,
             quantities=("grad_sample",),
             unsupported="ignore",
         ) as capture:
-            outputs = self._step(batch)
+            outputs = self.step(batch)
             loss = _checked_loss(outputs)
             if node_below([loss], REENTRANT):
                 raise RuntimeError(_CHECKPOINT)
-            if callable(self._weighting):
+            if callable(self.weighting):
                 with torch.no_grad():
-                    capture.attach_loss(loss, self._weighting(outputs, batch))
+                    capture.attach_loss(loss, self.weighting(outputs, batch))
             capture.backward_into_record(loss)  # hooks on `.grad` average it over devices, or take an optimizer's step
         state.restore()
         return capture.record
 
     def marked(self, batch: Any, size: int, state: ModuleState) -> Marked | None:
         """What the step declares of tensors of which the batch does not tell whose rows they have; None of no such."""
-        if self._layout["batch_layout"] is not None:
+        if self.layout["batch_layout"] is not None:
             return None
-        places = lay_out(batch, self._layout["batch_dim"], size).places
+        places = lay_out(batch, self.layout["batch_dim"], size).places
         if not any(isinstance(place, Lost) and place.unplaced and not place.listed for place in places):
             return None
-        copied = take(batch, 0, size, batch_size=size, batch_dim=self._layout["batch_dim"])
+        copied = take(batch, 0, size, batch_size=size, batch_dim=self.layout["batch_dim"])
         with Marked(batch, copied) as marked:
-            self._step(copied)
+            self.step(copied)
         state.restore()
         return marked
 
     def one_sample(self, batch: Any, state: ModuleState) -> Rows:
         """The gradients of one sample's own loss, zero where the loss does not depend on a parameter."""
-        loss = own_loss(self._step(batch), batch, self._weighting)
-        rows = {name: torch.zeros_like(p) for name, p in self._trainable.items()} | gradients_of(loss, self._trainable)
+        loss = own_loss(self.step(batch), batch, self.weighting)
+        rows = {name: torch.zeros_like(p) for name, p in self.trainable.items()} | gradients_of(loss, self.trainable)
         state.restore()
         return rows
 
@@ -431,7 +429,7 @@ class _Check:
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(seed)
             with drawing():
-                losses.append(loss_of(self._step(batch)).detach())
+                losses.append(loss_of(self.step(batch)).detach())
             state.restore()
         return not torch.equal(*losses)
 
