@@ -174,22 +174,26 @@ class PerSampleCallback(Callback):
         """Let Lightning skip the hooks that are of use at captured batches alone, if nothing is left to do in them."""
         if not self._is_done(automatic=automatic):
             return False
-        if self._skips:
-            _skip(self, _hooks_of(type(self))[1])
+        self._skip_hooks(own=True)
         return True
 
     def _end_rest(self, *, has_missed: bool) -> None:
         """The batch that begins is captured; `has_missed` says that one of the same optimizer step was not."""
-        _restore(self, _hooks_of(type(self))[1])
+        self._restore_hooks()
+        self._skip_hooks()
 
-    def _skip_hooks(self) -> None:
-        """Let Lightning skip the hooks that do nothing: what it does around each costs more than a step of ours."""
-        self._skips = True
-        _skip(self, _hooks_of(type(self))[0])
+    def _skip_hooks(self, *, own: bool = False) -> None:
+        """Let Lightning skip the hooks of a batch that are its own empty ones, or `own` those of this package."""
+        # What it does around each costs more than a step of ours. A hook of a user's is never skipped.
+        for name in _BATCH_HOOKS if self._skips else ():
+            hook = getattr(type(self), name)
+            if hook is getattr(Callback, name) or (own and is_of_package(hook)):
+                vars(self).setdefault(name, None)
 
     def _restore_hooks(self) -> None:
-        self._skips = False
-        _restore(self, _BATCH_HOOKS)
+        for name in _BATCH_HOOKS:
+            if vars(self).get(name, self) is None:
+                del vars(self)[name]
 
     def receives_records(self) -> bool:
         """Whether this class does anything with the records."""
@@ -367,24 +371,6 @@ _BATCH_HOOKS = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step", "on_train_batch_end",
 )  # fmt: skip
-
-
-def _hooks_of(kind: type[PerSampleCallback]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The hooks of a batch that are Lightning's empty ones, and those of this package; a user's are in neither."""
-    empty = tuple(name for name in _BATCH_HOOKS if getattr(kind, name) is getattr(Callback, name))
-    own = tuple(name for name in _BATCH_HOOKS if is_of_package(getattr(kind, name)))
-    return empty, own
-
-
-def _skip(callback: PerSampleCallback, hooks: Iterable[str]) -> None:
-    for name in hooks:
-        vars(callback).setdefault(name, None)
-
-
-def _restore(callback: PerSampleCallback, hooks: Iterable[str]) -> None:
-    for name in hooks:
-        if vars(callback).get(name, callback) is None:
-            del vars(callback)[name]
 
 
 def _with_capture(name: str, hook: Callable[..., None]) -> Callable[..., None]:

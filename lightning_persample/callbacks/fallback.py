@@ -95,7 +95,6 @@ class SecondEngine:
             )
         size = layout.batch_size
         _refuse_what_cannot_be_cut(layout, engine)
-        run = self._loop if engine == "loop" else self._vmap
         chosen = self._choice.of_batch(size)
         self.weights = self._weigh(training_step, batch, size)
         in_loss = samples_in_loss(None, self.weights)  # of the others, what they lose is not known
@@ -105,7 +104,7 @@ class SecondEngine:
         def collect() -> _Collected:
             collected = _Collected(size, samples, frozenset(quantities), weights if sums else None)
             collected.in_loss = size if in_loss is None else len(in_loss)
-            run(training_step, batch, size, collected)
+            self._collect(engine, training_step, batch, size, collected)
             return collected
 
         run_pass = partial(in_smaller_chunks, collect) if engine == "vmap" else collect
@@ -116,44 +115,43 @@ class SecondEngine:
                 self._compare_sums(training_step, self._copied(batch, size), run_pass())
         return collected.record(list(self._trainable()))
 
-    def _loop(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
-        scale = self._loss_scale(size)
-        parameters = self._trainable()
+    def _collect(
+        self, engine: str, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected
+    ) -> None:
+        """Run single samples of a batch, and take their gradients."""
+        chunk = 1
+        if engine == "vmap":
+            if has_ragged_samples(batch, size, self._batch_dim, self._batch_layout):
+                raise UnsupportedError(
+                    "the batch holds one item per sample, not rows of tensors, which vmap cannot stack"
+                )
+            bytes_each = sum(parameter.numel() * parameter.element_size() for parameter in self._trainable().values())
+            chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
+        scale, run = self._loss_scale(size), self._vmap if engine == "vmap" else self._loop
         with second_pass(self._trainer, self._module) as state, batch_statistics_explained(self._module):
-            for place, sample in enumerate(collected.places):
-                one = self._cut(batch, sample, sample + 1, batch_size=size)
-                loss = self._own_loss(training_step, one)
-                if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
-                    raise UnsupportedError(_CHECKPOINT)
-                for name, grad in gradients_of(loss * scale, parameters).items():
-                    collected.add(name, place, grad[None], scale)
+            for start in range(0, len(collected.places), chunk):
+                samples = collected.places[start : start + chunk]
+                ones = [self._cut(batch, sample, sample + 1, batch_size=size) for sample in samples]
+                for name, rows in run(lambda one: self._own_loss(training_step, one) * scale, ones).items():
+                    collected.add(name, start, rows, scale)
                 # Random numbers go on, so that samples do not share one dropout mask.
                 state.restore(random_states=False)
             collected.drew = state.drew_random_numbers()
 
-    def _vmap(self, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected) -> None:
-        if has_ragged_samples(batch, size, self._batch_dim, self._batch_layout):
-            raise UnsupportedError("the batch holds one item per sample, not rows of tensors, which vmap cannot stack")
-        scale = self._loss_scale(size)
-        bytes_each = sum(parameter.numel() * parameter.element_size() for parameter in self._trainable().values())
-        chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
-        with second_pass(self._trainer, self._module) as state:
-            for start in range(0, len(collected.places), chunk):
-                ones = [
-                    self._cut(batch, sample, sample + 1, batch_size=size)
-                    for sample in collected.places[start : start + chunk]
-                ]
-                stacked = [torch.stack(tensors) for tensors in zip(*map(tensors_of, ones), strict=True)]
+    def _loop(self, loss_of_one: Callable[[Any], Tensor], ones: list[Any]) -> dict[str, Tensor]:
+        loss = loss_of_one(*ones)
+        if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
+            raise UnsupportedError(_CHECKPOINT)
+        return {name: grad[None] for name, grad in gradients_of(loss, self._trainable()).items()}
 
-                def scaled_loss(module: Any, *tensors: Tensor, like: Any = ones[0]) -> Tensor:
-                    one = with_tensors(like, [tensor.squeeze(0) for tensor in tensors])
-                    return self._own_loss(training_step, one) * scale
+    def _vmap(self, loss_of_one: Callable[[Any], Tensor], ones: list[Any]) -> dict[str, Tensor]:
+        stacked = [torch.stack(tensors) for tensors in zip(*map(tensors_of, ones), strict=True)]
 
-                _, grads = vmap_per_sample_grads(self._module, scaled_loss, *stacked, randomness="different")
-                for name, rows in grads.items():
-                    collected.add(name, start, rows.detach(), scale)
-                state.restore(random_states=False)
-            collected.drew = state.drew_random_numbers()
+        def loss(module: Any, *tensors: Tensor) -> Tensor:
+            return loss_of_one(with_tensors(ones[0], [tensor.squeeze(0) for tensor in tensors]))
+
+        _, grads = vmap_per_sample_grads(self._module, loss, *stacked, randomness="different")
+        return {name: rows.detach() for name, rows in grads.items()}
 
     def _compare_sums(self, training_step: Callable[[Any], Any], batch: Any, collected: _Collected) -> None:
         """Compare the sums of a pass with the gradient of the batch, of which no parameter is given any."""

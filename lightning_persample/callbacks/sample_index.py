@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe, default_collate, default_convert, get_worker_info
@@ -113,15 +114,17 @@ def _tells_apart(column: _Column) -> bool:
     return len(set(column.rows)) == len(column.rows)
 
 
-def _leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The numbers, texts, lists of them, tensors and arrays in nested containers, each with its place."""
+def _leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], NDArray[Any]]]:
+    """The numbers, texts, lists of them, tensors and arrays in nested containers, as arrays, each with its place."""
     if isinstance(value, Mapping):
         for name in value:
             yield from _leaves(value[name], (*place, name))
     elif isinstance(value, PackedSequence):
         yield from _leaves(pad_packed_sequence(value, batch_first=True), place)
-    elif type(value) in _PLAIN or _is_plain_list(value) or _is_readable(value):
-        yield place, value
+    elif type(value) in _PLAIN or _is_plain_list(value):
+        yield place, np.array(value, dtype=object)  # which keeps what is in it as it is
+    elif _is_readable(value):
+        yield place, _as_array(value)
     elif isinstance(value, (tuple, list)):
         for number, part in enumerate(value):
             yield from _leaves(part, (*place, number))
@@ -134,52 +137,41 @@ def _is_plain_list(value: Any) -> bool:
 
 def _is_readable(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.layout == torch.strided and value.device.type == "cpu" and not value.is_complex()
+        is_plain = value.layout == torch.strided and value.device.type == "cpu"
+        return is_plain and not (value.is_complex() or value.is_quantized)
     return isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "iufb"
 
 
-def _columns(values: list[Any]) -> list[_Column]:
+def _as_array(value: Tensor | NDArray[Any]) -> NDArray[Any]:
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    value = value.detach().resolve_neg()
+    is_known = value.dtype in (torch.float16, torch.float32, torch.float64)  # numpy has no other ones
+    array: NDArray[Any] = (value.float() if value.is_floating_point() and not is_known else value).numpy()
+    return array
+
+
+def _columns(values: list[NDArray[Any]]) -> list[_Column]:
     """What can be compared of the values of all rows at one place."""
-    lengths = [_length(value) for value in values]
-    if all(length is None for length in lengths):
-        return [_Column(0, _rows(values, 0))]
-    if any(length is None for length in lengths):
-        return []
-    count = min(_ENTRIES, *(length for length in lengths if length is not None))
-    columns = [_Column(0, [(length,) for length in lengths])]
+    have_lengths = {value.ndim > 0 for value in values}
+    if have_lengths != {True}:
+        return [] if True in have_lengths else [_Column(0, _rows(values, 0))]
+    count = min(_ENTRIES, *map(len, values))
+    columns = [_Column(0, [(len(value),) for value in values])]
     return [_Column(count, _rows(values, count)), *columns] if count else columns
 
 
-def _by_sample(value: Any, samples: int) -> list[list[Any]]:
+def _by_sample(value: NDArray[Any], samples: int) -> list[list[NDArray[Any]]]:
     """A part of the batch cut into samples, along its first and along its second axis where they have that size."""
-    length = _length(value)
-    if length is None:
-        return []
-    cut = [[value[sample] for sample in range(samples)]] if length == samples else []
-    if not isinstance(value, list) and value.ndim > 1 and value.shape[1] == samples:
-        cut.append([value[:, sample] for sample in range(samples)])
-    return cut
+    axes = [axis for axis in range(min(value.ndim, 2)) if value.shape[axis] == samples]
+    return [[np.asarray(each, value.dtype) for each in np.moveaxis(value, axis, 0)] for axis in axes]
 
 
-def _rows(values: list[Any], count: int) -> list[tuple[Any, ...]]:
-    return [_entries(value, count) for value in values]
-
-
-def _length(value: Any) -> int | None:
-    if type(value) in _PLAIN or (not isinstance(value, list) and value.ndim == 0):
-        return None
-    return len(value)
-
-
-def _entries(value: Any, count: int) -> tuple[Any, ...]:
-    if type(value) in _PLAIN:
-        found = [value]
-    elif isinstance(value, list):
-        found = value[:count]
-    else:
-        found = (value if value.ndim == 0 else value[:count]).reshape(-1)[:_ENTRIES].tolist()
+def _rows(values: list[NDArray[Any]], count: int) -> list[tuple[Any, ...]]:
+    """The first entries of each value, `count` of them along its first axis."""
+    cut = [(value[:count] if value.ndim else value).reshape(-1)[:_ENTRIES].tolist() for value in values]
     # A batch in single precision has the numbers of rows in double precision.
-    return tuple(ctypes.c_float(each).value if type(each) is float else each for each in found[:_ENTRIES])
+    return [tuple(ctypes.c_float(each).value if type(each) is float else each for each in entries) for entries in cut]
 
 
 _LAST_KEYS = "_last_drawn"  # an attribute of iterators, for `_as_drawn`

@@ -174,10 +174,9 @@ class SharedCapture:
         """Take the methods' places; whatever goes wrong here, a warning that is an error, `uninstall` undoes it."""
         for method in self._methods:
             method.install()
-        if self._methods and skips_hooks(self.trainer):
-            for callback in self._callbacks:
-                callback._skip_hooks()
         for callback in self._callbacks:
+            callback._skips = bool(self._methods) and skips_hooks(self.trainer)
+            callback._skip_hooks()
             if self._methods and not callback.receives_records():
                 self.reports.warn(
                     f"{type(callback).__name__} does not override on_per_sample_gradients, so that nothing is done "

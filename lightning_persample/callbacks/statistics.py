@@ -263,7 +263,7 @@ def _why_hooked(parameters: Mapping[str, Tensor]) -> str:
     return ""
 
 
-_HEAD_OF_NORMS = 6  # numbers that say how many norms and cosines, samples and batches, the coverage, the sum of squares
+_HEAD_OF_NORMS = 5  # numbers that say how many norms and cosines, samples and batches, and the coverage
 _ROOM = 1024  # norms of a process that the first exchange has room for
 
 
@@ -294,15 +294,14 @@ class StepNorms:
     """The norms of the samples of one optimizer step, on the host in double precision."""
 
     norms: Tensor  # of each sample, over all parameters, (samples,)
-    # For each group the sum of its finite norms, their number and the sum of their squares times the samples' weights,
-    # (groups, 3), of samples whose norm over all parameters is finite
-    group_sums: Tensor
+    # For all parameters and for each group the sum of the finite norms, their number and the sum of their squares times
+    # the samples' weights, (1 + groups, 3), of samples whose norm over all parameters is finite
+    sums: Tensor
     samples: int  # captured, those without a norm included
     batches: int  # captured
     coverage: float  # the least of the batches; infinite where there is none
     gradient: Tensor  # `MeanGradient.numbers` of each process, (processes, numbers); no numbers where not asked for
     cosines: Tensor  # of each sample with the mean gradient, (samples,); empty where not asked for
-    sq_sum: float  # of the finite norms times the samples' weights
 
     @classmethod
     def of_window(
@@ -315,22 +314,18 @@ class StepNorms:
         """Join the batches of this process, in one transfer from their device."""
         blocks = [each.rows for each in window if each.rows is not None]
         rows = torch.cat(blocks or [torch.empty(2 + len(groups), 0)], dim=1).cpu().double()
-        norms, by_group, weights = rows[0], rows[1:-1], rows[-1]
-        sums = norms.new_empty(0, 3)
-        if groups:
-            counted = norms.isfinite() & ~by_group.isnan()
-            finite = by_group.where(counted, 0.0)
-            sums = torch.stack([finite.sum(1), counted.sum(1).double(), (finite * weights).square().sum(1)], dim=1)
+        norms, weights = rows[0], rows[-1]
+        counted = norms.isfinite() & ~rows[:-1].isnan()
+        finite = rows[:-1].where(counted, 0.0)
         nothing = norms.new_empty(1, 0)
         return cls(
             norms,
-            sums,
+            torch.stack([finite.sum(1), counted.sum(1).double(), (finite * weights).square().sum(1)], dim=1),
             samples=sum(each.batch_size for each in window),
             batches=len(window),
             coverage=min((each.coverage for each in window), default=math.inf),
             gradient=nothing if gradient is None else gradient[None],
             cosines=torch.cat([each.cpu().double() for each in cosines]) if cosines else nothing[0],
-            sq_sum=float((norms * weights)[norms.isfinite()].square().sum()),
         )
 
 
@@ -362,27 +357,24 @@ class NormsOfAllProcesses:
         return torch.stack(received).cpu().split([numbers.numel() for numbers in sent], dim=1)
 
     def _numbers(self, own: StepNorms) -> Tensor:
-        counts = [own.norms.numel(), own.cosines.numel(), own.samples, own.batches, own.coverage, own.sq_sum]
-        fixed = torch.cat([own.norms.new_tensor(counts), own.group_sums.flatten(), own.gradient.flatten()])
+        counts = [own.norms.numel(), own.cosines.numel(), own.samples, own.batches, own.coverage]
+        fixed = torch.cat([own.norms.new_tensor(counts), own.sums.flatten(), own.gradient.flatten()])
         sent = torch.cat([fixed, own.norms, own.cosines, fixed.new_zeros(self._room)])
         return sent[: fixed.numel() + self._room]
 
 
 def _joined(rows: Tensor, own: StepNorms) -> StepNorms:
-    groups, known = own.group_sums.shape, own.gradient.shape[1]
-    head, sums, gradient, values = rows.split(
-        [_HEAD_OF_NORMS, groups.numel(), known, rows.shape[1] - _HEAD_OF_NORMS - groups.numel() - known], dim=1
-    )
+    sizes = [_HEAD_OF_NORMS, own.sums.numel(), own.gradient.numel()]
+    head, sums, gradient, values = rows.split([*sizes, rows.shape[1] - sum(sizes)], dim=1)
     ends = [(row, int(norms), int(norms + cosines)) for row, (norms, cosines, *_) in zip(values, head, strict=True)]
     return StepNorms(
         norms=torch.cat([row[:norms] for row, norms, _ in ends]),
-        group_sums=sums.sum(0).view(groups),
+        sums=sums.sum(0).view_as(own.sums),
         samples=int(head[:, 2].sum()),
         batches=int(head[:, 3].sum()),
         coverage=float(head[:, 4].min()),
         gradient=gradient,
         cosines=torch.cat([row[norms:end] for row, norms, end in ends]),
-        sq_sum=float(head[:, 5].sum()),
     )
 
 
@@ -420,12 +412,11 @@ class LoggedMetrics:
             self._settle()
         statistics = statistics_of_values(norms, self._quantiles)
         values = {f"norm_{name}": value.item() for name, value in statistics.items()}
-        totals, counts, sq_sums = step.group_sums.unbind(1)
+        totals, counts, sq_sums = step.sums.unbind(1)
         if self.groups:
-            values |= self._add("norm_mean", totals / counts, counts)
+            values |= self._add("norm_mean", totals[1:] / counts[1:], counts[1:])
         if self._chosen:
-            sums = torch.cat([torch.tensor([step.sq_sum], dtype=torch.float64), sq_sums])
-            values |= self._of_mean(step, sums, norms.numel())
+            values |= self._of_mean(step, sq_sums, norms.numel())
         if "signal_to_noise" in self._chosen:
             absent = torch.full((1 + len(self.groups),), math.nan, dtype=torch.float64)
             values |= self._add("signal_to_noise", absent if signal_to_noise is None else signal_to_noise)
