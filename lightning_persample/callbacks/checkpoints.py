@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lightning_persample.callbacks.lightning_internals import is_lightning_module, optimizers_of
+from lightning_persample.capture.record import listed
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.influence.less import adam_direction
 from lightning_persample.torch_internals import COMPILED
@@ -128,8 +129,8 @@ def adam_directions(
     missing = [name for name in names if name not in found]
     if missing:
         raise UnsupportedError(
-            f"direction='adam': the optimizer of the checkpoint has no state of {_shown(missing)}, which it has not "
-            "stepped yet, or does not have: leave them out with parameters=[...]"
+            f"direction='adam': the optimizer of the checkpoint has no state of {listed(missing, _NAMED)}, which it "
+            "has not stepped yet, or does not have: leave them out with parameters=[...]"
         )
     return found
 
@@ -297,8 +298,8 @@ class Checkpoints:
         weights, own = _fitting(_weights(checkpoint), module), module.state_dict()
         if not own.keys() & weights.keys():
             raise OptionError(
-                f"checkpoints[{place}] is of another module: its weights are {_shown(weights)}, but those of "
-                f"{type(module).__name__} are {_shown(own)}, and none is alike: {_renamed(weights, own)}"
+                f"checkpoints[{place}] is of another module: its weights are {listed(weights, _NAMED)}, but those of "
+                f"{type(module).__name__} are {listed(own, _NAMED)}, and none is alike: {_renamed(weights, own)}"
             )
         try:
             module.load_state_dict(weights, strict=is_strict)
@@ -343,11 +344,6 @@ def _weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     return checkpoint["state_dict"] if _is_of_a_trainer(checkpoint) else checkpoint
 
 
-def _shown(weights: Collection[str]) -> str:
-    names = [f"`{name}`" for name in weights]
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
-
-
 def _renamed(weights: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """How to give weights the names that a module has."""
     first = next(iter(own), "")
@@ -369,8 +365,8 @@ def _difference(weights: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     ]
     more = [f"{len(shapes) - _NAMED} more shapes differ"] if shapes[_NAMED:] else []
     lacks, adds = ({n: None for n in a if n not in b} for a, b in ((own, weights), (weights, own)))
-    names = [f"it lacks {_shown(lacks)}"] if lacks else []
-    names += [f"it has {_shown(adds)}, which the module does not have"] if adds else []
+    names = [f"it lacks {listed(lacks, _NAMED)}"] if lacks else []
+    names += [f"it has {listed(adds, _NAMED)}, which the module does not have"] if adds else []
     return ", ".join(shapes[:_NAMED] + more + names)
 
 

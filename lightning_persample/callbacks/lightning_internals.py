@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_persample.capture.failure import once
 from lightning_persample.capture.parameters import sharded_elsewhere
+from lightning_persample.capture.record import listed
 from lightning_persample.errors import OptionError
 from lightning_persample.torch_internals import has_compiled_part
 
@@ -310,7 +311,7 @@ def _why_model_parallel_is_unsupported(strategy: Any, pl_module: LightningModule
     names = sharded_elsewhere(pl_module)
     if names:
         return (
-            f"tensor parallelism is not supported: `{names[0]}`{f' and {len(names) - 1} more' if names[1:] else ''} is "
-            "a DTensor in the forward, too, and not sharded by fully_shard alone"
+            f"tensor parallelism is not supported: {listed(names, 1)} is a DTensor in the forward, too, and not "
+            "sharded by fully_shard alone"
         )
     return None

@@ -8,7 +8,6 @@ import io
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,7 @@ def log_histogram(loggers: Sequence[Logger], name: str, values: Tensor, step: in
             "PerSampleGradientWriter keeps the norm of every sample"
         )
     for logger in takers if finite.numel() else ():
-        _unless_disk_fails(name, partial(_write_histogram, logger, name, finite, step))
+        _unless_disk_fails(name, _write_histogram, logger, name, finite, step)
 
 
 def _write_histogram(logger: Logger, name: str, finite: Tensor, step: int) -> None:
@@ -58,7 +57,7 @@ def takes_pictures(logger: Logger) -> bool:
 def log_picture(loggers: Sequence[Logger], name: str, image: Any, step: int) -> None:
     """Write a ``PIL.Image.Image`` to the loggers that have pictures."""
     for logger in filter(takes_pictures, loggers):
-        _unless_disk_fails(name, partial(_write_picture, logger, name, image, step))
+        _unless_disk_fails(name, _write_picture, logger, name, image, step)
 
 
 def _write_picture(logger: Logger, name: str, image: Any, step: int) -> None:
@@ -80,7 +79,7 @@ def log_table(
 ) -> None:
     """Write a table to the loggers that have tables, with an image or None for each row where there are any."""
     for logger in loggers:
-        _unless_disk_fails(name, partial(_write_table, logger, name, columns, rows, step, images))
+        _unless_disk_fails(name, _write_table, logger, name, columns, rows, step, images)
 
 
 def _write_table(
@@ -107,7 +106,7 @@ def _write_table(
 
 def save_table(path: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Write a table as a file of comma-separated values."""
-    _unless_disk_fails(path, partial(_save, path, _comma_separated(columns, rows).encode()))
+    _unless_disk_fails(path, _save, path, _comma_separated(columns, rows).encode())
 
 
 def _save(path: str, content: bytes) -> None:
@@ -117,10 +116,10 @@ def _save(path: str, content: bytes) -> None:
         file.write(content)
 
 
-def _unless_disk_fails(name: str, write: Callable[[], Any]) -> Any:
+def _unless_disk_fails(name: str, write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Write something; where that fails with an `OSError` (the disk is full), say so once, and go on."""
     try:
-        return write()
+        write(*args, **kwargs)
     except OSError as error:
         _say_once(f"`{name}` is not written: {error.strerror or error}. Training goes on without it")
 
@@ -177,7 +176,7 @@ def log_metrics(
         if not values:
             continue
         values["epoch"] = float(trainer.current_epoch)
-        _unless_disk_fails(next(iter(metrics), ""), partial(of_user, logger.log_metrics, values, step=step))
+        _unless_disk_fails(next(iter(metrics), ""), of_user, logger.log_metrics, values, step=step)
     if not trainer.barebones:
         # Not by self.log, which goes through everything that was ever logged for each of the names.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in new.items()})

@@ -15,7 +15,7 @@ from lightning_persample.callbacks.observed_step import ObservedStep
 from lightning_persample.callbacks.optimizer_steps import GradientOrigins, names_by_optimizer
 from lightning_persample.callbacks.reports import Reports
 from lightning_persample.capture.failure import guard
-from lightning_persample.capture.record import PerSampleRecord
+from lightning_persample.capture.record import PerSampleRecord, listed
 from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.torch_internals import without_torch_function
@@ -207,14 +207,14 @@ class ManualStep:
         replaced = self._origins.replaced(names) if self._records else []
         if replaced:
             return (
-                f"`.grad` of {_listed(replaced)} was replaced after a backward pass, or written to otherwise than by a "
-                f"factor, so that it is not known with which samples optimizer {optimizer} stepped"
+                f"`.grad` of {listed(replaced, 1)} was replaced after a backward pass, or written to otherwise than by "
+                f"a factor, so that it is not known with which samples optimizer {optimizer} stepped"
             )
         for number, record in enumerate(self._records):
             sure, doubtful = self._origins.holders(number, names)
             if doubtful and not self._makes_no_difference(record, doubtful, names, whole=bool(sure)):
                 return (
-                    f"`.grad` of {_listed(sorted(doubtful))} was zero after a backward pass and was then written to, "
+                    f"`.grad` of {listed(sorted(doubtful), 1)} was zero after a backward pass and was then written to, "
                     f"so that it is not known whether optimizer {optimizer} stepped with it: let zero_grad set "
                     "gradients to None, as it does by default"
                 )
@@ -239,10 +239,6 @@ class ManualStep:
         known, unknown = (sum(self._parameters[name].numel() for name in part) for part in (kept, missing))
         share = known / (known + unknown) if known + unknown else 1.0
         return replace(record, sq_norms=kept, unsupported=missing, coverage=share)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"`{names[0]}`" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 @contextmanager

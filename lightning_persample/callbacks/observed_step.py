@@ -58,7 +58,6 @@ class SumCheck:
         self._handles = [loss.register_hook(guard(self._keep_scale, self._failures.append))]
         self._before: dict[str, Tensor] = {}
         self._averaged = averaged
-        self._samples: Tensor | None = None
         self._arrived: dict[str, Tensor] = {}
         self._grads: Mapping[str, Tensor] | None = None
         self._autocast = (
@@ -93,13 +92,7 @@ class SumCheck:
             raise self._failures.pop()
         if self._scale is None:
             return None
-        self._samples = record.samples
-        with torch.no_grad():
-            terms = {
-                name: self._terms(name, grad, rows, self._scale, record.sq_norms[name], is_total=totals is not None)
-                for name, rows in (record.grad_samples if totals is None else totals).items()
-                if (grad := self._grad(name)) is not None
-            }
+        terms = self._terms(record, totals, self._scale)
         if not terms:
             return None
         errors, sizes, contributions, before = torch.stack(list(terms.values())).cpu().unbind(1)
@@ -126,13 +119,8 @@ class SumCheck:
         for given, fitting, factor in (("mean", "sum", float(size)), ("sum", "mean", 1.0 / size)):
             if size == 1 or self._scale is None or not bool((weights * (1.0 if given == "sum" else size) == 1.0).all()):
                 continue
-            scale = self._scale * factor
-            terms = [
-                self._terms(name, grad, rows, scale, record.sq_norms[name], is_total=True)
-                for name, rows in totals.items()
-                if (grad := self._grad(name)) is not None
-            ]
-            if bool((torch.stack(terms)[:, 0].cpu() <= allowed).all()):
+            terms = self._terms(record, totals, self._scale * factor)
+            if bool((torch.stack(list(terms.values()))[:, 0].cpu() <= allowed).all()):
                 found = f"The loss is a {fitting} over the samples and no {given}: pass loss_reduction={fitting!r}"
                 if fitting == "mean":
                     return found
@@ -157,25 +145,29 @@ class SumCheck:
     def _keep_scale(self, grad: Tensor) -> None:
         self._scale = grad.detach().reshape(()) if grad.numel() == 1 else None
 
-    def _terms(
-        self, name: str, grad: Tensor, grads: Tensor, scale: Tensor, sq_norms: Tensor, *, is_total: bool
-    ) -> Tensor:
-        """Norms of the error, of what was added, of the samples' parts together, and of what was there before."""
-        before = self._before.get(name)
-        wide = torch.promote_types(grads.dtype, torch.float32)
-        device, factor = grads.device, scale.to(grads.device, wide)
-        added = _dense(grad, wide) if before is None else _dense(grad, wide) - _dense(before, wide)
-        norms = sq_norms.to(device, wide).sqrt()
-        if isinstance(self._weights, Tensor):
-            weights = self._weights.detach().to(device, wide)
-            weights = weights if self._samples is None else weights[self._samples.to(device)]
-            total = grads if is_total else torch.tensordot(weights, grads.to(wide), dims=1)
-            parts = (weights.abs() * norms).sum()
-        else:
-            total = grads if is_total else grads.sum(0, dtype=wide) * self._weights
-            parts = norms.sum() * self._weights
-        earlier = added.new_zeros(()) if before is None else _dense(before, wide).norm()
-        return torch.stack([(total * factor - added).norm(), added.norm(), parts * factor.abs(), earlier])
+    @torch.no_grad()
+    def _terms(self, record: PerSampleRecord, totals: Mapping[str, Tensor] | None, scale: Tensor) -> dict[str, Tensor]:
+        """Norms of the error, of what was added, of the samples' parts together, and of what was there before, (4,)."""
+        found = {}
+        for name, rows in (record.grad_samples if totals is None else totals).items():
+            grad, before = self._grad(name), self._before.get(name)
+            if grad is None:
+                continue
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            device, factor = rows.device, scale.to(rows.device, wide)
+            added = _dense(grad, wide) if before is None else _dense(grad, wide) - _dense(before, wide)
+            norms = record.sq_norms[name].to(device, wide).sqrt()
+            if isinstance(self._weights, Tensor):
+                weights = self._weights.detach().to(device, wide)
+                weights = weights if record.samples is None else weights[record.samples.to(device)]
+                total = rows if totals is not None else torch.tensordot(weights, rows.to(wide), dims=1)
+                parts = (weights.abs() * norms).sum()
+            else:
+                total = rows if totals is not None else rows.sum(0, dtype=wide) * self._weights
+                parts = norms.sum() * self._weights
+            earlier = added.new_zeros(()) if before is None else _dense(before, wide).norm()
+            found[name] = torch.stack([(total * factor - added).norm(), added.norm(), parts * factor.abs(), earlier])
+        return found
 
 
 def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -419,8 +419,7 @@ def _untagging(kind: Any) -> Any:
             self._last_drawn = tagged.drawn
             return tagged.batch
 
-    Untagging.__name__, Untagging.__qualname__, Untagging.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    return Untagging
+    return functools.update_wrapper(Untagging, kind, updated=())
 
 
 def _plain(keys: Any) -> list[Any]:
@@ -668,8 +667,7 @@ def _following(kind: Any) -> Any:
             vars(plain).update({name: value for name, value in vars(self).items() if name not in (_LOG, _VIEW)})
             return as_it_is, (plain,)
 
-    Following.__name__, Following.__qualname__, Following.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    return Following
+    return functools.update_wrapper(Following, kind, updated=())
 
 
 def _tagged(loaders: list[Any], view: TrainingView | None) -> list[Any]:

@@ -704,7 +704,7 @@ def _said_once(alike: list[str]) -> str:
     return alike[0] + (f" (and {more} more such {'call' if more == 1 else 'calls'})" if more else "")
 
 
-def listed(names: list[str]) -> str:
+def listed(names: Collection[str], most: int = _NAMED) -> str:
     """Names of parameters in a message, the first of many."""
-    shown = ", ".join(f"`{name}`" for name in names[:_NAMED])
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+    shown = ", ".join(f"`{name}`" for name in list(names)[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
