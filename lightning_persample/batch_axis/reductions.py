@@ -88,9 +88,6 @@ def _follow_topk(call: ObservedCall) -> Followed:
     return _along(call, dims_argument(call.argument(2, "dim", default=-1), tensor.dim()))
 
 
-_TRANSFORMS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
-
-
 @propagation_rule("transform", by_layout=True)
 def _follow_transform(call: ObservedCall) -> Followed:
     tensor, _ = call.located[0]

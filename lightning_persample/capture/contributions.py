@@ -33,6 +33,7 @@ from lightning_persample.gradients import (
     sq_norms,
     sq_norms_and_sum,
 )
+from lightning_persample.gradients.cost import samples_at_once
 from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
 from lightning_persample.gradients.precision import Later
 from lightning_persample.gradients.program import Program, record
@@ -680,7 +681,12 @@ def _by_generic_rule(use: Use) -> Computation:
         first = partial(_first, batch_size=batch_size, samples=samples)
         batched = {position: first(kept[position], where) for position, where in axes.items()}
         by_sample = first(grad, axis, fill=False)
-        found = generic_rule(function, args, kwargs, batched, frozenset(owners), by_sample)
+        bytes_each = sum(kept[place].numel() * kept[place].element_size() for place in owners)
+        at_once = samples_at_once(len(by_sample), bytes_each, by_sample.device)
+        weights = frozenset(owners)
+        found = generic_rule(
+            function, args, kwargs, batched, weights, by_sample, chunk_size=at_once, description=description
+        )
         contributions: Contributions = []
         for place, gradient in found.items():
             dense, weight, where = Dense(gradient), owners[place], axes.get(place)

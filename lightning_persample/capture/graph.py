@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -107,51 +107,38 @@ def unseen_text(node: Node, differentiated: str) -> str:
     )
 
 
-def node_below(tops: Iterable[Tensor], name: str) -> bool:
-    """Whether there is a node of this name anywhere below these tensors."""
-    stack = [top.grad_fn for top in tops if top.grad_fn is not None]
-    visited: Nodes = set(stack)
-    while stack:
-        node = stack.pop()
-        if node.name() == name:
-            return True
-        for following, _ in node.next_functions:
-            if following is not None and following not in visited:
-                visited.add(following)
-                stack.append(following)
-    return False
-
-
-def reaches(tops: Iterable[Tensor], nodes: Nodes, stop: Nodes) -> bool:
-    """Whether a walk down from these tensors that goes through none of the nodes `stop` meets one of `nodes`."""
+def nodes_below(tops: Iterable[Tensor], stop: Collection[Node] = ()) -> Iterator[Node]:
+    """Every node that a walk down from these tensors meets that goes through none of the nodes `stop`."""
     stack = [top.grad_fn for top in tops if top.grad_fn is not None and top.grad_fn not in stop]
     visited: Nodes = set(stack)
     while stack:
         node = stack.pop()
-        if node in nodes:
-            return True
+        yield node
         for following, _ in node.next_functions:
             if following is not None and following not in visited and following not in stop:
                 visited.add(following)
                 stack.append(following)
-    return False
+
+
+def node_below(tops: Iterable[Tensor], name: str) -> bool:
+    """Whether there is a node of this name anywhere below these tensors."""
+    return any(node.name() == name for node in nodes_below(tops))
+
+
+def reaches(tops: Iterable[Tensor], nodes: Nodes, stop: Nodes) -> bool:
+    """Whether a walk down from these tensors that goes through none of the nodes `stop` meets one of `nodes`."""
+    return any(node in nodes for node in nodes_below(tops, stop))
 
 
 class Takers:
     """Which nodes take what a node gives, below some tensors: what comes of padding."""
 
     def __init__(self, tops: Iterable[Tensor]) -> None:
-        stack = [top.grad_fn for top in tops if top.grad_fn is not None]
-        visited = set(stack)
         self._of: dict[Node, list[Node]] = {}
-        while stack:
-            node = stack.pop()
+        for node in nodes_below(tops):
             for following, _ in node.next_functions:
                 if following is not None:
                     self._of.setdefault(following, []).append(node)
-                    if following not in visited:
-                        visited.add(following)
-                        stack.append(following)
 
     def add_up(self, node: Node, axis: int, rank: int) -> bool:
         """Whether all that takes a tensor are sums over an axis, to which its zeros add nothing."""

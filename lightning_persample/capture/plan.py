@@ -517,22 +517,18 @@ def report_sums(report: Report, names: Mapping[Weight, str], fused: OwnBackward)
 
 def refuse_where_used(outputs: Iterable[Tensor], weights: list[Weight], reason: str, collector: Collector) -> None:
     """Refuse the weights of a call as soon as a gradient reaches one of its outputs."""
-
-    def hook(grad: Tensor) -> None:
-        if collector.accepting:
-            collector.refuse(weights, reason)
-
-    for output in outputs:
-        if output.requires_grad:
-            on_gradient(output, hook, collector.fail)
+    _once_reached(outputs, partial(collector.refuse, weights, reason), collector)
 
 
 def note_term(outputs: Iterable[Tensor], names: frozenset[str], collector: Collector) -> None:
     """Note, once a gradient reaches a call that adds a term of no sample to the loss, whose gradient has it."""
+    _once_reached(outputs, partial(collector.penalized.update, names), collector)
 
+
+def _once_reached(outputs: Iterable[Tensor], act: Callable[[], None], collector: Collector) -> None:
     def hook(grad: Tensor) -> None:
         if collector.accepting:
-            collector.penalized |= names
+            act()
 
     for output in outputs:
         if output.requires_grad:

@@ -162,6 +162,13 @@ def halved(budget: int) -> int:
     return max(1, budget >> _HALVINGS.get())
 
 
+def samples_at_once(count: int, bytes_each: int, device: torch.device) -> int | None:
+    """How many of `count` samples torch may compute in one batch where memory is bounded; None where all may be."""
+    if current_options().max_memory is None and not _HALVINGS.get():
+        return None
+    return max(1, min(count >> _HALVINGS.get(), memory_budget(device) // max(bytes_each, 1)))
+
+
 @contextmanager
 def halved_memory_budget(times: int) -> Iterator[None]:
     """Within this context, kernels take that many halves of their memory budget, in this thread."""

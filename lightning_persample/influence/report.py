@@ -145,8 +145,6 @@ def _of_ledger(dirpath: Path) -> Run:
     manifest, warnings = ledger.manifest(), []
     if missing := ledger.gap() or ledger.lacking(manifest, len(table)):
         warnings.append(f"The ledger lacks {missing}: the page shows what there is.")
-    elif manifest.rows is None:
-        warnings.append("The fit has not ended, or was killed: the page shows the rows so far.")
     settings = {**manifest.settings, "processes": manifest.processes, "run": manifest.run}
     names = [name for name in table.column_names if name.startswith("norm/")]
     if "norm" not in table.column_names:

@@ -33,6 +33,7 @@ def generic_rule(
     grad_output: Tensor | Sequence[Tensor | None],
     *,
     chunk_size: int | None = None,
+    description: object = None,
 ) -> dict[int, Tensor]:
     """Per-sample gradients of any op by ``vmap`` over the op's vector-Jacobian product.
 
@@ -53,6 +54,7 @@ def generic_rule(
         grad_output: (B, *per-sample out) for an op with one tensor output. For several outputs a sequence with one
             entry per floating point output in order, or one per tensor output; None for an output without a gradient.
         chunk_size: how many samples are computed at once, by default all.
+        description: what errors call the call of the op, by default the op's name.
 
     Returns:
         {leaf: (B, *shape of the weight)}, the per-sample shape for a leaf in `batched`.
@@ -62,11 +64,11 @@ def generic_rule(
             one sample alone.
         torch.OutOfMemoryError: as the device raised it; a smaller `chunk_size` needs less.
     """
-    call = _Call(function, args, kwargs, batched, weights)
+    call = _Call(function, args, kwargs, batched, weights, description)
     grads = [grad_output] if isinstance(grad_output, Tensor) else list(grad_output)
     present = [widen(grad) for grad in grads if grad is not None]
     if call.has_out:
-        raise UnsupportedError(call.complaint("it writes to the argument `out`; call it without"))
+        raise UnsupportedError(call.complaint("it writes to the argument `out`: call it without one"))
     batch_size = next(iter([*batched.values(), *present])).shape[0] if batched or present else 0
     if not present or batch_size == 0:
         return {leaf: call.zeros(leaf, batch_size) for leaf in weights}
@@ -144,14 +146,14 @@ class _Call:
         kwargs: Mapping[str, Any],
         batched: Mapping[int, Tensor],
         weights: frozenset[int],
+        description: object,
     ) -> None:
         self.function = function
-        self.op = canonical_op(function)
+        self._description = description or f"`{op_name(canonical_op(function))}`"
         self.has_out = kwargs.get("out") is not None
         leaves, self.spec = _flatten(args, dict(kwargs))
         self.start = [widen(leaf.detach()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.batched = {leaf: widen(value.detach()) for leaf, value in batched.items()}
-        self.weights = weights
         # The target of an in-place op is the first leaf.
         self.in_place = _is_in_place(function) and (0 in batched or isinstance(self.start[0], Tensor))
 
@@ -187,18 +189,8 @@ class _Call:
         return [tensor for tensor, asked in zip(tensors, wanted, strict=True) if asked]
 
     def complaint(self, reason: str) -> str:
-        """The text of an error: the op, why, the shapes of its leaves, and what to do."""
-        shapes = []
-        for leaf, value in enumerate(self.start):
-            note = " (weight)" if leaf in self.weights else ""
-            if leaf in self.batched:
-                shapes.append(f"{leaf}: {tuple(self.batched[leaf].shape[1:])} per sample{note}")
-            elif isinstance(value, Tensor):
-                shapes.append(f"{leaf}: {tuple(value.shape)}{note}")
-        return (
-            f"no per-sample gradient of the op {op_name(self.op)!r}: {reason}. Tensor leaves: {', '.join(shapes)}. "
-            "Give the op a rule of its own with lightning_persample.register_rule."
-        )
+        """The text of an error: the call, why, and what to do."""
+        return f"{self._description}: {reason}; give it a rule of its own with lightning_persample.register_rule"
 
 
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:

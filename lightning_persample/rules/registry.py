@@ -272,7 +272,7 @@ def register_rule(
     """
     key = canonical_op(op)
     read = batched if reads is None else reads
-    unknown = [name for name in (*batched, *weights, *read) if name not in arguments]
+    unknown = [name for name in (*batched, *weights, *read, *per_sample) if name not in arguments]
     if unknown:
         raise RuleRegistrationError(
             f"rule for {op_name(key)!r} names {unknown}, but the op's arguments are {list(arguments)}"

@@ -72,7 +72,7 @@ def test_with_a_writer_the_page_is_of_the_ledger(tmp_path):
     assert len(found["bands"]["p50"]) == 6  # every step, and not those alone that were logged
     assert len(found["logged"]["per_sample_grad/noise_scale"][0]) == 3
     assert found["scores"]["samples"] == 24
-    assert "The fit has not ended" not in page_of(trainer)
+    assert "The ledger lacks" not in page_of(trainer)
 
 
 class Mixed(Classifier):

@@ -16,7 +16,7 @@ from tests.capture.shipped_truth import Truth, close, truth
 
 __all__ = ["Found", "Verdict", "assert_none_wrong", "judge"]
 
-_OP = re.compile(r"`[\w.]+`|the op '[\w.:]+'")
+_OP = re.compile(r"`[\w.]+`")
 _NODE = re.compile(r"also arrives through \w+Backward\d*")
 _SIZES = re.compile(r"\((\d+(, \d+)*,?)?\)")
 _OUTSIDE = "comes from calls without a tensor of the batch"

@@ -82,3 +82,50 @@ def test_they_hold_in_the_thread_of_the_backward(options: dict[str, Any], monkey
     capture.close()
     assert seen == [KernelOptions(**options)]
     assert current_options() == KernelOptions()
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """How many samples each pass of an op without a rule takes at once."""
+    seen: list[int | None] = []
+    vmap = torch.vmap
+
+    def counted(function: Any, *arguments: Any, **options: Any) -> Any:
+        seen.append(options.get("chunk_size"))
+        return vmap(function, *arguments, **options)
+
+    monkeypatch.setattr(torch, "vmap", counted)
+    return seen
+
+
+def test_an_op_without_a_rule_takes_as_many_samples_at_once_as_the_memory_allows(parts: list[int | None]) -> None:
+    module, batch = nn.Bilinear(3, 3, 2).double(), (torch.randn(5, 3).double(), torch.randn(5, 3).double())
+
+    def loss(module: nn.Module, left: Tensor, right: Tensor) -> Tensor:
+        return module(left, right).square().sum(1).mean()
+
+    assert_exact(module, loss, batch)
+    assert set(parts) == {None}
+    parts.clear()
+    each = 8 * sum(parameter.numel() for parameter in module.parameters())
+    assert_exact(module, loss, batch, max_memory=2 * each)
+    assert set(parts) == {2}
+
+
+def test_an_op_without_a_rule_that_ran_out_of_memory_is_tried_on_fewer_samples(
+    parts: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = torch.vmap
+
+    def short_of_memory(function: Any, *arguments: Any, **options: Any) -> Any:
+        found = counted(function, *arguments, **options)
+        if options.get("chunk_size") not in (1, 2):
+            raise torch.OutOfMemoryError("no memory is left")
+        return found
+
+    monkeypatch.setattr(torch, "vmap", short_of_memory)
+    module, batch = nn.Bilinear(3, 3, 2), (torch.randn(8, 3), torch.randn(8, 3))
+    with expanded_weights(module, batch) as capture:
+        module(*batch).square().sum(1).mean().backward()
+    assert capture.record.coverage == 1.0
+    assert parts == [None, 4, 2]

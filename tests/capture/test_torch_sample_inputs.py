@@ -128,10 +128,10 @@ REFUSED = {
     "nn.functional.conv1d": {"`conv1d` has a weight that depends on the batch"},
     "nn.functional.conv2d": {"`conv2d` has a weight that depends on the batch"},
     "nn.functional.linear": {"`linear` has a weight that depends on the batch"},
-    "nn.functional.scaled_dot_product_attention": {"scaled_dot_product_attention': it draws random numbers"},
+    "nn.functional.scaled_dot_product_attention": {"it draws random numbers"},
     "vstack": {"`vstack` stacks tensors of one axis"},
 }
-CAUSES = (r"followed here: (.+?) \(shapes", r"the op '(.+?': .+?)\. Tensor leaves", r"^.+?: (.+)$")
+CAUSES = (r"followed here: (.+?) \(shapes", r": ([^:]+); give it a rule", r"^.+?: (.+)$")
 
 
 def causes(found: Found) -> set[str]:

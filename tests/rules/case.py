@@ -95,7 +95,11 @@ def rule_call(case: Case, arguments: Mapping[str, Any], weights: frozenset[str])
             kept[name] = value
         elif name in weights:
             kept[name] = value.to("meta")
-    return Call(len(arguments[case.batched[0]]), kept, weights)
+    size, output = len(arguments[case.batched[0]]), None
+    if case.rule.reads_output:
+        each = [{n: v[i] if n in case.batched else v for n, v in arguments.items()} for i in range(size)]
+        output = torch.stack([case.run(sample) for sample in each])
+    return Call(size, kept, weights, output=output)
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:

@@ -35,7 +35,7 @@ def test_every_spelling_counts_as_the_same_op():
         register(another_linear)
 
 
-@pytest.mark.parametrize("where", ["batched", "weights", "reads"])
+@pytest.mark.parametrize("where", ["batched", "weights", "reads", "per_sample"])
 def test_a_name_that_the_op_does_not_have_is_refused(where: str):
     names = {"batched": ("input",), "weights": ("weight",), "reads": ("input",), where: ("input", "wieght")}
     text = "rule for 'bilinear' names ['wieght'], but the op's arguments are ['input', 'weight']"
