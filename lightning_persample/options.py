@@ -123,11 +123,16 @@ _SHARED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+_MAY_BE_NONE = frozenset(name for name, (is_allowed, _) in _SHARED.items() if is_allowed(None))
+
+
 def check_options(**values: object) -> None:
     """Refuse the first of these options, given by name, whose value is not allowed, with an `OptionError`."""
     for name, value in values.items():
+        if value is None and name in _MAY_BE_NONE:  # (without a call: a capture asks at each captured step)
+            continue
         is_allowed, expected = _SHARED[name]
-        if not is_allowed(value):  # (without a further call: a capture asks at each captured step)
+        if not is_allowed(value):
             check_option(name, value, False, expected)
 
 

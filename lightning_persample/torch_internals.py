@@ -53,6 +53,7 @@ __all__ = [
     "calls_run_as_written",
     "collate_of",
     "collates_rows",
+    "count_function_modes",
     "current_backward",
     "disabled_torch_function",
     "divide_each",
@@ -95,6 +96,7 @@ TORCH_FOLDER = Path(torch.__file__).parent
 without_torch_function = torch._C.DisableTorchFunction  # a context: nothing is offered to anybody
 with_torch_function = torch._C._EnableTorchFunction  # a context within that one: calls are offered again
 without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context: calls are offered to modes alone
+count_function_modes = torch._C._len_torch_function_stack
 torch_function_is_enabled = torch._C._is_torch_function_enabled
 disabled_torch_function = torch._C._disabled_torch_function_impl  # the ``__torch_function__`` of nn.Parameter
 

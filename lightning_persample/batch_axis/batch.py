@@ -78,7 +78,7 @@ def _lay_out(
 ) -> BatchLayout:
     walk = _Walk(batch, path, {} if batch_layout is None else _declared(batch_layout(batch)))
     size = _read_batch_size(walk, batch_dim) if batch_size is None else batch_size
-    of_one = _items(walk, batch_dim, size)
+    of_one = _items(walk, batch_dim, size) if walk.lists else {}
     places = [
         known.place(size) if (known := walk.known.get(id(tensor))) is not None
         else of_one.get(id(tensor)) or _place(path, tensor, batch_dim, size)
@@ -313,7 +313,7 @@ def is_batch_of_graphs(item: Any) -> bool:
 def _slices_of(item: Any) -> Mapping[Any, Any] | None:
     """Where the rows of each graph begin in every tensor of a batch of graphs, as torch_geometric keeps it, or None."""
     slices = getattr(item, "_slice_dict", None)
-    return slices if isinstance(slices, Mapping) and hasattr(item, "stores") else None
+    return slices if slices is not None and isinstance(slices, Mapping) and hasattr(item, "stores") else None
 
 
 def _graph_tensors(item: Any, path: str, slices: Mapping[Any, Any]) -> Iterator[tuple[str, Any, _Known | None]]:
@@ -419,7 +419,9 @@ def _rows(tensor: Tensor, batch_dim: int) -> int | None:
 
 def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
     counted = [(path, tensor) for path, tensor in walk.tensors if tensor.dim() > 0 and id(tensor) not in walk.known]
-    known = {path: each for path, tensor in walk.tensors if (each := walk.known.get(id(tensor))) and each.count}
+    known: dict[str, _Known] = {}
+    if walk.known:
+        known = {path: each for path, tensor in walk.tensors if (each := walk.known.get(id(tensor))) and each.count}
     if not counted and not known and walk.owned:
         return walk.owned
     if not counted and not known:
@@ -427,9 +429,9 @@ def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
             "the batch holds no tensor with an axis to read a batch size from; pass batch_size, or let the data "
             "loader give tensors"
         )
-    sizes = {path: _rows(tensor, batch_dim) for path, tensor in counted}
-    sizes |= {path: each.count for path, each in known.items()}
-    found = set(sizes.values())
+    found = {each.count for each in known.values()} if known else set()
+    for _, tensor in counted:
+        found.add(_rows(tensor, batch_dim))
     for path, items in walk.lists:
         if len(items) > 1 and is_alike(items) and _hold_all(walk, len(items)):
             if not known and len(items) not in found - {None}:
@@ -448,7 +450,8 @@ def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
             "another axis, or batch_size to say how many samples there are: tensors without that many rows then count "
             "as data that all samples share"
         )
-    (size,) = {size for size in found if size is not None}
+    (size,) = found
+    assert size is not None
     if size == 0:
         raise EmptyBatchError("the batch is empty: its tensors have size 0 along the batch axis")
     return size

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.batch_axis.batch import BatchLayout
 from lightning_persample.capture.failure import fault_of
-from lightning_persample.capture.observing import ObservingMode, modules_do_not_see, without_compilation
+from lightning_persample.capture.observing import ObservingMode
 
 CLASS_LOSSES = (F.cross_entropy, F.nll_loss)  # that are read; both take the labels second
 CLASS_COLUMNS = ("loss", "el2n", "margin")
@@ -123,7 +123,7 @@ def class_losses_noted(note: Callable[..., Any]) -> Iterator[None]:
             note(function, args, kwargs, result)
         return result
 
-    with without_compilation(), modules_do_not_see(), ObservingMode(answer).active():
+    with ObservingMode(answer).observing():
         yield
 
 

@@ -272,12 +272,12 @@ class Notes:
     def reached(self, kind: Kind) -> tuple[str, ...]:
         """The texts on calls that the present backward has gone through, and on its loss, in the order of the calls."""
         found: tuple[str, ...] = ()
-        for ask in [ask for ask, each in self._later.items() if each == kind]:
-            del self._later[ask]
+        for ask, of in self._later.items():
             text = ask()
             if text is not None:
-                self._texts[kind].setdefault(text)
-                self._reached.add((kind, text))
+                self._texts[of].setdefault(text)
+                self._reached.add((of, text))
+        self._later.clear()
         if self._texts[kind]:
             seen = (self._always | self._reached) - self.excused
             found = tuple(text for text in self._texts[kind] if (kind, text) in seen)
@@ -285,6 +285,8 @@ class Notes:
 
     def split(self, texts: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Texts on calls by which samples influence each other, and those after which it is not known whether."""
+        if not texts:
+            return (), ()
         lost = tuple(text for text in texts if text in self.axis_lost)
         return tuple(text for text in texts if text not in lost), lost
 

@@ -167,17 +167,20 @@ class Dispatcher(Collector):
             takers = Takers(losses)
             for node, padding in self.nodes.padded.items():
                 self.notes.start_backward(padding, node, takers)
-        marks = [self.marks.get(loss) for loss in losses]
         if self.excuses:
             excused = (note for note, stop in self.excuses.items() if not reaches(losses, self.noted[note], stop))
             self.notes.excused = frozenset(excused)
-        self.of_no_sample = bool(marks) and all(isinstance(mark, Weight) and not mark.outside for mark in marks)
-        for loss, mark in zip(losses, marks, strict=True):
-            self._read_part(loss)
-            if isinstance(mark, Weight):
-                self.penalized |= mark.names
-                if mark.outside:
-                    self.refuse([mark], self.outside())
+        self.of_no_sample = bool(losses)
+        for loss in losses:
+            mark = self.marks.get(loss)
+            if not isinstance(mark, Weight):
+                self.of_no_sample = False
+                self._read_part(mark)
+                continue
+            self.penalized |= mark.names
+            if mark.outside:
+                self.of_no_sample = False
+                self.refuse([mark], self.outside())
 
     def _note_function(self, tensors: Iterable[Tensor]) -> None:
         """Note what the calls in a custom autograd function did to the samples, which ran without gradient."""
@@ -203,9 +206,11 @@ class Dispatcher(Collector):
         if declared not in ("mean", "sum") or self.batch_size == 1:
             return
         for loss, weight in zip(losses, weights, strict=True):
-            self._read_part(loss)
             size, mark = self.batch_size, self.marks.get(loss)
-            self.means = self._read_means(loss) if declared == "mean" and len(losses) == 1 else None
+            self._read_part(mark)
+            self.means = (
+                self._read_means(loss) if self.has_loaders and declared == "mean" and len(losses) == 1 else None
+            )
             if self.means is not None:
                 continue
             if isinstance(mark, BatchAxis) and mark.mixing is None and mark.owner is None:  # (of no one number)
@@ -229,7 +234,7 @@ class Dispatcher(Collector):
     def _read_means(self, loss: Tensor) -> Means | None:
         """What each sample weighs in a loss that is the sum of means of several loaders, each times a number."""
         mark = self.marks.get(loss)
-        if not self.has_loaders or not isinstance(mark, Lost) or not mark.terms:
+        if not isinstance(mark, Lost) or not mark.terms:
             return None
         if all(len(samples) == 1 and self.batch_size in parts for samples, parts in mark.terms):
             self.notes.add_of_loss(
@@ -244,9 +249,8 @@ class Dispatcher(Collector):
             weights[sorted(samples)] = 1 / len(samples)
         return Means(weights, frozenset(("weighting", text) for text in mark.joins))
 
-    def _read_part(self, loss: Tensor) -> None:
+    def _read_part(self, mark: Mark | None) -> None:
         """Note that a loss is made of some of the samples alone, where that is known."""
-        mark = self.marks.get(loss)
         if isinstance(mark, Lost) and 0 < len(mark.samples) < self.batch_size:
             size = len(mark.samples)
             sizes = (self.batch_size, size) if size == 1 else (size, self.batch_size)  # (1 is the sum of one, too)
@@ -351,7 +355,7 @@ class Dispatcher(Collector):
                 result = function(*args, **kwargs) if fused is None else fused.run()
                 self._inner = plan, id(result)
                 replay(plan, result, tensors, marks, fused, self)
-                if plan.name:
+                if plan.name and self.corrections is not None:
                     read_targets(plan, args, kwargs, result, self)
                 return result
             if not _TENSORS.issuperset(map(type, tensors)) and any(map(is_lazy, tensors)):
@@ -434,7 +438,7 @@ class Dispatcher(Collector):
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed, and observe no more."""
         self.call = _as_it_is  # type: ignore[method-assign]
-        self.visible.answer_by(None)
+        self.visible.answer = self.visible.first
         super().fail(error, what)
 
     def fail_at(self, error: Exception, function: Callable[..., Any]) -> None:

@@ -15,15 +15,11 @@ from lightning_persample.batch_axis.batch import BatchLayout, Layout, declared_p
 from lightning_persample.batch_axis.observed import tensors_in
 from lightning_persample.capture.dispatch import Dispatcher
 from lightning_persample.capture.failure import fault_of, guard, run_all, stop
-from lightning_persample.capture.observing import (
-    ObservingMode,
-    decomposed_backward,
-    modules_do_not_see,
-    without_compilation,
-)
+from lightning_persample.capture.observing import ObservingMode, decomposed_backward
 from lightning_persample.capture.parameters import (
     ShardedParameters,
     WatchedParameters,
+    has_processes,
     unwrapped,
 )
 from lightning_persample.capture.pull_back import settle
@@ -100,10 +96,12 @@ def expanded_weights(
     An option with a value that is not allowed gives an `OptionError`, a batch whose size cannot be read a
     `BatchSizeError`.
     """
-    check_option("module", module, isinstance(module, nn.Module), "an instance of torch.nn.Module")
-    is_reduction = isinstance(loss_reduction, Tensor) or loss_reduction in ("mean", "sum")
-    check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a tensor of weights (B,)")
-    check_option("unsupported", unsupported, unsupported in _UNSUPPORTED, "'warn', 'error' or 'ignore'")
+    if not isinstance(module, nn.Module):
+        check_option("module", module, False, "an instance of torch.nn.Module")
+    if not (isinstance(loss_reduction, Tensor) or loss_reduction in ("mean", "sum")):
+        check_option("loss_reduction", loss_reduction, False, "'mean', 'sum' or a tensor of weights (B,)")
+    if unsupported not in _UNSUPPORTED:
+        check_option("unsupported", unsupported, False, "'warn', 'error' or 'ignore'")
     check_options(
         batch_dim=batch_dim,
         batch_size=batch_size,
@@ -147,7 +145,7 @@ class Capture:
         unsupported: str,
     ) -> None:
         self._fault = ""
-        self._module = guard(unwrapped, self._cannot_be_set_up)(module) or module
+        self._module = module
         self.records: list[PerSampleRecord] = []
         self._unsupported = unsupported
         self._quantities = frozenset(quantities)
@@ -159,6 +157,7 @@ class Capture:
         self.after_backward: Callable[[PerSampleRecord | None], None] | None = None
         self._closed = self._loss_is_known = self._has_said_fault = False
         self._mode = ObservingMode(self.call)
+        self._sharded: ShardedParameters | None = None
         self._depth = 0
 
     def _follow(
@@ -185,6 +184,7 @@ class Capture:
     def _set_up(
         self, layout: BatchLayout, samples: Tensor | None, fuse_weight_grad: bool, max_memory: int | None
     ) -> None:
+        self._module = unwrapped(self._module)
         self._parameters, buffers = parameters_and_buffers(self._module)
         keep = bool(self._quantities - {"sq_norm"})
         self._dispatcher = Dispatcher(self._parameters, self.batch_size, keep, buffers, fuse_weight_grad)
@@ -198,14 +198,15 @@ class Capture:
             if place is not None:
                 self._dispatcher.mark_batch(tensor, place)
         self._watched = WatchedParameters(self._parameters, self._dispatcher)
-        self._sharded = ShardedParameters(self._module, self._dispatcher, self._watched.adopt)
+        if has_processes():
+            self._sharded = ShardedParameters(self._module, self._dispatcher, self._watched.adopt)
         self._dispatcher.others = dict.fromkeys((*_BACKWARD, torch.autograd.grad, mark_samples), self.call)
         self._see_calls()
 
     def _see_calls(self) -> None:
         """Let the dispatcher answer, where every call goes there but for those that it hands back."""
-        if not (self._fault or self._sharded.hooks):
-            self._mode.answer_by(self._dispatcher.call)
+        if not self._fault and (self._sharded is None or not self._sharded.hooks):
+            self._mode.answer = self._dispatcher.call
 
     @property
     def record(self) -> PerSampleRecord:
@@ -248,7 +249,7 @@ class Capture:
         """
         if self._closed:
             raise PerSampleError(_CLOSED)
-        with without_compilation(), modules_do_not_see(), self._mode.active():
+        with self._mode.observing():
             yield self
 
     def attach_loss(self, loss: Tensor, weights: Tensor | None = None) -> None:
@@ -319,7 +320,8 @@ class Capture:
         ends: list[Callable[[], None]] = [self._mode.release, self._forget_loss]
         if not self._fault:
             nodes, dispatcher = self._dispatcher.nodes, self._dispatcher
-            ends += [self._sharded.close, self._watched.close, nodes.release, dispatcher.close]
+            ends += [self._watched.close, nodes.release, dispatcher.close]
+            ends += [self._sharded.close] if self._sharded is not None else []
         run_all(*ends)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -333,7 +335,7 @@ class Capture:
         if function is mark_samples:
             guard(self._declare, self._fail)(*args, **kwargs)
             return function(*args, **kwargs)  # (which a capture around this one sees)
-        if self._sharded.hooks:
+        if self._sharded is not None and self._sharded.hooks:
             guard(self._sharded.find, self._fail)(function, args, kwargs)
         if function is not torch.autograd.grad:
             return self._dispatcher.call(function, args, kwargs)
@@ -409,7 +411,7 @@ class Capture:
             return run(*args, **kwargs)
         guard(self._before, self._fail)(args, kwargs)
         self._depth += 1
-        self._mode.answer_by(None)
+        self._mode.answer = self._mode.first
         try:
             result = run(*args, **kwargs)
         except BaseException:
@@ -468,7 +470,8 @@ class Capture:
         met = dispatcher.find_unseen(losses)
         apart = len(args) > 4 or kwargs.get("inputs") is not None
         self._watched.watch(() if apart else met)  # (to these inputs alone a gradient comes)
-        self._sharded.start_backward()
+        if self._sharded is not None:
+            self._sharded.start_backward()
         dispatcher.start_backward(losses)
         if not self._loss_is_known:
             self._read_gradients(losses, gradients)
@@ -482,12 +485,18 @@ class Capture:
 
     def _finish(self) -> PerSampleRecord | None:
         dispatcher = self._dispatcher
-        with kernel_options(dispatcher.kernel_options):
-            dispatcher.correct()
-            settle(dispatcher.weights, dispatcher.fail_to_settle, self._watched.changed_by_hook)
-            self._sharded.refuse_unseen(dispatcher.got_gradient)
-            counts = dispatcher.got_gradient and not dispatcher.of_no_sample
-            return self._build() if counts else None
+        with_grad = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            with kernel_options(dispatcher.kernel_options):
+                dispatcher.correct()
+                settle(dispatcher.weights, dispatcher.fail_to_settle, self._watched.changed_by_hook)
+                if self._sharded is not None:
+                    self._sharded.refuse_unseen(dispatcher.got_gradient)
+                counts = dispatcher.got_gradient and not dispatcher.of_no_sample
+                return self._build() if counts else None
+        finally:
+            torch.set_grad_enabled(with_grad)
 
     def _without_values(self) -> PerSampleRecord:
         """The record of a backward of which nothing can be relied on, with the reason."""
@@ -530,7 +539,7 @@ class Capture:
         own = OwnScale(weights, counted, scale).of_samples(samples)
         values = read_values(watched, dispatcher, reported, self._quantities, own, places)
         coverage = classify(
-            trainable, dispatcher.got_gradient, reported, dispatcher.refused, dispatcher.penalized, dispatcher.outside()
+            trainable, dispatcher.got_gradient, reported, dispatcher.refused, dispatcher.penalized, dispatcher.outside
         )
         reached = coverage.reached
         notes = dispatcher.notes
@@ -543,14 +552,11 @@ class Capture:
             weighing = notes.reached("weighting")
         (mixing, axis_lost), not_additive = notes.split(of_calls), notes.reached("not_additive")
         weighting = [] if is_declared else [text for text in weighing if text not in (*mixing, *axis_lost)]
-        asked = {
-            field: {name: found[name] for name in reached}
-            for quantity, field, found in (
-                ("grad_sample", "grad_samples", values.grad_samples),
-                ("square_sum", "square_sums", values.square_sums),
-            )
-            if quantity in self._quantities
-        }
+        asked = {}
+        if "grad_sample" in self._quantities:
+            asked["grad_samples"] = {name: values.grad_samples[name] for name in reached}
+        if "square_sum" in self._quantities:
+            asked["square_sums"] = {name: values.square_sums[name] for name in reached}
         kept, found = values.kept(reached, own, self._quantities), values.sq_norms
         reason = why_no_factor(dispatcher.penalized, not_additive, weighting, own)
         return PerSampleRecord(

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_persample.torch_internals import (
     RUN_BACKWARD,
     TensorBase,
+    count_function_modes,
     disabled_torch_function,
     dynamo_is_imported,
     function_modes,
@@ -37,15 +38,14 @@ class ObservingMode(TorchFunctionMode):
 
     Args:
         answer: given the function, its arguments and its keyword arguments, gives what the call returns.
+
+    Attributes:
+        first: what answered first.
     """
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
-        self._answer = self._first = answer
-
-    def answer_by(self, answer: Answer | None) -> None:
-        """Let something else answer from now on, or (None) what answered first."""
-        self._answer = answer or self._first
+        self.answer = self.first = answer
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -54,18 +54,41 @@ class ObservingMode(TorchFunctionMode):
             with self:
                 yield
         finally:
-            while self in (stack := function_modes()):
-                above = [pop_function_mode() for _ in stack[stack.index(self) :]][:-1]
-                for mode in reversed(above):
-                    push_function_mode(mode)
+            self._leave_stack()
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """The same, with what is compiled run as it was written, and modules that do not count this mode."""
+        who = object()
+        try:
+            try:
+                without_compilation.enter(who)
+                modules_do_not_see.enter(who)
+                with self:
+                    yield
+            finally:
+                modules_do_not_see.leave(who)
+                without_compilation.leave(who)
+        finally:
+            self._leave_stack()  # an interrupt may have kept the first ones from it
+            modules_do_not_see.leave(who)
+            without_compilation.leave(who)
+
+    def _leave_stack(self) -> None:
+        if not count_function_modes():  # as nearly always
+            return
+        while self in (stack := function_modes()):
+            above = [pop_function_mode() for _ in stack[stack.index(self) :]][:-1]
+            for mode in reversed(above):
+                push_function_mode(mode)
 
     def offer(self, function: Callable[..., Any], *args: Any) -> Any:
         """Offer a call that torch does not offer to modes."""
-        return self._answer(function, args, {})
+        return self.answer(function, args, {})
 
     def release(self) -> None:
         """Let calls run as they are from now on, and let go of the capture: a cycle would keep it for some time."""
-        self._answer = self._first = _as_it_is
+        self.answer = self.first = _as_it_is
 
     def __torch_function__(
         self,
@@ -75,7 +98,7 @@ class ObservingMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Hand the call on; torch calls this with the mode itself switched off."""
-        return self._answer(func, args, kwargs or {})
+        return self.answer(func, args, kwargs or {})
 
 
 def _as_it_is(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,8 +137,8 @@ def decomposed_backward(function: Callable[..., Any], visible: AbstractContextMa
 
     def run(*args: Any, **kwargs: Any) -> Any:
         captures = (visible, *_inner.get())
-        around = (mode for mode in function_modes() if mode is not visible)
-        if function is not torch.autograd.grad and any(isinstance(mode, ObservingMode) for mode in around):
+        around = function_modes() if count_function_modes() and function is not torch.autograd.grad else ()
+        if around and any(isinstance(mode, ObservingMode) and mode is not visible for mode in around):
             inside = _inner.set(captures)
             try:
                 return function(*args, **kwargs)
@@ -182,6 +205,9 @@ def _answering_no(function: types.FunctionType, **replaced: Any) -> types.Functi
     return copy
 
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
 class _WhileAnyIsInside:
     """A change of what belongs to the whole process, for as long as any thread is inside.
 
@@ -192,21 +218,22 @@ class _WhileAnyIsInside:
     def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
         self._change, self._lock = change, threading.Lock()
         self._inside: set[object] = set()
-        self._changed: AbstractContextManager[object] = nullcontext()
+        self._changed: AbstractContextManager[object] = _NOTHING
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         who = object()
         try:
             try:
-                self._enter(who)
+                self.enter(who)
                 yield
             finally:
-                self._leave(who)
+                self.leave(who)
         finally:
-            self._leave(who)  # an interrupt may have kept the first one from it
+            self.leave(who)  # an interrupt may have kept the first one from it
 
-    def _enter(self, who: object) -> None:
+    def enter(self, who: object) -> None:
+        """Make the change, unless somebody is inside already."""
         with self._lock:
             is_first = not self._inside
             self._inside.add(who)
@@ -215,36 +242,29 @@ class _WhileAnyIsInside:
                 changed.__enter__()
                 self._changed = changed
 
-    def _leave(self, who: object) -> None:
+    def leave(self, who: object) -> None:
+        """Take it back when the last one leaves; to leave twice changes nothing."""
         with self._lock:
             self._inside.discard(who)
-            if not self._inside:
+            if not self._inside and self._changed is not _NOTHING:
                 self._changed.__exit__(None, None, None)
-                self._changed = nullcontext()
+                self._changed = _NOTHING
 
 
 def _eager() -> AbstractContextManager[object]:
     if not dynamo_is_imported():  # nothing is compiled, and the import takes seconds
-        return nullcontext()
+        return _NOTHING
     return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
 def _not_counted() -> Iterator[None]:
     asked = getattr(torch.overrides.has_torch_function, "__wrapped__", torch.overrides.has_torch_function)
-
-    @wraps(asked)  # and were this one left in its place, the next one would not ask it
-    def has_torch_function(args: Iterable[Any]) -> bool:
-        offers_itself = "handle_torch_function" in sys._getframe(1).f_code.co_names
-        if offers_itself or any(not isinstance(mode, ObservingMode) for mode in function_modes()):
-            return bool(asked(args))
-        return any(_overrides(type(arg)) for arg in args)
-
     backward, names = torch.autograd.backward, vars(torch.utils)
     references = names["weakref"]
     try:
-        names["weakref"] = SimpleNamespace(**{**vars(references), "getweakrefs": _getweakrefs})
-        torch.overrides.has_torch_function = has_torch_function
+        names["weakref"] = _references(references)
+        torch.overrides.has_torch_function = _without_observers(asked)
         Tensor.set_ = _offered(Tensor.set_)  # type: ignore[method-assign]
         for part in _PARTS:
             setattr(Tensor, part.__name__, part)
@@ -259,6 +279,25 @@ def _not_counted() -> Iterator[None]:
                 delattr(Tensor, name)
 
 
+@functools.cache
+def _without_observers(asked: Callable[[Iterable[Any]], Any]) -> Any:
+    """What is asked in place of `has_torch_function`: whether anybody but an `ObservingMode` overrides it."""
+
+    @wraps(asked)  # and were this one left in its place, the next one would not ask it
+    def has_torch_function(args: Iterable[Any]) -> bool:
+        offers_itself = "handle_torch_function" in sys._getframe(1).f_code.co_names
+        if offers_itself or any(not isinstance(mode, ObservingMode) for mode in function_modes()):
+            return bool(asked(args))
+        return any(_overrides(type(arg)) for arg in args)
+
+    return has_torch_function
+
+
+@functools.cache
+def _references(module: types.ModuleType) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(module), "getweakrefs": _getweakrefs})
+
+
 def _getweakrefs(tensor: Tensor) -> list[Any]:
     """What `torch.utils.swap_tensors` asks before it swaps: captures know of tensors by weak references."""
     for mode in function_modes():
@@ -267,6 +306,7 @@ def _getweakrefs(tensor: Tensor) -> list[Any]:
     return weakref.getweakrefs(tensor)
 
 
+@functools.cache
 def _offered(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that torch does not offer to modes; checkpoints call ``autograd.backward`` of old releases."""
 

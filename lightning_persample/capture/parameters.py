@@ -91,7 +91,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 def sharded_elsewhere(module: nn.Module) -> list[str]:
     """The parameters that are distributed over devices, but not by ``fully_shard`` alone."""
-    if not _has_processes() or "torch.distributed.tensor" not in sys.modules:
+    if not has_processes() or "torch.distributed.tensor" not in sys.modules:
         return []
     from torch.distributed.tensor import DTensor, Shard
 
@@ -124,8 +124,6 @@ class ShardedParameters:
         self.hooks: list[RemovableHandle] = []
         self._shards: dict[str, nn.Parameter] = {}
         self._before_backward: dict[str, object] = {}
-        if not _has_processes():
-            return
         parts = _sharded_modules(module).values()
         if parts:  # what is computed from weights is needed after their memory was freed
             collector.keep = _copied
@@ -181,7 +179,7 @@ class ShardedParameters:
 
 
 def _sharded_modules(module: nn.Module) -> dict[str, nn.Module]:
-    if not _has_processes() or "torch.distributed.fsdp" not in sys.modules:  # (the import takes seconds)
+    if not has_processes() or "torch.distributed.fsdp" not in sys.modules:  # (the import takes seconds)
         return {}
     from torch.distributed.fsdp import FSDPModule
 
@@ -189,7 +187,7 @@ def _sharded_modules(module: nn.Module) -> dict[str, nn.Module]:
     return {name: part for name, part in module.named_modules() if isinstance(part, kind)}
 
 
-def _has_processes() -> bool:
+def has_processes() -> bool:
     """Whether anything can be sharded: that needs a process group, if only of one process."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 

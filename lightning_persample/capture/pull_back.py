@@ -274,10 +274,9 @@ def settle(
                 raise UnsupportedError(reason)
         pull_back(weight)
 
-    with torch.no_grad():
-        for weight in reversed(weights):
-            if weight.derivation is not None and (weight.contributions or weight.arrived is not None):
-                settle_one(weight, failed, pull_back if weight.arrived is None else checked)
+    for weight in reversed(weights):
+        if weight.derivation is not None and (weight.contributions or weight.arrived is not None):
+            settle_one(weight, failed, pull_back if weight.arrived is None else checked)
 
 
 def settle_one(

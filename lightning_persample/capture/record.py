@@ -6,7 +6,7 @@ import linecache
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import FrameType
@@ -575,14 +575,14 @@ def classify(
     reported: Collection[str],
     refused: Mapping[str, str],
     penalized: Collection[str] = (),
-    outside: str = OUTSIDE + _PENALTY,
+    outside: Callable[[], str] = lambda: OUTSIDE + _PENALTY,
 ) -> Coverage:
     """Sort the trainable parameters; one that a penalty of weights alone has reached, and nothing else, is unused."""
     if not refused and len(reported) == len(sizes):
         return Coverage(tuple(sizes), {}, (), 1.0)
     unsupported = {name: refused[name] for name in sizes if name in refused}
     known = {*reported, *refused, *penalized}
-    unsupported |= {name: outside for name in sizes if name in got_gradient and name not in known}
+    unsupported |= {name: outside() for name in sizes if name in got_gradient and name not in known}
     reached = tuple(name for name in sizes if name in reported and name not in unsupported)
     unused = tuple(name for name in sizes if name not in reported and name not in unsupported)
     with_values, without = (sum(sizes[name] for name in names) for names in (reached, unsupported))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,10 +50,9 @@ def read_values(
     sq_norms: dict[str, Tensor] = {}
     are_asked = "sq_norm" in quantities or OF_KEPT.isdisjoint(quantities)  # else they are taken when they are read
 
-    @cache
-    def places_on(device: torch.device) -> Tensor:
-        assert places is not None
-        return places.to(device)
+    places_on: dict[torch.device, Tensor] = {}
+    if places is not None:
+        places_on = {device: places.to(device) for device in {watched.weights[name].tensor.device for name in names}}
 
     def read(name: str, weight: Weight) -> None:
         if weight.sq_norm is not None and weight.contributions:  # those came through a weight derived from it
@@ -64,7 +63,7 @@ def read_values(
         if reason is not None:
             dispatcher.refuse([weight], reason)
             return
-        some = None if places is None else places_on(weight.tensor.device)
+        some = places_on.get(weight.tensor.device)
         if total is not None and some is not None:
             total = total.pick(some)
         if total is None or weight.sq_norm is not None or are_asked:
@@ -90,15 +89,14 @@ def read_values(
     # Hooks of layers that ran on another stream have made their part there. At the end the engine makes the stream of
     # whoever called `backward` wait for all streams that lead to a leaf, so that these kernels come after; and a layer
     # with a stream of its own waits for this one before the next forward, which alone takes the memory again.
-    with torch.no_grad():
-        for name in names:
-            weight = watched.weights[name]
-            if weight.contributions or places is not None:
-                attempt(read, partial(failed, name), name, weight)
-            elif weight.sq_norm is not None:  # all that was asked for, of a parameter without hooks
-                sq_norms[name] = weight.sq_norm
-        dispatcher.correct()
-        own_sq_norms = own.own_sq_norms(list(sq_norms.values()))
+    for name in names:
+        weight = watched.weights[name]
+        if weight.contributions or places is not None:
+            attempt(read, partial(failed, name), name, weight)
+        elif weight.sq_norm is not None:  # all that was asked for, of a parameter without hooks
+            sq_norms[name] = weight.sq_norm
+    dispatcher.correct()
+    own_sq_norms = own.own_sq_norms(list(sq_norms.values()))
     for name, sq_norm in zip(sq_norms, own_sq_norms, strict=True):
         weight = watched.weights[name]
         is_alike = sq_norm.dtype is weight.tensor.dtype and sq_norm.dtype in (torch.float32, torch.float64)

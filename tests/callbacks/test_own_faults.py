@@ -264,11 +264,11 @@ INTERRUPTED: list[tuple[Callable[..., Any], int]] = [
     (TorchFunctionMode.__enter__, 1),
     (TorchFunctionMode.__exit__, 1),
     (TorchFunctionMode.__exit__, 2),
-    (observing._WhileAnyIsInside._enter, 1),
-    (observing._WhileAnyIsInside._leave, 1),
-    (observing._WhileAnyIsInside._leave, 4),
+    (observing._WhileAnyIsInside.enter, 1),
+    (observing._WhileAnyIsInside.leave, 1),
+    (observing._WhileAnyIsInside.leave, 4),
     (observing._not_counted.__wrapped__, 2),  # type: ignore[attr-defined]
-    (observing.ObservingMode.active.__wrapped__, 2),  # type: ignore[attr-defined]
+    (observing.ObservingMode.observing.__wrapped__, 2),  # type: ignore[attr-defined]
     (mode.Capture.close, 1),
     (mode.Capture._after, 2),
     (session.SharedCapture.uninstall, 1),
