@@ -516,7 +516,7 @@ def _noise_panel(run: Run) -> str:
         text = "The noise scale is nan at all logged steps: the mean gradient is below the noise, or it is not known."
         return _panel(name, title, "", text)
     part, values = next((part, values) for part, values in known.items() if values.size)
-    text = advice(float(values[-1]), run.batch_size)
+    text = advice(float(np.median(values)), run.batch_size)
     text = text if len(lines) == 1 else f"Of {part}: {text}"
     draw = partial(charts.curves, lines=lines, label="samples", batch_size=run.batch_size)
     return _panel(name, title, charts.svg(name, f"{title} over the steps", draw), text)
@@ -525,8 +525,8 @@ def _noise_panel(run: Run) -> str:
 def advice(noise_scale: float, batch_size: float | None) -> str:
     """What a noise scale says of a batch size."""
     text = (
-        f"The noise scale is about {_short(noise_scale)} samples: up to such a batch size a larger batch saves steps, "
-        "beyond it hardly any."
+        f"The noise scale is about {_short(noise_scale)} samples, the median over the run: at such a batch size "
+        "training takes about twice the fewest steps. Well below it a larger batch saves steps, well above hardly any."
     )
     if batch_size is None:
         return f"{text} The batch size of the run is not known."
@@ -685,7 +685,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         found.append(("batch size", _short(run.batch_size)))
     for part, (_, values) in _of_prefixes(run, "noise_scale").items():
         if np.isfinite(values).any():
-            found.append((part.replace("_", " "), _short(float(values[np.isfinite(values)][-1]))))
+            found.append((part.replace("_", " "), _short(float(np.median(values[np.isfinite(values)])))))
     found.append(("rows not finite", f"{int((~np.isfinite(run.norm)).sum()):,}"))
     return found
 

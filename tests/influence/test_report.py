@@ -238,7 +238,7 @@ def test_the_noise_scale_is_that_of_the_logs(tmp_path, write, undrawn):
     write(tmp_path / "logs")
     page = report(folder, tmp_path / "logs", out=tmp_path / "report.html")
     assert numbers(page)["logged"]["grads/noise_scale"] == [[0, 10, 20], [50, 300, 640]]
-    assert "about 640 samples" in panel(page, "noise")
+    assert "about 300 samples, the median over the run" in panel(page, "noise")
     assert "The batch of 8 is much smaller" in panel(page, "noise")
 
 
