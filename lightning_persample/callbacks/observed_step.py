@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_persample.capture.failure import guard, of_user
+from lightning_persample.capture.failure import of_user
+from lightning_persample.capture.graph import on_arrival
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.parameters import default_tolerance
 from lightning_persample.capture.record import PerSampleRecord
@@ -55,7 +56,7 @@ class SumCheck:
         self._scale: Tensor | None = None
         self._loss = loss.detach()
         self._failures: list[Exception] = []
-        self._handles = [loss.register_hook(guard(self._keep_scale, self._failures.append))]
+        self._handles = [on_arrival(loss, self._keep_scale, self._failures.append)]
         self._before: dict[str, Tensor] = {}
         self._averaged = averaged
         self._arrived: dict[str, Tensor] = {}
@@ -67,8 +68,8 @@ class SumCheck:
     def start_backward(self) -> None:
         """Remember the gradients that were accumulated before."""
         if self._averaged:
-            arrive = {name: guard(partial(self._arrive, name), self._failures.append) for name in self._parameters}
-            self._handles += [p.register_hook(arrive[name]) for name, p in self._parameters.items()]
+            for name, parameter in self._parameters.items():
+                self._handles.append(on_arrival(parameter, partial(self._arrive, name), self._failures.append))
             return
         self._before = {n: p.grad.detach().clone() for n, p in self._parameters.items() if p.grad is not None}
 

@@ -61,6 +61,7 @@ from lightning_persample.callbacks.reports import Reports
 from lightning_persample.callbacks.sample_index import BatchIndices
 from lightning_persample.callbacks.second_pass import on_other_batches, verify_values
 from lightning_persample.capture.failure import Once, fault_of, guard, of_user, run_all
+from lightning_persample.capture.graph import on_arrival
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import OwnScale, PerSampleRecord, warning_texts
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
@@ -380,7 +381,7 @@ class SharedCapture:
         if isinstance(record, PerSampleRecord):
             self._record = record
             if isinstance(loss, Tensor) and loss.requires_grad:
-                loss.register_hook(guard(self._keep_scale, self._failed))
+                on_arrival(loss, self._keep_scale, self._failed)
             weights = self._second.weights
             if self._second.totals is not None and weights is not None and isinstance(loss, Tensor):
                 self._second_check = SumCheck(self.module, loss, weights, averaged=self._averages)

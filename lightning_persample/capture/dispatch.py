@@ -53,7 +53,7 @@ from lightning_persample.capture.collector import Collector, Means, Part
 from lightning_persample.capture.contributions import Use
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.fused import fused_call
-from lightning_persample.capture.graph import REENTRANT, Takers, boundary, on_gradient, reaches, unseen_text
+from lightning_persample.capture.graph import REENTRANT, Takers, boundary, on_arrival, on_gradient, reaches, unseen_text
 from lightning_persample.capture.observing import Answer, ObservingMode, decomposed
 from lightning_persample.capture.plan import (
     PLANS,
@@ -520,7 +520,7 @@ class Dispatcher(Collector):
             if self.accepting and grad.layout == torch.strided:
                 weight.arrived = grad.detach().clone()
 
-        tensor.register_hook(guard(arrive, self.fail))
+        on_arrival(tensor, arrive, self.fail)
 
     def _derive(
         self,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.capture.failure import guard
 from lightning_persample.torch_internals import AccumulateGrad, counted_from_front, is_view, view_base
@@ -201,7 +202,7 @@ def on_gradient(output: Tensor, hook: Callable[[Tensor], None], failed: Callable
     hooked = hooked_tensor(output)
     node, place = hooked.grad_fn, hooked.output_nr
     if node is None:
-        hooked.register_hook(guard(hook, failed))
+        on_arrival(hooked, hook, failed)
         return
 
     def before_node(grads: Sequence[Tensor | None]) -> None:
@@ -210,6 +211,14 @@ def on_gradient(output: Tensor, hook: Callable[[Tensor], None], failed: Callable
             hook(grad)
 
     node.register_prehook(guard(before_node, failed))
+
+
+def on_arrival(
+    tensor: Tensor, hook: Callable[[Tensor], object], failed: Callable[[Exception], object]
+) -> RemovableHandle:
+    """Call the hook with the gradient of a leaf or a loss, if it gets one: a custom function may hand on None."""
+    guarded = guard(hook, failed)
+    return tensor.register_hook(lambda grad: None if grad is None else guarded(grad))
 
 
 def hooked_tensor(output: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from lightning_persample.batch_axis.batch import BatchLayout, Layout, declared_p
 from lightning_persample.batch_axis.observed import tensors_in
 from lightning_persample.capture.dispatch import Dispatcher
 from lightning_persample.capture.failure import fault_of, guard, run_all, stop
+from lightning_persample.capture.graph import on_arrival
 from lightning_persample.capture.observing import ObservingMode, decomposed_backward
 from lightning_persample.capture.parameters import (
     ShardedParameters,
@@ -269,7 +270,7 @@ class Capture:
         if not self._fault:
             guard(self._dispatcher.check_reduction, self._fail)([loss], [None], self._weighting)
         if loss.requires_grad:
-            self._handles.append(loss.register_hook(guard(self._keep_scale, self._fail)))
+            self._handles.append(on_arrival(loss, self._keep_scale, self._fail))
 
     @property
     def weights(self) -> Tensor | None:
@@ -420,8 +421,8 @@ class Capture:
         finally:
             self._depth -= 1
             if not self._fault:
-                self._see_calls()
                 self._dispatcher.frees = self._dispatcher.accepting = False
+                guard(self._see_calls, self._fail)()
         guard(self._after, self._fail_at_end)(args, kwargs)
         return result
 

@@ -20,6 +20,7 @@ from lightning_persample.capture.collector import Collector
 from lightning_persample.capture.contributions import ByRule
 from lightning_persample.capture.dispatch import Dispatcher
 from lightning_persample.capture.failure import guard, in_smaller_chunks
+from lightning_persample.capture.graph import on_arrival
 from lightning_persample.capture.weight import Computation, Weight
 from lightning_persample.errors import PerSampleError, UnsupportedError
 from lightning_persample.gradients import SampleGradient
@@ -288,13 +289,13 @@ class WatchedParameters:
                 self._dispatcher.kept.add(name)
             if ours is not None:
                 ours.remove()
-            self._handles[name] = parameter.register_hook(self._noting(name))
+            self._handles[name] = self._note_arrival(parameter, name)
 
     def adopt(self, name: str, tensor: Tensor) -> Weight:
         """Take another tensor for a parameter, too: the one that a sharded module holds while its forward runs."""
         weight = self.weights[name]
         self._dispatcher.marks[tensor] = weight
-        self._adopted.append(tensor.register_hook(self._noting(name)))
+        self._adopted.append(self._note_arrival(tensor, name))
         return weight
 
     def trainable(self) -> dict[str, int]:
@@ -332,8 +333,8 @@ class WatchedParameters:
         self._handles.clear()
         self._adopted.clear()
 
-    def _noting(self, name: str) -> Callable[[Tensor], None]:
-        return guard(partial(self._note, name), self._dispatcher.fail)
+    def _note_arrival(self, tensor: Tensor, name: str) -> RemovableHandle:
+        return on_arrival(tensor, partial(self._note, name), self._dispatcher.fail)
 
     def _note(self, name: str, grad: Tensor) -> None:
         if self._dispatcher.accepting:

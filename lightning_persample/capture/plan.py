@@ -37,7 +37,14 @@ from lightning_persample.capture.contributions import (
     placement_of,
 )
 from lightning_persample.capture.failure import guard, in_smaller_chunks
-from lightning_persample.capture.graph import boundary, detached, gradient_reader, hooked_tensor, on_gradient
+from lightning_persample.capture.graph import (
+    boundary,
+    detached,
+    gradient_reader,
+    hooked_tensor,
+    on_arrival,
+    on_gradient,
+)
 from lightning_persample.capture.weight import Computation, Contributions, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options
@@ -403,7 +410,7 @@ class Report:
             return
         node = hooked[0].grad_fn
         if node is None:
-            hooked[0].register_hook(guard(lambda grad: self.contribute((grad,)), self.failed))
+            on_arrival(hooked[0], lambda grad: self.contribute((grad,)), self.failed)
         else:  # after all hooks of the user's that may change the gradient
             self.place = hooked[0].output_nr
             node.register_prehook(guard(self.contribute, self.failed))

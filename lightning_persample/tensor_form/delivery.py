@@ -110,8 +110,9 @@ class DeliveringDispatcher(Dispatcher):
             Delivery.current().expect(self, weight)
         Delivery.current().refuse(lost, reason)
 
-    def _gradient_arrived(self, target: Target, grad: Tensor) -> None:
-        Delivery.current().note(self, target, grad)
+    def _gradient_arrived(self, target: Target, grad: Tensor | None) -> None:
+        if grad is not None:  # (a custom function may hand on none)
+            Delivery.current().note(self, target, grad)
 
     def observe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a function and see the torch calls in it."""

@@ -129,6 +129,49 @@ def test_a_weight_used_by_a_custom_autograd_function() -> None:
     assert_missing(record_of(module, mean_of_squares, vectors()), module, {"w": text})
 
 
+class WithoutWeight(OwnMatmul):
+    """As a straight-through estimator that leaves its weight alone."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad @ ctx.saved_tensors[1].T, None
+
+
+@torch.overrides.wrap_torch_function(lambda x, weight: (x, weight))
+def without_weight(x: Tensor, weight: Tensor) -> Tensor:
+    return WithoutWeight.apply(x, weight)
+
+
+def made(weight: Tensor) -> Tensor:
+    """What weights alone have made, with a hook of the user's on it."""
+    double = 2 * weight
+    double.register_hook(lambda grad: grad)
+    return double
+
+
+WITHOUT_GRADIENT = {
+    "wrapped": (lambda m, x: without_weight(m.a(x), m.w), (4, 2)),
+    "derived": (lambda m, x: without_weight(m.a(x), made(m.w)), (4, 2)),
+    "op-of-no-entries": (
+        lambda m, x: (
+            m.a(x) + torch.ormqr(x.new_zeros(len(x), 0, 5), m.w, x.new_zeros(len(x), 0, 5)).sum((1, 2))[:, None]
+        ),
+        (B, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+def test_a_weight_that_autograd_hands_no_gradient_counts_as_unused(name: str) -> None:
+    forward, shape = WITHOUT_GRADIENT[name]
+    module = Model(forward, a=nn.Linear(6, 4), w=parameter(*shape))
+    for _ in range(2):
+        record = record_of(module, mean_of_squares, vectors())
+        assert module.w.grad is None
+        assert record.unused == ("w",)
+        assert (record.names, record.unsupported) == (("a.weight", "a.bias"), {})
+
+
 def test_a_custom_autograd_function_of_torch_calls_on_activations_is_exact() -> None:
     module, batch = two_layers(Square.apply), sequences()
     record = record_of(module, mean_of_squares, batch)
