@@ -222,11 +222,22 @@ class _Number:
         counts = self.counts[self.samples]
         if is_linear and self._is_rounding(weights - weights[0]) and bool((counts == counts[0]).all()):
             parts = self._parts_at(float(weights[0])) if int(counts[0]) == 1 else None  # (a mean may be written out)
-            return parts or self._parts_of_alone(splits == 1) or frozenset(), samples
+            alone = None if parts and self._takes_all() else self._parts_of_alone(splits == 1)
+            if alone is not None or self._takes_all() or self._is_separable(splits):
+                return parts or alone or frozenset(), samples
+            return None  # (which of a sample's entries are chosen is up to the others)
         if not self._is_separable(splits):
             return None
         parts = self._parts_of_alone(splits == 1)
         return None if parts is None and not is_linear else (parts, samples)
+
+    def _takes_all(self) -> bool:
+        """Whether a sample that has a part in it has one with all its entries."""
+        differing = [
+            owner.flatten() for owner, root in zip(self.owners, self.computed.roots, strict=True) if root.differs
+        ]
+        entries = torch.cat(differing).bincount(minlength=self.batch_size)
+        return torch.equal(entries[self.samples], self.counts[self.samples])
 
     def _is_linear(self) -> bool:
         """Whether its gradient is a constant around these values: it holds the weights of the entries."""
@@ -241,8 +252,11 @@ class _Number:
             moves = [((place.to(owner.device) >> bit) % 2 == 1)[owner] for owner in self.owners]
             drawn = [self._drawn(each) for each in self.values]
             larger = [each * (0.5 + 1.5 * r) + _STEP * (each == 0) for each, r in zip(self.values, drawn, strict=True)]
-            moved = [each + 3 * each.abs().max() * (r - 0.5) for each, r in zip(self.values, drawn, strict=True)]
-            for others, must_be_defined in ((larger, True), (moved, False)):
+            away = [3 * each.abs().max() * (0.5 + r) for each, r in zip(self.values, drawn, strict=True)]
+            above, below = (
+                [*map(move, self.values, away)] for move in (torch.add, torch.sub)
+            )  # (and all ranks change)
+            for others, must_be_defined in ((larger, True), (above, False), (below, False)):
                 changes = self._changes([*map(torch.where, moves, others, self.values)])
                 if changes is None and must_be_defined:
                     return False

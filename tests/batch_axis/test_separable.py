@@ -167,6 +167,10 @@ CHOOSES = {
     "between": (2, lambda losses: losses[:6].quantile(0.5)),
     "third": (1, lambda losses: losses.kthvalue(3).values),
     "largest-until-the-last": (1, lambda losses: losses.cummax(0).values[-1]),
+    "maximum-that-keeps-its-axis": (1, lambda losses: losses.max(0, keepdim=True).values.sum()),
+    "minimum-over-every-axis": (1, lambda losses: torch.stack([losses, losses + 1], 1).amin((0, -1), True).squeeze()),
+    "largest-of-a-number-each": (1, lambda losses: losses.topk(1, -1, True, True).values.squeeze()),
+    "maximum-by-a-mask": (1, lambda losses: torch.masked.amax(losses, 0, mask=losses.detach() > 0)),
 }
 
 
@@ -184,6 +188,30 @@ def test_samples_that_are_chosen_have_their_gradients_and_the_others_none(name: 
     expected = loop(module, lambda m, x: losses_of(m, x).sum(), (batch,))
     for parameter, values in record.grad_samples.items():
         torch.testing.assert_close(values, expected[parameter][places], rtol=1e-9, atol=1e-12)
+
+
+ENTRIES_CHOSEN = {
+    "largest": lambda z: z.amax(0).sum(),
+    "smallest": lambda z: z.min(0).values.mean(),
+    "sorted": lambda z: z.sort(0, descending=True).values[0].sum(),
+    "middle": lambda z: z.median(0).values.sum(),
+    "quantile": lambda z: z.quantile(0.5, 0).sum(),
+    "hardest-of-all": lambda z: z.flatten().topk(len(z)).values.mean(),
+    "stacked": lambda z: torch.stack(list(z.unbind())).amax(0).sum(),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES_CHOSEN)
+def test_entries_of_a_sample_that_are_chosen_beside_those_of_others_are_named(name: str) -> None:
+    """Also where as many of each sample are chosen: which ones is up to the others."""
+    module, choose = nn.Linear(5, 5), ENTRIES_CHOSEN[name]
+    for _ in range(10):
+        largest = torch.eye(5)[torch.randperm(5)]
+        batch = (4 * (largest + 2 * largest.roll(1, 0) * (name in ("middle", "quantile"))) + torch.rand(5, 5)).roll(1)
+        module.weight.data, module.bias.data = torch.eye(5), torch.zeros(5)
+        for reduction in ("sum", "mean"):
+            record = record_of(module, lambda m, x: choose(m(x)), batch, loss_reduction=reduction)
+            assert (*record.mixing, *record.axis_lost) != ()
 
 
 MIXES = {

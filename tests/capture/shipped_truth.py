@@ -7,7 +7,7 @@ knowledge of the engine, and none of the op, enters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,8 @@ def _truth(trial: Trial) -> Truth:
     found = [_owned_by_experiment(part) for part in depends]
     owned = [each for each in found if each is not None]
     if len(owned) != len(outputs):
-        return Truth("mixing")
+        chosen = _chosen(trial, module)
+        return Truth("mixing") if chosen is None else _of_chosen(trial, module, outputs, names, chosen)
     parts = [_by_mask(trial, module, outputs, owned, index) for index in range(-1, trial.batch_size)]
     outside = frozenset(name for name, grad in zip(names, parts[0], strict=True) if bool(grad.any()))
     return Truth("rows", "whole batch", _stacked(names, parts[1:]), outside, _owners(owned))
@@ -117,28 +118,55 @@ def _truth_of_number(
                 return Truth(kind, "loop", gradients, samples=tuple(range(trial.batch_size)))
     chosen = _chosen(trial, module)
     if chosen is not None:
-        nothing = [torch.zeros_like(p) for p in module.parameters()]
-        parts = [_gradients(whole, module) if index == chosen else nothing for index in range(trial.batch_size)]
-        return Truth("sum", "whole batch", _stacked(names, parts), samples=(chosen,))
+        return replace(_of_chosen(trial, module, [whole], names, chosen), kind="sum")
     return Truth("unknown" if _adds_up(trial, module) else "mixing")
 
 
+def _of_chosen(trial: Trial, module: nn.Module, outputs: list[Tensor], names: Sequence[str], chosen: int) -> Truth:
+    """All outputs are of one sample: by a loop, which has this one alone in it, where that gives the same."""
+    try:
+        alone = trial.outputs(module, trial.sample(trial.tensors(), chosen))
+    except REJECTED:
+        alone = []
+    reference = "loop" if _same_values(alone, outputs) else "whole batch"
+    found = _gradients(trial.loss(alone if reference == "loop" else outputs), module)
+    nothing = [torch.zeros_like(p) for p in module.parameters()]
+    parts = [found if index == chosen else nothing for index in range(trial.batch_size)]
+    return Truth("rows", reference, _stacked(names, parts), samples=(chosen,))
+
+
+def _same_values(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    same_shapes = [each.shape for each in some] == [each.shape for each in others]
+    return same_shapes and all(torch.equal(*pair) for pair in zip(some, others, strict=True))
+
+
 def _chosen(trial: Trial, module: nn.Module) -> int | None:
-    """The sample whose own number a call over the batch gives, as a maximum does; None where it is of several."""
+    """The sample whose own numbers a call over the batch gives, as a maximum does; None where they are of several."""
     batch = trial.tensors()
-    if not all(tensor.requires_grad for tensor in batch):
+    outputs = trial.outputs(module, batch)
+    varied = [tensor for tensor in batch if tensor.requires_grad]
+    live = [output for output in outputs if output.requires_grad]
+    if not varied or len(live) < len(outputs):
         return None
-    number = trial.outputs(module, batch)[0]
-    found = torch.autograd.grad(number, batch, allow_unused=True)
+    found = torch.autograd.grad([output.sum().abs() for output in live], varied, allow_unused=True)
     pairs = [(g, index) for g in found if g is not None for index in range(trial.batch_size)]
     samples = {index for g, index in pairs if bool(g.narrow(trial.batch_dim, index, 1).any())}
     if len(samples) != 1:
         return None
-    near = [tensor.detach() * (1 + 1e-9 * torch.rand_like(tensor)) for tensor in batch]
+    (chosen,) = samples
+    near = [
+        tensor.detach() * (1 + 1e-9 * torch.rand_like(tensor)) if tensor.requires_grad else tensor for tensor in batch
+    ]
     for tensor, before in zip(near, batch, strict=True):
-        for sample in samples:
-            tensor.narrow(trial.batch_dim, sample, 1).copy_(before.detach().narrow(trial.batch_dim, sample, 1))
-    return next(iter(samples)) if torch.equal(trial.outputs(module, near)[0], number) else None
+        tensor.narrow(trial.batch_dim, chosen, 1).copy_(before.detach().narrow(trial.batch_dim, chosen, 1))
+    if not _same_values(trial.outputs(module, near), outputs):
+        return None
+    if len(varied) == len(batch):
+        return chosen
+    try:  # what cannot be changed a little must not decide: the sample alone gives the same
+        return chosen if _same_values(trial.outputs(module, trial.sample(batch, chosen)), outputs) else None
+    except REJECTED:
+        return None
 
 
 def _batches(trial: Trial) -> Iterator[list[Tensor]]:

@@ -62,13 +62,15 @@ def judge(trial: Trial, loss_reduction: str, tolerance: float | None = None) -> 
             grads, loss = _plain(trial, loss_reduction, by_call=False)
         except REJECTED as error:
             return Verdict("no call", detail=f"torch raises {type(error).__name__}")
+        if not grads:
+            return Verdict("undecided", detail="no gradient")
         known = truth(trial)
         number = known.kind in ("sum", "mean")
         reduction = known.kind if number else loss_reduction
         if number:
             grads, loss = _plain(trial, reduction, by_call=True)
-        if not grads or not all(bool(g.isfinite().all()) for g in [*grads.values(), *known.gradients.values()]):
-            return Verdict("undecided", detail="no gradient, or not finite")
+        if not all(bool(g.isfinite().all()) for g in [*grads.values(), *known.gradients.values()]):
+            return Verdict("undecided", detail="a gradient is not finite")
         try:
             record, seen, seen_loss = _observed(trial, reduction, by_call=number)
         except Exception as error:  # (whatever it is, the plain call does not raise it)
