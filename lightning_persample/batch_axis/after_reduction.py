@@ -315,7 +315,7 @@ def _terms(call: ObservedCall, followed: Followed) -> _Terms:
         return _together(term for _, terms in found for term in terms)
     if len(found) > 1 or call.inplace or followed.weighting is not None:
         return ()
-    if call.op in ("sum", "mean") and size == 1:
+    if call.op in ("sum", "mean") and size == 1 and first.numel():
         return _multiplied(call, terms, 1 / first.numel() if call.op == "mean" else 1.0)
     if _scales(call) and not _meets_a_weight(call):
         beside = set(_factors(call) or ())

@@ -173,7 +173,7 @@ add_ops("transform", "", """
     """)
 add_ops("nested", "", "_nested_get_values nested_to_padded_tensor to_padded_tensor")
 add_ops("segments", "", "segment_reduce")
-add_ops("scattered", "", "as_strided_scatter bincount histc")
+add_ops("scattered", "", "_unsafe_masked_index_put_accumulate as_strided_scatter bincount histc")
 
 # Products.
 add_ops("dot", "sums", "dot inner vdot")

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, reshaped, row_owners
+from lightning_persample.batch_axis.axis import (
+    BatchAxis,
+    Lost,
+    by_entries,
+    entry_owners,
+    picked,
+    reshaped,
+    row_owners,
+)
 from lightning_persample.batch_axis.base import (
     Followed,
     alone,
@@ -77,18 +85,15 @@ def _follow_strided(call: ObservedCall) -> Followed:
     size, stride, offset = (call.argument(*each) for each in ((1, "size"), (2, "stride"), (3, "storage_offset")))
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return lost(call, "reads a tensor that has gaps in memory", mixes=None)
-    owners = row_owners(axis, call.batch_size, tensor.device)
-    entries = torch.empty_strided(tensor.shape, tensor.stride(), dtype=owners.dtype, device=tensor.device)
-    entries.copy_(owners.reshape(-1, *[1] * (tensor.dim() - axis.dim - 1)).expand(tensor.shape))
+    entries = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.int64, device=tensor.device)
+    entries.copy_(entry_owners(axis, tensor.shape, call.batch_size, tensor.device))
     start = 0 if offset is None else offset - tensor.storage_offset()
     if start < 0 or start + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) >= tensor.numel():
         return lost(call, "reads beyond the tensor", mixes=None)
-    entries = entries.as_strided(size, stride, start)
-    for dim in range(entries.dim()):
-        rows = entries.movedim(dim, 0).flatten(1)
-        if torch.equal(rows, rows[:, :1].expand_as(rows)):
-            return _rows(call, axis, dim, rows[:, 0])
-    return lost(call, "puts entries of several samples side by side along every axis", mixes=None)
+    place = by_entries(entries.as_strided(size, stride, start), call.batch_size, axis.mixing)
+    if place is None:
+        return lost(call, "puts entries of several samples side by side along every axis", mixes=None)
+    return keep(call, place)
 
 
 @propagation_rule("repeat", by_layout=True)
@@ -212,6 +217,8 @@ def _rows(call: ObservedCall, axis: BatchAxis, dim: int, owners: Tensor) -> Foll
 @propagation_rule("split", by_layout=True)
 def _follow_split(call: ObservedCall) -> Followed:
     tensor, axis = call.located[0]
+    if tensor is not call.argument(0, "input", "self") or len(call.located) + len(call.lost) > 1:
+        return lost(call, "splits at places that numbers of the batch say", mixes=crossed(call))
     dim = int(call.argument(2, "dim", default=0)) % tensor.dim()
     if dim != axis.dim:
         return keep(call, axis)

@@ -100,6 +100,8 @@ KEPT: dict[str, Change] = {
     "last-token-of-each": lambda x: x[torch.arange(3), torch.tensor([1, 3, 0])],
     "tokens-of-chosen-samples": lambda x: x[torch.tensor([2, 0]), torch.tensor([1, 3])],
     "flipped-along-nothing": lambda x: x.flip(()),
+    "read-from-memory-in-one-axis": lambda x: x.as_strided((3,), (8,), 1),
+    "read-from-memory-in-two-axes": lambda x: x.as_strided((4, 3), (2, 8)),
     "flipped": lambda x: x.flip(0),
     "rolled": lambda x: x.roll(1, 0),
     "repeated-unequally": lambda x: x.repeat_interleave(torch.tensor([2, 0, 1]), 0),
@@ -134,6 +136,20 @@ LOST: dict[str, tuple[Change, str]] = {
     "rolled-over-batch-by-unknown-op": (
         lambda x: x.rot90(2, (0, 1)),
         "`rot90` gives a sample another value",
+    ),
+    "split-where-the-batch-says": (
+        lambda x: torch.zeros(5, 2).tensor_split(x[:, 0, 0].abs().long())[0],
+        "`tensor_split` splits at places that numbers of the batch say",
+    ),
+    "split-where-another-sample-says": (
+        lambda x: x.tensor_split(x[:, 0, 0].abs().long(), 1)[0],
+        "`tensor_split` splits at places that numbers of the batch say",
+    ),
+    "written-by-indices-that-are-clamped": (
+        lambda x: torch._unsafe_masked_index_put_accumulate(
+            torch.zeros(3, 2), torch.ones(3, 2).bool(), [x[:, :1, 0].long() * 0, torch.arange(2)[None]], x[:, 0]
+        ),
+        "`_unsafe_masked_index_put_accumulate` gathers entries across the batch",
     ),
     "transformed-over-batch": (lambda x: torch.fft.fft(x, dim=0).real, "`fft_fft` works along the batch axis"),
 }

@@ -89,6 +89,9 @@ PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "each-sample-by-its-number": lambda z, x: torch.stack(
         [F.mse_loss(z[i], x[i, :1]) * z[i].exp().sum() for i in range(len(z))]
     ).mean(),
+    "each-sample-by-a-mean-of-none-for-some": lambda z, x: torch.stack(
+        [z[i][int(targets(x)[i]) :].square().mean().nan_to_num() for i in range(len(z))]
+    ).mean(),
     "joined-again": lambda z, x: torch.cat([z[i].sigmoid() for i in range(len(z))]).square().mean(),
     "shuffled-in-a-loop": lambda z, x: torch.stack([z[i] for i in reversed(range(len(z)))]).square().mean(),
     "a-number-of-its-own": lambda z, x: sum(z[i, targets(x)[i] * 0].square() for i in range(len(z))) / len(z),

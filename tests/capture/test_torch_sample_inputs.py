@@ -108,8 +108,11 @@ def test_along_every_axis_of_more_inputs(name: str) -> None:
     assert_none_wrong(verdicts(name, 20, forms=name in RULED, every_axis=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+# They choose among the samples, give places or numbers of them, or are given these.
+CHOOSING = ("amin", "topk", "argmax", "bucketize", "tensor_split", "as_strided")
+
+
+@pytest.mark.parametrize("name", [n if n in CHOOSING else pytest.param(n, marks=pytest.mark.slow) for n in OTHERS])
 def test_every_other_op_of_torch(name: str) -> None:
     assert_none_wrong(verdicts(name, 6))
 
