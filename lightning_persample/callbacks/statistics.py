@@ -12,14 +12,18 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_persample.callbacks.optimizer_steps import entries, is_distributed, local
 from lightning_persample.capture.record import PerSampleRecord, group_name
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.metrics import GradientDiversity, GradientNoiseScale, PerSampleNorm
 from lightning_persample.metrics.functional import cosine_to_mean, ratio_of_sums, statistics_of_values
 from lightning_persample.metrics.steps import MeanOverSteps
-from lightning_persample.torch_internals import hooks_after_accumulation, parameters_and_buffers, version_counter
+from lightning_persample.torch_internals import (
+    hooks_after_accumulation,
+    local_part,
+    parameters_and_buffers,
+    version_counter,
+)
 
 _OF_MEAN = 5  # whether the mean is known, the factor, the samples, their share, the parameters that count
 _HEAD = 8  # and whether ``.grad`` is the gradient of the loss, times what, and this process's share of its squared norm
@@ -172,7 +176,7 @@ class MeanGradient:
         total = _sq_norms(grads.values()).sum()
         cosines = []
         for record in self._records:
-            vectors = {name: local(grads[name]).to_dense() for name in record.names if name in grads}
+            vectors = {name: grads[name].detach().to_dense() for name in record.names if name in grads}
             if vectors and self._factor is not None:
                 dots = record.dot(vectors).to(total.device) * self._factor.sign().to(total.device)
                 cosines.append(cosine_to_mean(dots, record.norms().square(), total))
@@ -188,7 +192,7 @@ class MeanGradient:
                 if name in record.square_sums
             ]
             if squares and self._factor is not None:
-                sums = local(grad).to_dense().double() / self._factor.to(grad.device).double()
+                sums = local_part(grad).detach().to_dense().double() / self._factor.to(grad.device).double()
                 wide = torch.stack([each.double() for each in squares]).sum(0) / (self._share or 1.0)
                 eps = torch.finfo(squares[0].dtype).eps
                 ratios[name] = ratio_of_sums(sums, wide, wide.new_tensor(self._samples), eps).flatten()
@@ -241,6 +245,17 @@ def _sq_norms(grads: Collection[Tensor]) -> Tensor:
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [norm.to(device, wide) for norm in norms]
     return torch.stack(norms).to(wide).square()
+
+
+def is_distributed(grad: Tensor) -> bool:
+    """Whether a gradient is spread over devices."""
+    return hasattr(grad, "placements")
+
+
+def entries(grad: Tensor) -> Tensor:
+    """The entries that are stored here, those of a sparse gradient each once: a tensor of the same norms."""
+    own = local_part(grad).detach()
+    return own.coalesce().values() if own.is_sparse else own
 
 
 def _copies(grads: Iterable[Tensor], processes: int) -> list[int]:

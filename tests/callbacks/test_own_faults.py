@@ -24,7 +24,6 @@ from lightning_persample.callbacks import (
     manual,
     monitor,
     observed_step,
-    optimizer_steps,
     reports,
     rows,
     sample_index,
@@ -101,7 +100,7 @@ AUTOMATIC: list[Callable[..., Any]] = [
     plan.Report.contribute,
 ]
 MANUAL: list[Callable[..., Any]] = [
-    optimizer_steps.GradientOrigins.look,
+    manual.GradientOrigins.look,
     manual.ManualStep.__init__,
     manual.ManualStep._after,
     manual.ManualStep._before,
