@@ -12,12 +12,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_persample.batch_axis.observed import tensors_in
 from lightning_persample.batch_axis.ops import POINTWISE
 from lightning_persample.capture.contributions import wrong_answer
 from lightning_persample.capture.mode import expanded_weights
+from lightning_persample.capture.observing import ObservingMode
 from lightning_persample.capture.parameters import default_tolerance
 from lightning_persample.errors import OptionError, PerSampleError, RuleRegistrationError, UnsupportedError
 from lightning_persample.gradients import Dense, SampleGradient
@@ -211,13 +211,19 @@ _Finding: TypeAlias = tuple[float, _Status, str]
 
 
 class _RuleCall:
-    """A call of a rule that can be repeated, with the weights that are `asked` for, in one precision."""
+    """A call of a rule that can be repeated, in one precision, for the weights of which gradients are `expected`."""
 
     def __init__(
-        self, example: _ExampleCall, samples: _Samples, asked: tuple[str, ...], dtype: torch.dtype, *, strided: bool
+        self,
+        example: _ExampleCall,
+        samples: _Samples,
+        expected: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        tolerance: float,
+        *,
+        strided: bool,
     ) -> None:
-        self.rule = example.rule
-        self.asked = asked
+        self.rule, self.expected, self.tolerance = example.rule, expected, tolerance
         self.batch_size = samples.count
         self._lay = _strided if strided else torch.clone
         rank = samples.output_grads[0].dim() if self.rule.op in POINTWISE else 0
@@ -226,28 +232,31 @@ class _RuleCall:
             aligned = align_rank(tensor, rank) if tensor.dim() < rank else tensor
             self.values[name] = _like(aligned, dtype)
         self.grads = tuple(self._lay(_like(grad, dtype)) for grad in samples.output_grads)
-        reads_output = self.rule.reads_output and samples.output is not None
-        self.output = self._lay(_like(samples.output, dtype)) if reads_output and samples.output is not None else None
+        output = samples.output if self.rule.reads_output else None
+        self.output = None if output is None else self._lay(_like(output, dtype))
+        # The tensors among the arguments that the rule has not declared to read.
+        self.held_back = {n for n, v in self.values.items() if isinstance(v, Tensor) and not self.rule.is_read(n)}
 
-    @property
-    def held_back(self) -> frozenset[str]:
-        """The tensors among the arguments that the rule has not declared to read."""
-        return frozenset(n for n, v in self.values.items() if isinstance(v, Tensor) and not self.rule.is_read(n))
+    def undeclared(self, severity: int) -> tuple[str, ...]:
+        """Names of the arguments without whose values, of which none are promised, the rule does worse."""
+        least = _severity(self.compare(self.held_back)) if severity else 0
+        if least >= severity:
+            return ()
+        needed = [name for name in self.held_back if _severity(self.compare(self.held_back - {name})) > least]
+        return tuple(sorted({name.split("[")[0] for name in needed}))
 
-    def compare(
-        self, expected: Mapping[str, Tensor], tolerance: float, given: frozenset[str] = frozenset()
-    ) -> dict[str, _Finding]:
-        """Call the rule and compare."""
-        arguments: dict[str, Any] = {}
+    def compare(self, given: Collection[str] = ()) -> dict[str, _Finding]:
+        """Call the rule and compare; some arguments are `given` although the rule has not declared to read them."""
+        expected, arguments = self.expected, dict[str, Any]()
         for name, value in self.values.items():
             if name not in self.held_back or name in given:
                 arguments[name] = self._lay(value) if isinstance(value, Tensor) else value
-            elif name in self.asked:
+            elif name in expected:
                 arguments[name] = value.to("meta")
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         tensors |= {f"grad_output[{place}]": grad for place, grad in enumerate(self.grads)}
         versions = {name: version_counter(tensor) for name, tensor in tensors.items()}
-        call = Call(self.batch_size, arguments, frozenset(self.asked), output=self.output)
+        call = Call(self.batch_size, arguments, frozenset(expected), output=self.output)
         try:
             with torch.no_grad():
                 found: Any = self.rule.function(call, self.grads if self.rule.several_outputs else self.grads[0])
@@ -264,7 +273,7 @@ class _RuleCall:
                 is_there = isinstance(found, Mapping) and name in found
                 findings[name] = (math.nan, "differs" if is_there else "missing", f"the rule {wrong}")
             else:
-                findings[name] = _compared(found[name], rows, tolerance)
+                findings[name] = _compared(found[name], rows, self.tolerance)
         return findings
 
 
@@ -557,10 +566,10 @@ class _Check:
         asked = self.example.weights if asked is None else asked
         expected = {name: value for name, value in self.example.loop(samples).items() if name in asked}
         dtype = self.dtypes[0] if dtype is None else dtype
-        call = _RuleCall(self.example.in_precision(dtype), samples, asked, dtype, strided=strided)
-        allowed = self._allowed(dtype)
-        findings = call.compare(expected, allowed)
-        needed = self._undeclared(call, expected, allowed, _severity(findings))
+        example, allowed = self.example.in_precision(dtype), self._allowed(dtype)
+        call = _RuleCall(example, samples, expected, dtype, allowed, strided=strided)
+        findings = call.compare()
+        needed = call.undeclared(_severity(findings))
         if needed:
             reason = (
                 f"the rule reads {', '.join(needed)}, of which it is promised no values: register it with "
@@ -569,17 +578,6 @@ class _Check:
             findings = {n: f if f[1] == "agrees" else (f[0], f[1], reason) for n, f in findings.items()}
         text = f"{samples.text}, {note}" if note else samples.text
         self.checks += [RuleCheck(text, name, *finding) for name, finding in findings.items()]
-
-    def _undeclared(
-        self, call: _RuleCall, expected: Mapping[str, Tensor], allowed: float, severity: int
-    ) -> tuple[str, ...]:
-        """Names of the arguments without whose values, of which none are promised, the rule does worse."""
-        given = call.held_back
-        least = _severity(call.compare(expected, allowed, given)) if severity else 0
-        if least >= severity:
-            return ()
-        needed = [name for name in given if _severity(call.compare(expected, allowed, given - {name})) > least]
-        return tuple(sorted({name.split("[")[0] for name in needed}))
 
     def _through_the_engine(self, samples: _Samples) -> None:
         """Call the op inside `expanded_weights` and compare the record."""
@@ -632,17 +630,15 @@ class _Check:
             self.checks.append(RuleCheck(text, name, *finding))
 
     def _why_not_found(self) -> str:
-        seen: list[Callable[..., Any]] = []
+        ops: dict[Callable[..., Any], None] = {}
 
-        class Listening(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                seen.append(func)
-                return func(*args, **(kwargs or {}))
+        def note(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            ops[canonical_op(function)] = None
+            return function(*args, **kwargs)
 
         leaves = self.example.leaves()
-        with Listening():
+        with ObservingMode(note).active():
             self.example.run(leaves)
-        ops = list(dict.fromkeys(canonical_op(function) for function in seen))
         if self.rule.op in ops:
             return (
                 "the rule is never asked, although torch shows the call: the op was called in a way that `arguments`, "
