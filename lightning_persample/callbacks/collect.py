@@ -13,21 +13,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning import __version__ as lightning_version
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch import __version__ as torch_version
 
 from lightning_persample.callbacks.base import name_of
 from lightning_persample.callbacks.checkpoints import Checkpoints, Source, requiring_gradients
-from lightning_persample.callbacks.collecting import (
-    Collection,
-    Kind,
-    Pass,
-    SamplesOnce,
-    Storing,
-    WritesInAnyCase,
-    made_for,
-)
+from lightning_persample.callbacks.collecting import Collection, Kind, Pass, SamplesOnce, Storing, made_for
 from lightning_persample.callbacks.lightning_internals import borrowed, is_a, is_lightning_module, quiet_trainer
 from lightning_persample.callbacks.rows import layout_of
 from lightning_persample.capture.parameters import is_sharded
@@ -212,10 +204,22 @@ def collect_gradients(
         rows_per_shard=rows_per_shard,
         overwrite=overwrite,
     )
-    run_pass(asked, trainer, Storing, [WritesInAnyCase()])
+    run_pass(asked, trainer, Storing, [_WritesInAnyCase()])
     store = GradientStore(folder, partial=True)
     common.samples.check_complete(store.rows, len(common.checkpoints))
     return store
+
+
+class _WritesInAnyCase(Callback):
+    """Writes what was collected before an error: the next call goes on behind it."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the rows that wait."""
+        if isinstance(pl_module, Storing):
+            try:
+                pl_module.write()
+            finally:
+                pl_module.lock.release()
 
 
 def checked_pass(

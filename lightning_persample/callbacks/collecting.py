@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 
 from lightning_persample.batch_axis.batch import count_samples, with_samples_at
 from lightning_persample.callbacks.checkpoints import Checkpoints, Direction, adam_directions, fingerprint_of_data
-from lightning_persample.callbacks.lightning_internals import is_lightning_module, lightning_module_for
+from lightning_persample.callbacks.lightning_internals import is_lightning_module, lightning_module_for, loss_scale
 from lightning_persample.callbacks.rows import opened, values_of
 from lightning_persample.callbacks.sample_index import PASS_INDEX, TaggedLoader, checked_index, last_drawn, why_no_keys
 from lightning_persample.callbacks.second_pass import muted
@@ -289,8 +289,6 @@ class Passing(_Base):
         """The record of the wanted samples, by their places (m,), and what the loss was taken from."""
         asked, batch = self._asked, fetched.batch
         reduction = asked.capture["loss_reduction"]
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
         capture = expanded_weights(
             self.module,
             view,
@@ -309,7 +307,7 @@ class Passing(_Base):
                 else:
                     capture.attach_loss(loss)
                 with torch.autocast(loss.device.type, enabled=False):
-                    capture.backward_into_record(loss * scale)
+                    capture.backward_into_record(loss * loss_scale(self.trainer, size))
             self._check(capture.record)
             yield capture.record, outputs
         finally:
@@ -538,15 +536,3 @@ def made_for(trainer: Trainer, kind: type[Kind]) -> type[Kind]:
     """The class of a module that a Trainer predicts with: Trainers of `pytorch_lightning` take no other modules."""
     base = lightning_module_for(trainer)
     return Collecting if (kind, base) == (Storing, LightningModule) else type(kind.__name__, (kind, base), {})
-
-
-class WritesInAnyCase(Callback):
-    """Writes what was collected before an error: the next call goes on behind it."""
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the rows that wait."""
-        if isinstance(pl_module, Storing):
-            try:
-                pl_module.write()
-            finally:
-                pl_module.lock.release()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_persample.batch_axis.axis import Lost
 from lightning_persample.batch_axis.batch import BatchLayout
+from lightning_persample.callbacks.lightning_internals import loss_scale
 from lightning_persample.callbacks.observed_step import SampleChoice, SumCheck
 from lightning_persample.callbacks.second_pass import NoLossError, second_pass
 from lightning_persample.capture.failure import in_smaller_chunks
@@ -42,10 +43,6 @@ NOT_ONE_BY_ONE = (
     "The loss of the batch is not made of the losses of its samples as loss_reduction says (samples that weigh "
     "otherwise, samples that influence each other as in batch normalization, a term that belongs to no sample), or the "
     "batch is cut otherwise than its data lie"
-)
-NOT_COMPARED = (
-    "could not be compared with the gradient of the batch, because training_step draws random numbers: where samples "
-    "influence each other or weigh otherwise than loss_reduction says, the values are not those of the training step"
 )
 
 _CHECKPOINT = (
@@ -127,7 +124,7 @@ class SecondEngine:
                 )
             bytes_each = sum(parameter.numel() * parameter.element_size() for parameter in self._trainable().values())
             chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
-        scale, run = self._loss_scale(size), self._vmap if engine == "vmap" else self._loop
+        scale, run = loss_scale(self._trainer, size), self._vmap if engine == "vmap" else self._loop
         with second_pass(self._trainer, self._module) as state, batch_statistics_explained(self._module):
             for start in range(0, len(collected.places), chunk):
                 samples = collected.places[start : start + chunk]
@@ -155,7 +152,7 @@ class SecondEngine:
 
     def _compare_sums(self, training_step: Callable[[Any], Any], batch: Any, collected: _Collected) -> None:
         """Compare the sums of a pass with the gradient of the batch, of which no parameter is given any."""
-        parameters, scale = self._trainable(), self._loss_scale(1)
+        parameters, scale = self._trainable(), loss_scale(self._trainer, 1)
         with second_pass(self._trainer, self._module) as state:
             loss = loss_of(training_step(batch))
             if not isinstance(loss, Tensor) or self.weights is None:
@@ -194,11 +191,6 @@ class SecondEngine:
             must = f"it must return a tensor of shape ({size},)"
             raise OptionError(f"loss_reduction returned {described(weights)}, but {must}")
         return weights.detach().cpu()
-
-    def _loss_scale(self, size: int) -> float:
-        """The factor that keeps gradients in half precision from vanishing, as in the training of one sample."""
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
 
 
 def why_no_record(engine: str, error: Exception) -> PerSampleError:

@@ -88,6 +88,12 @@ def window_continues(trainer: Trainer) -> bool:
     return trainer.fit_loop._should_accumulate()
 
 
+def loss_scale(trainer: Trainer, size: int) -> float:
+    """What keeps the gradients of single samples in half precision from vanishing, in a batch of `size` samples."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return 1.0 if scaler is None else max(1.0, scaler.get_scale() / size)
+
+
 prefix_of: Callable[[Any], str] = attrgetter("_prefix")  # of a logger, before each of its names
 
 BEFORE_ITERATORS = "_load_combined_loader_states"  # the method of a fit loop called right before iterators are made

@@ -23,14 +23,6 @@ from lightning_persample.errors import PerSampleError
 from lightning_persample.gradients.precision import without_autocast
 from lightning_persample.torch_internals import version_counter, without_torch_function
 
-NO_BACKWARD = (
-    "an optimizer stepped in training_step, but no backward pass that can be seen reached a trainable parameter in it: "
-    "this step is not reported"
-)
-OUTSIDE_STEP = (
-    "manual_backward was called outside of training_step: this backward has no record and is in no statistics; call it "
-    "in training_step"
-)
 _STEPS = "would step the optimizers, because in manual optimization training_step does"
 
 NOT_VERIFIED = (

@@ -32,13 +32,7 @@ from lightning_persample.callbacks.class_loss import (
     place_by_marks,
     place_in_batch,
 )
-from lightning_persample.callbacks.fallback import (
-    NOT_COMPARED,
-    NOT_ONE_BY_ONE,
-    SecondEngine,
-    SumsDifferError,
-    why_no_record,
-)
+from lightning_persample.callbacks.fallback import NOT_ONE_BY_ONE, SecondEngine, SumsDifferError, why_no_record
 from lightning_persample.callbacks.lightning_internals import (
     ObservedMethod,
     holds_compiled_code,
@@ -47,15 +41,7 @@ from lightning_persample.callbacks.lightning_internals import (
     skips_hooks,
     why_unsupported,
 )
-from lightning_persample.callbacks.manual import (
-    NO_BACKWARD,
-    NO_FALLBACK,
-    NOT_VERIFIED,
-    OUTSIDE_STEP,
-    ManualStep,
-    unseen,
-    why_not_manual,
-)
+from lightning_persample.callbacks.manual import NO_FALLBACK, NOT_VERIFIED, ManualStep, unseen, why_not_manual
 from lightning_persample.callbacks.observed_step import ObservedStep, SampleChoice, SumCheck
 from lightning_persample.callbacks.reports import Reports
 from lightning_persample.callbacks.sample_index import BatchIndices
@@ -89,6 +75,10 @@ def shared_capture(trainer: Trainer) -> SharedCapture | None:
 ONE_OF_SEVERAL = (
     "runs training_step on single samples, and where several data loaders draw unequal numbers of rows, a sample of "
     "one of them leaves the others without any"
+)
+_NOT_COMPARED = (
+    "could not be compared with the gradient of the batch, because training_step draws random numbers: where samples "
+    "influence each other or weigh otherwise than loss_reduction says, the values are not those of the training step"
 )
 _EACH_ITS_OWN = {"unsupported", "verify"}
 
@@ -328,7 +318,7 @@ class SharedCapture:
             self.end_batch()
         else:
             if self._falls_back and step.weights is not None and not self._averages:
-                self._second_check = SumCheck(self.module, loss, step.weights, averaged=self._averages)
+                self._second_check = SumCheck(self.module, loss, step.weights)
         return outputs
 
     def _optimized_manually(self, training_step: Callable[[], Any]) -> Any:
@@ -348,7 +338,12 @@ class SharedCapture:
         self._sums_differ = step.sums_differ
         step.capture.close()
         if not step.capture.records and stepped:
-            self.reports.report(UnsupportedError(NO_BACKWARD))
+            self.reports.report(
+                UnsupportedError(
+                    "an optimizer stepped in training_step, but no backward pass that can be seen reached a trainable "
+                    "parameter in it: this step is not reported"
+                )
+            )
         return outputs
 
     def at_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -360,7 +355,12 @@ class SharedCapture:
         if not self._methods or self._manual is None:
             outside = self.trainer.training and not self._in_training_step
             if self._methods and outside and not self.reports.has_said_fault:
-                self.reports.report(UnsupportedError(OUTSIDE_STEP))
+                self.reports.report(
+                    UnsupportedError(
+                        "manual_backward was called outside of training_step: this backward has no record and is in no "
+                        "statistics; call it in training_step"
+                    )
+                )
             return manual_backward(*args, **kwargs)
         return self._manual.manual_backward(manual_backward, *args, **kwargs)
 
@@ -373,7 +373,7 @@ class SharedCapture:
             self._refuse_second(str(record))
             return training_step()
         if sums and self._second.draws:
-            self.reports.warn(f"engine={self._engine!r} {NOT_COMPARED}")
+            self.reports.warn(f"engine={self._engine!r} {_NOT_COMPARED}")
         note = self._note_of_class_losses(self._place_in_batch)
         with nullcontext() if note is None else class_losses_noted(note):
             outputs = training_step()
@@ -551,7 +551,7 @@ class SharedCapture:
                 continue
             self._engine, self._second_is_compared = engine, True
             if self._second.draws:
-                failures += f"; engine={engine!r} {NOT_COMPARED}"
+                failures += f"; engine={engine!r} {_NOT_COMPARED}"
             self.reports.warn(
                 f"{missing}\nFrom this step on, captured steps use engine={engine!r}, an extra pass over the "
                 f"batch{failures}"
