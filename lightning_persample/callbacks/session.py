@@ -150,15 +150,12 @@ class SharedCapture:
             if self._verify:
                 self._verify = False
                 self.reports.report(UnsupportedError(NOT_VERIFIED))
+        observed = partial(ObservedMethod, pl_module, failed=self._failed, is_live=self._is_live)
         is_resting = partial(getattr, self, "_is_resting")
-        runs: dict[str, tuple[Callable[..., Any], Callable[[], bool]]] = {
-            "training_step": (self._run_training_step, self._rests),
-            "backward": (self._run_backward, is_resting),
-            "manual_backward": (self._run_manual_backward, is_resting),  # a module may go over to it in the middle
-        }
-        self._methods = tuple(
-            ObservedMethod(pl_module, name, run, self._failed, self._is_live, rests)
-            for name, (run, rests) in runs.items()
+        self._methods = (
+            observed("training_step", self._run_training_step, rests=self._rests),
+            observed("backward", self._run_backward, rests=is_resting),
+            observed("manual_backward", self._run_manual_backward, rests=is_resting),  # a module may go over to it
         )
 
     def install(self) -> None:

@@ -140,9 +140,6 @@ class PerSampleMetric(Metric):
     ) -> None:
         self.add_state(name, torch.tensor(values, dtype=accumulation_dtype(self.device)), reduction)
 
-    def _new_count(self, name: str) -> None:
-        self.add_state(name, torch.tensor(0), "sum")
-
     def _new_list(self, name: str, *row: int) -> None:
         """A state that grows by tensors of shape (any, *row)."""
         self.add_state(name, [], "cat")

@@ -36,7 +36,7 @@ class _SampleMetric(PerSampleMetric):
         self._new_state(-math.inf, "max", "largest")
         for name in self._counts:
             if name != "count":  # which is one of the moments
-                self._new_count(name)
+                self.add_state(name, torch.tensor(0), "sum")
 
     def _add(self, values: Tensor) -> None:
         """Add the finite ones among the values of samples, (n,)."""

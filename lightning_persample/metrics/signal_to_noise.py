@@ -75,8 +75,8 @@ class GradientSignalToNoise(PerSampleMetric):
         for name in ("sums", "sq_sums"):
             self.add_state(name, torch.zeros(entries, dtype=accumulation_dtype(self.device)), "sum")
         self._new_state(0.0, "max", "rounding")
-        self._new_count("samples")
-        self._new_count("nonfinite")
+        for name in ("samples", "nonfinite"):
+            self.add_state(name, torch.tensor(0), "sum")
 
     def update(self, sums: Mapping[str, Tensor], sq_sums: Mapping[str, Tensor], count: int) -> None:
         """Add samples.

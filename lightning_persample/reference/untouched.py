@@ -54,17 +54,16 @@ class ModuleState:
             )
         self._seen: dict[int, Any] = {}
         self._put_back: list[Callable[[], None]] = []
-        self._put_back_random: list[Callable[[], None]] = []
-        self._random_states: list[tuple[Callable[[], Any], Any]] = []
+        # Of each random number generator what gives its state, that at the start, and what puts it back
+        self._random_states: list[tuple[Callable[[], Any], Any, Callable[[], None]]] = []
         self._grads = [(parameter, parameter.grad) for parameter in module.parameters()]
         self._take_random_states({tensor.device for tensor in (*module.parameters(), *module.buffers())})
         self._take(module)
 
     def restore(self, *, random_states: bool = True) -> None:
         """Put everything back."""
-        if random_states:
-            for put_back in self._put_back_random:
-                put_back()
+        for _, _, put_back in self._random_states if random_states else ():
+            put_back()
         with torch.no_grad():
             for put_back in reversed(self._put_back):
                 put_back()
@@ -73,7 +72,7 @@ class ModuleState:
 
     def drew_random_numbers(self) -> bool:
         """Whether a random number generator is in another state than at the start."""
-        return any(not _is_same(state(), before) for state, before in self._random_states)
+        return any(not _is_same(state(), before) for state, before, _ in self._random_states)
 
     def _take(self, value: Any) -> None:
         if id(value) in self._seen:
@@ -121,8 +120,7 @@ class ModuleState:
 
     def _keep_random_state(self, get: Callable[..., Any], put_back: Callable[..., Any], *device: Any) -> None:
         before = get(*device)
-        self._random_states.append((partial(get, *device), before))
-        self._put_back_random.append(partial(put_back, before, *device))
+        self._random_states.append((partial(get, *device), before, partial(put_back, before, *device)))
 
     def _take_random_states(self, devices: set[torch.device]) -> None:
         self._keep_random_state(torch.get_rng_state, torch.set_rng_state)
