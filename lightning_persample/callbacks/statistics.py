@@ -279,7 +279,6 @@ def _why_hooked(parameters: Mapping[str, Tensor]) -> str:
 
 
 _HEAD_OF_NORMS = 5  # numbers that say how many norms and cosines, samples and batches, and the coverage
-_ROOM = 1024  # norms of a process that the first exchange has room for
 
 
 @dataclass(frozen=True)
@@ -351,8 +350,7 @@ class NormsOfAllProcesses:
     # so far, together with everything else. Where a process has more, all of them learn it from what they receive, and
     # exchange once more with enough room: only a step that is larger than all before costs two collectives. An exchange
     # by torchmetrics would take a collective for each state, and the norms one more for their number.
-    def __init__(self) -> None:
-        self._room = _ROOM
+    _room = 1024  # norms of a process that the exchange has room for
 
     def join(self, own: Sequence[StepNorms], device: torch.device) -> list[StepNorms]:
         """The norms of all processes; each has to call this, also one that has none, and gets the same."""

@@ -88,6 +88,12 @@ class _ExampleCall:
     batched: tuple[str, ...]  # names of the arguments that hold the samples
     weights: tuple[str, ...]  # names of the arguments whose gradients are compared
 
+    @property
+    def device(self) -> torch.device:
+        """Where the first weight is."""
+        first: Tensor = self.named[self.weights[0]]
+        return first.device
+
     def in_precision(self, dtype: torch.dtype) -> _ExampleCall:
         """The same call with every floating point and complex tensor in another precision."""
         moved: dict[int, Any] = {}
@@ -477,34 +483,26 @@ def check_rule(
             f"{op_name(rule.op)!r} lets samples influence each other here (`mixes_samples`): a loop over single "
             "samples is no reference for it"
         )
-    device = example.named[example.weights[0]].device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        return _Check(example, batch_dim, further_axis, tuple(dtypes), tolerance).report()
+    # Values that all precisions can hold, so that all see the same.
+    lowest = max((torch.float32, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)
+    example = example.in_precision(lowest).in_precision(dtypes[0])
+    devices = [example.device] if example.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        return _Check(example, batch_dim, further_axis, dtypes, tolerance).report()
 
 
+@dataclass(eq=False)
 class _Check:
     """Calls the rule in every way and collects the rows of the report."""
 
-    def __init__(
-        self,
-        example: _ExampleCall,
-        batch_dim: int,
-        further_axis: bool,
-        dtypes: tuple[torch.dtype, ...],
-        tolerance: float | None,
-    ) -> None:
-        # Values that all precisions can hold, so that all see the same.
-        lowest = max((torch.float32, *dtypes), key=lambda dtype: torch.finfo(dtype).eps)
-        self.example = example.in_precision(lowest).in_precision(dtypes[0])
-        self.rule = example.rule
-        self.batch_dim = batch_dim
-        self.further_axis = further_axis
-        self.dtypes = dtypes
-        self.device = example.named[example.weights[0]].device
-        self.tolerance = tolerance
-        self.checks: list[RuleCheck] = []
+    example: _ExampleCall
+    batch_dim: int
+    further_axis: bool
+    dtypes: Sequence[torch.dtype]
+    tolerance: float | None
 
     def report(self) -> RuleReport:
+        self.checks: list[RuleCheck] = []
         left_out: list[str] = []
         layouts = self._layouts(left_out)
         several = layouts[1]
@@ -518,7 +516,7 @@ class _Check:
             self._direct(several, str(dtype).removeprefix("torch."), dtype=dtype)
         for samples in (sample for sample in layouts if sample.count > 1):
             self._through_the_engine(samples)
-        return RuleReport(op_name(self.rule.op), tuple(self.checks), tuple(left_out))
+        return RuleReport(op_name(self.example.rule.op), tuple(self.checks), tuple(left_out))
 
     def _layouts(self, left_out: list[str]) -> list[_Samples]:
         """The samples with one and with several rows, alone, and along either of two axes where the op can."""
@@ -573,7 +571,7 @@ class _Check:
         if needed:
             reason = (
                 f"the rule reads {', '.join(needed)}, of which it is promised no values: register it with "
-                f"reads={(*sorted(self.rule.reads), *needed)!r}"
+                f"reads={(*sorted(self.example.rule.reads), *needed)!r}"
             )
             findings = {n: f if f[1] == "agrees" else (f[0], f[1], reason) for n, f in findings.items()}
         text = f"{samples.text}, {note}" if note else samples.text
@@ -581,22 +579,22 @@ class _Check:
 
     def _through_the_engine(self, samples: _Samples) -> None:
         """Call the op inside `expanded_weights` and compare the record."""
-        example, text = self.example, f"expanded_weights, {samples.text}"
+        example, rule, text = self.example, self.example.rule, f"expanded_weights, {samples.text}"
         expected = example.loop(samples)
         module, called = nn.Module(), []
         for place, weight in enumerate(example.leaves().values()):
             module.register_parameter(f"weight{place}", nn.Parameter(weight.detach()))
         names = {name: f"weight{place}" for place, name in enumerate(example.weights)}
 
-        @wraps(self.rule.function)
+        @wraps(rule.function)
         def counted(call: Call, grad_output: Any) -> Mapping[str, SampleGradient]:
             called.append(call.batch_size)
-            return self.rule.function(call, grad_output)
+            return rule.function(call, grad_output)
 
         inputs = {name: tensor.clone() for name, tensor in samples.inputs.items()}
         try:
             with (
-                watched(self.rule, counted),
+                watched(rule, counted),
                 torch.enable_grad(),
                 expanded_weights(
                     module,
@@ -639,20 +637,20 @@ class _Check:
         leaves = self.example.leaves()
         with ObservingMode(note).active():
             self.example.run(leaves)
-        if self.rule.op in ops:
+        if self.example.rule.op in ops:
             return (
                 "the rule is never asked, although torch shows the call: the op was called in a way that `arguments`, "
                 "`batched` and `weights` of the rule do not describe"
             )
         calls = ", ".join(op_name(op) for op in ops) or "nothing"
         return (
-            f"the rule is never asked, because torch does not show the call of {op_name(self.rule.op)!r}, but what is "
-            f"inside it: {calls}. Make the op a torch.library.custom_op, or decorate a Python function that calls it "
-            "with torch.overrides.wrap_torch_function, and register the rule for that"
+            f"the rule is never asked, because torch does not show the call of {op_name(self.example.rule.op)!r}, but "
+            f"what is inside it: {calls}. Make the op a torch.library.custom_op, or decorate a Python function that "
+            "calls it with torch.overrides.wrap_torch_function, and register the rule for that"
         )
 
     def _allowed(self, dtype: torch.dtype) -> float:
-        return default_tolerance({dtype}, self.device) if self.tolerance is None else self.tolerance
+        return default_tolerance({dtype}, self.example.device) if self.tolerance is None else self.tolerance
 
 
 def _severity(findings: Mapping[str, _Finding]) -> int:
