@@ -25,9 +25,8 @@ class ClassLosses:
     """The calls of a class loss in a training step, of which one is read."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, Tensor] = {}
-        self._place = BatchAxis(0)  # where the samples lie in their rows
-        self._calls, self._why = 0, ""
+        # Of each call where the samples lie in its rows, and the columns; or why it cannot be read
+        self._calls: list[tuple[BatchAxis, dict[str, Tensor]] | str] = []
 
     def note(
         self,
@@ -40,39 +39,37 @@ class ClassLosses:
         """Read a call of one of the `CLASS_LOSSES`, if it may be of the loss; `place_of` finds the samples in it."""
         if not result.requires_grad:
             return
-        self._calls += 1
         given = _SIGNATURES[function].bind(*args, **kwargs)
         given.apply_defaults()
         outputs, labels = given.arguments["input"], given.arguments["target"]
-        self._why = _why_not(function.__name__, outputs, labels)
-        place = self._why or place_of(outputs, labels)
-        if isinstance(place, BatchAxis):
-            self._place = place
-            with torch.no_grad():
-                self._columns = class_columns(outputs.detach(), labels, given.arguments["ignore_index"])
-        else:
-            self._why = place
+        place = _why_not(function.__name__, outputs, labels) or place_of(outputs, labels)
+        if isinstance(place, str):
+            self._calls.append(place)
+            return
+        with torch.no_grad():
+            self._calls.append((place, class_columns(outputs.detach(), labels, given.arguments["ignore_index"])))
 
     def fail(self, error: Exception) -> None:
         """Have no columns, because a call could not be read."""
-        self._calls, self._why = 1, fault_of(error, "reading the loss")
+        self._calls = [fault_of(error, "reading the loss")]
 
     def of_samples(self, batch_size: int) -> tuple[dict[str, Tensor], str]:
         """The columns, each (B,), of the one call, and why some are missing."""
-        if self._calls != 1:
-            several = f"it calls them {self._calls} times" if self._calls else "it calls neither"
+        if len(self._calls) != 1:
+            several = f"it calls them {len(self._calls)} times" if self._calls else "it calls neither"
             return {}, (
                 "they are read where training_step calls F.cross_entropy or F.nll_loss, on outputs with a gradient, "
                 f"once, and {several}"
             )
-        if self._why:
-            return {}, self._why
-        why = _why_not_in_order(self._place, len(self._columns["loss"]), batch_size)
+        (call,) = self._calls
+        if isinstance(call, str):
+            return {}, call
+        place, found = call
+        why = _why_not_in_order(place, len(found["loss"]), batch_size)
         if why:
             return {}, why
-        found, owner = self._columns, self._place.owner
-        if owner is not None:
-            found = {name: values[owner.order.to(values.device)] for name, values in found.items()}
+        if place.owner is not None:
+            found = {name: values[place.owner.order.to(values.device)] for name, values in found.items()}
         return found, "" if "margin" in found else "the outputs have one class, and no other to compare with"
 
 

@@ -165,17 +165,15 @@ class LabelNoiseProbe(PerSampleGradientWriter):
             raise OptionError(f"LabelNoiseProbe chooses among the samples, but {type(dataset).__name__} has no len()")
         length = len(dataset)
         relabel = _relabel_second if self.relabel is None else _OnCopy(self.relabel)
-        if self._flips is None or self._flips.length != length:
-            classes, without = (
-                _classes_of(dataset, relabel) if self.num_classes is None else (range(self.num_classes), ())
+        if self._flips is None:
+            given = self.num_classes
+            classes, without = _classes_of(dataset, relabel) if given is None else (range(given), ())
+            self._flips = _Flips.chosen(length, tuple(classes), frozenset(without), self.fraction, self.seed, relabel)
+        elif self._flips.length != length:
+            raise OptionError(
+                f"the training dataset has {length} samples now and had {self._flips.length} before: "
+                "LabelNoiseProbe needs the same samples in the whole fit"
             )
-            flips = _Flips.chosen(length, tuple(classes), frozenset(without), self.fraction, self.seed, relabel)
-            if self._flips is not None:
-                raise OptionError(
-                    f"the training dataset has {length} samples now and had {self._flips.length} before: "
-                    "LabelNoiseProbe needs the same samples in the whole fit"
-                )
-            self._flips = flips
         return TrainingView(self._flips)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -65,12 +65,11 @@ class ManualStep:
         self._announced: Tensor | None = None
         self._weights_are_wrong = False
         self._device = step.module.device.type
-        named = list(step.module.named_parameters())
-        self._parameters = dict(named)
+        self._parameters = dict(step.module.named_parameters())
         self._names = names_by_optimizer(step.module, optimizers)
         if len(self._names) == 1:  # of a single one, all parameters are reported
             self._names = (frozenset(self._parameters),)
-        self._origins = GradientOrigins(named)
+        self._origins = GradientOrigins(self._parameters)
         self._records: list[PerSampleRecord | None] = []
         self._steps: dict[int, _Content] = {}
         self._running: set[int] = set()  # the optimizers that are in a step
@@ -288,8 +287,8 @@ class GradientOrigins:
     # A gradient that is None has been dropped, and so has one that was not zero and is: `zero_grad` has two forms, and
     # users have more. What multiplies it (clipping, unscaling) leaves it one of the same samples. Where other numbers
     # are written to it, as those of several backward passes merged by hand, it is not known of which.
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        self._seen = {name: _Seen(parameter) for name, parameter in parameters}
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._seen = {name: _Seen(parameter) for name, parameter in parameters.items()}
         for seen in self._seen.values():
             seen.note()
 

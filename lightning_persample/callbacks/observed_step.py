@@ -182,7 +182,7 @@ def _text(wrong: Mapping[str, float], causes: str, compared: str) -> str:
     return f"The gradients of the samples do not add up to {compared}; they are off for {where}. {causes}"
 
 
-NO_MEMORY = (
+_NO_MEMORY = (
     "there is not enough memory to compare the sum of the samples' gradients with .grad: it is not compared in this fit"
 )
 
@@ -200,15 +200,15 @@ class ObservedStep:
         quantities: Collection[str],
         choice: SampleChoice,
         *,
-        check_sums: bool,
+        sums_differ: bool,
         averages: bool,
     ) -> None:
         self.module = pl_module
         self._reduction = options["loss_reduction"]
         self._batch = batch
-        self.sums_differ = not check_sums  # whether such a sum was seen not to fit, in this step or before it
+        self.sums_differ = sums_differ  # whether a sum of gradients was seen not to fit, in this step or before it
         samples = choice.of_batch(batch_size)
-        self._check_sums = check_sums and "grad_sample" in quantities and samples is None
+        self._has_all = "grad_sample" in quantities and samples is None
         self._averages = averages
         self._sum_check: SumCheck | None = None
         self.weights: Tensor | float | None = None  # of each sample in the loss, (B,) or one number, once there is one
@@ -244,7 +244,7 @@ class ObservedStep:
             self.capture.attach_loss(loss)
             weights = weights if self.capture.weights is None else self.capture.weights
         self.weights = weights
-        if self._check_sums:
+        if self._has_all and not self.sums_differ:
             self._sum_check = SumCheck(self.module, loss, weights, averaged=self._averages)
 
     def close(self) -> None:
@@ -267,11 +267,10 @@ class ObservedStep:
         check, self._sum_check = self._sum_check, None
         if check is not None and self._reduction == "mean" and not isinstance(self.weights, Tensor):
             check.weigh(1.0 / self.capture.counted)
-        text = NO_MEMORY if self._lacks_memory else None
+        text = _NO_MEMORY if self._lacks_memory else None
         try:
             text = text if check is None else check.finish(record)
         except torch.OutOfMemoryError:
-            text = NO_MEMORY
-        if text is not None:
-            self.sums_differ, self._check_sums = True, False
+            text = _NO_MEMORY
+        self.sums_differ |= text is not None
         return text

@@ -442,7 +442,7 @@ class SharedCapture:
             size,
             self._quantities,
             self._choice,
-            check_sums=not self._sums_differ,
+            sums_differ=self._sums_differ,
             averages=self._averages,
         )
         note = self._note_of_class_losses(partial(place_by_marks, step.capture.mark_of))

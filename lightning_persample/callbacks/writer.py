@@ -385,7 +385,7 @@ class PerSampleGradientWriter(PerSampleCallback):
                 "training_step return them, {'loss': ..., 'per_sample': {name: tensor of shape (B,)}}, or pass columns="
                 "<function of (outputs, batch) that returns them>"
             )
-        own = [{**rows.columns, **rows.own(columns)} for rows in current] if columns else [dict(current[0].columns)]
+        own = [{**rows.columns, **rows.own(columns)} for rows in current]
         taken = sorted((columns.keys() & current[0].columns.keys()) - {*self._named})
         if taken:
             raise OptionError(
@@ -394,7 +394,7 @@ class PerSampleGradientWriter(PerSampleCallback):
         self._types = checked_types(self._types, self._groups, current[0], own[0])
         if isinstance(current[0].keys, list) and self._types["sample_index"] != "string":
             self._warn("the sampler drew keys that are no ints after it had drawn ints: their sample_index is null")
-        if columns and not ran_again:  # what was returned last is of other weights
+        if not ran_again:  # what was returned last is of other weights
             for rows, values in zip(current, own, strict=True):
                 rows.columns = values
         self._held += current

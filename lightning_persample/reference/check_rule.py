@@ -503,8 +503,8 @@ class _Check:
 
     def report(self) -> RuleReport:
         self.checks: list[RuleCheck] = []
-        left_out: list[str] = []
-        layouts = self._layouts(left_out)
+        self.left_out: list[str] = []
+        layouts = self._layouts()
         several = layouts[1]
         for samples in layouts:
             self._direct(samples)
@@ -516,9 +516,9 @@ class _Check:
             self._direct(several, str(dtype).removeprefix("torch."), dtype=dtype)
         for samples in (sample for sample in layouts if sample.count > 1):
             self._through_the_engine(samples)
-        return RuleReport(op_name(self.example.rule.op), tuple(self.checks), tuple(left_out))
+        return RuleReport(op_name(self.example.rule.op), tuple(self.checks), tuple(self.left_out))
 
-    def _layouts(self, left_out: list[str]) -> list[_Samples]:
+    def _layouts(self) -> list[_Samples]:
         """The samples with one and with several rows, alone, and along either of two axes where the op can."""
         example, dim = self.example, self.batch_dim
         tensors = {name: example.named[name] for name in example.batched}
@@ -531,10 +531,8 @@ class _Check:
         first = example.laid_out(f"{total} samples", dim, rows(1))
         layouts = [first]
         for number in (2, 3):
-            text = (
-                f"{total // number} samples of {number} rows" if total // number > 1 else f"1 sample of {number} rows"
-            )
-            layouts.append(example.laid_out(text, dim, rows(number), first.output_dims))
+            samples = f"{total // number} sample{'s' if total // number > 1 else ''}"
+            layouts.append(example.laid_out(f"{samples} of {number} rows", dim, rows(number), first.output_dims))
         of_samples = torch.stack([rows.reshape(len(rows), -1).any(1) for rows in example.loop(first).values()])
         telling = int(of_samples.sum(0).argmax())  # a sample alone whose gradients are zero would prove nothing
         alone = {name: tensor[telling : telling + 1] for name, tensor in first.inputs.items()}
@@ -548,7 +546,7 @@ class _Check:
             try:
                 layouts.append(example.laid_out(text, place, inputs))
             except PerSampleError:  # the op takes no further axis, or keeps the samples along another
-                left_out.append(text)
+                self.left_out.append(text)
         return layouts
 
     def _direct(

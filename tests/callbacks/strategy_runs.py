@@ -190,11 +190,11 @@ def capture_fails_on_one_rank(batch: int = 2, **settings: Any) -> dict[str, Any]
 
 def more_than_there_is_room_for() -> dict[str, Any]:
     """The first exchange has room for two norms, and rank 0 has five."""
-    room, statistics._ROOM = statistics._ROOM, 2
+    room, statistics.NormsOfAllProcesses._room = statistics.NormsOfAllProcesses._room, 2
     try:
         return ddp(sizes=(5, 2), every=1)
     finally:
-        statistics._ROOM = room
+        statistics.NormsOfAllProcesses._room = room
 
 
 class ToldToStop(Referenced):
