@@ -626,7 +626,7 @@ class _Check:
             self.checks.append(RuleCheck(text, name, *finding))
 
     def _why_not_found(self) -> str:
-        ops: dict[Callable[..., Any], None] = {}
+        ops: dict[Any, None] = {}
 
         def note(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             ops[canonical_op(function)] = None
