@@ -58,6 +58,10 @@ class Reports:
             stop(error)
         self.warn(str(error))
 
+    def refuse(self, reason: str) -> None:
+        """`report` that something is not supported, and why."""
+        self.report(UnsupportedError(reason))
+
     def report_failure(self, error: Exception) -> None:
         """`report` what has failed in this package, by its own fault unless it is a `PerSampleError`."""
         if not isinstance(error, PerSampleError):

@@ -141,15 +141,15 @@ class SharedCapture:
         if reason is not None:
             if indices is not None:
                 indices.uninstall()
-            self.reports.report(UnsupportedError(f"{reason}: no per-sample gradients are captured in this fit"))
+            self.reports.refuse(f"{reason}: no per-sample gradients are captured in this fit")
             return
         if manual:
             if self._falls_back:
                 self._falls_back = False
-                self.reports.report(UnsupportedError(NO_FALLBACK))
+                self.reports.refuse(NO_FALLBACK)
             if self._verify:
                 self._verify = False
-                self.reports.report(UnsupportedError(NOT_VERIFIED))
+                self.reports.refuse(NOT_VERIFIED)
         observed = partial(ObservedMethod, pl_module, failed=self._failed, is_live=self._is_live)
         is_resting = partial(getattr, self, "_is_resting")
         self._methods = (
@@ -279,7 +279,7 @@ class SharedCapture:
         self._rerun = on_other_batches(training_step.function, args, kwargs)
         if self._verify and self._is_of_loaders():
             self._verify = False
-            self.reports.report(UnsupportedError(f"verify=True {ONE_OF_SEVERAL}: nothing is verified"))
+            self.reports.refuse(f"verify=True {ONE_OF_SEVERAL}: nothing is verified")
         if self._verify and self.module.automatic_optimization:
             verified = verify_values(
                 self.trainer,
@@ -321,7 +321,7 @@ class SharedCapture:
     def _optimized_manually(self, training_step: Callable[[], Any]) -> Any:
         reason = why_not_manual(self._engine)
         if reason is not None:
-            self.reports.report(UnsupportedError(f"{reason}: this step is not reported"))
+            self.reports.refuse(f"{reason}: this step is not reported")
         step = self._open() if reason is None else None
         if step is None:
             return training_step()
@@ -335,11 +335,9 @@ class SharedCapture:
         self._sums_differ = step.sums_differ
         step.capture.close()
         if not step.capture.records and stepped:
-            self.reports.report(
-                UnsupportedError(
-                    "an optimizer stepped in training_step, but no backward pass that can be seen reached a trainable "
-                    "parameter in it: this step is not reported"
-                )
+            self.reports.refuse(
+                "an optimizer stepped in training_step, but no backward pass that can be seen reached a trainable "
+                "parameter in it: this step is not reported"
             )
         return outputs
 
@@ -352,11 +350,9 @@ class SharedCapture:
         if not self._methods or self._manual is None:
             outside = self.trainer.training and not self._in_training_step
             if self._methods and outside and not self.reports.has_said_fault:
-                self.reports.report(
-                    UnsupportedError(
-                        "manual_backward was called outside of training_step: this backward has no record and is in no "
-                        "statistics; call it in training_step"
-                    )
+                self.reports.refuse(
+                    "manual_backward was called outside of training_step: this backward has no record and is in no "
+                    "statistics; call it in training_step"
                 )
             return manual_backward(*args, **kwargs)
         return self._manual.manual_backward(manual_backward, *args, **kwargs)
@@ -511,7 +507,7 @@ class SharedCapture:
             self._sums_differ = step.sums_differ
             self._deliver(self._complete(step.capture.record))
         else:
-            self.reports.report(UnsupportedError(_why_no_record(self.module, len(step.capture.records))))
+            self.reports.refuse(_why_no_record(self.module, len(step.capture.records)))
         return result
 
     def _keep_scale(self, grad: Tensor) -> None:
@@ -519,7 +515,7 @@ class SharedCapture:
 
     def _refuse_second(self, text: str) -> None:
         self._second_is_refused = True
-        self.reports.report(UnsupportedError(f"engine={self._engine!r} is not used in this fit: {text}"))
+        self.reports.refuse(f"engine={self._engine!r} is not used in this fit: {text}")
 
     def _backward_starts(self, losses: list[Tensor]) -> None:
         with unseen(self.module.device.type):
