@@ -364,7 +364,7 @@ def _difference(weights: Mapping[str, Any], own: Mapping[str, Any]) -> str:
         if isinstance(weights.get(name), Tensor) and isinstance(value, Tensor) and weights[name].shape != value.shape
     ]
     more = [f"{len(shapes) - _NAMED} more shapes differ"] if shapes[_NAMED:] else []
-    lacks, adds = ({n: None for n in a if n not in b} for a, b in ((own, weights), (weights, own)))
+    lacks, adds = ([n for n in a if n not in b] for a, b in ((own, weights), (weights, own)))
     names = [f"it lacks {listed(lacks, _NAMED)}"] if lacks else []
     names += [f"it has {listed(adds, _NAMED)}, which the module does not have"] if adds else []
     return ", ".join(shapes[:_NAMED] + more + names)

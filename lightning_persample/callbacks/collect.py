@@ -176,8 +176,8 @@ def collect_gradients(
     known = dict(module.named_parameters())
     columns = {} if columns is None else dict(columns)
     trainer = quiet_trainer() if trainer is None else trainer
-    callables = {"loss": loss, "loss_reduction": loss_reduction}
-    columns_of = {f"columns[{name!r}]": column for name, column in columns.items()}
+    callables: dict[str, Any] = {"loss": loss, "loss_reduction": loss_reduction}
+    callables |= {f"columns[{name!r}]": column for name, column in columns.items()}
     manifest = StoreManifest(
         run=uuid.uuid4().hex,
         parameters=layout_of({name: known[name].shape for name in common.names}, projection),
@@ -186,7 +186,7 @@ def collect_gradients(
         columns=tuple(columns),
         settings={
             "direction": direction,
-            **{name: named(each) for name, each in {**callables, **columns_of}.items()},
+            **{name: named(each) for name, each in callables.items()},
             "precision": trainer.precision,
         },
         libraries={"torch": torch_version, "lightning": lightning_version, "numpy": np.__version__},
@@ -197,7 +197,7 @@ def collect_gradients(
         dirpath=folder,
         manifest=manifest,
         trainable={name: parameter.requires_grad for name, parameter in known.items()},
-        not_compared=[name for name, each in {**callables, **columns_of}.items() if not _is_known_by_name(each)],
+        not_compared=[name for name, each in callables.items() if not _is_known_by_name(each)],
         columns=columns,
         projection=projection,
         direction=direction,
