@@ -114,7 +114,7 @@ LEAST_MEMORY_BUDGET = 2 * 2**20
 _HALVINGS: ContextVar[int] = ContextVar("halvings of the memory budget", default=0)
 
 MatrixKernel = Literal["gram", "direct"]
-PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped", "diagonals"]
+PatchKernel = Literal["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped", "diagonals", "fourier"]
 
 _REMEMBERED = 4096  # choices; sizes that change all the time (ragged sequences) push out the oldest
 _ELEMENTWISE = 32  # one number written and read again
@@ -302,6 +302,18 @@ class PatchSizes:
         return self.rows * self.out_channels * self.out_size[-1] * self.geometry.extent(self.out_size)[-1]
 
     @property
+    def unpadded(self) -> int:
+        """How many of the positions that are read are no padding, where the input ends with them."""
+        axes = zip(self.geometry.extent(self.out_size), self.geometry.padding, strict=True)
+        return self.rows * prod(max(size - before - after, 0) for size, (before, after) in axes)
+
+    @property
+    def frequencies(self) -> int:
+        """F, three numbers for each pair of opposite frequencies with which no shift is taken for another."""
+        axes = zip(self.geometry.extent(self.out_size), self.geometry.padding, strict=True)
+        return 3 * prod(size - min(pad) for size, pad in axes) // 2
+
+    @property
     def is_depthwise(self) -> bool:
         """Whether each group has one input channel."""
         return self.geometry.groups == self.in_channels > 1
@@ -333,6 +345,8 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     - "layers" the numbers unfolded along all spatial axes but the first, T C K O / G; on a CPU;
     - "diagonals" K_1 products of all columns of output gradient and input by channel, and sums along diagonals; for
       one input channel in each group, on a CPU;
+    - "fourier" matrix products with the sines and cosines of F frequencies, F (P C + (T + K) O), and F O products; for
+      one input channel in each group, on a CPU;
     - "grouped" T C K O / G inside a convolution with groups = samples * G, which writes O C K / G numbers slowly.
 
     Args:
@@ -363,6 +377,9 @@ def patch_costs(sizes: PatchSizes, *, dense: bool, budget: int | None = None) ->
     budget, item_size = memory_budget(sizes.device) if budget is None else budget, sizes.item_size
     if sizes.is_depthwise and len(kernel_size) == 2 and on_cpu and item_size * sizes.column_products <= budget:
         costs["diagonals"] = _diagonal_cost(sizes) + (_SQUARED + _KEPT * dense) * result
+    if sizes.is_depthwise and on_cpu and not dense and item_size * 2 * sizes.frequencies * outputs <= budget:
+        transformed = sizes.unpadded * channels + (positions + sizes.rows * offsets) * outputs
+        costs["fourier"] = sizes.frequencies * (transformed + _ELEMENTWISE * sizes.rows * outputs)
     if on_cpu or groups > 1:
         costs["grouped"] = padded_products + (_GROUPED_OUTPUT + _KEPT * dense) * result
     if not dense and item_size * 3 * read**2 * groups <= budget:

@@ -5,10 +5,11 @@ Axis letters as in `lightning_persample.gradients.patches`, which chooses among 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from operator import mul
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lightning_persample.gradients.cost import PatchKernel, PatchSizes
 from lightning_persample.gradients.geometry import PatchGeometry
+from lightning_persample.gradients.program import kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +224,74 @@ def _products_unfolded(rows: Rows) -> Tensor:
     products = torch.bmm(unfolded.transpose(1, 2), unfolded)
     products *= torch.bmm(outputs.transpose(1, 2), outputs)
     return products
+
+
+def fourier_gradients(rows: Rows) -> tuple[Tensor, Tensor]:
+    """The weight gradient of a depthwise convolution up to rounding errors beside a size, (b, O, K) and (b,)."""
+    # Their sum over the positions of the output is a correlation: the product of both transforms, transformed back.
+    geometry, (b, k, outputs), inputs = rows.geometry, rows.grad_out.shape[:3], rows.input
+    extent = geometry.extent(rows.out_size)
+    for axis, (end, (before, _)) in enumerate(zip(extent, geometry.padding, strict=True), start=3):
+        if inputs.shape[axis] > end - before:
+            inputs = inputs.narrow(axis, 0, max(end - before, 0))
+    size, dtype, device = tuple(inputs.shape[3:]), inputs.dtype, inputs.device
+    of_output, of_input, back = (
+        kept(_transform, geometry, size, rows.out_size, part, dtype, device) for part in range(3)
+    )
+    grads, inputs = rows.grad_out.reshape(b * k * outputs, -1), inputs.reshape(b * k * geometry.groups, -1)
+    squares = [torch.linalg.vector_norm(each, dim=1).square() for each in (grads, inputs)]
+    scale = squares[0].view(b, k, geometry.groups, -1).sum((1, 3)) * squares[1].view(b, k, -1).sum(1)
+    transformed = (grads @ of_output).view(b, k, geometry.groups, outputs // geometry.groups, -1)
+    transformed *= (inputs @ of_input).view(b, k, geometry.groups, 1, -1)
+    total = transformed.squeeze(1) if k == 1 else transformed.sum(1)
+    return (total.reshape(b * outputs, -1) @ back).view(b, outputs, -1), scale.sum(1)
+
+
+@lru_cache(512)
+def _transform(
+    geometry: PatchGeometry,
+    in_size: tuple[int, ...],
+    out_size: tuple[int, ...],
+    part: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The real matrices (T, F), (P, F) and (F, K) with ``corr(g, x) = ((g @ first) * (x @ second)) @ third``."""
+    # Of conj(g) x with complex g = a + ib and x = c + id, of one of two opposite frequencies: the products ac, bd and
+    # (a - b)(c + d) = ac + ad - bc - bd.
+    sizes, places = [], zip(geometry.padding, in_size, geometry.extent(out_size), strict=True)
+    for (before, _), count, end in places:  # as long as the largest distance that is met, so that none is another
+        sizes.append(1 + max(end - 1 - before, before + count - 1, 0))
+    frequencies = [
+        (each, opposite)
+        for each in itertools.product(*map(range, sizes))
+        if each <= (opposite := tuple(-one % size for one, size in zip(each, sizes, strict=True)))
+    ]
+    own = torch.tensor(
+        [[one / size for one, size in zip(each, sizes, strict=True)] for each, _ in frequencies], dtype=torch.float64
+    )
+    is_complex = torch.tensor([each != opposite for each, opposite in frequencies])
+    steps = {
+        0: (out_size, geometry.stride),
+        1: (in_size, (1,) * len(in_size)),
+        2: (geometry.kernel_size, geometry.dilation),
+    }
+    counts, step = steps[part]
+    axes = [torch.arange(count, dtype=torch.float64) * one for count, one in zip(counts, step, strict=True)]
+    if part == 1:
+        axes = [axis + before for axis, (before, _) in zip(axes, geometry.padding, strict=True)]
+    angles = 2 * math.pi * torch.cartesian_prod(*axes).view(-1, len(axes)) @ own.T
+    real, imaginary = angles.cos(), angles.sin()
+    if part == 0:
+        found = [real, -imaginary[:, is_complex], (real + imaginary)[:, is_complex]]
+    elif part == 1:
+        found = [real, -imaginary[:, is_complex], (real - imaginary)[:, is_complex]]
+    else:
+        weight = (1 + is_complex.double()) / math.prod(sizes)
+        real, imaginary = real * weight, imaginary * weight * is_complex
+        found = [real + imaginary, (real - imaginary)[:, is_complex], -imaginary[:, is_complex]]
+    matrix = torch.cat(found, 1).to(device, dtype)
+    return matrix.T.contiguous() if part == 2 else matrix
 
 
 DENSE: dict[PatchKernel, Callable[[Rows], Tensor]] = {

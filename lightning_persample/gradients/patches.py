@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_persample.gradients.cost import PatchKernel, PatchSizes, chunks, fits, forming_kernel, patch_kernel
 from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.norms import dense_sq_norm, sum_and_trace, zeros
-from lightning_persample.gradients.patch_kernels import DENSE, GRAM, Rows, layer_products
+from lightning_persample.gradients.patch_kernels import DENSE, GRAM, Rows, fourier_gradients, layer_products
 from lightning_persample.gradients.precision import Later, accumulation_dtype, corrected, wide_dtype
 
 
@@ -32,6 +32,7 @@ def _bytes_each(kernel: PatchKernel, sizes: PatchSizes, dense: bool) -> int:
         "diagonals": inputs + outputs + 2 * result + sizes.column_products,
         "unfolded gram": inputs + unfolded + 2 * groups * sizes.positions**2,
         "autocorrelation": inputs + 3 * groups * sizes.read**2,
+        "fourier": inputs + outputs + 2 * sizes.frequencies * sizes.rows * sizes.out_channels + result,
     }
     return numbers[kernel] * sizes.item_size
 
@@ -94,13 +95,13 @@ def patches_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, l
 def patches_are_formed(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> bool:
     """Whether the cheapest way to the squared norm forms the gradient."""
     sizes = Rows(grad_out, inputs, geometry).sizes(accumulation_dtype(grad_out, inputs))
-    return patch_kernel(sizes, dense=False) not in GRAM
+    return patch_kernel(sizes, dense=False) not in (*GRAM, "fourier")
 
 
 def _squares_by(
     kernel: PatchKernel, grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, sizes: PatchSizes
 ) -> tuple[Tensor, Tensor | None]:
-    """The squared norms (B,) by this kernel, and for a Gram kernel what they were if the terms were orthogonal."""
+    """The squared norms (B,) by this kernel, and what to compare them with where errors may show that cancelled."""
     dtype = accumulation_dtype(grad_out, inputs)
     each = _bytes_each(kernel, sizes, False)
     squares, scales = [], []
@@ -108,6 +109,10 @@ def _squares_by(
         read = inputs[part].to(dtype)
         if kernel in GRAM:
             square, scale = _gram_sums(GRAM[kernel](Rows(grad_out[part].to(dtype), read, geometry)), geometry.groups)
+            scales.append(scale)
+        elif kernel == "fourier":
+            formed, scale = fourier_gradients(Rows(grad_out[part].to(dtype), read, geometry))
+            square = dense_sq_norm(formed)
             scales.append(scale)
         else:
             channels = _output_channels(each, sizes)

@@ -102,6 +102,16 @@ def at_least(number: Tensor, least: float) -> bool:
     return holds
 
 
+def kept(make: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """A tensor that depends on no value of other tensors, and is not written to: a program keeps it."""
+    with without_torch_function():
+        tensor = make(*arguments)
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.keep(tensor)
+    return tensor
+
+
 def record(
     compute: Callable[[], Sequence[Tensor]], given: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], Program | Literal["none", "not now"]]:
@@ -256,6 +266,10 @@ class _Recorder:
             self._steps.append((_together, tuple(slot for slot in parts if slot is not None), place))
             return place
         return self._new(value)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Have a tensor in a slot of its own."""
+        self._places[id(tensor)] = weakref.ref(tensor), self._new(tensor)
 
     def place_of(self, tensor: Tensor) -> int | None:
         """The slot of a tensor that is known."""

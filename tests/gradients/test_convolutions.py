@@ -12,8 +12,11 @@ from tests.gradients.structures import GEOMETRIES, MATRIX, assert_close, inner, 
 from tests.in_turn import in_turn
 
 KERNELS = ["unfolded", "layers", "grouped", "autocorrelation", "unfolded gram"]
-GRAM = {"autocorrelation", "unfolded gram"}
-FORCED = [*itertools.product(GEOMETRIES, KERNELS), *((name, "diagonals") for name in GEOMETRIES if "depthwise" in name)]
+GRAM = {"autocorrelation", "unfolded gram", "fourier"}
+FORCED = [
+    *itertools.product(GEOMETRIES, KERNELS),
+    *itertools.product([name for name in GEOMETRIES if "depthwise" in name], ["diagonals", "fourier"]),
+]
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ TIMED = [
     (64, 64, 32, 3, 1, 64, "grouped"),
     (88, 88, 12, 3, 1, 88, "grouped"),
     (40, 40, 16, 7, 1, 40, "diagonals"),
-    (80, 80, 8, 7, 1, 80, "diagonals"),
-    (240, 240, 6, 5, 1, 240, "layers"),
-    (576, 576, 3, 5, 1, 576, "layers"),
-    (160, 160, 4, 7, 1, 160, "layers"),
+    (80, 80, 8, 7, 1, 80, "fourier"),
+    (240, 240, 6, 5, 1, 240, "fourier"),
+    (576, 576, 3, 5, 1, 576, "fourier"),
+    (160, 160, 4, 7, 1, 160, "fourier"),
     (64, 64, 32, 3, 1, 8, "grouped"),
     (3, 768, 112, 16, 16, 1, "unfolded gram"),
     (64, 128, 16, 3, 2, 1, "unfolded gram"),
@@ -50,7 +50,8 @@ TIMED_DENSE = [
 def choose(case: tuple[int, int, int, int, int, int], *, device: torch.device, dense: bool) -> str:
     channels, outputs, size, kernel, stride, groups = case
     out = size // stride
-    geometry = PatchGeometry((kernel,) * 2, (stride,) * 2, ((0, 0),) * 2, (1, 1), groups)
+    pad = kernel // 2 if kernel % 2 else 0
+    geometry = PatchGeometry((kernel,) * 2, (stride,) * 2, ((pad, pad),) * 2, (1, 1), groups)
     sizes = cost.PatchSizes(1, channels, outputs, geometry, (out,) * 2, item_size=4, device=device)
     return cost.patch_kernel(sizes, dense=dense)
 

@@ -35,7 +35,7 @@ from tests.in_turn import in_turn
 
 CPU = torch.device("cpu")
 KERNELS: list[PatchKernel] = ["autocorrelation", "unfolded gram", "unfolded", "layers", "grouped"]
-GRAM = {"autocorrelation", "unfolded gram"}
+GRAM = {"autocorrelation", "unfolded gram", "fourier"}
 ODD = {
     "one-channel": Convolution((6, 5), (3, 3), (1, 1), (SAME, SAME), (1, 1), channels=(1, 1)),
     "one-position": Convolution((3, 2), (3, 2), (1, 1), (NO_PAD, NO_PAD), (1, 1)),
@@ -51,7 +51,7 @@ ODD = {
 EVERY = GEOMETRIES | ODD
 FORCED: list[tuple[str, PatchKernel]] = [
     *itertools.product(EVERY, KERNELS),
-    *((name, "diagonals") for name in EVERY if "depthwise" in name),
+    *itertools.product([name for name in EVERY if "depthwise" in name], ["diagonals", "fourier"]),
 ]
 MEMORY = {"whole": None, "few-samples": 6000, "rows-of-one-sample": 1}
 
@@ -121,6 +121,7 @@ def scaled(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     [
         *itertools.product(["2d", "2d-three-rows", "1d-dilation", "one-channel"], KERNELS),
         ("2d-depthwise-all-options", "diagonals"),
+        ("2d-depthwise-all-options", "fourier"),
     ],
 )
 def test_convolution_of_scaled_low_precision(
@@ -212,7 +213,10 @@ def test_rows_with_the_same_index(
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("memory", [None, 1])
-@pytest.mark.parametrize(("name", "kernel"), [*(("2d", kernel) for kernel in KERNELS), ("2d-depthwise", "diagonals")])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [*(("2d", kernel) for kernel in KERNELS), ("2d-depthwise", "diagonals"), ("2d-depthwise", "fourier")],
+)
 def test_what_is_not_finite_stays_so(
     name: str,
     kernel: PatchKernel,
@@ -261,7 +265,10 @@ def test_parts_are_of_one_size_and_keep_all_threads_busy(
 
 
 @pytest.mark.parametrize("memory", [None, 20_000])
-@pytest.mark.parametrize(("name", "kernel"), [*(("2d", kernel) for kernel in KERNELS), ("2d-depthwise", "diagonals")])
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [*(("2d", kernel) for kernel in KERNELS), ("2d-depthwise", "diagonals"), ("2d-depthwise", "fourier")],
+)
 def test_every_convolution_kernel_is_exact_where_terms_cancel(
     name: str, kernel: PatchKernel, memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

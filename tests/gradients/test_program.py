@@ -68,10 +68,12 @@ def test_squared_norms_of_other_tensors_are_those_of_the_gradients(name, dtype):
 
 
 @pytest.mark.parametrize("padding", [0, 1])
-@pytest.mark.parametrize("kernel", ["layers", "unfolded", "unfolded gram", "grouped", "autocorrelation", "diagonals"])
+@pytest.mark.parametrize(
+    "kernel", ["layers", "unfolded", "unfolded gram", "grouped", "autocorrelation", "diagonals", "fourier"]
+)
 def test_where_a_tensor_begins_in_its_memory_does_not_matter(kernel, padding, monkeypatch):
     monkeypatch.setattr(patches, "patch_kernel", lambda sizes, dense: kernel)
-    groups = 3 if kernel == "diagonals" else 1
+    groups = 3 if kernel in ("diagonals", "fourier") else 1
     outputs, channels = 3 if groups == 3 else 2, 3 // groups
     geometry = PatchGeometry((3, 3), (1, 1), ((padding, padding),) * 2, (1, 1), groups)
     gradients, inputs = drawn(((5 * B, 1, outputs, *geometry.output_size((6, 7))), (5 * B, 1, 3, 6, 7)))
