@@ -27,12 +27,14 @@ from lightning_persample.errors import OptionError, PerSampleError, UnsupportedE
 from lightning_persample.influence.ledger import Manifest, read_manifest
 from lightning_persample.influence.scores import el2n, grand
 from lightning_persample.influence.tracin import self_influence
-from lightning_persample.options import CaptureOptions, check_option, is_int
+from lightning_persample.options import CaptureOptions, check_option, is_int, is_path
 from lightning_persample.reference.untouched import untouched
 
 Relabel = Callable[[Any, Callable[[Any], Any]], Any]
 
 _SHARE = 0.2  # of the samples, among which the flipped ones are looked for
+_ENOUGH = 100  # flipped samples above a score: their number, and so the estimate, has an error of about a tenth
+_REFUSED = 0.05  # how often the upper bound of the share of wrong labels is too small
 # The scores, with the sign by which the largest are suspicious, and the column that each needs.
 _SCORES: dict[str, tuple[float, str, Callable[[Any], Any]]] = {
     "loss": (1.0, "loss", lambda ledger: el2n(ledger, "loss")),
@@ -121,7 +123,9 @@ class LabelNoiseProbe(PerSampleGradientWriter):
         )
         share: Any = fraction
         is_share = isinstance(share, (int, float)) and 0 < share < 1
-        check_option("fraction", fraction, is_share, "a number between 0 and 1")
+        is_folder = isinstance(share, (str, Path)) and is_path(share)
+        hint = f" (the folder of the ledger is dirpath={str(share)!r})" if is_folder else ""
+        check_option("fraction", fraction, is_share, f"a number between 0 and 1{hint}")
         check_option("seed", seed, is_int(seed, 0) and seed < 2**64, "an int >= 0 and < 2**64")
         check_option("num_classes", num_classes, num_classes is None or is_int(num_classes, 2), "None or an int >= 2")
         check_option("relabel", relabel, relabel is None or callable(relabel), "None or a callable (sample, change)")
@@ -421,24 +425,32 @@ class LabelNoiseReport:
     the flipped ones but count as others, and a flip may put a wrong label right: ``auc`` is below what it would be
     with right labels in all others. With a share a of wrong labels among the others and b of right ones among the
     flipped, ``auc = (1 - a - b) auc* + (a + b) / 2`` (the reference), from which ``corrected_auc`` is auc*, with
-    ``b = a / (classes - 1)`` and a the estimate `wrong`. As that is an upper bound, so is ``corrected_auc``, with 1
-    where it is larger: auc* lies between the two, if wrong labels look as the flipped ones do. It is nan where no auc*
-    has that ``auc``: where ``a + b`` is 1 or more, and where ``auc`` is less than ``(a + b) / 2``. Samples whose score
-    is nan are left out of it.
+    ``b = a / (classes - 1)``, the estimate `wrong` in place of a, and 1 where it is larger. It is an estimate, too
+    large where `wrong` is, and nan where no auc* has that ``auc``: where ``a + b`` is 1 or more, and where ``auc`` is
+    less than ``(a + b) / 2``. Samples whose score is nan are left out of it.
+
+    `wrong` and `wrong_at_most` take wrong labels to look as the flipped ones do: as likely in each sample, and each
+    other class as likely. Mistakes between classes that look alike may rank lower, and are then missing in both.
 
     >>> scores = {"loss": Detection(0.94, 0.99, 1.0)}
-    >>> print(LabelNoiseReport(scores, samples=100, flipped=2, wrong=0.1))
+    >>> print(LabelNoiseReport(scores, samples=100, flipped=2, wrong=0.1, wrong_at_most=0.4))
     score    AUC  corrected  recall at 20%
      loss  0.940      0.990          1.000
-    2 of 100 samples had a flipped label; of the others at most 10% look as wrong
+    2 of 100 samples had a flipped label
+    of the others an estimated 10.0% look as wrong by their loss, at most 40.0% (95% confidence)
 
     Attributes:
         scores: by name of the score.
         samples: count of samples that were seen.
         flipped: count of those with a flipped label.
-        wrong: the share of the other samples whose labels look as wrong as the flipped ones: the share of the others
-            that reach the median score of the flipped samples, over the share of the flipped that do, and the least
-            of that over the scores; at most 1.
+        wrong: an estimate of the share of the other samples whose label is wrong, by the first of the scores: of n
+            others X reach the r-th largest score of the f flipped ones, and the estimate is ``X (f + 1) / (r n)``, at
+            most 1, with ``r = f / (1 + f / 100)`` rounded, for an error of about a tenth. Its mean over
+            the choice of the flips is the share of wrong labels if no right one is among the X, and more than that
+            share where right ones look as wrong. nan where nothing was flipped, or all.
+        wrong_at_most: an upper bound of that share with 95% confidence: with more wrong labels than these, in at most 5
+            of 100 choices of the flips X or fewer would reach the r-th largest score (exact: the wrong and the flipped
+            ones stand in every order with equal probability). Right labels that look wrong make it larger.
 
     Reference: Menon et al. 2015, Learning from corrupted binary labels via class-probability estimation, ICML.
     """
@@ -447,6 +459,7 @@ class LabelNoiseReport:
     samples: int
     flipped: int
     wrong: float
+    wrong_at_most: float
 
     def rows(self) -> list[tuple[Any, ...]]:
         """The table: name, AUC, corrected AUC and recall of each score."""
@@ -462,8 +475,14 @@ class LabelNoiseReport:
         shown += [(name, *(f"{number:.3f}" for number in numbers)) for name, *numbers in self.rows()]
         widths = [max(len(row[column]) for row in shown) for column in range(4)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in shown]
-        counts = f"{self.flipped} of {self.samples} samples had a flipped label"
-        return "\n".join([*lines, f"{counts}; of the others at most {self.wrong:.0%} look as wrong"])
+        lines.append(f"{self.flipped} of {self.samples} samples had a flipped label")
+        if not math.isnan(self.wrong):
+            by = next(iter(self.scores))
+            lines.append(
+                f"of the others an estimated {self.wrong:.1%} look as wrong by their {by}, at most "
+                f"{self.wrong_at_most:.1%} (95% confidence)"
+            )
+        return "\n".join(lines)
 
 
 def _report_of(ledger: Any, columns: Collection[str], flips: _Flips) -> LabelNoiseReport:
@@ -478,8 +497,7 @@ def _report_of(ledger: Any, columns: Collection[str], flips: _Flips) -> LabelNoi
             known = has_class & ~found.scores.isnan()
             if known.any():
                 ranked[name] = sign * found.scores[known], positive[known]
-    shares = [share for pair in ranked.values() if not math.isnan(share := _share_as_high(*pair))]
-    wrong = min([1.0, *shares])
+    wrong, most = next((_share_as_wrong(*pair) for pair in ranked.values()), (math.nan, 1.0))
     noise = wrong + wrong / (len(flips.classes) - 1)
     scores = {}
     for name, pair in ranked.items():
@@ -487,15 +505,41 @@ def _report_of(ledger: Any, columns: Collection[str], flips: _Flips) -> LabelNoi
         is_possible = noise < 1 and auc >= noise / 2
         corrected = min(1.0, (auc - noise / 2) / (1 - noise)) if is_possible else math.nan
         scores[name] = Detection(auc, corrected, recall_of(*pair))
-    return LabelNoiseReport(scores, int(has_class.sum()), int(positive.sum()), wrong)
+    return LabelNoiseReport(scores, int(has_class.sum()), int(positive.sum()), wrong, most)
 
 
-def _share_as_high(scores: Tensor, positive: Tensor) -> float:
-    """The share of the others that reach the median of the positives, over the share of the positives that do."""
-    if not positive.any() or positive.all():
-        return math.nan
-    reached = scores >= scores[positive].median()
-    return float(reached[~positive].double().mean() / reached[positive].double().mean())
+def _share_as_wrong(scores: Tensor, positive: Tensor) -> tuple[float, float]:
+    """An estimate of the share of the others that are as the positives, and its upper bound, see `LabelNoiseReport`."""
+    flipped = int(positive.sum())
+    others = len(scores) - flipped
+    if not flipped or not others:
+        return math.nan, 1.0
+    rank = max(1, round(flipped / (1 + flipped / _ENOUGH)))
+    reached = int((scores[~positive] >= scores[positive].topk(rank).values[-1]).sum())
+    least, most = min(reached, others), others
+    while least < most:  # the largest number that is not refused
+        middle = (least + most + 1) // 2
+        if _share_of_orders(middle, reached, rank, flipped) > _REFUSED:
+            least = middle
+        else:
+            most = middle - 1
+    return min(1.0, reached * (flipped + 1) / (rank * others)), least / others
+
+
+def _share_of_orders(wrong: int, reached: int, rank: int, flipped: int) -> float:
+    """In what share of the orders of wrong and flipped ones at most `reached` wrong ones precede the rank-th flipped."""
+    # That is, in which `rank` or more of the flipped are among the first ``reached + rank``: hypergeometric.
+    if wrong <= reached:
+        return 1.0
+
+    def log_choices(count: int, chosen: Tensor) -> Tensor:
+        total = torch.tensor(float(count), dtype=torch.float64)
+        return (total + 1).lgamma() - (chosen + 1).lgamma() - (total - chosen + 1).lgamma()
+
+    first = torch.tensor(float(reached + rank), dtype=torch.float64)
+    among = torch.arange(rank, min(flipped, reached + rank) + 1, dtype=torch.float64)
+    logs = log_choices(flipped, among) + log_choices(wrong, first - among) - log_choices(wrong + flipped, first)
+    return float(logs.exp().sum())
 
 
 def auc_of(scores: Tensor, positive: Tensor) -> float:

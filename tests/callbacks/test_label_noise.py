@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
+from fractions import Fraction
+from pathlib import Path
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,7 +33,7 @@ from lightning_persample import (
     PerSampleGradientWriter,
     UnsupportedError,
 )
-from lightning_persample.callbacks.label_noise import auc_of, recall_of
+from lightning_persample.callbacks.label_noise import _share_as_wrong, _share_of_orders, auc_of, recall_of
 from lightning_persample.influence import read_ledger
 from tests.callbacks.label_noise_runs import (
     CLASSES,
@@ -356,24 +360,134 @@ def test_the_report_is_that_of_the_rows(folder):
     report = probe.report
     positive = np.isin(np.arange(COUNT), flips(noisy(parts()[1])))
     assert list(report.scores) == ["loss", "el2n", "margin", "grand", "self_influence"]
-    shares = {}
     for name, found in report.scores.items():
         mean = rows.groupby("sample_index")[name].mean().to_numpy() * (-1 if name == "margin" else 1)
         assert found.auc == pytest.approx(by_pairs(mean, positive))
         first = np.argsort(-mean)[: COUNT // 5]
         assert found.recall == pytest.approx(positive[first].sum() / positive.sum())
-        median = np.sort(mean[positive])[(positive.sum() - 1) // 2]
-        shares[name] = (mean[~positive] >= median).mean() / (mean[positive] >= median).mean()
-    assert report.wrong == pytest.approx(min(shares.values()))
+    mean = rows.groupby("sample_index")["loss"].mean().to_numpy()
+    reached = sum(each >= sorted(mean[positive])[-7] for each in mean[~positive])  # 8 / 1.08 is 7
     a = report.wrong
+    assert a == pytest.approx(reached * (8 + 1) / (7 * (COUNT - 8)))
+    assert report.wrong_at_most == pytest.approx(most_by_counting(reached, 7, 8, COUNT - 8) / (COUNT - 8))
     b = a / (CLASSES - 1)
     assert a + b < 0.5
     for found in report.scores.values():
         assert found.corrected_auc == pytest.approx(min(1, (found.auc - (a + b) / 2) / (1 - a - b)))
     assert (report.samples, report.flipped) == (COUNT, 8)
     assert str(report).startswith("         score    AUC  corrected  recall at 20%\n          loss  ")
-    assert str(report).endswith(f"8 of 40 samples had a flipped label; of the others at most {a:.0%} look as wrong")
+    assert str(report).endswith(
+        "8 of 40 samples had a flipped label\n"
+        f"of the others an estimated {a:.1%} look as wrong by their loss, at most {report.wrong_at_most:.1%} "
+        "(95% confidence)"
+    )
     assert list(report.to_pandas().columns) == ["score", "auc", "corrected_auc", "recall"]
+
+
+def most_by_counting(reached, rank, flipped, others):
+    """The bound by its definition, from the exact share of the orders of so many wrong and flipped ones."""
+
+    def share(wrong):
+        first = min(reached + rank, wrong + flipped)
+        counts = (
+            math.comb(flipped, there) * math.comb(wrong, first - there)
+            for there in range(rank, min(flipped, first) + 1)
+        )
+        return Fraction(sum(counts), math.comb(wrong + flipped, first))
+
+    return max(wrong for wrong in range(min(reached, others), others + 1) if share(wrong) > Fraction(1, 20))
+
+
+@pytest.mark.parametrize(("wrong", "flipped"), [(5, 4), (7, 1), (3, 6)])
+def test_how_many_orders_have_so_few_wrong_ones_is_counted(wrong, flipped):
+    for rank in range(1, flipped + 1):
+        above = []  # how many wrong ones are before the rank-th flipped one, of each order
+        for places in itertools.combinations(range(wrong + flipped), flipped):
+            above.append(places[rank - 1] - (rank - 1))
+        for reached in range(wrong + 2):
+            share = sum(each <= reached for each in above) / len(above)
+            assert _share_of_orders(wrong, reached, rank, flipped) == pytest.approx(share, rel=1e-12)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.04, 0.08, 0.15])
+@pytest.mark.parametrize("shift", [8.0, 2.0])
+def test_the_share_of_wrong_labels_is_estimated_and_bounded_as_it_says(noise, shift):
+    """Of known distributions: right labels from N(0, 1), wrong ones from N(shift, 1); 36 flips as in digits."""
+    generator, others, flipped, repeats = torch.Generator().manual_seed(0), 1760, 36, 400
+    positive = torch.arange(others + flipped) < flipped
+    wrong = torch.arange(others + flipped) < flipped + round(noise * others)
+    truth = round(noise * others) / others
+    found = []
+    for _ in range(repeats):
+        scores = torch.randn(others + flipped, generator=generator) + shift * wrong
+        found.append(_share_as_wrong(scores, positive))
+    estimates, bounds = torch.tensor(found, dtype=torch.float64).T
+    error = 4 * estimates.std() / math.sqrt(repeats)
+    assert (bounds >= truth).double().mean() >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / repeats)
+    assert estimates.mean() >= truth - error
+    if shift == 8.0:  # no right label looks as wrong
+        assert estimates.mean() <= truth + error
+        assert bounds.mean() <= 1.35 * truth + 2 / others  # (where none reaches, two may be wrong)
+        assert noise == 0 or (bounds >= truth).double().mean() <= 0.99
+    else:
+        assert estimates.mean() > truth + 0.03
+
+
+@pytest.mark.parametrize(
+    ("positive", "expected"),
+    [([], (math.nan, 1.0)), (range(6), (math.nan, 1.0)), ([5], (0.0, 1.0)), ([0], (1.0, 1.0)), ([4, 5], (0.0, 1.0))],
+)
+def test_the_share_of_wrong_labels_of_few_samples(positive, expected):
+    mask = torch.tensor([place in positive for place in range(6)])
+    assert _share_as_wrong(torch.arange(6.0), mask) == pytest.approx(expected, nan_ok=True)
+
+
+class Digits(Noting):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("noise", [0.0, 0.04, 0.08, 0.15])
+def test_the_share_of_wrong_digits_is_estimated_and_bounded_as_it_says(noise, folder):
+    datasets, repeats, found = pytest.importorskip("sklearn.datasets"), 20, []
+    pixels, labels = (torch.tensor(each) for each in datasets.load_digits(return_X_y=True))
+    for seed in range(repeats):
+        generator, given = torch.Generator().manual_seed(100 + seed), labels.clone()
+        wrong = torch.randperm(len(labels), generator=generator)[: round(noise * len(labels))]
+        given[wrong] = (labels[wrong] + torch.randint(1, 10, wrong.shape, generator=generator)) % 10
+        data = DataLoader(TensorDataset(pixels.float() / 16, given), 64, shuffle=True)
+        probe = LabelNoiseProbe(0.02, seed=seed, dirpath=folder, overwrite=True, num_classes=10)
+        fit(probe, Digits(), data, seed=seed, max_epochs=12)
+        is_wrong = torch.tensor(
+            [index in probe.flipped or bool(given[index] != labels[index]) for index in range(1797)]
+        )
+        others = torch.tensor([index not in probe.flipped for index in range(1797)])
+        truth = is_wrong[others].double().mean().item()
+        loss = torch.tensor(read_ledger(folder).to_pandas().groupby("sample_index")["loss"].mean().to_numpy())
+        corrected = probe.report.scores["loss"].corrected_auc
+        row = (truth, probe.report.wrong, probe.report.wrong_at_most, corrected - auc_of(loss, is_wrong))
+        found.append(row)
+    truth, estimate, bound, error = torch.tensor(found, dtype=torch.float64).T
+    print(
+        f"wrong {truth.mean():.3f}, estimated {estimate.mean():.3f} ({estimate.min():.3f} to {estimate.max():.3f}), "
+        f"bound {bound.mean():.3f} holds in {(bound >= truth).sum()} of {repeats}, "
+        f"corrected AUC off by {error.mean():+.4f} ({error.min():+.3f} to {error.max():+.3f})"
+    )
+    assert (estimate - truth).mean().abs() < 0.1 * truth.mean() + 0.005
+    assert (bound >= truth).sum() >= 16  # of 20, where each holds with 95%, fewer are as rare as 1 in 400
+    assert bound.mean() < 1.5 * truth.mean() + 0.01
+    assert error.mean().abs() < 0.01
+    assert error.abs().max() < 0.05
 
 
 class Rows:
@@ -406,6 +520,7 @@ def test_the_corrected_auc_is_that_of_wrong_labels_against_right_ones(shift, wit
     assert found.corrected_auc == pytest.approx(exact, abs=within)
     assert found.auc < exact - 0.04
     assert report.wrong == pytest.approx(0.1, abs=0.02)
+    assert 0.1 < report.wrong_at_most < 0.14
 
 
 @pytest.mark.parametrize(("flipped", "corrected"), [(0.5, None), (2.0, None), (-1.0, math.nan)])
@@ -417,15 +532,15 @@ def test_the_corrected_auc_is_an_auc_or_not_a_number(flipped, corrected):
 
     probe = LabelNoiseProbe(0.1, num_classes=CLASSES)
     probe._training_view([DataLoader(TensorDataset(*parts(200)))])
-    scores = torch.linspace(0, 1, 200).double()
-    scores[list(probe.flipped)] = flipped
-    margins = -(torch.arange(200) * 0.001 + 2 * torch.tensor([index in probe.flipped for index in range(200)]))
-    margins[[index for index in range(200) if index not in probe.flipped][:9]] = -3.0  # as wrong as the flipped
-    table = pyarrow.table({"sample_index": list(range(200)), "loss": scores.numpy(), "margin": margins.numpy()})
+    margins = -torch.linspace(0, 1, 200).double()
+    margins[list(probe.flipped)] = -flipped
+    losses = torch.arange(200) * 0.001 + 2 * torch.tensor([index in probe.flipped for index in range(200)])
+    losses[[index for index in range(200) if index not in probe.flipped][:9]] = 3.0  # as wrong as the flipped
+    table = pyarrow.table({"sample_index": list(range(200)), "loss": losses.numpy(), "margin": margins.numpy()})
     report = _report_of(table, table.column_names, probe._flips)
     noise = report.wrong * (1 + 1 / (CLASSES - 1))
-    found = report.scores["loss"]
-    assert noise == pytest.approx(0 if flipped == 2 else 9 / 180 / 0.55 * 4 / 3)  # (11 of 20 reach their median)
+    found = report.scores["margin"]
+    assert noise == pytest.approx(9 * 21 / (17 * 180) * 4 / 3)
     if corrected is None:
         assert found.corrected_auc == pytest.approx(min(1, (found.auc - noise / 2) / (1 - noise)))
     else:
@@ -665,7 +780,9 @@ def test_data_that_are_others_in_the_middle_are_refused(folder):
     [
         ({"fraction": 0}, "fraction=0 is not allowed: fraction must be a number between 0 and 1"),
         ({"fraction": 1.0}, "fraction=1.0 is not allowed"),
-        ({"fraction": "2%"}, "fraction='2%' is not allowed"),
+        ({"fraction": "2%"}, "fraction='2%' is not allowed: fraction must be a number between 0 and 1"),
+        ({"fraction": "ledger"}, "a number between 0 and 1 (the folder of the ledger is dirpath='ledger')"),
+        ({"fraction": Path("ledger")}, "a number between 0 and 1 (the folder of the ledger is dirpath='ledger')"),
         ({"seed": -1}, "seed=-1 is not allowed: seed must be an int >= 0 and < 2**64"),
         ({"seed": 2**64}, "is not allowed: seed must be an int >= 0 and < 2**64"),
         ({"num_classes": 1}, "num_classes=1 is not allowed: num_classes must be None or an int >= 2"),
