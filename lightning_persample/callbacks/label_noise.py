@@ -527,7 +527,7 @@ def _share_as_wrong(scores: Tensor, positive: Tensor) -> tuple[float, float]:
 
 
 def _share_of_orders(wrong: int, reached: int, rank: int, flipped: int) -> float:
-    """In what share of the orders of wrong and flipped ones at most `reached` wrong ones precede the rank-th flipped."""
+    """The share of orders of wrong and flipped ones in which at most `reached` wrong precede the rank-th flipped."""
     # That is, in which `rank` or more of the flipped are among the first ``reached + rank``: hypergeometric.
     if wrong <= reached:
         return 1.0
