@@ -662,8 +662,9 @@ class Dispatcher(Collector):
             if call.outputs[0].grad_fn is not None:
                 self.nodes.padded[call.outputs[0].grad_fn] = followed.padding
         rule = rule_of(call.op)
-        for note in followed.excused:
-            self.excuses.setdefault(note, set()).update(boundary(call.outputs))
+        for note in followed.excused:  # (not what the number is a view of, which others read, too)
+            made_by = {output.grad_fn for output in call.outputs if output.grad_fn is not None}
+            self.excuses.setdefault(note, set()).update(made_by)
         for output, mark in zip(call.outputs, followed.outputs, strict=False):
             if isinstance(mark, Lost) and mark.computed is not None:
                 for note in mark.computed.notes:

@@ -276,6 +276,21 @@ def test_what_is_said_of_a_norm_is_said_of_each_backward_that_goes_through_it_al
     assert [record.mixing != () for record in capture.records] == [False, True, True, False]
 
 
+@pytest.mark.parametrize(
+    "read", [lambda t: t[0], lambda t: t[:1].squeeze(), lambda t: t.view(-1)[-1], lambda t: t.clone()[0]]
+)
+@pytest.mark.parametrize("reduce", [lambda z: z.amax(0), lambda z: z.sort(0).values[0], lambda z: z.cumsum(0)[2]])
+def test_one_entry_that_is_read_excuses_no_other(
+    reduce: Callable[[Tensor], Tensor], read: Callable[[Tensor], Tensor]
+) -> None:
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        over_the_batch = reduce(m(x))
+        read(over_the_batch)  # as for a log
+        return (over_the_batch * m.bias).square().sum()
+
+    assert record_of(nn.Linear(6, 4), loss, torch.randn(7, 6)).mixing != ()
+
+
 def test_samples_that_meet_before_are_named_all_the_same() -> None:
     module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
     record = record_of(module, lambda m, x: m(x).norm() ** 2 / len(x), torch.randn(7, 6))
