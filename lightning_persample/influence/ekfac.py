@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
@@ -31,7 +29,7 @@ _ONE = "take ekfac(train.at(checkpoint), test.at(checkpoint)) of one, with an Ei
 def ekfac(
     train: StoreOrPath,
     test: StoreOrPath,
-    damping: float = 10.0,
+    damping: float = 1e-4,
     *,
     absolute: bool = False,
     normalize: bool = False,
@@ -51,9 +49,9 @@ def ekfac(
     Args:
         train: gradients of the training samples at one checkpoint, (n, K); a store or its folder.
         test: gradients of the test samples there, (m, K); a store or its folder.
-        damping: what is added to every lambda_k, above 0, as a multiple of the mean lambda of the parameter b that k is
-            of, where directions that the projection leaves out count as 0: most of the lambda are far below their mean.
-            The less it is, the more the directions count in which samples hardly differ.
+        damping: what is added to every lambda_k, above 0, as a multiple of the sum of the lambda of the parameter b
+            that k is of: most of them are far below their mean, and however many there are, the sum stays. The less it
+            is, the more the directions count in which samples hardly differ.
         absolute: whether `damping` is added as it is, for all parameters alike.
         normalize: whether each score is divided by the roots of both samples' scores with themselves: the cosine under
             ``(Lambda + damping)^-1``, which is not led by gradients that are large. A gradient of zeros has none.
@@ -86,8 +84,7 @@ def ekfac(
     for parameter in store.manifest.parameters:
         own = moments[parameter.start : parameter.stop] / count
         if own.any():  # else its part of every training gradient is 0, and so is its part of every score
-            size = max(prod(parameter.shape), len(own))  # directions that were left out count as 0
-            added = damping if absolute else damping * own.sum() / size
+            added = damping if absolute else damping * own.sum()
             weights[parameter.start : parameter.stop] = 1 / (own + added)
 
     weights = products.held(weights)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
-from lightning_persample.influence.scores import PairScores, TopScores
+from lightning_persample.influence.scores import PairScores, TopScores, as_int, grouped
 from lightning_persample.influence.store import GradientStore, check_comparable
 from lightning_persample.options import check_option, is_none_or_int
 
@@ -81,10 +81,14 @@ class Alignment:
         self, name: str, convention: str, terms: Terms, options: ScoreOptions | None = None, *, share: int = 1
     ) -> PairScores:
         """The sum of all terms, with the counts of rows that are in none or are not finite."""
-        products, shape = Products(options or {}, share), (len(self.train_index), len(self.test_index))
+        products, test_index = Products(options or {}, share), self.test_index
+        if products.groups is not None:
+            test_index, places = grouped(products.groups, test_index)
+            terms = _by_group(terms, places)
+        shape = len(self.train_index), len(test_index)
         nonfinite = sum(int(torch.as_tensor(rows.store.nonfinite).sum()) for pair in self.pairs for rows in pair)
         what: dict[str, Any] = {"name": name, "convention": convention, "unknown": self.unknown, "nonfinite": nonfinite}
-        what |= {"train_index": self.train_index, "test_index": self.test_index}
+        what |= {"train_index": self.train_index, "test_index": test_index}
         if products.top is None:
             return PairScores(**what, scores=products.matrix(shape, terms))
         widths = [test.store.num_columns for _, test in self.pairs]
@@ -344,12 +348,15 @@ class ScoreOptions(TypedDict, total=False):
         top: keep the k largest and the k smallest scores of each test sample and their mean over the test samples, as
             `TopScores`, and never the matrix of all pairs: 24 k bytes for each test sample in place of 8 for each
             training sample of it. None keeps all.
+        groups: the group of each test sample, ints or strings, in the order of their indices, or a mapping from these:
+            the scores are the means over each group, as those of `PairScores.by_group`, and `top` is of the groups.
     """
 
     max_memory: int | None
     dtype: torch.dtype
     device: torch.device | str
     top: int | None
+    groups: Mapping[int, int | str] | Sequence[int | str] | Tensor | None
 
 
 _BLOCK_BYTES = 1 << 26
@@ -395,7 +402,8 @@ class Products:
             raise OptionError(
                 f"{unknown[0]!r} is no option of a score; there are {', '.join(ScoreOptions.__annotations__)}"
             )
-        self.max_memory, self.top = options.get("max_memory"), options.get("top")
+        self.max_memory, self.top = options.get("max_memory"), as_int(options.get("top"))
+        self.groups = options.get("groups")
         self.dtype, self.device = options.get("dtype", torch.float64), _device(options.get("device", "cpu"))
         check_option("top", self.top, is_none_or_int(self.top, 1), "None or an int >= 1")
         allowed = (torch.float32,) if self.device.type == "mps" else (torch.float32, torch.float64)
@@ -507,7 +515,24 @@ class Products:
         """The transformed rows of the test samples from start to stop, in this order."""
         test, factors = _chosen(term.test, _between(term.test, start, stop), term.test_factors)
         part = term._replace(test=test, test_factors=factors)
-        return torch.cat([self._of_test(part, at, values) for at, values in self.blocks(test.store)])
+        rows = torch.cat([self._of_test(part, at, values) for at, values in self.blocks(test.store)])
+        if self.groups is None:
+            return rows
+        places = (test.places - start).to(rows.device)
+        return rows.new_zeros(stop - start, rows.shape[1]).index_add_(0, places, rows)
+
+
+def _by_group(terms: Terms, places: Tensor) -> Callable[[], Iterator[Term]]:
+    """Terms that add up to the means over groups of test samples, by the place of each sample's group."""
+    shares = 1 / torch.bincount(places)[places].double()
+
+    def made() -> Iterator[Term]:
+        for term in terms() if callable(terms) else terms:
+            own = shares[term.test.places]
+            factors = own if term.test_factors is None else own * term.test_factors
+            yield term._replace(test=term.test._replace(places=places[term.test.places]), test_factors=factors)
+
+    return made
 
 
 def _in_order(term: Term) -> Term:
@@ -629,16 +654,16 @@ def checked_damping(damping: object, absolute: object, *, above_zero: bool) -> N
     check_option("absolute", absolute, isinstance(absolute, bool), "True or False")
 
 
-def cholesky_factor(moment: Tensor, damping: float, absolute: bool, what: str) -> Tensor:
-    """L with ``L L^T = moment + damping I``, the damping a multiple of the mean eigenvalue if it is not absolute."""
+def cholesky_factor(moment: Tensor, damping: float, unit: float, what: str) -> Tensor:
+    """L with ``L L^T = moment + damping * unit I``, a unit of 1 where the damping is absolute."""
     mean = float(moment.diagonal().mean())
-    moment.diagonal().add_(damping if absolute else damping * mean)
+    moment.diagonal().add_(damping * unit)
     factor, failed = torch.linalg.cholesky_ex(moment)
     pivots = factor.diagonal().square()
-    if mean == 0 and not (absolute and damping > 0):
+    if mean == 0 and damping * unit == 0:
         raise PerSampleError(f"{what} is 0, and so is every gradient that it is of: there is nothing to score by")
     if failed or pivots.min() <= len(pivots) * torch.finfo(moment.dtype).eps * pivots.max():
-        enough = f"{0.1 * mean:.2g}, a tenth of its mean eigenvalue" if absolute else "0.1"
+        enough = f"{0.1 * mean / unit:.2g}" + (", a tenth of its mean eigenvalue" if unit == 1 else "")
         raise PerSampleError(
             f"{what} has no inverse with damping={damping!r}: pass a larger one, for example damping={enough}, or "
             "a store of fewer columns (a Projection of smaller dim)"

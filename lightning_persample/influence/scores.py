@@ -27,10 +27,41 @@ from lightning_persample.options import check_option, is_int
 _SHOWN = 3  # of the largest, and of the smallest
 
 
+def as_int(value: Any) -> Any:
+    """An integer of NumPy's as Python's; anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def grouped(
+    groups: Mapping[int, int | str] | Sequence[int | str] | Tensor, test_index: Sequence[int]
+) -> tuple[tuple[Any, ...], Tensor]:
+    """The different groups, ascending, and the place among them of each test sample's."""
+    if isinstance(groups, Mapping):
+        absent = [index for index in test_index if index not in groups]
+        if absent:
+            raise OptionError(f"groups has none of test sample {absent[0]!r}, and of {len(absent)} in all")
+        groups = [groups[index] for index in test_index]
+    named: Any = groups.tolist() if isinstance(groups, Tensor | np.ndarray) else groups
+    are_groups = isinstance(named, Iterable) and not isinstance(named, str)
+    named = list(named) if are_groups else []
+    are_groups &= any(all(isinstance(each, kind) for each in named) for kind in (Integral, str))
+    expected = "the group of each test sample, ints alone or strings alone, or a mapping from their indices to these"
+    check_option("groups", groups, are_groups, expected)
+    if len(named) != len(test_index):
+        raise OptionError(
+            f"groups has {len(named)} entries; allowed is one for each of the {len(test_index)} test samples, "
+            "in the order of test_index, or a mapping from their indices"
+        )
+    found = sorted(set(named))
+    places = {group: place for place, group in enumerate(found)}
+    return tuple(found), torch.tensor([places[group] for group in named])
+
+
 def ranked(
     index: Sequence[int | str], scores: Tensor, k: int, *, largest: bool = True
 ) -> list[tuple[int | str, float]]:
     """The samples with the largest or the smallest scores; ties in the order of `index`, and none that is nan."""
+    k = as_int(k)
     check_option("k", k, is_int(k, 1), "an int >= 1")
     known = (~scores.isnan()).nonzero().flatten()
     order = known[scores[known].argsort(descending=largest, stable=True)][:k]
@@ -251,32 +282,12 @@ class PairScores:
         Returns:
             The scores, with the groups, ascending, for test samples.
 
-        Raises:
-            OptionError: a test sample has no group, or groups are neither ints alone nor strings alone.
+        It is an `OptionError` where a test sample has no group, or groups are neither ints alone nor strings alone.
         """
-        if isinstance(groups, Mapping):
-            absent = [index for index in self.test_index if index not in groups]
-            if absent:
-                raise OptionError(f"groups has none of test sample {absent[0]!r}, and of {len(absent)} in all")
-            groups = [groups[index] for index in self.test_index]
-        named: Any = groups.tolist() if isinstance(groups, Tensor | np.ndarray) else groups
-        are_groups = isinstance(named, Iterable) and not isinstance(named, str)
-        named = list(named) if are_groups else []
-        are_groups &= any(all(isinstance(each, kind) for each in named) for kind in (Integral, str))
-        expected = (
-            "the group of each test sample, ints alone or strings alone, or a mapping from their indices to these"
-        )
-        check_option("groups", groups, are_groups, expected)
-        if len(named) != len(self.test_index):
-            raise OptionError(
-                f"groups has {len(named)} entries; allowed is one for each of the {len(self.test_index)} test samples, "
-                "in the order of test_index, or a mapping from their indices"
-            )
-        found = sorted(set(named))
-        places = torch.tensor([found.index(each) for each in named])
+        found, places = grouped(groups, self.test_index)
         sums = self.scores.new_zeros(len(self.scores), len(found)).index_add_(1, places, self.scores)
         scores = sums / torch.bincount(places, minlength=len(found))
-        return replace(self, test_index=tuple(found), scores=scores)
+        return replace(self, test_index=found, scores=scores)
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` of the scores, its index the training samples and its columns the test samples."""
@@ -291,7 +302,8 @@ class TopScores(PairScores):
 
     It has the methods of `PairScores`, and `mean` is over all test samples as there: 24 k bytes for each test sample,
     and 8 for each training sample. `top` and `bottom` of one test sample give what `PairScores` gives, but no more
-    than were kept. What needs the whole matrix (`linear_datamodeling_score`, `by_group`) is refused.
+    than were kept. What needs the whole matrix (`linear_datamodeling_score`, `by_group`) is refused; the option
+    `groups` of the score gives what `by_group` would.
 
     Attributes:
         scores: the k largest scores of each test sample, (k, test), largest first; nan where fewer are numbers.
@@ -314,6 +326,7 @@ class TopScores(PairScores):
         if test is None:
             return ranked(self.train_index, self.means, k, largest=largest)
         column = self._column(test)
+        k = as_int(k)
         check_option("k", k, is_int(k, 1), "an int >= 1")
         values, places = (self.scores, self.places) if largest else (self.least, self.least_places)
         pairs = zip(values[:k, column].tolist(), places[:k, column].tolist(), strict=True)
@@ -322,7 +335,8 @@ class TopScores(PairScores):
     def by_group(self, groups: Mapping[int, int | str] | Sequence[int | str] | Tensor) -> PairScores:
         """Refused: the means of groups need the scores of all pairs."""
         raise OptionError(
-            f"{self.name} kept the largest scores alone (top={len(self.scores)}): compute it without `top`"
+            f"{self.name} kept the largest scores alone (top={len(self.scores)}): compute it with groups=..., or "
+            "without `top`"
         )
 
     def to_pandas(self) -> Any:

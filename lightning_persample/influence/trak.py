@@ -116,7 +116,8 @@ def trak(
         for train_rows, test_rows in aligned.pairs:
             size = train_rows.store.num_columns
             (gram,), count = second_moments(train_rows.store, [slice(0, size)], products)
-            factor = cholesky_factor(gram, damping, absolute, f"Phi^T Phi of {count} samples and {size} columns")
+            unit = 1.0 if absolute else float(gram.diagonal().mean())
+            factor = cholesky_factor(gram, damping, unit, f"Phi^T Phi of {count} samples and {size} columns")
             solved = partial(solved_by, factors=[(slice(0, size), products.held(factor))])
             yield Term(train_rows, test_rows, mistaken[train_rows.places] / len(aligned.pairs) ** 2, of_test=solved)
 

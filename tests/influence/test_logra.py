@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from lightning_persample import OptionError, PerSampleError
-from lightning_persample.influence import grad_dot, logra
+from lightning_persample.influence import ekfac, grad_dot, logra
 from tests.influence.loops import data, net, sample_grads, sgd_step, shapes_of, simple
+
+EIGEN = {"kind": "eigen", "dim": None, "digest": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +27,14 @@ def nets(tmp_path_factory):
     return *stores, grads, test_grads
 
 
-def dense(grads, test_grads, sizes, damping=0.1, *, absolute=False, of=None):
+def dense(grads, test_grads, sizes, damping=1e-4, *, shrinkage=0.0, absolute=False, of=None):
     """Each parameter's own matrix, inverted; that of `grads` if not said otherwise."""
     total = torch.zeros(len(grads), len(test_grads), dtype=torch.float64)
     of = grads if of is None else of
     for own, test_own, seen in zip(*(each.split(sizes, 1) for each in (grads, test_grads, of)), strict=True):
         hessian = sum(torch.outer(row, row) for row in seen) / len(seen)
-        added = damping if absolute else damping * torch.linalg.eigvalsh(hessian).mean()
+        hessian = shrinkage * torch.diag(hessian.diagonal()) + (1 - shrinkage) * hessian
+        added = damping if absolute else damping * torch.linalg.eigvalsh(hessian).sum()
         total += own @ torch.linalg.inv(hessian + added * torch.eye(len(hessian), dtype=torch.float64)) @ test_own.T
     return total
 
@@ -72,9 +75,34 @@ def test_numbers_by_hand(tmp_path):
     found = logra(train, test, 1.0, absolute=True)
     expected = [[2 * 1 / 3 + 1 * 2 / 1.5], [3 * 4 / 5.5]]
     torch.testing.assert_close(found.scores, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
-    found = logra(train, test)  # mean eigenvalues 2 and 2.5
-    expected = [[2 * 1 / 2.2 + 1 * 2 / 0.75], [3 * 4 / 4.75]]
+    found = logra(train, test, 0.1)  # eigenvalues of sums 2 and 5
+    expected = [[2 * 1 / 2.2 + 1 * 2 / 1.0], [3 * 4 / 5.0]]
     torch.testing.assert_close(found.scores, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("max_memory", [None, 6000])
+def test_shrinkage_is_half_in_an_eigenbasis_and_none_elsewhere(nets, tmp_path, max_memory):
+    train, test, grads, test_grads = nets
+    shapes = {"weight": (14,), "bias": (12,)}
+    stores = [
+        simple(tmp_path / name, values.tolist(), shapes=shapes, projection=EIGEN)
+        for name, values in (("train", grads), ("test", test_grads))
+    ]
+    for shrinkage in (None, 0.0, 0.3, 1.0):
+        found = logra(*stores, shrinkage=shrinkage, max_memory=max_memory).scores
+        used = 0.5 if shrinkage is None else shrinkage
+        expected = dense(grads, test_grads, [14, 12], shrinkage=used)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(found, ekfac(*stores).scores, rtol=1e-10, atol=1e-10)  # of shrinkage 1
+    expected = dense(grads, test_grads, [12, 4, 8, 2], shrinkage=0.3)
+    torch.testing.assert_close(logra(train, test, shrinkage=0.3).scores, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("shrinkage", [-0.1, 1.1, math.nan, True, "half"])
+def test_shrinkage_is_a_share(nets, shrinkage):
+    text = f"shrinkage={shrinkage!r} is not allowed: shrinkage must be None or a number from 0 to 1"
+    with pytest.raises(OptionError, match=text):
+        logra(nets[0], nets[1], shrinkage=shrinkage)
 
 
 def test_a_parameter_whose_training_gradients_are_zero_adds_nothing(tmp_path):

@@ -352,6 +352,26 @@ def test_the_largest_are_those_of_the_whole_matrix(stores, name, max_memory):
     assert str(found) == str(whole)
 
 
+@pytest.mark.parametrize(("name", "max_memory"), in_turn(SCORES, [None, 6000, 20_000]))
+def test_groups_are_the_means_over_their_test_samples(stores, name, max_memory):
+    whole = scored(name, stores["float64"])
+    groups = {index: "abc"[place % 3] for place, index in enumerate(whole.test_index)}
+    expected = whole.by_group(groups)
+    found = scored(name, stores["float64"], groups=groups, max_memory=max_memory)
+    assert found.test_index == expected.test_index == ("a", "b", "c")
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-10, atol=1e-12)
+    kept = scored(name, stores["float64"], groups=list(groups.values()), top=numpy.int64(5), max_memory=max_memory)
+    assert isinstance(kept, TopScores)
+    for kind in ("top", "bottom"):
+        for one, other in zip(place_of(kept, kind), place_of(expected, kind), strict=True):
+            assert [index for index, _ in one] == [index for index, _ in other]
+            assert [score for _, score in one] == pytest.approx([score for _, score in other], rel=1e-10, abs=1e-12)
+    torch.testing.assert_close(kept.mean().scores, expected.mean().scores, rtol=1e-10, atol=1e-12)
+    assert kept.top(numpy.int32(2), test="b") == kept.top(2, test="b")
+    with pytest.raises(OptionError, match=r"^groups has 1 entries; allowed is one for each of the"):
+        scored(name, stores["float64"], groups=["a"])
+
+
 @pytest.mark.parametrize("top", [None, 5])
 @pytest.mark.parametrize("name", SCORES)
 def test_float32_is_as_near_as_it_holds(stores, name, top):
@@ -411,7 +431,7 @@ def test_what_the_options_of_scores_are(stores, tmp_path):
         ({"device": "gpu"}, "device='gpu' is not allowed: Expected one of cpu, cuda"),
         ({"device": "meta"}, "device='meta' is not allowed: Cannot copy out of meta tensor; no data!"),
         ({"device": None}, "device=None is not allowed: "),
-        ({"largest": 3}, "'largest' is no option of a score; there are max_memory, dtype, device, top"),
+        ({"largest": 3}, "'largest' is no option of a score; there are max_memory, dtype, device, top, groups"),
     ):
         with pytest.raises(OptionError, match=f"^{text}"):
             grad_dot(train, test, **options)
@@ -421,9 +441,11 @@ def test_what_the_options_of_scores_are(stores, tmp_path):
         found.top(0, test=0)
     with pytest.raises(OptionError, match="test=1 is not the index of a test sample"):
         found.bottom(1, test=1)
-    for refused in (lambda: found.by_group([0] * 16), lambda: linear_datamodeling_score(found, [[0], [3]], None)):
-        with pytest.raises(OptionError, match=r"grad_cos kept the largest scores alone \(top=4\): compute it without"):
-            refused()
+    text = r"grad_cos kept the largest scores alone \(top=4\): compute it with"
+    with pytest.raises(OptionError, match=rf"{text} groups=\.\.\., or without `top`"):
+        found.by_group([0] * 16)
+    with pytest.raises(OptionError, match=f"{text}out `top`"):
+        linear_datamodeling_score(found, [[0], [3]], None)
     found.save(tmp_path / "scores.pt")
     again = TopScores.load(tmp_path / "scores.pt")
     assert place_of(again, "top") == place_of(found, "top")
