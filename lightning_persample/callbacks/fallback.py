@@ -242,13 +242,13 @@ class _Collected:
     def record(self, names: list[str]) -> PerSampleRecord:
         """The record of the trainable parameters with these names."""
         used = [name for name in names if name in self._sq_norms]
+        rows = {name: self._grad_samples[name] for name in used if name in self._grad_samples}
         asked: dict[str, Any] = {}
         if "grad_sample" in self._quantities:
-            asked["grad_samples"] = {name: self._grad_samples[name] for name in used}
+            asked["grad_samples"] = rows
         if "square_sum" in self._quantities:
             asked["square_sums"] = {name: self._square_sums[name] for name in used}
         if self._quantities & OF_KEPT:
-            rows = {name: self._grad_samples[name] for name in used}
             dtypes = {name: grads.dtype for name, grads in rows.items()}
             structures = {name: Dense(grads) for name, grads in rows.items()}
             asked["_kept"] = KeptGradients(structures, dtypes, None, self._quantities)

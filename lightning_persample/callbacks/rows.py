@@ -25,7 +25,8 @@ from lightning_persample.influence.optional_packages import arrow
 from lightning_persample.influence.shards import ParameterColumns, Shards, StoreManifest, StoreWriter, columns_for
 
 T = TypeVar("T")
-_NUMBERS = ("step", "epoch", "batch_idx", "backward_index", "coverage")  # of all rows of a backward
+_ATTRIBUTES = {"learning_rate": "rate", "weight": "factor", "norm": "norms"}  # of `CapturedRows`, by column
+_ATTRIBUTES |= {name: name for name in ("step", "epoch", "batch_idx", "backward_index", "coverage")}
 _DTYPES: dict[str, type] = {"int64": np.int64, "double": np.float64, "bool": np.bool_}
 _RESULTS = "per_sample"  # what training_step returns its columns under
 
@@ -54,6 +55,16 @@ class CapturedRows:
 
     def __len__(self) -> int:
         return self.batch_size if self.samples is None else self.samples.numel()
+
+    def column(self, name: str) -> Any:
+        """What the ledger has of these rows: a number of all, or a tensor (m,); None where they have nothing."""
+        if name == "row":
+            return torch.arange(len(self)) if self.samples is None else self.samples
+        if name == "sample_index":
+            return self.keys if isinstance(self.keys, Tensor) else None
+        if name.startswith("norm/"):
+            return self.groups.get(name.removeprefix("norm/"))
+        return getattr(self, _ATTRIBUTES[name]) if name in _ATTRIBUTES else self.columns.get(name)
 
     def own(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values that the run adds to these rows."""
@@ -140,29 +151,12 @@ def checked_types(
 def table_of(captured: Sequence[CapturedRows], types: Mapping[str, str], rank: int) -> Any:
     """The rows as a ``pyarrow.Table``; values leave their device here, a column at a time."""
     counts = [len(rows) for rows in captured]
-    places: list[Any] = [
-        torch.arange(n) if r.samples is None else r.samples for r, n in zip(captured, counts, strict=True)
-    ]
-    numbers = {name: [getattr(rows, name) for rows in captured] for name in _NUMBERS}
-    parts: dict[str, list[Any]] = {
-        **numbers,
-        "rank": [rank] * len(captured),
-        "row": places,
-        "learning_rate": [rows.rate for rows in captured],
-        "weight": [rows.factor for rows in captured],
-        "norm": [rows.norms for rows in captured],
-    }
     columns = []
     for name, kind in types.items():
         if name == "sample_index" and kind == "string":
             columns.append(_names(captured))
             continue
-        if name == "sample_index":
-            of_rows: list[Any] = [rows.keys if isinstance(rows.keys, Tensor) else None for rows in captured]
-        elif name.startswith("norm/"):
-            of_rows = [rows.groups.get(name.removeprefix("norm/")) for rows in captured]
-        else:
-            of_rows = parts[name] if name in parts else [rows.columns.get(name) for rows in captured]
+        of_rows = [rank if name == "rank" else rows.column(name) for rows in captured]
         values = _joined(of_rows, counts)
         if name == "weight":
             values = values / np.repeat([rows.divisor for rows in captured], counts)
