@@ -147,20 +147,11 @@ def _batch_size(loader: Any) -> Any:
 
 def _like(loader: DataLoader[Any], batches: list[list[int]]) -> DataLoader[Any]:
     """A DataLoader with the same rows and workers that makes these batches."""
-    workers = loader.num_workers
-    options: dict[str, Any] = {"multiprocessing_context": loader.multiprocessing_context} if workers else {}
-    if workers:
-        options |= {"prefetch_factor": loader.prefetch_factor, "timeout": loader.timeout}
-    sampler: Any = batches
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=sampler,
-        num_workers=workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        worker_init_fn=loader.worker_init_fn,
-        **options,
-    )
+    names = ["num_workers", "collate_fn", "pin_memory", "worker_init_fn"]
+    if loader.num_workers:
+        names += ["multiprocessing_context", "prefetch_factor", "timeout"]
+    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    return DataLoader(loader.dataset, batch_sampler=batches, **options)
 
 
 @dataclass(frozen=True, eq=False)

@@ -300,22 +300,12 @@ class PerSampleGradientWriter(PerSampleCallback):
         step, rate = trainer.global_step if automatic else self._batches, rates.of_record(record)
         scaler = getattr(self._precision, "scaler", None)  # of mixed precision
         divisor = float(self._processes if scaler is None else scaler.get_scale() * self._processes)
-        rows = CapturedRows(
-            step,
-            trainer.current_epoch,
-            batch_idx,
-            record.backward_index,
-            record.coverage,
-            keys_of(record),
-            record.samples,
-            record.batch_size,
-            rate,
-            record.factor,
-            divisor,
-            record.norms() if "sq_norm" in self.needs(trainer) else None,
-            {} if self.per_layer is None else record.group_norms(self.per_layer),
-            None if gradients is None else gradients.values_of(record),
-        )
+        backward = step, trainer.current_epoch, batch_idx, record.backward_index, record.coverage
+        samples = keys_of(record), record.samples, record.batch_size
+        norms = record.norms() if "sq_norm" in self.needs(trainer) else None
+        groups = {} if self.per_layer is None else record.group_norms(self.per_layer)
+        values = None if gradients is None else gradients.values_of(record)
+        rows = CapturedRows(*backward, *samples, rate, record.factor, divisor, norms, groups, values)
         rows.columns = {**self._of_class_loss(trainer, rows), **self._added(trainer, pl_module, record, rows)}
         self._current.append(rows)
         rates.wait(rows, record)

@@ -223,17 +223,11 @@ class _StepMetric(_AverageOverSteps):
                 "part of them only"
             )
         share = samples / size.clamp(min=1)
-        defined = self._is_defined(size, mean)
-        used = ~skipped & defined & (samples > 0)
+        undefined = ~skipped & ~self._is_defined(size, mean)
+        used = ~skipped & ~undefined & (samples > 0)
+        counted = (each[used] for each in (share, samples, size, sum_of_sq_norms, mean))
         return _Steps(
-            share[used],
-            samples[used],
-            size[used],
-            sum_of_sq_norms[used],
-            mean[used],
-            skipped=share[skipped].sum(),
-            undefined=share[~skipped & ~defined].sum(),
-            nonfinite=nonfinite.sum(),
+            *counted, skipped=share[skipped].sum(), undefined=share[undefined].sum(), nonfinite=nonfinite.sum()
         )
 
 

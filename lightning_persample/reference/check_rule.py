@@ -408,7 +408,7 @@ class RuleReport:
         lines = [
             f"The rule of {self.op!r}, compared with a loop over single samples: {agree} of {len(self.checks)} checks "
             "agree",
-            table(_HEADER, [((r.call, r.weight), r.error, r.status, r.reason) for r in self.checks]),
+            table(_HEADER, self.checks),
         ]
         if self.left_out:
             lines.append(f"left out, because the op does not allow it: {', '.join(self.left_out)}")

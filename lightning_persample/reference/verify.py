@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -158,8 +158,6 @@ def _unequal_weights(factors: Tensor, loss_reduction: Weighting) -> str:
     )
 
 
-Row: TypeAlias = tuple[tuple[str, ...], float, str, str]
-
 _HEADER = ("parameter", "largest relative error", "status", "reason")
 
 
@@ -223,9 +221,7 @@ class VerificationReport:
 
     def __str__(self) -> str:
         """The table, with each reason written once below it."""
-        return (
-            f"{self._summary()}\n{table(_HEADER, [((r.name,), r.error, r.status, r.reason) for r in self.parameters])}"
-        )
+        return f"{self._summary()}\n{table(_HEADER, self.parameters)}"
 
     def _summary(self) -> str:
         if self.reason:
@@ -238,18 +234,13 @@ class VerificationReport:
         )
 
 
-def table(header: Sequence[str], rows: Sequence[Row]) -> str:
-    """Rows as text, with each reason written once below the table."""
-    reasons = list(dict.fromkeys(reason for *_, reason in rows if reason))
-    cells = [tuple(header)] + [
-        (
-            *names,
-            "-" if math.isnan(error) else f"{error:.1e}",
-            status,
-            f"[{reasons.index(reason) + 1}]" if reason else "",
-        )
-        for names, error, status, reason in rows
-    ]
+def table(header: Sequence[str], checks: Sequence[Any]) -> str:
+    """Rows of a report (names, error, status, reason) as text, with each reason written once below the table."""
+    reasons = list(dict.fromkeys(check.reason for check in checks if check.reason))
+    cells = [tuple(header)]
+    for *names, error, status, reason in map(astuple, checks):
+        number = f"[{reasons.index(reason) + 1}]" if reason else ""
+        cells.append((*names, "-" if math.isnan(error) else f"{error:.1e}", status, number))
     widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
