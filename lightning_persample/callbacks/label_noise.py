@@ -172,13 +172,24 @@ class LabelNoiseProbe(PerSampleGradientWriter):
         if self._flips is None:
             given = self.num_classes
             classes, without = _classes_of(dataset, relabel) if given is None else (range(given), ())
-            self._flips = _Flips.chosen(length, tuple(classes), frozenset(without), self.fraction, self.seed, relabel)
+            self._flips = self._choose(length, tuple(classes), frozenset(without), relabel)
         elif self._flips.length != length:
             raise OptionError(
                 f"the training dataset has {length} samples now and had {self._flips.length} before: "
                 "LabelNoiseProbe needs the same samples in the whole fit"
             )
         return TrainingView(self._flips)
+
+    def _choose(self, length: int, classes: tuple[int, ...], without: frozenset[int], relabel: Relabel) -> _Flips:
+        """The samples whose labels are flipped, and by how many classes."""
+        if len(classes) < 2:
+            there = ", ".join(map(str, classes)) or "none (a negative one is no class)"
+            raise OptionError(f"LabelNoiseProbe needs two classes, and the labels are {there}")
+        generator = torch.Generator().manual_seed(self.seed)
+        order = [index for index in torch.randperm(length, generator=generator).tolist() if index not in without]
+        index = order[: max(1, round(self.fraction * len(order)))]
+        offsets = torch.randint(1, len(classes), (len(index),), generator=generator).tolist()
+        return _Flips(length, classes, without, dict(zip(index, offsets, strict=True)), relabel)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the folder ready, once the labels are flipped."""
@@ -238,25 +249,6 @@ class _Flips:
     without: frozenset[int]  # the indices of samples whose label is no class
     offsets: Mapping[int, int]  # by index: so many classes further, around
     relabel: Relabel
-
-    @classmethod
-    def chosen(
-        cls,
-        length: int,
-        classes: tuple[int, ...],
-        without: frozenset[int],
-        fraction: float,
-        seed: int,
-        relabel: Relabel,
-    ) -> _Flips:
-        if len(classes) < 2:
-            there = ", ".join(map(str, classes)) or "none (a negative one is no class)"
-            raise OptionError(f"LabelNoiseProbe needs two classes, and the labels are {there}")
-        generator = torch.Generator().manual_seed(seed)
-        order = [index for index in torch.randperm(length, generator=generator).tolist() if index not in without]
-        index = order[: max(1, round(fraction * len(order)))]
-        offsets = torch.randint(1, len(classes), (len(index),), generator=generator).tolist()
-        return cls(length, classes, without, dict(zip(index, offsets, strict=True)), relabel)
 
     def __call__(self, items: Any, keys: list[Any]) -> list[Any]:
         """The items, those that are flipped with another label."""

@@ -225,7 +225,7 @@ class _StepMetric(_AverageOverSteps):
         share = samples / size.clamp(min=1)
         undefined = ~skipped & ~self._is_defined(size, mean)
         used = ~skipped & ~undefined & (samples > 0)
-        counted = (each[used] for each in (share, samples, size, sum_of_sq_norms, mean))
+        counted = share[used], samples[used], size[used], sum_of_sq_norms[used], mean[used]
         return _Steps(
             *counted, skipped=share[skipped].sum(), undefined=share[undefined].sum(), nonfinite=nonfinite.sum()
         )

@@ -216,24 +216,22 @@ _Status: TypeAlias = Literal["agrees", "differs", "missing", "raised", "not foun
 _Finding: TypeAlias = tuple[float, _Status, str]
 
 
+@dataclass(eq=False)
 class _RuleCall:
     """A call of a rule that can be repeated, in one precision, for the weights of which gradients are `expected`."""
 
-    def __init__(
-        self,
-        example: _ExampleCall,
-        samples: _Samples,
-        expected: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        tolerance: float,
-        *,
-        strided: bool,
-    ) -> None:
-        self.rule, self.expected, self.tolerance = example.rule, expected, tolerance
-        self.batch_size = samples.count
-        self._lay = _strided if strided else torch.clone
+    example: _ExampleCall
+    samples: _Samples
+    expected: Mapping[str, Tensor]
+    dtype: torch.dtype
+    tolerance: float
+    strided: bool
+
+    def __post_init__(self) -> None:
+        self.rule, samples, dtype = self.example.rule, self.samples, self.dtype
+        self._lay = _strided if self.strided else torch.clone
         rank = samples.output_grads[0].dim() if self.rule.op in POINTWISE else 0
-        self.values: dict[str, Any] = dict(example.named)
+        self.values: dict[str, Any] = dict(self.example.named)
         for name, tensor in samples.inputs.items():
             aligned = align_rank(tensor, rank) if tensor.dim() < rank else tensor
             self.values[name] = _like(aligned, dtype)
@@ -262,7 +260,7 @@ class _RuleCall:
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         tensors |= {f"grad_output[{place}]": grad for place, grad in enumerate(self.grads)}
         versions = {name: version_counter(tensor) for name, tensor in tensors.items()}
-        call = Call(self.batch_size, arguments, frozenset(expected), output=self.output)
+        call = Call(self.samples.count, arguments, frozenset(expected), output=self.output)
         try:
             with torch.no_grad():
                 found: Any = self.rule.function(call, self.grads if self.rule.several_outputs else self.grads[0])
@@ -563,7 +561,7 @@ class _Check:
         expected = {name: value for name, value in self.example.loop(samples).items() if name in asked}
         dtype = self.dtypes[0] if dtype is None else dtype
         example, allowed = self.example.in_precision(dtype), self._allowed(dtype)
-        call = _RuleCall(example, samples, expected, dtype, allowed, strided=strided)
+        call = _RuleCall(example, samples, expected, dtype, allowed, strided)
         findings = call.compare()
         needed = call.undeclared(_severity(findings))
         if needed:
