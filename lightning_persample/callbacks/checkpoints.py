@@ -142,25 +142,22 @@ def _orders(
     if all("param_names" in group for state in states for group in state["param_groups"]):
         return [[_names_of_module(group["param_names"], module) for group in state["param_groups"]] for state in states]
     places = {id(parameter): name for name, parameter in module.named_parameters()}
-    optimizers = [
-        each
-        for each in trainer.optimizers
-        if all(id(parameter) in places for group in each.param_groups for parameter in group["params"])
-    ]
-    if not optimizers and is_lightning_module(module):
-        optimizers = _configured(module, trainer, requires_grad)
+
+    def order_of(optimizer: Any) -> list[list[str]]:
+        return [[places.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+
+    orders = [order for order in map(order_of, trainer.optimizers) if all(map(all, order))]
+    if not orders and is_lightning_module(module):
+        orders = [order_of(each) for each in _configured(module, trainer, requires_grad)]
     sizes = [[len(group["params"]) for group in state["param_groups"]] for state in states]
-    now = [[len(group["params"]) for group in each.param_groups] for each in optimizers]
+    now = [[len(group) for group in order] for order in orders]
     if sizes != now:
         raise UnsupportedError(
             f"direction='adam': the optimizers of the checkpoint have groups of {sizes} parameters, but those of the "
             f"module have {now}, so that nobody knows which state is whose: give the module the optimizers of its "
             "training, or save names with them (torch.optim.Adam(module.named_parameters()))"
         )
-    return [
-        [[places.get(id(parameter), "") for parameter in group["params"]] for group in each.param_groups]
-        for each in optimizers
-    ]
+    return orders
 
 
 def _configured(module: LightningModule, trainer: Trainer, requires_grad: Mapping[str, bool]) -> list[Any]:

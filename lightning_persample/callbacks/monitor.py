@@ -571,13 +571,7 @@ def _samples(norms: SampleNorms) -> Samples | None:
     except UnsupportedError:
         return None
     ranked = set(worst.index)
-    never = [index for index in worst.nonfinite if index not in ranked]
-    index, nothing = [*worst.index, *never], [np.nan] * len(never)
-    nonfinite = [worst.nonfinite.get(each, 0) for each in index]
-    return Samples(
-        index,
-        np.array([*worst.mean, *nothing]),
-        np.array([*worst.last, *nothing]),
-        np.array([*worst.seen, *(worst.nonfinite[each] for each in never)], dtype=np.int64),
-        np.array(nonfinite, dtype=np.int64),
-    )
+    rows = worst.rows()
+    rows += [(index, np.nan, np.nan, n, n) for index, n in worst.nonfinite.items() if index not in ranked]
+    index, mean, last, seen, nonfinite = zip(*rows, strict=True)
+    return Samples(list(index), np.array(mean), np.array(last), np.array(seen, np.int64), np.array(nonfinite, np.int64))

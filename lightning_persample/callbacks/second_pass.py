@@ -115,7 +115,6 @@ def verify_values(
     training_step: Callable[[Any], Any],
     batch: Any,
     *,
-    batch_size: int | None,
     allow_missing: bool,
 ) -> bool:
     """Check the per-sample gradients of a few samples."""
@@ -136,7 +135,7 @@ def verify_values(
             loss_fn,
             loss_reduction=options["loss_reduction"],
             batch_dim=options["batch_dim"],
-            batch_size=batch_size,
+            batch_size=options["batch_size"],
             batch_layout=options["batch_layout"],
         )
     if isinstance(report.failure, NoLossError) and calls == 1:

@@ -281,17 +281,12 @@ class SharedCapture:
             self._verify = False
             self.reports.refuse(f"verify=True {ONE_OF_SEVERAL}: nothing is verified")
         if self._verify and self.module.automatic_optimization:
-            verified = verify_values(
-                self.trainer,
-                self.module,
-                self._options,
-                self._rerun,
-                self._batch,
-                batch_size=self._options["batch_size"]
-                or (None if self._indices is None else self._indices.rows_drawn()),
-                allow_missing=self._falls_back,
+            drawn = None if self._indices is None else self._indices.rows_drawn()
+            options = self._options.copy()
+            options["batch_size"] = options["batch_size"] or drawn
+            self._verify = not verify_values(
+                self.trainer, self.module, options, self._rerun, self._batch, allow_missing=self._falls_back
             )
-            self._verify = not verified
         if not self.module.automatic_optimization:
             return self._optimized_manually(run)
         return self._observed(run) if self._engine == "expanded" else self._after_an_extra_pass(run)

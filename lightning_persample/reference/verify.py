@@ -50,15 +50,14 @@ _SMALLEST_PART = 1e-2
 
 @dataclass(frozen=True)
 class Comparison:
-    """Finite gradients of the engine and of the one-sample loop, by parameter name, each (B, *shape)."""
+    """By parameter name finite gradients of the engine and of the one-sample loop, each (B, *shape)."""
 
-    engine: Mapping[str, Tensor]
-    loop: Mapping[str, Tensor]
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
     tolerance: float
 
     def error(self, name: str, factor: Tensor | float = 1.0) -> float:
         """Largest relative error of one parameter's gradients against the loop's, multiplied by `factor` (B,)."""
-        engine, loop = self.engine[name].flatten(1), self.loop[name].flatten(1)
+        engine, loop = (each.flatten(1) for each in self.pairs[name])
         factors = torch.as_tensor(factor, dtype=loop.dtype, device=loop.device).reshape(-1, 1)
         difference = (engine - factors * loop).norm(dim=1)
         scale = factors.abs().flatten() * loop.norm(dim=1).clamp_min(self._smallest())
@@ -70,22 +69,22 @@ class Comparison:
 
     def factors(self) -> Tensor:
         """For each sample the multiple of the loop's gradient closest to the engine's, (B,); of zeros, their mean."""
-        products = [(self.engine[n] * self.loop[n]).flatten(1).sum(1).double().cpu() for n in self.loop]
-        squares = [self.loop[n].square().flatten(1).sum(1).double().cpu() for n in self.loop]
+        products = [(engine * loop).flatten(1).sum(1).double().cpu() for engine, loop in self.pairs.values()]
+        squares = [loop.square().flatten(1).sum(1).double().cpu() for _, loop in self.pairs.values()]
         product, square = torch.stack(products).sum(0), torch.stack(squares).sum(0)
         zeros = (product == 0) & (square == 0)
         return torch.where(zeros, (product / square)[~zeros].mean(), product / square)
 
     def error_beside_a_constant(self, name: str) -> float:
         """Largest relative error of one parameter, apart from a difference that is the same for all samples."""
-        loop, difference = self.loop[name].flatten(1), (self.loop[name] - self.engine[name]).flatten(1)
+        engine, loop = (each.flatten(1) for each in self.pairs[name])
         scale = float(loop.norm(dim=1).max().clamp_min(self._smallest()))
         if _spread(loop) <= self.tolerance * scale:
             return math.inf
-        return _spread(difference) / scale
+        return _spread(loop - engine) / scale
 
     def _smallest(self) -> float:
-        squares = [grads.flatten(1).square().sum(1) for grads in self.loop.values()]
+        squares = [loop.flatten(1).square().sum(1) for _, loop in self.pairs.values()]
         return _SMALLEST_PART * float(torch.stack([each.cpu() for each in squares]).sum(0).max().sqrt())
 
 
@@ -103,7 +102,7 @@ def _why_different(
     """The reason that fits the parameters that differ."""
     factors = compared.factors()
     mean = float(factors.mean())
-    if mean and all(compared.agrees(name, mean) for name in compared.loop):
+    if mean and all(compared.agrees(name, mean) for name in compared.pairs):
         return _wrong_reduction(mean, record.batch_size, loss_reduction)
     if record.mixing or record.axis_lost:
         cause = (
@@ -117,7 +116,7 @@ def _why_different(
     if is_random():
         return RANDOM
     if bool(factors.isfinite().all() & (factors != 0).all()) and all(
-        compared.agrees(name, factors.to(grads)) for name, grads in compared.loop.items()
+        compared.agrees(name, factors.to(loop)) for name, (_, loop) in compared.pairs.items()
     ):
         return "; ".join((_unequal_weights(factors, loss_reduction), *record.weighting))
     if record.weighting:
@@ -509,7 +508,7 @@ def _compare(
     }
     whole = both if record.samples is None else {}
     finite = {n: (e, r) for n, (e, r) in whole.items() if bool(e.isfinite().all() & r.isfinite().all())}
-    compared = Comparison({n: e for n, (e, _) in finite.items()}, {n: r for n, (_, r) in finite.items()}, tolerance)
+    compared = Comparison(finite, tolerance)
     noted = record.mixing or record.axis_lost
     beside = {} if noted else {n: compared.error_beside_a_constant(n) for n in finite if not compared.agrees(n)}
     penalized = {name: error for name, error in beside.items() if error <= tolerance}
