@@ -29,7 +29,7 @@ _MOVES_ENTRIES = (
 MEAN = 1  # the number by which torch's primitives know reduction="mean"
 
 
-def _averages(call: ObservedCall) -> bool:
+def averages(call: ObservedCall) -> bool:
     """Whether the call takes a mean over everything it is given."""
     return call.op in ("mean", "nanmean") or reduction_of(call) == MEAN
 
@@ -46,7 +46,7 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     what = f"`{call.name}` reduces over the batch axis (shapes {sizes}{user_line()})"
     with_gradient = [(tensor, axis) for tensor, axis in call.located if tensor.requires_grad]
     if not with_gradient:
-        parts = frozenset({call.batch_size if _averages(call) else 1})
+        parts = frozenset({call.batch_size if averages(call) else 1})
         shares = _shares_of_sum(call) if all(axis.mixing is None for _, axis in call.located) else None
         mark = Lost(what, reduced=True, parts=parts, totals=_totals(call), shares=shares)
         return Followed((mark,) * len(call.outputs))
@@ -63,7 +63,7 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
         present = (sum(counts) > 0).nonzero().flatten().tolist()  # type: ignore[union-attr]
         samples = frozenset(present) if len(present) < call.batch_size else samples
     size = len(samples) or call.batch_size
-    mean = _averages(call)
+    mean = averages(call)
     parts = frozenset({size if mean else 1} if mixing is None and not (mean and uneven) else ())
     note = mixing
     if weighs and parts:
@@ -93,7 +93,7 @@ def _shares_of_sum(call: ObservedCall) -> Callable[[], Tensor | None] | None:
     ((tensor, axis),), batch_size = call.located, call.batch_size
     dims = dims_argument(call.argument(1, "dim", "axis"), tensor.dim()) or tuple(range(tensor.dim()))
     keepdim, share = call.outputs[0].dim() == tensor.dim(), 1.0
-    if _averages(call):
+    if averages(call):
         share = call.outputs[0].numel() / max(tensor.numel(), 1)
 
     def added(values: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _factors_within(call: ObservedCall) -> Iterator[tuple[float, bool]]:
     while node is not None:
         places = [place for place, (below, _) in enumerate(node.next_functions) if below is not None]
         try:
-            factor = _factor_at(node, places[0]) if len(places) == 1 else None
+            factor = factor_at(node, places[0]) if len(places) == 1 else None
         except RuntimeError:  # it was written to since, or a backward has freed it
             return
         if factor is None or not 0 < factor.numel() <= _MOST_FACTORS or factor.requires_grad or factor.is_complex():
@@ -146,7 +146,7 @@ def _is_of_all(node: Any) -> bool:
     return not node._saved_start and node._saved_step == 1 and (node._saved_end is None or node._saved_end >= size)
 
 
-def _factor_at(node: Any, place: int) -> Tensor | None:
+def factor_at(node: Any, place: int) -> Tensor | None:
     """What a node multiplies its one input by, apart from the sign; None where that is not known."""
     name = node.name()
     if name.startswith(_MOVES_ENTRIES) or (name == "SliceBackward0" and _is_of_all(node)):
@@ -269,4 +269,4 @@ def _totals(call: ObservedCall) -> Tensor | None:
         return None
     tensor = tensor != 0 if call.op == "count_nonzero" else tensor
     rows = batch_first(tensor, axis, call.batch_size, fill=False).flatten(1).sum(1, dtype=torch.float64)
-    return rows / max(tensor.numel(), 1) if _averages(call) else rows
+    return rows / max(tensor.numel(), 1) if averages(call) else rows

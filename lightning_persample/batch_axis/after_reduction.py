@@ -26,6 +26,7 @@ from lightning_persample.batch_axis.base import Entries, Followed, is_plain, lis
 from lightning_persample.batch_axis.indexing import rows_filled
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place, version_of
 from lightning_persample.batch_axis.ops import LOSSES, POINTWISE, having
+from lightning_persample.batch_axis.sample_weights import after
 from lightning_persample.torch_internals import tree_flatten, tree_unflatten
 
 _ADDS, _SUMS, _PICKS, _BOUNDS = having("adds", "chooses"), having("sums"), having("picks"), having("bounds")
@@ -55,8 +56,17 @@ def after_reduction(call: ObservedCall) -> Followed:
     filled = written.outputs[0].filled if written is not None and isinstance(written.outputs[0], Lost) else None
     terms, joins = _terms(call, followed), frozenset[str]().union(*(mark.joins for _, mark in call.lost))
     joins |= {followed.weighting} if terms and followed.weighting is not None else set()
+    weights = after(call, _constant_divisor(call)) if call.compares_weights and followed.mixing is None else None
     places = [
-        replace(mark, filled=filled, shares=_shares_after(call, place), computed=None, terms=terms, joins=joins)
+        replace(
+            mark,
+            filled=filled,
+            shares=_shares_after(call, place),
+            computed=None,
+            terms=terms,
+            joins=joins,
+            weights=weights,
+        )
         if isinstance(mark, Lost)
         else mark
         for place, mark in enumerate(followed.outputs)

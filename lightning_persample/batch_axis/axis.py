@@ -201,6 +201,23 @@ class Computed:
 
 
 @dataclass(frozen=True, eq=False)
+class SampleWeights:
+    """What the samples weigh in a loss, see `sample_weights`.
+
+    Attributes:
+        candidates: of which one is right, (B,) float64 each, NaN for samples without a part; first the share of each.
+        is_known: whether it is certainly one of them.
+        is_obscured: whether the terms have factors that cannot be read.
+        of_mean: whether the loss is a mean.
+    """
+
+    candidates: tuple[Tensor, ...]
+    is_known: bool
+    is_obscured: bool = False
+    of_mean: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class Lost:
     """The tensor depends on the batch, but no axis of it holds the samples one by one.
 
@@ -227,6 +244,7 @@ class Lost:
         terms: of a sum of sums over different samples, the `samples` and `parts` of each of them; none where it is not
             known to be one.
         joins: what was said of the calls that added these up.
+        weights: what the samples weigh in it; None where that is not known, or was not asked for.
     """
 
     reason: str
@@ -247,6 +265,7 @@ class Lost:
     shares: Callable[[], Tensor | None] | None = None
     terms: tuple[tuple[frozenset[int], frozenset[int]], ...] = ()
     joins: frozenset[str] = frozenset()
+    weights: SampleWeights | None = None
 
     @property
     def of_others(self) -> bool:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import MEAN, MOST_KEPT, absent, added_up, reduction_of
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, batch_first
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, SampleWeights, batch_first
 from lightning_persample.batch_axis.base import Entries, Followed, broadcast, keep, lost, meet, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall, Operand, line_of, user_line, user_place, version_of
 from lightning_persample.batch_axis.ops import OPS, having
+from lightning_persample.batch_axis.sample_weights import of_class_loss, of_sum, with_weights
 from lightning_persample.gradients.host import on_its_way
 from lightning_persample.torch_internals import tree_map
 
@@ -44,7 +45,17 @@ def _follow_loss(call: ObservedCall) -> Followed:
     added = replace(
         added, outputs=tuple(replace(o, shares=shares) if isinstance(o, Lost) else o for o in added.outputs)
     )
-    return Followed(added.outputs, added.aligned, added.mixing, weighting, lambda: _entries(call, place))
+    added = Followed(added.outputs, added.aligned, added.mixing, weighting, lambda: _entries(call, place))
+    return with_weights(added, _weights_in(call)) if call.compares_weights else added
+
+
+def _weights_in(call: ObservedCall) -> SampleWeights | None:
+    """What the samples weigh in a loss with a reduction."""
+    target = call.argument(1, "target")
+    axis, shares = call.axis_of(target), _shares_of_entries(call)
+    if shares is None or not isinstance(axis, BatchAxis):
+        return of_sum(call)
+    return of_class_loss(call, axis, target != call.argument(4, "ignore_index", default=-100), shares)
 
 
 def _weighed_by_the_batch(call: ObservedCall, weights: Tensor) -> Followed:

@@ -57,6 +57,7 @@ class ObservedCall:
         known_rows: gives the sample of each of so many rows as some tensors have, (n,), by what else holds samples.
         row_sums: of constants of the step that were added up, such as a mask drawn in it, the sums of as many rows as
             there are samples, (B,).
+        compares_weights: whether somebody asks what the samples weigh in the loss.
         located: the operands that hold the batch along a known axis.
         lost: the operands that depend on the batch without an axis that holds it.
     """
@@ -76,6 +77,7 @@ class ObservedCall:
     owners: Sequence[Owner] = ()
     known_rows: Callable[[int], Sequence[Tensor]] = lambda count: ()
     row_sums: Sequence[Tensor] = ()
+    compares_weights: bool = False
 
     def __post_init__(self) -> None:
         self.located = [(o.tensor, o.axis) for o in self.operands if isinstance(o.axis, BatchAxis)]

@@ -18,6 +18,7 @@ from lightning_persample.batch_axis.base import (
 )
 from lightning_persample.batch_axis.observed import ObservedCall
 from lightning_persample.batch_axis.ops import having
+from lightning_persample.batch_axis.sample_weights import of_sum, with_weights
 
 _TOTALS = having("totals")
 
@@ -35,7 +36,10 @@ def _follow_dot(call: ObservedCall) -> Followed:
 def _reduce(call: ObservedCall, dims: tuple[int, ...] | None) -> Followed:
     tensor, axis = call.located[0]
     if dims is None or axis.dim in dims:
-        return added_up(call) if call.op in _TOTALS else lost(call, "reduces over the batch axis", mixes=True)
+        if call.op not in _TOTALS:
+            return lost(call, "reduces over the batch axis", mixes=True)
+        added = added_up(call)
+        return with_weights(added, of_sum(call)) if call.compares_weights else added
     outputs = tuple(
         axis if output.dim() == tensor.dim() else axis.moved(axis.dim - sum(dim < axis.dim for dim in dims))
         for output in call.outputs

@@ -193,7 +193,7 @@ def _multiple(call: ObservedCall, computed: Computed, of: Lost) -> Followed | No
         return None
     slope, size = change / (4 * _NEAR * float(number)), len(of.samples) or call.batch_size
     parts = scaled(of.parts, [slope], size, call.batch_size, of.counts)
-    return Followed((replace(of, parts=parts, shares=None),), by_values=True, excused=computed.notes)
+    return Followed((replace(of, parts=parts, shares=None, weights=None),), by_values=True, excused=computed.notes)
 
 
 class _Number:

@@ -34,6 +34,7 @@ class PerSampleCallback(Callback):
         loss_reduction: how the training loss L is made of the samples' own losses l_i. "mean" is L = sum_i l_i / B,
             "sum" is L = sum_i l_i, and a callable ``(outputs, batch) -> w`` with w of shape (B,) is L = sum_i w_i l_i,
             where outputs is what `training_step` returned. Reported gradients are those of l_i, whatever the reduction.
+            Weights that differ from those in the loss are warned of where its calls say them; `verify` finds all.
             In manual optimization L is what `manual_backward` is given, and so is outputs; what you divide L by
             yourself (a number of accumulated batches) belongs to l_i unless a callable says otherwise.
         batch_dim: the axis of the batch's tensors that counts samples.

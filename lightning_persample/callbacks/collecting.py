@@ -288,6 +288,8 @@ class Passing(_Base):
             unsupported="ignore",  # said by us, as an error
             samples=None if len(wanted) == size else wanted,
         )
+        if callable(reduction) and fetched.number == 0:
+            capture.compare_weights()
         try:
             with capture.observe(), _recurrent_layers_can_go_backward(self.module):
                 outputs = self._outputs(batch, fetched.number)

@@ -471,8 +471,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             )
         reason = self._window.why_unknown(steps[min(steps)])
         if reason:
-            text = f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}"
-            self._warn(f"{text}; statistics=() leaves them out")
+            self._warn(f"{', '.join(self.statistics)} of `{self.prefix}` are nan at steps where {reason}")
 
     def _warn(self, text: str) -> None:
         self._warnings.append(text)

@@ -201,6 +201,7 @@ class ObservedStep:
         choice: SampleChoice,
         *,
         sums_differ: bool,
+        compare_weights: bool,
         averages: bool,
     ) -> None:
         self.module = pl_module
@@ -226,6 +227,8 @@ class ObservedStep:
             max_memory=options["max_memory"],
             samples=samples,
         )
+        if compare_weights and callable(self._reduction):
+            self.capture.compare_weights()
 
     def attach(self, loss: Tensor, outputs: Any) -> None:
         """Tell the capture the loss of the next backward."""

@@ -78,7 +78,8 @@ ONE_OF_SEVERAL = (
 )
 _NOT_COMPARED = (
     "could not be compared with the gradient of the batch, because training_step draws random numbers: where samples "
-    "influence each other or weigh otherwise than loss_reduction says, the values are not those of the training step"
+    "influence each other or are weighted differently from loss_reduction, the values are not those of the training "
+    "step"
 )
 _EACH_ITS_OWN = {"unsupported", "verify"}
 
@@ -128,6 +129,8 @@ class SharedCapture:
         self._in_training_step = False
         self._quantities: frozenset[str] = frozenset()
         self._sums_differ = False
+        self._opened = 0  # how many steps were to be observed
+        self._other_weights: tuple[str, ...] = ()  # how a function's weights differ from those in the loss
         self._averages = trainer.world_size > 1 or is_sharded(pl_module)
         self._is_resting, self._rested_at = False, -1
         self._awake: list[Any] = []
@@ -425,6 +428,7 @@ class SharedCapture:
 
     def _observed_step(self) -> ObservedStep:
         view, size = self._samples_of_batch()
+        self._opened += 1
         step = ObservedStep(
             self.module,
             self._options,
@@ -434,6 +438,7 @@ class SharedCapture:
             self._quantities,
             self._choice,
             sums_differ=self._sums_differ,
+            compare_weights=not self._other_weights and not self._opened & (self._opened - 1),  # of 1, 2, 4, ... steps
             averages=self._averages,
         )
         note = self._note_of_class_losses(partial(place_by_marks, step.capture.mark_of))
@@ -557,6 +562,10 @@ class SharedCapture:
         if self._indices is not None:
             attach = guard(self._indices.attach, partial(self._without_index, record))
             record = attach(record, self._batch, self.reports.warn)
+        if callable(self._options["loss_reduction"]):
+            if self.module.automatic_optimization and self._engine == "expanded" and not record.weighting:
+                record = replace(record, weighting=self._other_weights)
+            self._other_weights = self._other_weights or record.weighting
         self.reports.deliver(record, self._receivers, self._batch)
         self.class_losses = ClassLosses()
 

@@ -520,6 +520,7 @@ class Window:
         self._depth, self._groups, self._mean = depth, tuple(groups), mean
         self._keeps = bool({"cosine_to_mean", "signal_to_noise"} & set(statistics))
         self._has_said, self._unknown_steps, self._cosines_absent = False, 0, ""
+        self._weighting: set[str] = set()
         self._cosines = "cosine_to_mean" in statistics
         self._ratios = "signal_to_noise" in statistics and mean is not None and mean.processes == 1
         self.start()
@@ -551,7 +552,7 @@ class Window:
         return not self._batches
 
     def why_unknown(self, step: StepNorms) -> str:
-        """Why the mean gradient of a logged step is not known, once in a fit, or "" where there is nothing to say."""
+        """Why the mean gradient of a logged step is not known, and what to do; said once in a fit, else ""."""
         if self._mean is None or self._has_said or step.coverage == 0:  # then no norms either: a warning says so
             return ""
         if not step.gradient.shape[1]:  # the module has gone over to it in the middle of the fit
@@ -565,7 +566,10 @@ class Window:
         self._unknown_steps = self._unknown_steps + 1 if reason else 0
         # The last batch of an epoch is often a smaller one, which alone is nothing to warn of.
         self._has_said = bool(reason) and (reason not in _MAY_PASS or self._unknown_steps > 1)
-        return reason if self._has_said else ""
+        if not self._has_said:
+            return ""
+        is_weighting = reason in self._weighting
+        return f"{reason}; {'give loss_reduction, as above' if is_weighting else 'statistics=() leaves them out'}"
 
     def before_backward(self, batch_idx: int) -> None:
         """A backward of a batch that is captured begins."""
@@ -598,6 +602,7 @@ class Window:
     def add(self, batch_idx: int, record: PerSampleRecord) -> None:
         """Take the record of a batch; of several (a closure that runs again) the last one counts."""
         self._batches[batch_idx] = captured(record, self._depth, self._groups)
+        self._weighting.update(record.weighting)
         if self._mean is not None and record._mean_factor is None:  # that of another engine, perhaps
             self._mean.reason = record.why_no_factor
             if self._numbers is not None:  # then the gradient of the loss alone is known

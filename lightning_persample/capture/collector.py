@@ -262,7 +262,7 @@ class Notes:
             on_gradient(output, partial(self._ask, kind, text), self._fail)
 
     def add_of_loss(self, text: str) -> None:
-        """Say that the samples weigh in the loss of the next backward otherwise than `loss_reduction` says."""
+        """Say that the samples are weighted differently from `loss_reduction` in the loss of the next backward."""
         self._of_loss.setdefault(text)
 
     def known(self, kind: Kind) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from lightning_persample.batch_axis.observed import (
 )
 from lightning_persample.batch_axis.ops import having
 from lightning_persample.batch_axis.pointwise import common_axis
+from lightning_persample.batch_axis.sample_weights import why_others
 from lightning_persample.capture.annotations import (
     CONSTANT,
     DATA_SOURCES,
@@ -91,6 +92,8 @@ class Dispatcher(Collector):
         part: which samples the loss of the present backward is made of; None where it is all of them, or unknown.
         has_loaders: the batch holds the samples of several loaders, one after another.
         means: of what the loss of the present backward is a sum, where it is one of the means of several loaders.
+        compares_weights: whether declared weights of the samples are compared with those that they have in the loss.
+        other_weights: how declared weights differ from those in the loss of the present backward; "" where they fit.
         owners: the samples of rows in tensors of the batch that have unequal numbers of them.
         padded: the numbers of rows of tensors that have room for more than the samples have.
         visible: the mode under which calls are seen.
@@ -103,7 +106,8 @@ class Dispatcher(Collector):
     owners: tuple[Owner, ...] = ()
     padded: frozenset[int] = frozenset()
     part: Part | None = None
-    has_loaders = False
+    has_loaders = compares_weights = False
+    other_weights = ""
     means: Means | None = None
     of_no_sample = False
     differentiated = ""
@@ -203,7 +207,9 @@ class Dispatcher(Collector):
 
     def check_reduction(self, losses: list[Tensor], weights: list[Tensor | None], declared: object) -> None:
         """Note a loss that is a sum over the samples, times a number, where a mean was declared, or the reverse."""
-        if declared not in ("mean", "sum") or self.batch_size == 1:
+        if isinstance(declared, Tensor):
+            self._compare_weights(losses, weights, declared)
+        if isinstance(declared, Tensor) or self.batch_size == 1:
             return
         for loss, weight in zip(losses, weights, strict=True):
             size, mark = self.batch_size, self.marks.get(loss)
@@ -230,6 +236,14 @@ class Dispatcher(Collector):
                     f"the loss is a {kind} over the samples, but loss_reduction is {declared!r}: pass "
                     f"loss_reduction={kind!r}"
                 )
+
+    def _compare_weights(self, losses: list[Tensor], factors: list[Tensor | None], declared: Tensor) -> None:
+        """Note declared weights of the samples that are not those in the loss, where these are known."""
+        if not self.compares_weights or self.batch_size == 1 or len(losses) != 1 or factors != [None]:
+            return
+        mark = self.marks.get(losses[0])
+        if isinstance(mark, Lost) and mark.weights is not None:
+            self.other_weights = why_others(mark.weights, declared) or ""
 
     def _read_means(self, loss: Tensor) -> Means | None:
         """What each sample weighs in a loss that is the sum of means of several loaders, each times a number."""
@@ -271,6 +285,7 @@ class Dispatcher(Collector):
         if self.corrections:
             self.corrections.clear()
         self.part = self.means = None
+        self.other_weights = ""
 
     def call(
         self,
@@ -346,7 +361,8 @@ class Dispatcher(Collector):
                 fused = fused_call(op, rule_of(op), args, kwargs, axis_of, self.batch_size, self.keep_structures)
             plan = PLANS.get(layout) if layout is not None else None
             if plan is not None and (
-                plan.rule is not rule_of(kind.makes) or not (plan.loss is None or plan.holds(args, kwargs))
+                plan.rule is not rule_of(kind.makes)
+                or not (plan.loss is None or (plan.holds(args, kwargs) and not self.compares_weights))
             ):
                 plan = None
             if plan is not None:
@@ -419,7 +435,7 @@ class Dispatcher(Collector):
             )
             call = ObservedCall(
                 op, function, saved, kwargs, operands, outputs, self.batch_size, inplace, written, random_state, fused,
-                layout, self.owners, self.known_rows, self.marks.row_sums,
+                layout, self.owners, self.known_rows, self.marks.row_sums, self.compares_weights,
             )  # fmt: skip
             involved = {id(o.tensor): m for o, m in zip(operands, marks, strict=True) if isinstance(m, Weight)}
             live = involved if weights and any(output.requires_grad for output in outputs) else {}

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.batch_axis.batch import BatchLayout, Layout, declared_place, lay_out, mark_samples
 from lightning_persample.batch_axis.observed import tensors_in
+from lightning_persample.batch_axis.sample_weights import OTHER_WEIGHTS
 from lightning_persample.capture.dispatch import Dispatcher
 from lightning_persample.capture.failure import fault_of, guard, run_all, stop
 from lightning_persample.capture.graph import on_arrival
@@ -193,6 +194,7 @@ class Capture:
             self._dispatcher.kernel_options = KernelOptions(max_memory)
         self._dispatcher.samples = samples
         self._dispatcher.has_loaders = bool(layout.loaders)
+        self._dispatcher.compares_weights = isinstance(self._weighting, Tensor)
         self._dispatcher.visible = self._mode
         self._dispatcher.accepting = False  # a backward that is not seen (of another thread) belongs to no record
         for (_, tensor), place in zip(layout.tensors, layout.places, strict=True):
@@ -277,6 +279,11 @@ class Capture:
         """What each sample weighs in a loss that adds up the means of several loaders, (B,); else None."""
         means = None if self._fault else self._dispatcher.means
         return None if means is None else means.weights
+
+    def compare_weights(self) -> None:
+        """Compare the weights that `attach_loss` will be given with those in the loss, where its calls say them."""
+        if not self._fault:
+            self._dispatcher.compares_weights = True
 
     def backward_into_record(self, loss: Tensor) -> None:
         """A backward that gives a record, but writes no ``.grad`` and runs none of the hooks that wait for one.
@@ -400,8 +407,8 @@ class Capture:
     def _check_weighting(self, weighting: str | Tensor) -> None:
         if isinstance(weighting, Tensor) and tuple(weighting.shape) != (self.batch_size,) and not self._fault:
             raise OptionError(
-                f"the weights of the samples in the loss have shape {tuple(weighting.shape)}; allowed is one weight "
-                f"per sample, ({self.batch_size},)"
+                f"{OTHER_WEIGHTS} have shape {tuple(weighting.shape)}; allowed is one weight per sample, "
+                f"({self.batch_size},)"
             )
 
     def _backward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -553,6 +560,7 @@ class Capture:
             weighing = notes.reached("weighting")
         (mixing, axis_lost), not_additive = notes.split(of_calls), notes.reached("not_additive")
         weighting = [] if is_declared else [text for text in weighing if text not in (*mixing, *axis_lost)]
+        others = [dispatcher.other_weights] if is_declared and dispatcher.other_weights else []
         asked = {}
         if "grad_sample" in self._quantities:
             asked["grad_samples"] = {name: values.grad_samples[name] for name in reached}
@@ -569,7 +577,7 @@ class Capture:
             unused=coverage.unused,
             mixing=mixing,
             axis_lost=axis_lost,
-            weighting=tuple(weighting),
+            weighting=tuple(weighting or others),
             not_additive=not_additive,
             backward_index=len(self.records),
             samples=samples,

@@ -221,7 +221,7 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
     axes = tuple(axis for axis in followed.outputs if isinstance(axis, (BatchAxis, Lost) if is_loss else BatchAxis))
     if len(axes) != len(call.outputs):
         return
-    axes = tuple(replace(axis, shares=None) if isinstance(axis, Lost) else axis for axis in axes)
+    axes = tuple(replace(axis, shares=None, weights=None) if isinstance(axis, Lost) else axis for axis in axes)
     if any(axis.owner is not None or axis.mixing != mixing for axis in axes if isinstance(axis, BatchAxis)):
         return
     axes = tuple(axis.mixed(None) if isinstance(axis, BatchAxis) else axis for axis in axes)

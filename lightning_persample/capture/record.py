@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.observed import line_of, version_of
+from lightning_persample.batch_axis.sample_weights import OTHER_WEIGHTS
 from lightning_persample.capture.failure import in_smaller_chunks, stop
 from lightning_persample.errors import OptionError, PerSampleWarning, UnsupportedError
 from lightning_persample.gradients import Projection, SampleGradient, kernel_options
@@ -544,9 +545,14 @@ _REMEDIES = (": pass loss_reduction", ": go backward from", ": give the weight",
 _REMEDY = " Give the weight of each sample in the loss as loss_reduction, {weights}."
 OF_CAPTURE = "a tensor of shape (B,)"
 OF_CALLBACK = (
-    "a function (outputs, batch) that returns a tensor of shape (B,); outputs is what training_step returns, so let it "
-    "return what the weights are made of"
+    "a function (outputs, batch) that returns a tensor of shape (B,), as w[batch[1]] / w[batch[1]].sum() for class "
+    "weights w (losses.md in the guide has more); outputs is what training_step returns, so let it return what the "
+    "weights are made of"
 )
+_COMPARE = {
+    OF_CAPTURE: "check_per_sample_gradients compares them sample by sample",
+    OF_CALLBACK: "verify=True compares them sample by sample",
+}
 _NOT_THE_USERS = frozenset({
     "lightning_persample", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "contextlib", "functools",
 })  # fmt: skip
@@ -640,9 +646,8 @@ def warning_texts(record: PerSampleRecord, weights: str = OF_CALLBACK) -> list[s
         )
     if record.weighting:
         texts.append(
-            "The samples weigh in the loss otherwise than loss_reduction says, so their own gradients are off by a "
-            "factor: reported is each sample's share of the batch gradient, times B where loss_reduction is 'mean'."
-            f"{'' if all(map(_has_remedy, record.weighting)) else _REMEDY.format(weights=weights)}\n"
+            "The samples are weighted differently from loss_reduction, so their own gradients are off by a factor: "
+            f"reported is each sample's share of the batch gradient, {_remedy_of_weights(record.weighting, weights)}\n"
             + _bullets(record.weighting)
         )
     if record.not_additive:
@@ -674,6 +679,14 @@ def warn_user(text: str) -> None:
 
 def _has_remedy(text: str) -> bool:
     return any(remedy in text for remedy in _REMEDIES)
+
+
+def _remedy_of_weights(texts: tuple[str, ...], weights: str) -> str:
+    """The rest of what is said of samples that are weighted differently: what is reported, and what to give."""
+    if all(text.startswith(OTHER_WEIGHTS) for text in texts):
+        return f"divided by the weight that loss_reduction gives it. {_COMPARE[weights]}."
+    said = "times B where loss_reduction is 'mean'."
+    return said if all(map(_has_remedy, texts)) else said + _REMEDY.format(weights=weights)
 
 
 def _counted(parameters: Mapping[str, str]) -> str:

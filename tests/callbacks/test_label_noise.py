@@ -240,7 +240,7 @@ def test_labels_that_are_not_counted_from_zero(folder):
     assert module.trained[:COUNT] == list(enumerate(expected.tolist()))
 
 
-@pytest.mark.filterwarnings("ignore:The samples weigh in the loss otherwise")
+@pytest.mark.filterwarnings("ignore:The samples are weighted differently")
 def test_a_negative_label_is_no_class(folder):
     inputs, labels = parts()
     labels[::5] = -100

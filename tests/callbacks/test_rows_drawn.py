@@ -414,8 +414,8 @@ def test_samples_that_draw_without_a_dropout_layer_are_not_compared_with_one_war
     norms, texts = captured(nn.Linear(5, 2), noisy, DataLoader(LABELLED, 2), engine=engine)
     assert texts == [
         f"engine={engine!r} could not be compared with the gradient of the batch, because training_step draws random "
-        "numbers: where samples influence each other or weigh otherwise than loss_reduction says, the values are not "
-        "those of the training step"
+        "numbers: where samples influence each other or are weighted differently from loss_reduction, the values are "
+        "not those of the training step"
     ]
     assert [len(each) for each in norms] == [2, 2]
 

@@ -35,7 +35,7 @@ def texts(*arguments: Any, **options: Any) -> list[str]:
 
 def test_a_sum_declared_as_a_mean() -> None:
     assert texts(nn.Linear(5, 3), lambda z: F.cross_entropy(z, LABELS, reduction="sum")) == [
-        "The samples weigh in the loss otherwise than loss_reduction says, so their own gradients are off by a factor: "
+        "The samples are weighted differently from loss_reduction, so their own gradients are off by a factor: "
         "reported is each sample's share of the batch gradient, times B where loss_reduction is 'mean'."
         "\n- the loss is a sum over the samples, but loss_reduction is 'mean': pass loss_reduction='sum'"
     ]
@@ -44,7 +44,7 @@ def test_a_sum_declared_as_a_mean() -> None:
 def test_a_mean_and_a_sum_in_one_loss() -> None:
     (both,) = said(nn.Linear(5, 3), lambda z: F.cross_entropy(z, LABELS) + F.cross_entropy(z, LABELS, reduction="sum"))
     assert re.sub(r"py:\d+", "py:LINE", str(both.message)) == (
-        "The samples weigh in the loss otherwise than loss_reduction says, so their own gradients are off by a factor: "
+        "The samples are weighted differently from loss_reduction, so their own gradients are off by a factor: "
         "reported is each sample's share of the batch gradient, times B where loss_reduction is 'mean'."
         "\n- `add` puts a mean and a sum over the samples together at test_warning_texts.py:LINE: take one of the two "
         "for both"
@@ -53,7 +53,7 @@ def test_a_mean_and_a_sum_in_one_loss() -> None:
 
 def test_class_weights() -> None:
     assert texts(nn.Linear(5, 3), lambda z: F.cross_entropy(z, LABELS, weight=WEIGHTS)) == [
-        "The samples weigh in the loss otherwise than loss_reduction says, so their own gradients are off by a factor: "
+        "The samples are weighted differently from loss_reduction, so their own gradients are off by a factor: "
         "reported is each sample's share of the batch gradient, times B where loss_reduction is 'mean'. Give the "
         "weight of each sample in the loss as loss_reduction, a tensor of shape (B,).\n"
         "- `cross_entropy_loss` averages over targets that weigh unequally from sample to sample"
