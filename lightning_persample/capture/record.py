@@ -682,7 +682,7 @@ def _has_remedy(text: str) -> bool:
 
 
 def _remedy_of_weights(texts: tuple[str, ...], weights: str) -> str:
-    """The rest of what is said of samples that are weighted differently: what is reported, and what to give."""
+    """What is reported of samples that are weighted differently, and what to give."""
     if all(text.startswith(OTHER_WEIGHTS) for text in texts):
         return f"divided by the weight that loss_reduction gives it. {_COMPARE[weights]}."
     said = "times B where loss_reduction is 'mean'."

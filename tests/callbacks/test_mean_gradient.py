@@ -176,7 +176,7 @@ def test_weights_that_are_not_given_leave_the_norm_of_the_gradient(tmp_path):
     text += (
         "the weight of each sample in the loss as loss_reduction, a function (outputs, batch) that returns a tensor "
     )
-    text += "of shape (B,); outputs is what training_step returns, so let it return what the weights are made of"
+    text += "of shape (B,), as w[batch[1]] / w[batch[1]].sum() for class weights w"
     with pytest.warns(PerSampleWarning) as caught:
         trainer = fit(module, [PerSampleGradientMonitor(), Norms()], tmp_path, precision="64-true")
     assert any(text in str(each.message) for each in caught)
