@@ -27,6 +27,7 @@ from lightning_persample.callbacks.lightning_internals import (
 )
 from lightning_persample.callbacks.loggers import log_histogram, log_metrics, log_picture, show_means, takes_pictures
 from lightning_persample.callbacks.manual import names_by_optimizer
+from lightning_persample.callbacks.sample_index import dataset_size
 from lightning_persample.callbacks.session import shared_capture
 from lightning_persample.callbacks.statistics import (
     STATISTICS,
@@ -45,7 +46,7 @@ from lightning_persample.errors import OptionError, PerSampleError, UnsupportedE
 from lightning_persample.influence import charts
 from lightning_persample.influence.dataset import MANIFEST
 from lightning_persample.influence.optional_packages import matplotlib
-from lightning_persample.influence.report import Run, Samples, layers_of, read_run, write_report
+from lightning_persample.influence.report import Run, Samples, check_labels, layers_of, read_run, write_report
 from lightning_persample.metrics.functional import are_quantiles
 from lightning_persample.options import (
     CAPTURE_DEFAULTS,
@@ -132,7 +133,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
             `lightning_persample.influence.report`. With a `PerSampleGradientWriter` in the Trainer it is of the
             ledger, else of the logged steps, of which at most 2,048 are kept.
         render: ``render(index)`` gives what the page and the table of the worst samples in TensorBoard and W&B show
-            for the sample with this index in the dataset: an image or a text, as for `report`.
+            for the sample with this index in the dataset: an image or a text, as for `report`. A picture does not
+            say what a sample is labelled: `labels` does.
+        labels: further columns of the page and of the table of the worst samples by name, as for `report`: a sequence
+            by index, a mapping, or a callable of the index; ``{"label": targets}`` shows what each sample is labelled.
         capture: `loss_reduction`, `batch_dim`, `batch_size`, `sample_index`, `unsupported`, `engine`, `verify`,
             `fuse_weight_grad`, `max_memory` and `max_samples`, see `PerSampleCallback`. With `max_samples`, means,
             quantiles, noise scale and diversity are estimates from a random sample of the batch, without bias but for
@@ -157,6 +161,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         worst_samples: int | None = None,
         report: bool = False,
         render: Callable[[Any], Any] | None = None,
+        labels: Mapping[str, Any] | None = None,
         **capture: Unpack[CaptureOptions],
     ) -> None:
         super().__init__(every_n_steps, **capture)
@@ -173,7 +178,8 @@ class PerSampleGradientMonitor(PerSampleCallback):
         check_option("worst_samples", worst_samples, is_none_or_int(worst_samples, 1), "None or an int >= 1")
         check_option("report", report, report in (True, False), "True or False")
         check_option("render", render, render is None or callable(render), "None or a callable of the sample's index")
-        self.report, self.render = report, render
+        check_labels(labels)
+        self.report, self.render, self.labels = report, render, labels
         self.per_layer = per_layer
         self.quantiles = tuple(float(quantile) for quantile in quantiles)
         self.statistics = tuple(statistics)
@@ -212,9 +218,11 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def worst(self, k: int = 10) -> WorstSamples:
         """The samples with the largest mean gradient norm so far in this fit, with their indices in the dataset.
 
-        Counted are the norms of captured batches: with ``every_n_steps=1`` all of them, else a share. It goes on after
-        a checkpoint is resumed. In manual optimization every backward counts. On several devices it is over the samples
-        of all processes, and a collective: each process has to call it.
+        Counted are the norms of captured batches: with ``every_n_steps=1`` all of them, else a share. Norms change in a
+        training, so that samples are comparable where each was captured in every epoch: with another `every_n_steps`,
+        or with `max_samples`, some were captured early, some late and some never, as the table says below its rows. It
+        goes on after a checkpoint is resumed. In manual optimization every backward counts. On several devices it is
+        over the samples of all processes, and a collective: each process has to call it.
 
         Args:
             k: how many samples.
@@ -247,10 +255,16 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._why_nothing, shared = self._why_no_step(trainer), shared_capture(trainer)
         is_said = shared is not None and shared.reports.has_said_fault
         self._warnings += [] if shared is None else shared.reports.texts
-        if self.worst_samples is not None:
+        if self.worst_samples is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             norms = self._norms_of_all()
             write_worst_samples(
-                trainer, norms, self.worst_samples, self._why_nothing, is_said=is_said, render=self.render
+                trainer,
+                norms,
+                self.worst_samples,
+                self._why_nothing,
+                is_said=is_said,
+                render=self.render,
+                labels=self.labels,
             )
         self._draw_layers(trainer)
         if self._why_nothing and not (self._logged or self._never(trainer)) and shared is not None and not is_said:
@@ -269,7 +283,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         try:
             run = self._steps.run(trainer, norms, settings)
             run.warnings += self._warnings
-            write_report(run, Path(folder) / "report.html", self.render, {}, 25)
+            write_report(run, Path(folder) / "report.html", self.render, self.labels, 25)
         except (PerSampleError, OSError) as error:
             warn_user(f"report.html is not written: {error}")
 
@@ -329,6 +343,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._window.start()
         for part in self._parts:
             part.start_epoch()
+        every = trainer.log_every_n_steps if self.every_n_steps is None else self.every_n_steps  # type: ignore[attr-defined]
+        options, measured = self._capture_options(), guard(dataset_size, lambda _: None)
+        self._norms.is_complete = self._goes_by_steps() and every == 1 and options["max_samples"] is None
+        self._norms.dataset = measured(trainer) if options["sample_index"] is None else None
 
     def needs(self, trainer: Trainer) -> set[str]:
         """Squared norms, and what the chosen statistics need beside them."""
@@ -540,6 +558,8 @@ class LoggedSteps:
         writers = [each for each in trainer.callbacks if isinstance(each, PerSampleGradientWriter)]  # type: ignore[attr-defined]
         if writers and (writers[0].dirpath / MANIFEST).is_file():
             run = read_run([writers[0].dirpath])
+            if run.samples is not None:
+                run.samples.dataset = norms.dataset
         else:
             run = self._without_ledger(norms, settings)
         run.logged, run.title = self.logged, type(trainer.lightning_module).__name__
@@ -573,4 +593,6 @@ def _samples(norms: SampleNorms) -> Samples | None:
     rows = worst.rows()
     rows += [(index, np.nan, np.nan, n, n) for index, n in worst.nonfinite.items() if index not in ranked]
     index, mean, last, seen, nonfinite = zip(*rows, strict=True)
-    return Samples(list(index), np.array(mean), np.array(last), np.array(seen, np.int64), np.array(nonfinite, np.int64))
+    counts = np.array(seen, np.int64), np.array(nonfinite, np.int64)
+    means = np.array(mean), np.array(last)
+    return Samples(list(index), *means, *counts, dataset=worst.dataset, is_complete=worst.is_complete)

@@ -681,6 +681,15 @@ def _drawn(loaders: list[Any], keys: list[Any] | Exception) -> list[Drawn]:
     return [_as_drawn(each, loader) for loader, each in zip(loaders, keys, strict=True)] if one_each else []
 
 
+def dataset_size(trainer: Trainer) -> int | None:
+    """How many samples the training loaders' datasets have whose indices are those of the rows; None if unknown."""
+    combined = combined_loader(trainer)
+    loaders = [] if combined is None else combined.flattened
+    if not loaders or any(why_no_keys(each) is not None or not isinstance(each.dataset, Sized) for each in loaders):
+        return None
+    return sum(len(each.dataset) for each in loaders)
+
+
 def keys_of(record: PerSampleRecord) -> Tensor | list[Any] | None:
     """The samples' indices, (m,), or a list of m keys; None where they are unknown, or each has one of each loader."""
     index = record.sample_index

@@ -19,7 +19,7 @@ from lightning_persample.callbacks.loggers import log_table, save_table
 from lightning_persample.callbacks.sample_index import PASS_INDEX, keys_of
 from lightning_persample.capture.record import PerSampleRecord, warn_user
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.influence.by_sample import SampleTable
+from lightning_persample.influence.by_sample import AT_DIFFERENT_TIMES, SampleTable, columns_of, how_often
 from lightning_persample.influence.pictures import Render, rendered
 
 _TOGETHER = 64  # captured batches whose norms leave the device in one go
@@ -31,11 +31,15 @@ _COLUMNS = ("index", "mean", "last", "seen", "nonfinite")
 class WorstSamples:
     """The samples with the largest mean gradient norm, largest first; ``print`` shows a table.
 
-    >>> worst = WorstSamples(index=(7,), mean=(2.0,), last=(1.5,), seen=(3,), nonfinite={}, samples=10)
+    Norms change in a training. Means are comparable where every step was captured (`is_complete`), so that each sample
+    is in every epoch; else a sample that was captured early, or once, stands beside one that was captured late, and the
+    table says so.
+
+    >>> worst = WorstSamples((7,), (2.0,), (1.5,), (3,), {}, samples=10, times=(3, 3), dataset=10, is_complete=True)
     >>> print(worst)
     index  mean  last  seen
         7     2   1.5     3
-    1 of the 10 samples captured
+    1 of 10 samples captured, 3 times each: all of the dataset
 
     Attributes:
         index: the samples' indices in the dataset of the train dataloader.
@@ -45,6 +49,9 @@ class WorstSamples:
         nonfinite: the indices of all samples that had a norm that is inf or nan, and how often; it is in no mean. A
             sample that never had another is only here.
         samples: how many different samples were captured.
+        times: in how many captured batches a sample was, of those that were captured: the fewest and the most.
+        dataset: how many samples the dataset has; None where that is not known.
+        is_complete: whether every step of the fit was captured, with all of its samples.
     """
 
     index: tuple[Any, ...]
@@ -53,6 +60,9 @@ class WorstSamples:
     seen: tuple[int, ...]
     nonfinite: Mapping[Any, int]
     samples: int
+    times: tuple[int, int]
+    dataset: int | None
+    is_complete: bool
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -77,7 +87,9 @@ class WorstSamples:
         shown += [(str(i), f"{mean:.4g}", f"{last:.4g}", str(seen)) for i, mean, last, seen, _ in self.rows()]
         widths = [max(len(row[column]) for row in shown) for column in range(4)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in shown]
-        lines.append(f"{len(self)} of the {self.samples} samples captured")
+        lines.append(f"{len(self)} of {how_often(self.samples, self.times, self.dataset)}")
+        if not self.is_complete:
+            lines.append(AT_DIFFERENT_TIMES)
         if self.nonfinite:
             named = list(self.nonfinite)
             more = f" and {len(named) - 10} more" if len(named) > 10 else ""
@@ -89,6 +101,8 @@ class SampleNorms:
     """Sums of the gradient norms of each sample that was captured: 32 bytes for each, 36 for norms in float64."""
 
     def __init__(self) -> None:
+        self.dataset: int | None = None  # its number of samples, where that is known
+        self.is_complete = True  # whether every step is captured, with all of its samples
         # Of the finite norms their sum, the last and how many, of the others how many, and when the last one came.
         self._table = SampleTable(sums="<f8", last="<f4", finite="<i4", others="<i4", when="<i4")
         self._clock = 0
@@ -128,7 +142,8 @@ class SampleNorms:
         keys = self._table.keys()
         columns = {name: torch.from_numpy(column.copy()) for name, column in self._table.columns.items()}
         index = torch.from_numpy(keys.copy()) if isinstance(keys, np.ndarray) else keys
-        return {"index": index, "columns": columns, "clock": self._clock}
+        about = {"dataset": self.dataset, "is_complete": self.is_complete}
+        return {"index": index, "columns": columns, "clock": self._clock, **about}
 
     def absorb(self, state: dict[str, Any]) -> None:
         """Add what another one counted."""
@@ -145,6 +160,7 @@ class SampleNorms:
         for name in ("sums", "finite", "others"):
             there[name][places] += given[name]  # each place once
         self._clock = max(self._clock, state["clock"])
+        self.dataset, self.is_complete = state["dataset"], self.is_complete and state["is_complete"]
 
     def of_all_processes(self, loaded: dict[str, Any], *, together: bool) -> SampleNorms:
         """What this process and all others counted, the same on each of them."""
@@ -177,14 +193,17 @@ class SampleNorms:
             )
         keys, columns = self._table.keys(), self._table.columns
         ranked = _largest(columns["sums"], columns["finite"], k)
-        others = columns["others"].nonzero()[0]
+        others, seen = columns["others"].nonzero()[0], columns["finite"] + columns["others"]
         return WorstSamples(
             index=tuple(_taken(keys, ranked)),
             mean=tuple((columns["sums"][ranked] / columns["finite"][ranked]).tolist()),
             last=tuple(columns["last"][ranked].tolist()),
-            seen=tuple((columns["finite"][ranked] + columns["others"][ranked]).tolist()),
+            seen=tuple(seen[ranked].tolist()),
             nonfinite=dict(zip(_taken(keys, others), columns["others"][others].tolist(), strict=True)),
             samples=len(self._table),
+            times=(int(seen.min()), int(seen.max())),
+            dataset=self.dataset,
+            is_complete=self.is_complete,
         )
 
     def settle(self) -> None:
@@ -234,10 +253,12 @@ def write_worst_samples(
     *,
     is_said: bool = False,
     render: Render | None = None,
+    labels: Mapping[str, Any] | None = None,
 ) -> None:
     """Write ``worst_samples.csv`` to the Trainer's `log_dir`, and a table to loggers that have tables.
 
-    With `render` its texts are a further column, and its images go to the loggers that have pictures.
+    The `labels` are further columns. With `render` its texts are one, and its images go to the loggers that have
+    pictures.
     """
     # To be called on every process alike. A table without samples is not written. Below the samples with the largest
     # means are those that had a norm that is not finite and are not among them, k at most, without mean.
@@ -253,8 +274,15 @@ def write_worst_samples(
             (index, None, None, None, count) for index, count in worst.nonfinite.items() if index not in worst.index
         ]
         rows: list[tuple[Any, ...]] = [*worst.rows(), *others[:k]]
+        if not worst.is_complete:
+            warn_user(
+                f"worst_samples.csv has {len(worst)} of {how_often(worst.samples, worst.times, worst.dataset)}; "
+                f"{AT_DIFFERENT_TIMES}"
+            )
         shown = [] if render is None else [rendered(render, row[0]) for row in rows]
-        columns, images = worst.columns, [None if isinstance(each, str) else each for each in shown]
+        look_ups = columns_of(labels)
+        rows = [(*row, *(look_up(row[0]) for look_up in look_ups.values())) for row in rows]
+        columns, images = (*worst.columns, *look_ups), [None if isinstance(each, str) else each for each in shown]
         if any(isinstance(each, str) for each in shown):
             columns = (*columns, "sample")
             rows = [(*row, each if isinstance(each, str) else "") for row, each in zip(rows, shown, strict=True)]

@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+AT_DIFFERENT_TIMES = (
+    "norms change in a training: samples that were captured at different times are not comparable; every_n_steps=1, "
+    "without max_samples, captures each in every epoch"
+)
+
+
+def how_often(samples: int, times: tuple[int, int], dataset: int | None) -> str:
+    """How many samples were captured, how often each (fewest, most), and how many of the dataset never were."""
+    fewest, most = times
+    often = f"{fewest:,} to {most:,} times" if fewest != most else "once" if most == 1 else f"{most:,} times"
+    text = f"{samples:,} samples captured, {often} each"
+    if dataset is None or dataset < samples:  # (where keys are no indices)
+        return text
+    return (
+        f"{text}: all of the dataset" if dataset == samples else f"{text}; {dataset - samples:,} of the dataset never"
+    )
+
+
+def columns_of(labels: Mapping[str, Any] | None) -> dict[str, Callable[[Any], Any]]:
+    """The columns of a user's `labels`, as functions of a sample's index."""
+    return {str(name): _column(each) for name, each in (labels or {}).items()}
+
+
+def _column(values: Any) -> Callable[[Any], Any]:
+    """What a column of a user's `labels` has for an index; None where it has nothing."""
+
+    def look_up(index: Any) -> Any:
+        try:
+            value = values(index) if callable(values) else values[index]
+        except (LookupError, TypeError):
+            return None
+        except Exception as error:  # of the user's function, shown in place of the value
+            return f"failed: {type(error).__name__}: {error}"
+        if not hasattr(value, "item"):
+            return value
+        size = value.numel() if hasattr(value, "numel") else np.size(value)
+        return value.item() if size == 1 else str(value)
+
+    return look_up
 
 
 class SampleTable:

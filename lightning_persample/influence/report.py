@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from lightning_persample.errors import PerSampleError
 from lightning_persample.influence import charts
+from lightning_persample.influence.by_sample import AT_DIFFERENT_TIMES, columns_of, how_often
 from lightning_persample.influence.charts import Array
 from lightning_persample.influence.dataset import GRADIENTS, MANIFEST, write_atomically
 from lightning_persample.influence.ledger import BASE_COLUMNS, Ledger, read_ledger
@@ -44,6 +45,8 @@ class Samples:
     seen: NDArray[np.int64]
     nonfinite: NDArray[np.int64]
     columns: dict[str, list[Any]] = field(default_factory=dict)  # means of floats, the last of others
+    dataset: int | None = None  # how many samples the dataset has, where that is known
+    is_complete: bool = False  # whether every step was captured, with all of its samples
 
 
 @dataclass
@@ -102,12 +105,17 @@ def report(
     check_option("out", out, _may_be_file(out), "the path of a file, not of a folder")
     check_option("k", k, is_int(k, 1), "an int >= 1")
     check_option("render", render, render is None or callable(render), "None or a callable of the sample's index")
-    is_mapping = labels is None or isinstance(labels, Mapping)
-    check_option("labels", labels, is_mapping, "None or a dict of sequences, mappings or callables by name")
+    check_labels(labels)
     run = read_run([Path(each) for each in dirpaths])
     if title is not None:
         run.title = title
-    return write_report(run, Path(out), render, labels or {}, k)
+    return write_report(run, Path(out), render, labels, k)
+
+
+def check_labels(labels: object) -> None:
+    """Raise an `OptionError` where the option `labels` is not what is allowed."""
+    is_mapping = labels is None or isinstance(labels, Mapping)
+    check_option("labels", labels, is_mapping, "None or a dict of sequences, mappings or callables by name")
 
 
 def _may_be_file(path: object) -> bool:
@@ -172,7 +180,7 @@ def _of_ledger(dirpath: Path) -> Run:
         step,
         norm,
         {name.removeprefix("norm/"): _floats(table, name) for name in names},
-        _samples_of(table, norm),
+        _samples_of(table, norm, manifest.settings),
         _batch_size(table, manifest.settings),
         _floats(table, "coverage"),
         len(np.unique(table["epoch"].to_numpy())),
@@ -199,7 +207,7 @@ def _batch_size(table: Any, settings: Mapping[str, Any]) -> float | None:
     return float(np.median(1 / known)) if known.size and settings.get("loss_reduction") == "mean" else None
 
 
-def _samples_of(table: Any, norm: Array) -> Samples | None:
+def _samples_of(table: Any, norm: Array, settings: Mapping[str, Any]) -> Samples | None:
     """Means of each sample over its rows, and the last of what is no float; None where no row has an index."""
     known = np.asarray(table["sample_index"].is_valid()) & ~np.asarray(table["norm"].is_null())
     if not known.any():
@@ -217,7 +225,9 @@ def _samples_of(table: Any, norm: Array) -> Samples | None:
         else:
             columns[name] = chosen[name].take(latest).to_pylist()
     seen, nonfinite = np.bincount(place), np.bincount(place[~np.isfinite(norm)], minlength=len(index))
-    return Samples(index.tolist(), _means(place, norm, len(index)), norm[latest], seen, nonfinite, columns)
+    is_complete = settings.get("every_n_steps") == 1 and settings.get("max_samples") is None
+    means = _means(place, norm, len(index))
+    return Samples(index.tolist(), means, norm[latest], seen, nonfinite, columns, is_complete=is_complete)
 
 
 def _means(place: NDArray[np.int64], values: Array, count: int) -> Array:
@@ -392,10 +402,10 @@ def _table(samples: Samples, k: int) -> list[int]:
 # What is shown
 
 
-def write_report(run: Run, out: Path, render: Render | None, labels: Mapping[str, Any], k: int) -> Path:
+def write_report(run: Run, out: Path, render: Render | None, labels: Mapping[str, Any] | None, k: int) -> Path:
     """Write the page of a run."""
     run.logged = {name: each if name.endswith("/coverage") else _thinned(*each) for name, each in run.logged.items()}
-    labels = {str(name): _column(each) for name, each in labels.items()}
+    labels = columns_of(labels)
     numbers: dict[str, Any] = {
         "bands": _bands(run),
         "histogram": _histogram(run),
@@ -432,24 +442,6 @@ def write_report(run: Run, out: Path, render: Render | None, labels: Mapping[str
         ).encode(),
     )
     return out
-
-
-def _column(values: Any) -> Callable[[Any], Any]:
-    """What a column of labels has for an index; None where it has nothing."""
-
-    def look_up(index: Any) -> Any:
-        try:
-            value = values(index) if callable(values) else values[index]
-        except (LookupError, TypeError):
-            return None
-        except Exception as error:  # of the user's function, shown in place of the value
-            return f"failed: {type(error).__name__}: {error}"
-        if not hasattr(value, "item"):
-            return value
-        size = value.numel() if hasattr(value, "numel") else np.size(value)
-        return value.item() if size == 1 else str(value)
-
-    return look_up
 
 
 def _panel(name: str, title: str, chart: str, text: str) -> str:
@@ -647,10 +639,10 @@ def _samples_panel(
         f'<th scope="col"{kind}><button>{_text(name)}</button></th>' for name, kind in zip(names, kinds, strict=True)
     )
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    text = (
-        f"{len(rows):,} of {len(samples.index):,} samples; rank 1 has the largest mean norm over the captured steps. "
-        "Click a column's name to sort by it."
-    )
+    times = int(samples.seen.min()), int(samples.seen.max())
+    text = f"{len(rows):,} of {how_often(len(samples.index), times, samples.dataset)}. "
+    text += "Rank 1 has the largest mean norm over the captured steps. Click a column's name to sort by it."
+    text += "" if samples.is_complete else f" {AT_DIFFERENT_TIMES[0].upper()}{AT_DIFFERENT_TIMES[1:]}."
     text += "" if render is not None else " With render=function of an index the samples themselves are shown."
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     return f'<section id="samples"><h2>{title}</h2><p class="soft">{_text(text)}</p>{table}</section>'
@@ -744,14 +736,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("dirpaths", nargs="+", metavar="RUN_DIR", help="folders of one run: its ledger, its logs")
     command.add_argument("--out", default="report.html", help="the file to write (default: report.html)")
     command.add_argument("--render", metavar="MODULE:FUNCTION", help="a function of a sample's index: an image or text")
+    command.add_argument("--labels", metavar="MODULE:NAME", help="a dict of further columns of the table by name")
     command.add_argument(
         "-k", type=int, default=25, help="samples with the largest and the smallest norms (default: 25)"
     )
     command.add_argument("--title", help="of the page (default: the folder's name)")
     options = parser.parse_args(arguments)
     try:
-        render = None if options.render is None else _imported(options.render)
-        written = report(*options.dirpaths, out=options.out, render=render, k=options.k, title=options.title)
+        render = _imported("--render", options.render, callable, "MODULE:FUNCTION, a function that can be imported")
+        labels = _imported("--labels", options.labels, _is_mapping, "MODULE:NAME, a dict that can be imported")
+        shown = {"render": render, "labels": labels, "k": options.k, "title": options.title}
+        written = report(*options.dirpaths, out=options.out, **shown)
     except (PerSampleError, OSError, ModuleNotFoundError) as error:
         sys.stderr.write(f"lightning-persample: {error}\n")
         return 1
@@ -759,10 +754,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _imported(name: str) -> Any:
-    """A function by the name of its module, which may lie in the working directory, and its own."""
-    module, _, function = name.partition(":")
+def _imported(option: str, name: str | None, is_allowed: Callable[[Any], bool], allowed: str) -> Any:
+    """What has this name in a module, which may lie in the working directory; None without a name."""
+    if name is None:
+        return None
+    module, _, member = name.partition(":")
     sys.path.insert(0, os.getcwd())
-    found = getattr(importlib.import_module(module), function, None) if module and function else None
-    check_option("--render", name, callable(found), "MODULE:FUNCTION, a function that can be imported")
+    found = getattr(importlib.import_module(module), member, None) if module and member else None
+    check_option(option, name, is_allowed(found), allowed)
     return found
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)

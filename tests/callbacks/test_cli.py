@@ -51,6 +51,7 @@ EXPANDED = {
     "worst_samples": 3,
     "report": True,
     "render": f"{__name__}.described",
+    "labels": {"label": [0, 1, 2]},
     "histogram": True,
     "prefix": "grads",
     "prog_bar": True,

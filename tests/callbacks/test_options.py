@@ -81,6 +81,7 @@ MONITOR = [
     ("histogram", None, "True or False"),
     ("worst_samples", 0, NONE_OR_POSITIVE),
     ("worst_samples", True, NONE_OR_POSITIVE),
+    ("labels", [1, 2], "None or a dict of sequences, mappings or callables by name"),
 ]
 
 
@@ -143,6 +144,7 @@ def test_allowed_values_are_kept():
         ({"histogram": True}, False),
         ({"sample_index": len}, True),
         ({"worst_samples": 3}, False),
+        ({"labels": {"label": [1]}}, False),
     ],
     ids=lambda setting: next(iter(setting)) if isinstance(setting, dict) else "",
 )

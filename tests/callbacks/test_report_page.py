@@ -35,7 +35,8 @@ def numbers(page):
 
 def test_a_monitor_alone_shows_the_norms_that_plain_autograd_gives(tmp_path):
     module = WithReference()
-    monitor = PerSampleGradientMonitor(report=True, per_layer=2, render=lambda index: f"picture {index}")
+    labels = {"label": torch.arange(24) % 5}
+    monitor = PerSampleGradientMonitor(report=True, per_layer=2, render=lambda index: f"picture {index}", labels=labels)
     trainer = fit(module, [monitor], tmp_path, max_epochs=2)
     page, reference = page_of(trainer), torch.stack(module.reference).double().numpy()
     found = numbers(page)
@@ -55,6 +56,9 @@ def test_a_monitor_alone_shows_the_norms_that_plain_autograd_gives(tmp_path):
     assert [row["index"] for row in rows] == np.argsort(-by_sample).tolist()
     np.testing.assert_allclose([row["mean norm"] for row in rows], np.sort(by_sample)[::-1], rtol=1e-4)
     assert rows[0]["sample"] == f"picture {rows[0]['index']}"
+    assert [row["label"] for row in rows] == [row["index"] % 5 for row in rows]
+    assert "24 of 24 samples captured, 2 times each: all of the dataset. Rank 1 has" in page
+    assert "not comparable" not in page
     assert "<dd>8</dd>" not in page
     assert "<b>8</b><span>batch size</span>" in page
 
@@ -72,7 +76,14 @@ def test_with_a_writer_the_page_is_of_the_ledger(tmp_path):
     assert len(found["bands"]["p50"]) == 6  # every step, and not those alone that were logged
     assert len(found["logged"]["per_sample_grad/noise_scale"][0]) == 3
     assert found["scores"]["samples"] == 24
+    assert "24 of 24 samples captured, 2 times each: all of the dataset. Rank 1 has" in page_of(trainer)
     assert "The ledger lacks" not in page_of(trainer)
+
+
+def test_a_page_of_some_steps_says_which_samples_compare(tmp_path):
+    trainer = fit(Classifier(), [PerSampleGradientMonitor(2, report=True)], tmp_path, max_epochs=1)
+    assert "8 of 8 samples captured, once each; 16 of the dataset never. Rank 1 has" in page_of(trainer)
+    assert "Norms change in a training: samples that were captured at different times are not" in page_of(trainer)
 
 
 class Mixed(Classifier):

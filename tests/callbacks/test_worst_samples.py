@@ -30,10 +30,16 @@ from tests.callbacks.indexed_data import (
 )
 from tests.callbacks.runs import Recorder, make_trainer
 
+INCOMPARABLE = (
+    "norms change in a training: samples that were captured at different times are not comparable; every_n_steps=1, "
+    "without max_samples, captures each in every epoch"
+)
+
 
 def assert_same(worst: WorstSamples, norms, k=10):
     rows = ranked(norms)
     assert worst.samples == len(rows)
+    assert worst.times == (min(map(len, norms.values())), max(map(len, norms.values())))
     assert [row[0] for row in worst.rows()] == [row[0] for row in rows[:k]]
     for found, row in zip(worst.rows(), rows, strict=False):
         assert found[1:3] == pytest.approx(row[1:3], rel=1e-5)
@@ -253,7 +259,7 @@ def test_norms_that_are_not_finite_are_named_and_in_no_mean(tmp_path, monkeypatc
         assert last == pytest.approx(finite[index][-1], rel=1e-5)
         assert (seen, broken) == ((2, 1) if index == 9 else (2, 0))
     assert worst.samples == 22
-    assert str(worst).endswith("21 of the 22 samples captured\ninf or nan: 5, 9")
+    assert str(worst).endswith("21 of 22 samples captured, 2 times each: all of the dataset\ninf or nan: 5, 9")
     assert written("worst_samples.csv")[-1] == ["5", "", "", "", "2"]
 
 
@@ -360,12 +366,73 @@ def test_a_callback_that_got_no_record_says_so(make):
         make_trainer([make()], **settings).fit(WithNorms(), DataLoader(Indexed(32), 2))
 
 
+@pytest.mark.parametrize(
+    ("every", "options", "footer"),
+    [
+        (1, {}, "3 of 22 samples captured, 4 times each: all of the dataset"),
+        (None, {}, "3 of 22 samples captured, 4 times each: all of the dataset"),  # log_every_n_steps=1
+        (5, {}, "3 of 16 samples captured, once each; 6 of the dataset never\n" + INCOMPARABLE),
+        (4, {}, "3 of 10 samples captured, 2 times each; 12 of the dataset never\n" + INCOMPARABLE),
+        (1, {"sample_index": lambda batch: batch[1] + 100}, "3 of 22 samples captured, 4 times each"),
+        (1, {"max_samples": 4}, "3 of 22 samples captured, 4 times each: all of the dataset\n" + INCOMPARABLE),
+    ],
+)
+def test_the_table_says_how_often_samples_were_captured_and_which_compare(every, options, footer, tmp_path):
+    """Of 22 samples in 6 batches an epoch, in the order of the dataset."""
+    monitor = PerSampleGradientMonitor(every, worst_samples=3, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PerSampleWarning)
+        train(
+            lambda: DataLoader(Indexed(22), 4), [monitor], max_epochs=4, log_every_n_steps=1, default_root_dir=tmp_path
+        )
+    assert str(monitor.worst(3)).partition("\n3 of ")[1:] == ("\n3 of ", footer.removeprefix("3 of "))
+    said = [str(each.message) for each in caught if "worst_samples.csv" in str(each.message)]
+    expected = f"worst_samples.csv has {footer.replace(chr(10), '; ')}"
+    assert said == ([expected] if INCOMPARABLE in footer else [])
+    seen = monitor.worst(100).seen
+    assert monitor.worst(1).times == (min(seen), max(seen))
+    other = PerSampleGradientMonitor(every)
+    other.load_state_dict(monitor.state_dict())
+    assert other.worst(3) == monitor.worst(3)
+
+
+class Unmeasured(Indexed):
+    """Has no length outside of the loader."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_a_dataset_without_a_length_is_captured_all_the_same():
+    monitor = PerSampleGradientMonitor(1)
+    train(lambda: DataLoader(Unmeasured(), 4, sampler=range(22)), [monitor], max_epochs=2)
+    assert str(monitor.worst(3)).endswith("3 of 22 samples captured, 2 times each")
+
+
+def test_a_dry_run_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monitor = PerSampleGradientMonitor(1, worst_samples=3, report=True)
+    train(LOADERS["plain"], [monitor], fast_dev_run=2, logger=False)
+    assert len(monitor.worst(3)) == 3
+    assert [*tmp_path.rglob("*")] == []
+
+
+def test_labels_are_columns_of_the_table(tmp_path):
+    labels = {"label": torch.arange(22) % 3, "kind": lambda index: f"kind {index}", "note": {}}
+    monitor = PerSampleGradientMonitor(1, worst_samples=3, labels=labels, render=lambda index: f"sample {index}")
+    train(lambda: DataLoader(Indexed(22), 4), [monitor], default_root_dir=tmp_path)
+    header, *rows = written(tmp_path / "worst_samples.csv")
+    assert header == ["index", "mean", "last", "seen", "nonfinite", "label", "kind", "note", "sample"]
+    index = monitor.worst(3).index
+    assert [row[5:] for row in rows] == [[str(i % 3), f"kind {i}", "", f"sample {i}"] for i in index]
+
+
 def test_how_many_must_be_a_number():
     with pytest.raises(OptionError, match=r"k=0 is not allowed: k must be an int >= 1"):
         PerSampleGradientMonitor().worst(0)
 
 
-WORST = WorstSamples((7, 12), (2.5, 0.125), (12345.678, 0.1), (3, 12), {7: 1, 3: 2}, 40)
+WORST = WorstSamples((7, 12), (2.5, 0.125), (12345.678, 0.1), (3, 12), {7: 1, 3: 2}, 40, (1, 12), 1040, False)
 
 
 def test_it_prints_as_a_table():
@@ -373,10 +440,12 @@ def test_it_prints_as_a_table():
         "index   mean       last  seen\n"
         "    7    2.5  1.235e+04     3\n"
         "   12  0.125        0.1    12\n"
-        "2 of the 40 samples captured\n"
+        "2 of 40 samples captured, 1 to 12 times each; 1,000 of the dataset never\n"
+        f"{INCOMPARABLE}\n"
         "inf or nan: 7, 3"
     )
-    many = WorstSamples((), (), (), (), dict.fromkeys(range(12), 1), 12)
+    many = WorstSamples((), (), (), (), dict.fromkeys(range(12), 1), 12, (1, 1), None, True)
+    assert "\n0 of 12 samples captured, once each\n" in str(many)
     assert str(many).endswith("inf or nan: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more")
 
 

@@ -413,7 +413,12 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch, capsys, undrawn):
     assert capsys.readouterr().out.startswith("new/page.html (0.")
     assert "sample number " in texts(tmp_path / "new" / "page.html")
     assert main(["report", "ledger", "--render", "pictures_of_mine:absent"]) == 1
-    assert "MODULE:FUNCTION" in capsys.readouterr().err
+    assert "--render must be MODULE:FUNCTION, a function that can be imported" in capsys.readouterr().err
+    (tmp_path / "labels_of_mine.py").write_text("def kind(index):\n    return f'kind {index}'\n\nof = {'kind': kind}\n")
+    assert main(["report", "ledger", "--out", "labelled.html", "--labels", "labels_of_mine:of"]) == 0
+    assert "kind 1" in texts(tmp_path / "labelled.html")
+    assert main(["report", "ledger", "--labels", "labels_of_mine:kind"]) == 1
+    assert "--labels must be MODULE:NAME, a dict that can be imported" in capsys.readouterr().err
     assert folder.is_dir()
 
 
