@@ -39,9 +39,11 @@ class EigenProjection(Projection):
     A parameter is read as a matrix G (p, d), as by `Projection`, whose gradient is ``sum_t left_t right_t^T`` over
     positions t: of a linear layer the output gradients and the inputs, of a convolution the output gradients and the
     unfolded patches, of an embedding one-hot rows and the output gradients; of any other parameter rows and columns of
-    the gradient itself. It becomes ``Q_left G Q_right^T``, (a, b) with ``a * b <= dim``, whose rows are the a and b
-    top eigenvectors of ``sum left_t left_t^T`` and ``sum right_t right_t^T`` over samples and positions whose output
-    gradient is not 0; a and b are those of the largest product of the two sums of eigenvalues. The bias of a linear map
+    the gradient itself. It becomes ``Q_left G Q_right^T``, (a, b), whose rows are the a and b top eigenvectors of
+    ``sum left_t left_t^T`` and ``sum right_t right_t^T`` over samples and positions whose output gradient is not 0; a
+    and b are those of the largest share, the product of the two sums of their eigenvalues over that of all. Numbers go
+    where they add most to the sum of the parameters' shares: a parameter has at most ``2 dim`` of them, and all
+    together ``dim`` for each. The bias of a linear map
     or a convolution is a further column of the weight, whose right side is 1: the weight's numbers are of both, and the
     bias has none. An axis longer than 4096 keeps its entries of the largest second moment.
 
@@ -59,7 +61,7 @@ class EigenProjection(Projection):
     (True, 0)
 
     Attributes:
-        dim: the most numbers that are kept of one parameter; None keeps the whole eigenbasis.
+        dim: the numbers that are kept of one parameter in the mean, at most; None keeps the whole eigenbasis.
         bases: by parameter its directions.
         appended: by weight the bias that is a further column of it.
 
@@ -108,7 +110,7 @@ class EigenProjection(Projection):
         Args:
             module: whose gradients are to be projected.
             dataloader: a DataLoader of a dataset with a length, or batches with `sample_index`.
-            dim: the most numbers that are kept of one parameter; None keeps all of them, turned into the eigenbasis.
+            dim: the numbers that are kept of one parameter in the mean, at most; None keeps all, in the eigenbasis.
             checkpoint: the weights, a path or a state dict; None takes the module as it is.
             loss: see `collect_gradients`, as all that follow.
             parameters: the names of the parameters that are projected; None takes all that are trainable.
@@ -153,16 +155,19 @@ class EigenProjection(Projection):
                 "the Trainer's strategy runs in other processes, which keep what they see: take strategy='ddp' of "
                 "processes that are started together, or one process"
             )
-        bases = {}
+        found = {}
         for name, parameter in asked.module.named_parameters():
             if name in asked.names and name not in fitted.appended.values():
                 rows, columns = fitted.sums[name]
-                p, d = as_matrix(parameter.shape)
-                d += name in fitted.appended
-                found = _sorted(rows), _sorted(columns[:d] if columns.dim() == 1 else columns[:d, :d])
-                sizes = (p, d) if dim is None else _best_sizes(found[0][0], found[1][0], dim)
-                dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-                bases[name] = Basis(*(top(size).to(dtype) for (_, top), size in zip(found, sizes, strict=True)))
+                d = as_matrix(parameter.shape)[1] + (name in fitted.appended)
+                found[name] = _sorted(rows), _sorted(columns[:d] if columns.dim() == 1 else columns[:d, :d])
+        values = {name: (rows[0], columns[0]) for name, (rows, columns) in found.items()}
+        sizes = {name: (len(rows), len(columns)) for name, (rows, columns) in values.items()}
+        bases = {}
+        for name, size in (sizes if dim is None else _shared_out(values, dim)).items():
+            is_double = asked.module.get_parameter(name).dtype == torch.float64
+            kept = (top(count) for (_, top), count in zip(found[name], size, strict=True))
+            bases[name] = Basis(*(each.to(torch.float64 if is_double else torch.float32) for each in kept))
         return cls(dim, bases, fitted.appended)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -305,12 +310,43 @@ def _sorted(moment: Tensor) -> tuple[Tensor, Callable[[int], Tensor]]:
     return values.flip(0).clamp_min(0), lambda count: vectors[:count].clone()
 
 
-def _best_sizes(rows: Tensor, columns: Tensor, dim: int) -> tuple[int, int]:
+def _best_sizes(rows: Tensor, columns: Tensor, dim: int) -> tuple[float, int, int]:
     """The (a, b), ``a b <= dim``, of the largest share: the sum of the top a times that of the top b eigenvalues."""
     a = torch.arange(1, min(len(rows), dim) + 1)
     b = (dim // a).clamp_max(len(columns))
-    best = int((rows.cumsum(0)[a - 1] * columns.cumsum(0)[b - 1]).argmax())
-    return int(a[best]), int(b[best])
+    kept = rows.cumsum(0)[a - 1] * columns.cumsum(0)[b - 1]
+    best = int(kept.argmax())
+    return float(kept[best] / (rows.sum() * columns.sum()).clamp_min(1e-300)), int(a[best]), int(b[best])
+
+
+def _shared_out(values: Mapping[str, tuple[Tensor, Tensor]], dim: int) -> dict[str, tuple[int, int]]:
+    """The sizes (a, b) of each parameter, by its eigenvalues, where numbers add most to the sum of the shares."""
+    counts = [1]
+    while counts[-1] < 2 * dim:
+        counts.append(min(2 * dim, counts[-1] + max(1, counts[-1] // 4)))
+    steps = {}
+    for name, (rows, columns) in values.items():
+        most = min(2 * dim, len(rows) * len(columns))
+        steps[name] = [_best_sizes(rows, columns, count) for count in (*(each for each in counts if each < most), most)]
+    left, sizes = dim * len(values), {}
+    for name, ((_, a, b), *_) in steps.items():
+        sizes[name], left = (a, b), left - a * b
+    while True:
+        gains = []
+        for name, ((share, a, b), *further) in steps.items():
+            for place, (more, next_a, next_b) in enumerate(further):
+                added = next_a * next_b - a * b
+                if added > 0 and added <= left:
+                    gains.append(((more - share) / added, name, place + 1))
+                if added > 0:
+                    break
+        gain, name, place = max(gains, default=(0.0, "", 0))
+        if gain <= 0:
+            return sizes
+        steps[name] = steps[name][place:]
+        _, a, b = steps[name][0]
+        left -= a * b - sizes[name][0] * sizes[name][1]
+        sizes[name] = a, b
 
 
 def _biases(names: Collection[str], module: nn.Module) -> dict[str, str]:

@@ -21,7 +21,7 @@ from lightning_persample import (
     UnsupportedError,
     collect_gradients,
 )
-from lightning_persample.callbacks.eigen_projection import Basis
+from lightning_persample.callbacks.eigen_projection import Basis, _shared_out
 from lightning_persample.influence import GradientStore, PairScores, grad_dot
 from tests.callbacks.collect_runs import stored
 from tests.callbacks.eigen_cases import (
@@ -58,9 +58,10 @@ def test_directions_and_projected_gradients(case, dim, tmp_path):
     kept = float(energies[0][: len(basis.rows)].sum() * energies[1][: len(basis.columns)].sum())
     for a in range(1, 1 + len(energies[0])):
         for b in range(1, 1 + len(energies[1])):
-            if dim is None or a * b <= dim:
+            if dim is None or a * b <= len(basis.rows) * len(basis.columns):
                 assert float(energies[0][:a].sum() * energies[1][:b].sum()) <= kept * (1 + 1e-9)
-    assert dim is None or len(basis.rows) * len(basis.columns) <= dim
+    sizes = [len(each.rows) * len(each.columns) for each in projection.bases.values()]
+    assert dim is None or (max(sizes) <= 2 * dim and sum(sizes) <= dim * len(sizes))
 
     store = collect_gradients(
         module, DataLoader(dataset, 3), tmp_path / "store", projection=projection, dtype="float64", loss=loss_of
@@ -75,6 +76,30 @@ def test_directions_and_projected_gradients(case, dim, tmp_path):
     if "layer.bias" in grads:
         assert projection.appended["layer.weight"] == "layer.bias"
         assert {each.name: each.stop - each.start for each in store.manifest.parameters}["layer.bias"] == 0
+
+
+@pytest.mark.parametrize("dim", [1, 2, 5, 12, 40, 100])
+def test_numbers_go_where_they_add_most(dim):
+    """Never a smaller sum of shares than with `dim` for each parameter, in no more numbers."""
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        name: tuple(torch.rand(size, generator=generator).pow(power).sort(descending=True).values for size in sizes)
+        for name, sizes, power in (("a", (30, 20), 0.1), ("b", (8, 40), 8.0), ("c", (1, 3), 1.0), ("d", (1, 1), 1.0))
+    }
+
+    def share(name, a, b):
+        rows, columns = values[name]
+        return float(rows[:a].sum() * columns[:b].sum() / (rows.sum() * columns.sum()))
+
+    found = _shared_out(values, dim)
+    assert sum(a * b for a, b in found.values()) <= dim * len(values)
+    assert all(a * b <= 2 * dim for a, b in found.values())
+    equal = {name: max(share(name, a, dim // a) for a in range(1, dim + 1)) for name in values}
+    assert sum(share(name, *size) for name, size in found.items()) >= sum(equal.values()) - 1e-6
+    assert (
+        _shared_out({name: tuple(map(torch.zeros_like, both)) for name, both in values.items()}, dim).keys()
+        == equal.keys()
+    )
 
 
 def test_the_whole_eigenbasis_keeps_dots(tmp_path):
