@@ -39,11 +39,7 @@ def batch_statistics_explained(module: nn.Module) -> Iterator[None]:
     except RuntimeError as error:
         if _KEPT not in str(error):
             raise
-        keeping = [
-            name
-            for name, part in module.named_modules()
-            if isinstance(part, NormBase) and part.training and part.running_mean is not None
-        ]
+        keeping = _parts(module, NormBase, lambda part: part.training and part.running_mean is not None)
         raise UnsupportedError(
             f"{_listed(keeping) or 'a batch normalisation'} normalises with the statistics of the batch and keeps them "
             "in buffers, which vmap over single samples cannot do; call eval() on it, or build it with "
@@ -51,11 +47,7 @@ def batch_statistics_explained(module: nn.Module) -> Iterator[None]:
             f"normalised without the others{_INSTEAD}"
         ) from error
     except ValueError as error:
-        of_the_batch = [
-            name
-            for name, part in module.named_modules()
-            if isinstance(part, BatchNormBase) and (part.training or part.running_mean is None)
-        ]
+        of_the_batch = _parts(module, BatchNormBase, lambda part: part.training or part.running_mean is None)
         if _ONE_VALUE not in str(error) or not of_the_batch:  # group normalisation may say the same
             raise
         raise UnsupportedError(
@@ -63,6 +55,10 @@ def batch_statistics_explained(module: nn.Module) -> Iterator[None]:
             "per channel, and track_running_stats=False does not help; let it normalise with running statistics "
             f"(track_running_stats=True and eval()), or replace it, for example by nn.LayerNorm{_INSTEAD}"
         ) from error
+
+
+def _parts(module: nn.Module, kind: type[nn.Module], is_one: Callable[[Any], bool]) -> list[str]:
+    return [name for name, part in module.named_modules() if isinstance(part, kind) and is_one(part)]
 
 
 def _listed(names: list[str]) -> str:
