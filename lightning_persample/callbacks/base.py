@@ -202,7 +202,11 @@ class PerSampleCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """Names the class and its settings, so that several callbacks of one class live in one Trainer."""
+        """Names the class and what its state is of, for checkpoints; Lightning refuses two callbacks that agree in it.
+
+        Of a monitor it has `prefix`, `every_n_steps` and how the values are computed, but not what is logged of them
+        (`per_layer`, `statistics` and the like), of a writer `dirpath`, of any other callback all options of a capture.
+        """
         return self._key or guard(self._key_by_settings, self._key_by_class)()
 
     def _key_by_settings(self) -> str:

@@ -36,9 +36,10 @@ class Reports:
             stop(UnsupportedError(texts[0]))
         for text in texts:
             self.warn(text)
-        if record.grad_samples:
+        grad_samples = record._asked_grad_samples
+        if grad_samples:
             parameters = dict(self._module.named_parameters(remove_duplicate=False))
-            for name, grad_sample in record.grad_samples.items():
+            for name, grad_sample in grad_samples.items():
                 self._grad_samples[parameters[name]] = grad_sample  # first: an interrupt may come at any moment
                 parameters[name].grad_sample = grad_sample  # type: ignore[attr-defined]
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx

@@ -511,6 +511,7 @@ class Capture:
         trainable = [name for name, p in self._module.named_parameters() if p.requires_grad]
         got = () if self._fault else self._dispatcher.got_gradient
         missing = [name for name in trainable if name in got] or trainable
+        asked: dict[str, Any] = {f"{each}s": {} for each in self._quantities & {"grad_sample", "square_sum"}}
         return PerSampleRecord(
             self.batch_size,
             {},
@@ -518,6 +519,7 @@ class Capture:
             unsupported=dict.fromkeys(missing, self._why_at_fault()),
             unused=tuple(name for name in trainable if name not in missing),
             backward_index=len(self.records),
+            **asked,
         )
 
     def _forget(self) -> None:

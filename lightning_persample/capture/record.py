@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import FrameType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -67,7 +67,10 @@ class KeptGradients:
             structure = self._structures.get(name)
             if structure is None:
                 known = ", ".join(f"`{each}`" for each in list(self._structures)[:8])
-                raise OptionError(f"dot: `{name}` has no per-sample gradient in this record; it holds {known}")
+                raise OptionError(
+                    f"dot: `{name}` has no per-sample gradient in this record; it holds {known}. Leave out parameters "
+                    "that are frozen, unused or unsupported: `record.names` has the others"
+                )
             if vector.shape != structure.shape:
                 raise OptionError(
                     f"dot: the vector of `{name}` has shape {tuple(vector.shape)}; the parameter's is "
@@ -257,18 +260,34 @@ UNEQUAL_WEIGHTS = "the samples weigh unequally in the loss"
 SampleIndex: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any] | None"
 
 
-class _NotAsked(dict[str, Tensor]):
-    """Values that were not asked for."""
+class _NotAsked(Mapping[str, Tensor]):
+    """Values that were not asked for: whoever reads them learns how to."""
 
     def __init__(self, what: str, quantity: str) -> None:
-        super().__init__()
         self._what, self._quantity = what, quantity
 
-    def __missing__(self, name: str) -> Tensor:
-        raise KeyError(
-            f"{name}: the {self._what} were not asked for; pass quantities=('sq_norm', '{self._quantity}') to "
-            f"expanded_weights, or let `needs` of the callback return {{'{self._quantity}'}}"
-        )
+    def _refuse(self) -> NoReturn:
+        raise not_asked(self._what, self._quantity)
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._refuse()
+
+    def __iter__(self) -> Iterator[str]:
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def __repr__(self) -> str:
+        return f"<{self._what}: not asked for>"
+
+
+def not_asked(what: str, quantity: str) -> OptionError:
+    """The error of who reads what was not asked for, with the remedy."""
+    return OptionError(
+        f"{what} were not asked for; pass quantities=('sq_norm', '{quantity}') to expanded_weights, or let `needs` of "
+        f"the callback return {{'{quantity}'}}"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,10 +320,11 @@ class PerSampleRecord:
         batch_size: number of samples B.
         sq_norms: by parameter p the squared norm ``||g_i,p||^2`` of each sample's gradient, shape (B,), real; of the
             parameters in `names`.
-        grad_samples: by parameter each sample's gradient ``g_i,p``, shape (B, *parameter.shape); empty unless asked
-            for, with "grad_sample" among the quantities.
+        grad_samples: by parameter each sample's gradient ``g_i,p``, shape (B, *parameter.shape); an `OptionError`
+            where they were not asked for, with "grad_sample" among the quantities.
         square_sums: by parameter the sum over the samples of the squared entries of their gradients,
-            ``sum_i g_i,p ** 2``, of the parameter's shape; empty unless asked for, with "square_sum".
+            ``sum_i g_i,p ** 2``, of the parameter's shape; an `OptionError` where they were not asked for, with
+            "square_sum".
         coverage: of the weights that got a gradient in this backward, the share (by number of entries, in [0, 1]) whose
             per-sample gradient is known. Below 1 the norms leave weights out; at 0 they are nan.
         unsupported: parameters that got a gradient but have no value here, with the reason and what helps.
@@ -340,10 +360,10 @@ class PerSampleRecord:
     sq_norms: Mapping[str, Tensor]
     coverage: float
     grad_samples: Mapping[str, Tensor] = field(
-        default_factory=partial(_NotAsked, "gradients themselves", "grad_sample")
+        default_factory=partial(_NotAsked, "the gradients themselves", "grad_sample")
     )
     square_sums: Mapping[str, Tensor] = field(
-        default_factory=partial(_NotAsked, "sums of squared entries", "square_sum")
+        default_factory=partial(_NotAsked, "the sums of squared entries", "square_sum")
     )
     unsupported: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
@@ -366,6 +386,11 @@ class PerSampleRecord:
             f"<PerSampleRecord of {self.num_values} samples and {len(self.sq_norms)} parameters, coverage "
             f"{self.coverage:.3g}{index}>"
         )
+
+    @property
+    def _asked_grad_samples(self) -> Mapping[str, Tensor]:
+        """The gradients themselves; none where they were not asked for."""
+        return {} if isinstance(self.grad_samples, _NotAsked) else self.grad_samples
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -471,10 +496,7 @@ class PerSampleRecord:
 
     def _kept_for(self, what: str, quantity: str) -> KeptGradients:
         if self._kept is None or not self._kept.gives(quantity):
-            raise OptionError(
-                f"{what} were not asked for; pass quantities=('sq_norm', '{quantity}') to expanded_weights, or let "
-                f"`needs` of the callback return {{'{quantity}'}}"
-            )
+            raise not_asked(what, quantity)
         return self._kept
 
     def nonfinite(self) -> Tensor:

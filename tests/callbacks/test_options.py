@@ -179,6 +179,16 @@ def test_callbacks_with_state_need_different_settings():
         make_trainer([Stateful(2), Stateful(2)])
 
 
+def test_lightning_refuses_two_monitors_that_differ_in_what_they_log_alone(tmp_path):
+    with pytest.raises(RuntimeError, match="more than one stateful callback of type `PerSampleGradientMonitor`"):
+        make_trainer([PerSampleGradientMonitor(1), PerSampleGradientMonitor(1, per_layer=1)])
+    fit(
+        Classifier(), [PerSampleGradientMonitor(1), PerSampleGradientMonitor(1, per_layer=1, prefix="layers")], tmp_path
+    )
+    with pytest.raises(OptionError, match="give each monitor a prefix of its own"):
+        fit(Classifier(), [PerSampleGradientMonitor(1), PerSampleGradientMonitor(5)], tmp_path)
+
+
 @pytest.mark.parametrize(
     ("option", "values", "shown"),
     [

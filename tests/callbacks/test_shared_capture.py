@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lightning_persample.callbacks import PerSampleCallback, PerSampleGradientMonitor
-from lightning_persample.errors import BatchSizeError
+from lightning_persample.errors import BatchSizeError, OptionError
 from lightning_persample.rules import registry
 from tests.callbacks.runs import Classifier, Recorder, as_loader, column, fit, loader
 
@@ -97,7 +97,9 @@ def test_parameters_carry_grad_sample_until_the_batch_ends(callbacks_after):
 def test_grad_sample_is_not_computed_unless_somebody_needs_it():
     recorder = Recorder()
     fit(Classifier(), [PerSampleGradientMonitor(), recorder])
-    assert all(not record.grad_samples for record in recorder.records)
+    for record in recorder.records:
+        with pytest.raises(OptionError, match=r"or let `needs` of the callback return {'grad_sample'}"):
+            dict(record.grad_samples)
 
 
 class ForgetsSuper(Recorder):
@@ -159,3 +161,27 @@ def test_a_callback_with_error_decides_for_all():
     callbacks = [PerSampleGradientMonitor(), Recorder(unsupported="error")]
     with pytest.raises(BatchSizeError, match="do not agree on a number of samples"):
         fit(Classifier(), callbacks, data=as_loader([(torch.randn(4, 6), torch.zeros(3).long())]))
+
+
+class AwayFromGrad(PerSampleCallback):
+    """The callback of the guide."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dots = []
+
+    def needs(self, trainer):
+        return {"dot"}
+
+    def on_per_sample_gradients(self, trainer, pl_module, record, batch, batch_idx):
+        grads = {name: parameter.grad for name, parameter in pl_module.named_parameters() if name in record.names}
+        total = sum(grad.double().square().sum() for grad in grads.values())
+        self.dots.append(float(record.dot(grads).double().mean() / total))
+
+
+def test_the_dots_with_grad_leave_out_frozen_parameters():
+    module, callback = Classifier(), AwayFromGrad()
+    frozen = next(module.parameters()).requires_grad_(False)
+    fit(module, [callback])
+    assert frozen.grad is None
+    assert callback.dots == pytest.approx([1.0] * 3, rel=1e-4)  # .grad is the mean of the samples' gradients

@@ -164,8 +164,21 @@ def test_only_what_was_asked_for() -> None:
     record = capture.record
     with pytest.raises(OptionError, match=re.escape("dots were not asked for; pass quantities=('sq_norm', 'dot') to")):
         record.dot({"weight": module.weight})
-    with pytest.raises(KeyError, match=re.escape("weight: the sums of squared entries were not asked for; pass")):
+    with pytest.raises(OptionError, match=re.escape("the sums of squared entries were not asked for; pass")):
         record.square_sums["weight"]
+    remedy = re.escape(
+        "the gradients themselves were not asked for; pass quantities=('sq_norm', 'grad_sample') to expanded_weights, "
+        "or let `needs` of the callback return {'grad_sample'}"
+    )
+    for read in (dict, list, len, bool, lambda grads: grads["weight"], lambda grads: grads.get("weight")):
+        with pytest.raises(OptionError, match=remedy):
+            read(record.grad_samples)
+    assert repr(record.grad_samples) == "<the gradients themselves: not asked for>"
+    asked = ("sq_norm", "grad_sample", "square_sum")
+    with expanded_weights(module, (X, Y), quantities=asked, unsupported="ignore") as capture:
+        capture._dispatcher.fail(ValueError("a fault"))
+        F.mse_loss(module(X), Y).backward()
+    assert (capture.record.coverage, capture.record.grad_samples, capture.record.square_sums) == (0, {}, {})
 
 
 def test_vectors_that_do_not_fit() -> None:
@@ -174,7 +187,9 @@ def test_vectors_that_do_not_fit() -> None:
         F.mse_loss(module(X), Y).backward()
     dot = capture.record.dot
     with pytest.raises(
-        OptionError, match="dot: `scale` has no per-sample gradient in this record; it holds `weight`, `bias`"
+        OptionError,
+        match=r"dot: `scale` has no per-sample gradient in this record; it holds `weight`, `bias`\. Leave out "
+        "parameters that are frozen, unused or unsupported: `record.names` has the others",
     ):
         dot({"scale": module.weight})
     with pytest.raises(
