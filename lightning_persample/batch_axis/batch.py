@@ -65,20 +65,32 @@ def batch_tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor
 
 
 def lay_out(
-    batch: Any, batch_dim: int, batch_size: int | None = None, batch_layout: Layout | None = None
+    batch: Any,
+    batch_dim: int,
+    batch_size: int | None = None,
+    batch_layout: Layout | None = None,
+    *,
+    is_declared: bool = False,
 ) -> BatchLayout:
     """How many samples a batch holds and where; raises a `BatchSizeError` where that cannot be known."""
+    # Of a number of samples that the user has declared, a list of as many items holds one each, whatever their shape.
     if isinstance(batch, OfLoaders):
         return _one_after_another(batch, batch_dim)
-    return _lay_out(batch, "batch", batch_dim, batch_size, batch_layout)
+    return _lay_out(batch, "batch", batch_dim, batch_size, batch_layout, is_declared=is_declared)
 
 
 def _lay_out(
-    batch: Any, path: str, batch_dim: int, batch_size: int | None, batch_layout: Layout | None = None
+    batch: Any,
+    path: str,
+    batch_dim: int,
+    batch_size: int | None,
+    batch_layout: Layout | None = None,
+    *,
+    is_declared: bool = False,
 ) -> BatchLayout:
     walk = _Walk(batch, path, {} if batch_layout is None else _declared(batch_layout(batch)))
     size = _read_batch_size(walk, batch_dim) if batch_size is None else batch_size
-    of_one = _items(walk, batch_dim, size) if walk.lists else {}
+    of_one = _items(walk, batch_dim, size, is_declared, is_read=batch_size is None) if walk.lists else {}
     places = [
         known.place(size) if (known := walk.known.get(id(tensor))) is not None
         else of_one.get(id(tensor)) or _place(path, tensor, batch_dim, size)
@@ -133,6 +145,9 @@ def count_samples(
             "where a collate function or a hook of the module adds or drops rows, pass sample_index=<function of the "
             "batch that returns the index of each sample>"
         )
+    if declared is None:  # the rows that were drawn do not say what a list of as many items holds
+        walk = _Walk(batch, "batch", {} if batch_layout is None else _declared(batch_layout(batch)))
+        _items(walk, batch_dim, drawn, is_declared=False, is_read=True)
     return drawn
 
 
@@ -457,7 +472,7 @@ def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
     return size
 
 
-def _items(walk: _Walk, batch_dim: int, batch_size: int) -> dict[int, Lost]:
+def _items(walk: _Walk, batch_dim: int, batch_size: int, is_declared: bool, *, is_read: bool) -> dict[int, Lost]:
     """The tensors that belong to one sample each, since they stand in a list with one item per sample."""
     of_one: dict[int, Lost] = {}
     for path, items in walk.lists:
@@ -465,13 +480,16 @@ def _items(walk: _Walk, batch_dim: int, batch_size: int) -> dict[int, Lost]:
             continue
         inner = [list(batch_tensors(item, f"{path}[{place}]")) for place, item in enumerate(items)]
         tensors = [tensor for found in inner for _, tensor in found]
-        if all(_rows(tensor, batch_dim) == batch_size for tensor in tensors):
-            if batch_size > 1 and tensors:
+        if all(id(tensor) in walk.known for tensor in tensors):  # batch_layout says it
+            continue
+        if not (is_declared and batch_size > 1) and all(_rows(tensor, batch_dim) == batch_size for tensor in tensors):
+            if batch_size > 1:
+                of_samples = f"pass batch_size={batch_size}" if is_read else "stack them"
                 raise BatchSizeError(
                     f"{path} holds {batch_size} {_kind_of(items[0])} for {batch_size} samples, and its tensors have "
                     f"{batch_size} rows along axis {batch_dim} each: whether an item is a sample or holds a row of "
-                    "every sample cannot be read from it; use a mapping for items that hold a row of every sample, "
-                    "and stack items that are one sample each"
+                    f"every sample cannot be read from it; {of_samples} if each is one sample, and pass a mapping in "
+                    "its place, or batch_layout, if each holds a row of every sample"
                 )
             continue
         for place, found in enumerate(inner):

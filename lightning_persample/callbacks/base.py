@@ -38,7 +38,8 @@ class PerSampleCallback(Callback):
             In manual optimization L is what `manual_backward` is given, and so is outputs; what you divide L by
             yourself (a number of accumulated batches) belongs to l_i unless a callable says otherwise.
         batch_dim: the axis of the batch's tensors that counts samples.
-        batch_size: number of samples B; None reads it from the batch's tensors.
+        batch_size: number of samples B; None reads it from the batch's tensors. A list of B items is then one of
+            samples, each of one.
         batch_layout: a callable ``(batch)`` that says where the samples lie in tensors that do not hold them along
             `batch_dim`: a mapping from each such tensor to the axis of its samples, to the sample of each of its rows
             as integers (N,), to a tuple ``(axis, sample of each row along it)``, or to None for data that all samples

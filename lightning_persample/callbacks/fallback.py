@@ -273,3 +273,10 @@ def _refuse_what_cannot_be_cut(layout: BatchLayout, engine: str) -> None:
                 "share out of the batch, as a buffer of the module or a number (rows that offsets, an index or "
                 "mark_samples give to the samples are for engine='expanded')"
             )
+    pairs = zip(layout.tensors, layout.places, strict=True)
+    single = [tensor for (_, tensor), place in pairs if isinstance(place, Lost) and place.alone is not None]
+    if single and all(tensor.dim() and tensor.size(0) == layout.batch_size for tensor in single):
+        raise UnsupportedError(
+            f"engine={engine!r} cannot cut a list of {layout.batch_size} samples that have {layout.batch_size} rows "
+            "each, which may as well be fields: use engine='expanded', or stack the samples"
+        )

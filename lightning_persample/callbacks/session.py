@@ -451,7 +451,8 @@ class SharedCapture:
         view, size = self._samples_of_batch()
         if isinstance(view, OfLoaders):
             return None
-        return lay_out(view, self._options["batch_dim"], size, self._options["batch_layout"])
+        is_declared = self._options["batch_size"] is not None
+        return lay_out(view, self._options["batch_dim"], size, self._options["batch_layout"], is_declared=is_declared)
 
     def _place_in_batch(self, outputs: Tensor, labels: Tensor) -> BatchAxis | str:
         layout = self._layout()

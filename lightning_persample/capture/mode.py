@@ -173,7 +173,9 @@ class Capture:
         max_memory: int | None,
     ) -> None:
         """Mark the tensors of the batch and the parameters."""
-        layout = guard(lay_out, self._cannot_lay_out)(batch, batch_dim, batch_size, batch_layout)
+        layout = guard(lay_out, self._cannot_lay_out)(
+            batch, batch_dim, batch_size, batch_layout, is_declared=batch_size is not None
+        )
         self.batch_size = self.counted = layout.batch_size
         if samples is not None and not self._fault:
             are_places = int(samples.min()) >= 0 and int(samples.max()) < self.batch_size

@@ -123,11 +123,14 @@ def test_samples_in_lists_of_fields_and_in_lists_of_objects_are_refused(collate:
         pass
 
 
-def test_a_square_list_is_refused_with_a_batch_size_too() -> None:
+def test_a_square_list_is_of_samples_where_their_number_is_declared() -> None:
+    batch, module = [torch.randn(3, 5) for _ in range(3)], nn.Linear(5, 2)
     with pytest.raises(
-        BatchSizeError, match="whether an item is a sample or holds a row of every sample cannot be read"
+        BatchSizeError, match="a row of every sample cannot be read from it; pass batch_size=3 if each is one sample"
     ):
-        expanded_weights(nn.Linear(5, 2), [torch.randn(3, 5) for _ in range(3)], batch_size=3)
+        expanded_weights(module, batch)
+    record = observed(module, batch, mean_of_items, batch_size=3)
+    assert_as_one_by_one(module, record, [[item] for item in batch], mean_of_items)
 
 
 @pytest.mark.parametrize("container", [tuple, lambda views: dict(enumerate(views))])

@@ -114,9 +114,42 @@ def test_as_many_samples_as_rows_of_each_are_refused(kind, collate, where, optio
     assert [len(each) for each in norms] == [2]  # the last batch
     assert texts == [
         f"batch{where} holds 6 tensors for 6 samples, and its tensors have 6 rows along axis 0 each: whether an item "
-        "is a sample or holds a row of every sample cannot be read from it; use a mapping for items that hold a row of "
-        "every sample, and stack items that are one sample each"
+        "is a sample or holds a row of every sample cannot be read from it; pass batch_size=6 if each is one sample, "
+        "and pass a mapping in its place, or batch_layout, if each holds a row of every sample"
     ]
+
+
+@pytest.mark.parametrize("collate", [list, tuple, named, scaled])
+def test_with_a_declared_number_of_samples_as_many_items_are_one_each(collate):
+    rows, network = [torch.randn(6, 5) for _ in range(6)], nn.Linear(5, 2)
+    data = DataLoader(Rows(rows), 6, collate_fn=collate)
+    norms, texts = captured(network, of_items, data, batch_size=6)
+    assert texts == []
+    torch.testing.assert_close(norms, [one_by_one(network, of_items, [collate([row]) for row in rows])])
+    norms, texts = captured(network, of_items, data, batch_size=6, engine="loop")
+    assert norms == []
+    assert texts == [
+        "engine='loop' cannot cut a list of 6 samples that have 6 rows each, which may as well be fields: use "
+        "engine='expanded', or stack the samples"
+    ]
+    if collate is list:  # (verify=True reads a tuple as fields)
+        norms, (text,) = captured(network, of_items, data, batch_size=6, verify=True)
+        assert norms == []
+        assert "cannot be read from it; stack them if each is one sample, and pass a mapping in its place" in text
+
+
+def test_items_that_hold_a_row_of_every_sample_are_declared_by_a_layout():
+    def columns(rows: Any) -> Any:
+        return list(torch.stack(rows).unbind(1))
+
+    def step(network: nn.Module, batch: Any) -> Tensor:
+        return network(torch.stack(list(batch), 1)).square().sum(2).mean()
+
+    rows, network = [torch.randn(6, 5) for _ in range(6)], nn.Linear(5, 2)
+    data = DataLoader(Rows(rows), 6, collate_fn=columns)
+    norms, texts = captured(network, step, data, batch_layout=lambda batch: dict.fromkeys(batch, 0))
+    assert texts == []
+    torch.testing.assert_close(norms, [one_by_one(network, step, [columns([row]) for row in rows])])
 
 
 def test_rows_are_counted_where_a_worker_process_makes_the_batch():
