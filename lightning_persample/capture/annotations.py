@@ -236,7 +236,8 @@ class Marks:
         if mark is None and has_history(tensor) and tensor.grad_fn is not None:
             return Lost(
                 f"it passed through {tensor.grad_fn.name()}, which is not a torch call that can be seen (a custom "
-                "autograd function, a transform such as torch.vmap, or a tensor kept from before this step)"
+                "autograd function, TorchScript, a transform such as torch.vmap, or a tensor kept from before this "
+                "step)"
             )
         return mark
 

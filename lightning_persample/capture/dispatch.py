@@ -90,6 +90,7 @@ class Dispatcher(Collector):
         of_no_sample: the present backward starts from numbers made of weights alone: a penalty.
         differentiated: where in the user's code a gradient was computed with ``create_graph=True``; "" where none was.
         part: which samples the loss of the present backward is made of; None where it is all of them, or unknown.
+        is_scripted: whether the parameter of this name is in a TorchScript module.
         has_loaders: the batch holds the samples of several loaders, one after another.
         means: of what the loss of the present backward is a sum, where it is one of the means of several loaders.
         compares_weights: whether declared weights of the samples are compared with those that they have in the loss.
@@ -107,6 +108,7 @@ class Dispatcher(Collector):
     padded: frozenset[int] = frozenset()
     part: Part | None = None
     has_loaders = compares_weights = False
+    is_scripted: Callable[[str], bool] = staticmethod(lambda name: False)
     other_weights = ""
     means: Means | None = None
     of_no_sample = False
@@ -733,7 +735,8 @@ class Dispatcher(Collector):
         """Refuse the weights that a gradient reaches, from these tensors down, through a call that was not seen."""
         unseen, met = self.nodes.below(tops)
         for node, weights in unseen:
-            self.refuse(weights, unseen_text(node, self.differentiated))
+            is_scripted = any(self.is_scripted(name) for weight in weights for name in weight.names)
+            self.refuse(weights, unseen_text(node, self.differentiated, is_scripted=is_scripted))
         return met
 
     def find_unseen_inside(self, tops: list[Tensor], gradients: Sequence[Tensor | None]) -> None:

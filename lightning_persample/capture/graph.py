@@ -19,6 +19,7 @@ from lightning_persample.torch_internals import AccumulateGrad, counted_from_fro
 Nodes: TypeAlias = set[Node]
 Edges: TypeAlias = dict[Node, list[Node]]
 
+_OF_TORCHSCRIPT = "torch::jit::"
 REENTRANT = "CheckpointFunctionBackward"
 """Name of the node of an activation checkpoint that runs its forward again as a backward inside the backward."""
 
@@ -81,8 +82,14 @@ def leaf_of(node: Node) -> Tensor | None:
     return node.variable if type(node) is AccumulateGrad else None  # type: ignore[attr-defined]
 
 
-def unseen_text(node: Node, differentiated: str) -> str:
+def unseen_text(node: Node, differentiated: str, *, is_scripted: bool = False) -> str:
     """Why nothing is known of the weights below a node, and what helps; second where a gradient was given a graph."""
+    if is_scripted or node.name().startswith(_OF_TORCHSCRIPT):
+        return (
+            "its gradient also arrives through TorchScript (torch.jit.script or torch.jit.trace), whose calls torch "
+            "does not show; use the module or function that was scripted as it was written, or engine='loop' in the "
+            "callback (loop_per_sample_grads without a Trainer)"
+        )
     if differentiated and not isinstance(node, BackwardCFunction):
         return (
             f"its gradient also arrives through {node.name()}, of the gradient that was computed with create_graph=True"
@@ -93,7 +100,8 @@ def unseen_text(node: Node, differentiated: str) -> str:
         return (
             f"its gradient also arrives through {node.name()}, a node of no torch call that can be followed: it is of "
             "a tensor from before the step or of a forward outside it (run that in the step), or of torch.vmap or "
-            "another transform of torch.func (which engine='loop' in the callback computes, or loop_per_sample_grads)"
+            "another transform of torch.func, or of a TorchScript function (which engine='loop' in the callback "
+            "computes, or loop_per_sample_grads)"
         )
     if node.name() == REENTRANT:
         return (

@@ -196,6 +196,7 @@ class Capture:
             self._dispatcher.kernel_options = KernelOptions(max_memory)
         self._dispatcher.samples = samples
         self._dispatcher.has_loaders = bool(layout.loaders)
+        self._dispatcher.is_scripted = partial(_is_scripted, self._module)
         self._dispatcher.compares_weights = isinstance(self._weighting, Tensor)
         self._dispatcher.visible = self._mode
         self._dispatcher.accepting = False  # a backward that is not seen (of another thread) belongs to no record
@@ -591,6 +592,14 @@ class Capture:
             _weighted_square_sums=values.weighted_square_sums,
             _kept=kept,
         )
+
+
+def _is_scripted(module: nn.Module, name: str) -> bool:
+    """Whether the parameter of this name is in a TorchScript module."""
+    path = [module]
+    for part in name.split(".")[:-1]:
+        path.append(getattr(path[-1], part))
+    return any(isinstance(each, torch.jit.ScriptModule) for each in path)
 
 
 def _tops_and_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Any]]:

@@ -18,6 +18,7 @@ from lightning_persample.batch_axis.base import PROPAGATION_RULES
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
+from lightning_persample.reference.loops import loop_per_sample_grads
 from lightning_persample.rules import find_rule, registry
 from tests.capture.model_cases import DoubledByNumpy, Model, mean_of_all, mean_of_squares, parameter
 from tests.capture.reference import assert_exact, assert_values, loop, record_of
@@ -295,6 +296,44 @@ def test_a_weight_used_inside_vmap() -> None:
     record = record_of(module, mean_of_squares, vectors())
     text = r"through \w+, a node of no torch call that can be followed: .*, or of torch\.vmap or another transform"
     assert_missing(record, module, {"w": text})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("traced", [True, False])
+def test_torchscript_is_named_with_its_remedies(traced: bool) -> None:
+    body = nn.Sequential(nn.Linear(6, 4), nn.Tanh())
+    scripted = torch.jit.trace(body, vectors()) if traced else torch.jit.script(body)
+    module = Model(lambda m, x: m.body(x) * m.w, body=scripted, w=parameter(4))
+    text = (
+        r"^its gradient also arrives through TorchScript \(torch\.jit\.script or torch\.jit\.trace\), whose calls "
+        r"torch does not show; use the module or function that was scripted as it was written, or engine='loop' in the"
+    )
+    beside = (
+        r"not a torch call that can be seen \(a custom autograd function, TorchScript, a transform such as torch\.vmap"
+    )
+    for _ in range(3):  # (the second call compiles it, and the third runs what was compiled)
+        record = record_of(module, mean_of_squares, vectors())
+        assert_missing(record, module, {"body.0.weight": text, "body.0.bias": text, "w": beside})
+    batch = vectors()
+    _, rows = loop_per_sample_grads(module, mean_of_squares, batch)
+    as_written = Model(lambda m, x: m.body(x) * m.w, body=body, w=module.w)
+    for name, grads in loop(as_written, mean_of_squares, (batch,)).items():
+        torch.testing.assert_close(rows[name], grads)
+
+
+def scale_and_tanh(x: Tensor, w: Tensor) -> Tensor:
+    return (x * w).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_torchscript_function_is_named_with_its_remedies() -> None:
+    scripted = torch.jit.script(scale_and_tanh)
+    module = Model(lambda m, x: scripted(x, m.w), w=parameter(6))
+    text = (
+        r"of torch\.func, or of a TorchScript function \(which engine='loop'|arrives through TorchScript \(torch\.jit"
+    )
+    for _ in range(3):
+        assert_missing(record_of(module, mean_of_squares, vectors()), module, {"w": text})
 
 
 def test_frozen_unused_and_detached_parameters() -> None:
