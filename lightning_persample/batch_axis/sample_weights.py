@@ -151,10 +151,11 @@ def after(call: ObservedCall, divisor: Tensor | None) -> SampleWeights | None:
         return _scaled(mark.weights, factor)
     if totals is None or call.op != "div" or mark.weights.is_obscured:
         return None
-    more = [totals.double() * factor, totals.double() / totals.double().sum()]
+    totals = totals.cpu().double()
+    more = [totals * factor, totals / totals.sum()]
     there = mark.weights.candidates[0].isnan()
     candidates = [each * factor for each in mark.weights.candidates]
-    laid = [torch.where(there, math.nan, each.to(there.device)) for each in more if each.shape == there.shape]
+    laid = [torch.where(there, math.nan, each) for each in more if each.shape == there.shape]
     return SampleWeights(_few([*laid[-1:], *candidates, *laid[:-1]]), is_known=True, of_mean=True) if laid else None
 
 
@@ -166,7 +167,8 @@ def _weighed(pairs: Iterable[tuple[Tensor, Lost]]) -> Iterator[tuple[Tensor, Sam
 
 def _known(counts: Tensor, candidates: Sequence[Tensor], *, of_mean: bool = False) -> SampleWeights:
     """Weights of the samples that have a part, NaN for those that have none."""
-    some = _few(torch.where(counts > 0, each, math.nan) for each in candidates)
+    there = counts.cpu() > 0  # (they may be of several devices)
+    some = _few(torch.where(there, each.cpu(), math.nan) for each in candidates)
     return SampleWeights(some, is_known=True, of_mean=of_mean)
 
 
@@ -216,7 +218,7 @@ def _together(terms: Sequence[SampleWeights | None]) -> SampleWeights | None:
 
 def why_others(known: SampleWeights, weights: Tensor) -> str | None:
     """What to say of declared weights (B,) that are none of those that the samples can have in the loss."""
-    declared = weights.detach().double().to(known.candidates[0].device)
+    declared = weights.detach().cpu().double()
     total = float(declared.sum())
     if not known.is_known:
         if known.of_mean and total >= len(declared):
