@@ -206,9 +206,8 @@ def _products_autocorrelation(rows: Rows) -> Tensor:
     if set(geometry.stride) == {1}:  # the gradient of the output in the places of the input, so that rows fit to rows
         missing = [one for axis in reversed(range(3, read.dim())) for one in (0, read.shape[axis] - out_size[axis - 2])]
         last = 1 + sum((size - 1) * stride for size, stride in zip(out_size, along, strict=True))
-        outputs = (
-            torch.constant_pad_nd(rows.grad_out, missing).transpose(1, 2).reshape(groups, -1, positions)[:, :, :last]
-        )
+        padded = torch.constant_pad_nd(rows.grad_out, missing) if any(missing) else rows.grad_out
+        outputs = padded.transpose(1, 2).reshape(groups, -1, positions)[:, :, :last]
         products = torch.bmm(outputs.transpose(1, 2), outputs)
         products *= gram.as_strided(products.shape, (gram.stride(0), positions, 1))
         return products

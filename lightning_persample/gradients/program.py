@@ -21,6 +21,7 @@ from lightning_persample.torch_internals import (
     OpOverload,
     TorchDispatchMode,
     as_called,
+    view_base,
     with_torch_function,
     without_torch_function,
 )
@@ -49,6 +50,11 @@ _LAYOUT = frozenset({
 # Of these the result may be what they were given.
 _SAME = frozenset({"contiguous", "conj", "detach", "float", "real", "resolve_conj", "to"})
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
+# Of these the result may be a view of the first argument.
+_VIEWS = frozenset({
+    "T", "__getitem__", "as_strided", "diagonal", "expand", "expand_as", "flatten", "mT", "movedim", "narrow",
+    "permute", "reshape", "select", "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view", "view_as",
+})  # fmt: skip
 # What torch says of kernels whose results depend on more than the layout and the values of their arguments.
 _BY_VALUES = frozenset({
     torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view,
@@ -193,6 +199,8 @@ class _Recorder:
         self._constants: list[Any] = []
         self._steps: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
         self._checks: list[tuple[int, float]] = []
+        self._roots: dict[int, int] = {}  # of views that begin where another tensor does, the slot of that
+        self._views: set[int] = set()  # the steps that make them
         self._holds = True
         self._given, self._is_known = len(given), len({*map(id, given)}) == len(given)
         for place, tensor in enumerate(given):
@@ -221,7 +229,9 @@ class _Recorder:
         kept = {*places, *(slot for slot, _ in self._checks), *range(self._given)}
         steps, met = [], {slot for slot in kept if slot is not None}
         constant = {self._given + slot for slot, value in enumerate(self._constants) if value is not None}
-        for function, arguments, place in reversed(self._steps):
+        for number, (function, arguments, place) in reversed([*enumerate(self._steps)]):
+            if number in self._views and place not in met:
+                continue
             over = tuple({*arguments, place} - met - constant)
             met.update(over)
             steps.append((function, _reader(arguments), place, over))
@@ -241,6 +251,9 @@ class _Recorder:
         if None in arguments or not arguments:
             return False
         several = isinstance(result, (tuple, list))
+        if isinstance(result, Tensor) and _name_of(function) in _VIEWS and _begin_alike(args[0], result):
+            self._note_view(result, args[0], function, tuple(slot for slot in arguments if slot is not None))
+            return True
         place = self.place_of(result) if isinstance(result, Tensor) else None
         place = self._new(None) if place is None else place
         self._steps.append((function, tuple(slot for slot in arguments if slot is not None), place))
@@ -253,6 +266,21 @@ class _Recorder:
                     self._steps.append((getitem, (place, self._new(part)), own))
                     self._places[id(tensor)] = weakref.ref(tensor), own
         return result is None or several or isinstance(result, Tensor)
+
+    def _note_view(
+        self, view: Tensor, source: Tensor, function: Callable[..., Any], arguments: tuple[int, ...]
+    ) -> None:
+        """Note a view that begins where its source does: none where it is the same, one step for views of views."""
+        place = arguments[0]
+        if (view.shape, view.stride()) != (source.shape, source.stride()):
+            root, own = self._roots.get(place, place), self._new(None)
+            if root != place:
+                function = torch.as_strided
+                arguments = (root, self._new(tuple(view.shape)), self._new(view.stride()))
+            self._views.add(len(self._steps))
+            self._steps.append((function, arguments, own))
+            self._roots[own], place = root, own
+        self._places[id(view)] = weakref.ref(view), place
 
     def _slot(self, value: Any) -> int | None:
         """Where a program has an argument; None of a tensor that is not known."""
@@ -288,6 +316,15 @@ def _name_of(function: Callable[..., Any]) -> str:
     """Name of a torch function, of a method, or of the attribute that it reads."""
     name: str = getattr(function, "__name__", "")
     return getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else name
+
+
+def _begin_alike(source: Any, result: Tensor) -> bool:
+    """Whether a tensor is a view of another that begins where that does, and holds numbers of its dtype."""
+    if not isinstance(source, Tensor) or source.dtype is not result.dtype:
+        return False
+    base = view_base(source)
+    is_view = result is source or view_base(result) is (source if base is None else base)
+    return is_view and result.storage_offset() == source.storage_offset()
 
 
 def _is_by_layout(index: Any) -> bool:

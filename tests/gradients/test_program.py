@@ -91,6 +91,21 @@ def test_a_program_that_would_ask_where_a_tensor_begins_is_none():
     assert recorded(lambda x: x.as_strided((2,), (1,), x.storage_offset()), torch.ones(3)) == "none"
 
 
+def test_views_of_views_take_one_step_and_those_that_change_nothing_none():
+    def compute(x: Tensor) -> Tensor:
+        rows = x.unsqueeze(1).flatten(1)[:, :].transpose(0, 1).view(4, 3, 1).movedim(2, 0)
+        rows.mul_(2)  # into what x is made of
+        return (x[:, 0] + rows[0, 0]) * x.view(3, 4).reshape(3, 4)[:, 1]
+
+    program = recorded(lambda x: compute(x.mul(1)), *drawn(((3, 4),)))
+    names = [function.__name__ for function, *_ in program._steps]
+    assert names == ["mul", "as_strided", "mul_", "__getitem__", "as_strided", "add", "__getitem__", "mul"]
+    (x,) = drawn(((3, 4),))
+    torch.testing.assert_close(ran(program, x), compute(x.clone()))
+    wide = torch.randn(7, 4)[2:5]
+    torch.testing.assert_close(ran(program, wide), compute(wide.clone()))
+
+
 def test_what_is_written_in_place_and_into_parts_is_so_in_a_program():
     def compute(x: Tensor, y: Tensor) -> Tensor:
         out = torch.zeros_like(x)
