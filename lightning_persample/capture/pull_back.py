@@ -455,6 +455,10 @@ def _keep_structure(derivation: Derivation, gradient: SampleGradient) -> Contrib
         return _by_rows(derivation, gradient) if derivation.op in _OF_ROWS else None
     if derivation.op in _SAME_ENTRIES and parent.shape == gradient.shape:
         return [(parent, gradient)]
+    factor = next((leaf for leaf in derivation.leaves if type(leaf) in (int, float)), None)
+    if derivation.op == "mul" and factor is not None and parent.shape == gradient.shape:
+        factors = torch.full((gradient.batch_size,), factor, dtype=gradient.dtype, device=gradient.device)
+        return [(parent, gradient.scaled(factors))]
     if derivation.op in _PERMUTES and len(parent.shape) == 2 and isinstance(gradient, Outer):
         moved = derivation.compute(torch.empty(2, 3, device="meta"))
         return [(parent, gradient if moved.shape == (2, 3) else Outer(gradient.right, gradient.left))]

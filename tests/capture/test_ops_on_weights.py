@@ -302,6 +302,12 @@ WARM: dict[str, tuple[Callable[[Any], Tensor], bool]] = {
 TOP_LEFT = torch.eye(4, 6) > 0
 
 
+def test_a_weight_times_a_number_is_never_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pull_back, "vector_jacobian", lambda *given: pytest.fail("it was"))
+    for make in (lambda m: m.w * 0.3, lambda m: 2 * m.w.t().t(), lambda m: (m.w * 0.1).mul_(7)):
+        assert_exact(module_of(make), mean_of_squares, (torch.randn(5, 6),))
+
+
 @pytest.mark.parametrize("name", WARM)
 def test_values_stay_exact_while_weights_and_shapes_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, by_kernels = WARM[name]
