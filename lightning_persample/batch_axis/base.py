@@ -148,11 +148,18 @@ def beside_lost(call: ObservedCall) -> Followed:
     return Followed((Lost(reason, noted=noted),) * len(call.outputs), mixing=reason if noted else None)
 
 
+def mixing_among(call: ObservedCall) -> str | None:
+    """Where a value computed over the whole batch entered operands that hold samples, for an output with gradient."""
+    found = [axis.mixing for _, axis in call.located if axis.mixing]
+    return found[0] if found and any(output.requires_grad for output in call.outputs) else None
+
+
 def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
     """Each output is one row of the batch axis, and so belongs to one sample alone."""
     reason = _reason(call, "takes single samples out of the batch; keep the axis, as x[i:i+1] does")
     if axis.mixing is not None:
-        return Followed((Lost(reason),) * len(call.outputs))
+        said = mixing_among(call)
+        return Followed((Lost(reason, noted=said is not None),) * len(call.outputs), weighting=said)
     owners = row_owners(axis, call.batch_size).tolist()
     return Followed(tuple(Lost(reason, samples=frozenset({owners[row]}), parts=frozenset({1})) for row in rows))
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from lightning_persample.batch_axis import indexing, layers, losses, recurrence, reductions, shapes
 from lightning_persample.batch_axis.after_reduction import after_reduction
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
-from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, lost
+from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, lost, mixing_among
 from lightning_persample.batch_axis.jagged import follow_jagged
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS
@@ -31,8 +31,10 @@ def follow(call: ObservedCall) -> Followed:
     followed = _follow(call)
     sample = call.sample if call.located and call.batch_size > 1 else None
     if sample is not None and (call.lost or any(isinstance(place, Lost) for place in followed.outputs)):
-        reason = f"`{call.name}` is of one sample alone{user_line()}"
-        return Followed((Lost(reason, samples=frozenset({sample}), parts=frozenset({1})),) * len(call.outputs))
+        reason, mixing = f"`{call.name}` is of one sample alone{user_line()}", mixing_among(call)
+        of_one = Lost(reason, samples=frozenset({sample}), parts=frozenset({1}))
+        mark = of_one if mixing is None else Lost(reason, noted=True)
+        return Followed((mark,) * len(call.outputs), weighting=mixing)
     lost_axis = any(isinstance(place, Lost) for place in followed.outputs)
     return by_what_samples_give(call, followed) if lost_axis else followed
 

@@ -108,7 +108,7 @@ def _follow_list(call: ObservedCall) -> Followed:
 
 @propagation_rule("scattered")
 def _follow_scattered(call: ObservedCall) -> Followed:
-    return lost(call, "gathers entries across the batch")
+    return lost(call, "gathers entries across the batch", mixes=None)
 
 
 @propagation_rule("segments")

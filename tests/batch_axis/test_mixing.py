@@ -678,3 +678,26 @@ def test_one_change_for_all_samples_lets_them_influence_each_other() -> None:
     torch.manual_seed(0)
     loss = attacked(1, lambda x: torch.zeros_like(x[:1], requires_grad=True))
     assert record_of(nn.Linear(6, 3), loss, torch.randn(B, 6)).mixing
+
+
+TAKEN_ONE_BY_ONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "together": lambda c: c.square().mean(),
+    "unbound": lambda c: torch.stack([row.square().mean() for row in c.unbind(0)]).mean(),
+    "iterated": lambda c: sum(row.square().mean() for row in c) / len(c),
+    "by-number": lambda c: torch.stack([c[i].square().mean() for i in range(len(c))]).mean(),
+    "split": lambda c: sum(part.square().mean() for part in c.split(1)) / len(c),
+    "sliced": lambda c: sum(c[i : i + 1].square().sum() for i in range(len(c))) / len(c),
+    "one": lambda c: c[0].square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_ONE_BY_ONE)
+@pytest.mark.parametrize(
+    "centred", [lambda z: z - z.detach().mean(0), lambda z: z * (z > z.detach().mean())], ids=["mean", "mask"]
+)
+def test_a_value_of_the_whole_batch_is_said_also_where_samples_are_taken_one_by_one(
+    name: str, centred: Callable[[Tensor], Tensor]
+) -> None:
+    record = record_of(nn.Linear(6, 4), lambda m, x: TAKEN_ONE_BY_ONE[name](centred(m(x))), vectors())
+    (text,) = (*record.mixing, *record.weighting)
+    assert re.match(r"`(sub|gt)` combines samples with a value computed over the whole batch at test_mixing\.py", text)
