@@ -148,8 +148,11 @@ def _chosen(trial: Trial, module: nn.Module) -> int | None:
     live = [output for output in outputs if output.requires_grad]
     if not varied or len(live) < len(outputs):
         return None
-    found = torch.autograd.grad([output.sum().abs() for output in live], varied, allow_unused=True)
-    pairs = [(g, index) for g in found if g is not None for index in range(trial.batch_size)]
+    try:
+        found = torch.autograd.grad([output.sum().abs() for output in live], varied, allow_unused=True)
+    except REJECTED as error:
+        raise _Refused from error
+    pairs = [(g.to_dense(), index) for g in found if g is not None for index in range(trial.batch_size)]
     samples = {index for g, index in pairs if bool(g.narrow(trial.batch_dim, index, 1).any())}
     if len(samples) != 1:
         return None
