@@ -31,6 +31,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 __all__ = [
     "COLLECTIVES",
     "COMPILED",
+    "CONTROL_FLOW",
     "KEPT_ITERATOR",
     "MAKE_ITERATORS",
     "RUN_BACKWARD",
@@ -99,6 +100,8 @@ without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context: calls a
 count_function_modes = torch._C._len_torch_function_stack
 torch_function_is_enabled = torch._C._is_torch_function_enabled
 disabled_torch_function = torch._C._disabled_torch_function_impl  # the ``__torch_function__`` of nn.Parameter
+
+CONTROL_FLOW = "torch._higher_order_ops"  # the modules of `torch.cond` and its like
 
 # torch.func and forward differentiation
 innermost_transform = torch._C._functorch.peek_interpreter_stack  # None outside all of them

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from types import MappingProxyType
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any, TypeAlias
 
 import torch
@@ -327,8 +328,18 @@ def is_batch_of_graphs(item: Any) -> bool:
 
 def _slices_of(item: Any) -> Mapping[Any, Any] | None:
     """Where the rows of each graph begin in every tensor of a batch of graphs, as torch_geometric keeps it, or None."""
-    slices = getattr(item, "_slice_dict", None)
-    return slices if slices is not None and isinstance(slices, Mapping) and hasattr(item, "stores") else None
+    slices = getattr(item, "_slice_dict", None) if isinstance(getattr(type(item), "stores", None), property) else None
+    return slices if isinstance(slices, Mapping) else None
+
+
+def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
+    """What an object keeps in its slots and its dictionary; its own code, as `__getattr__`, is not asked."""
+    kept = [vars(kind) for kind in type(item).__mro__ if "__slots__" in vars(kind)]
+    for name in [name for names in kept for name, value in names.items() if isinstance(value, MemberDescriptorType)]:
+        with suppress(AttributeError):  # a slot in which nothing is
+            yield name, object.__getattribute__(item, name)
+    if type(item).__dictoffset__:
+        yield from object.__getattribute__(item, "__dict__").items()
 
 
 def _graph_tensors(item: Any, path: str, slices: Mapping[Any, Any]) -> Iterator[tuple[str, Any, _Known | None]]:
@@ -417,11 +428,8 @@ class _Walk:
                 self.lists.append((path, item))
             for position, value in enumerate(item):
                 self._visit(value, f"{path}[{position}]")
-        elif dataclasses.is_dataclass(item):
-            for entry in dataclasses.fields(item):
-                self._visit(getattr(item, entry.name, None), f"{path}.{entry.name}")
-        elif hasattr(item, "__dict__"):
-            for name, value in vars(item).items():
+        else:
+            for name, value in _attributes(item):
                 self._visit(value, f"{path}.{name}")
 
 

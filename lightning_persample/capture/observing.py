@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_persample.torch_internals import (
+    CONTROL_FLOW,
     RUN_BACKWARD,
     TensorBase,
     count_function_modes,
@@ -260,9 +261,10 @@ def _eager() -> AbstractContextManager[object]:
 @contextmanager
 def _not_counted() -> Iterator[None]:
     asked = getattr(torch.overrides.has_torch_function, "__wrapped__", torch.overrides.has_torch_function)
-    backward, names = torch.autograd.backward, vars(torch.utils)
+    backward, names, compiler = torch.autograd.backward, vars(torch.utils), torch.compile
     references = names["weakref"]
     try:
+        torch.compile = _unseen_control_flow(compiler)
         names["weakref"] = _references(references)
         torch.overrides.has_torch_function = _without_observers(asked)
         Tensor.set_ = _offered(Tensor.set_)  # type: ignore[method-assign]
@@ -272,11 +274,49 @@ def _not_counted() -> Iterator[None]:
             torch.autograd.backward = _offered(backward)
         yield
     finally:
-        torch.overrides.has_torch_function, torch.autograd.backward = asked, backward
+        torch.overrides.has_torch_function, torch.autograd.backward, torch.compile = asked, backward, compiler
         names["weakref"] = references
         for name in ("set_", "real", "imag"):  # those of TensorBase are seen again
             if name in vars(Tensor):
                 delattr(Tensor, name)
+
+
+@functools.cache
+def _unseen_control_flow(compiler: Callable[..., Any]) -> Any:
+    """What stands for `torch.compile`: control flow of torch, as `torch.cond`, is right only where it is compiled."""
+
+    @wraps(compiler)
+    def compile_(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        compiled = compiler(model, *args, **kwargs)
+        if not getattr(model, "__module__", "").startswith(CONTROL_FLOW):
+            return compiled
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _unobserved():
+                return compiled(*args, **kwargs)
+
+        return run
+
+    return compile_
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """No observer is offered what is called here, and what is compiled runs so."""
+    modes = function_modes()
+    others = [mode for mode in modes if not isinstance(mode, ObservingMode)]
+    for _ in modes:
+        pop_function_mode()
+    for mode in others:
+        push_function_mode(mode)
+    try:
+        with torch.compiler.set_stance("default"):
+            yield
+    finally:
+        for _ in others:
+            pop_function_mode()
+        for mode in modes:
+            push_function_mode(mode)
 
 
 @functools.cache

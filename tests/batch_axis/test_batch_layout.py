@@ -412,3 +412,44 @@ def test_rows_of_graphs_are_named(nodes: int) -> None:
 
     batch = torch.randn(nodes, 3), torch.randint(0, 8, (nodes,)), torch.randn(8, 1)
     assert_named(observed(OnGraphs(), batch, lambda m, b: m(*b), batch_size=8), r"batch\[0\] has shape|batch axis")
+
+
+class WithSlots:
+    """A batch without a dictionary of attributes; one slot stays empty."""
+
+    __slots__ = ("absent", "inputs", "targets")
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+
+class Strict:
+    """A batch that refuses to be asked for what it does not have, otherwise than by an AttributeError."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(f"there is no field {name}")
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedPair:
+    inputs: Tensor
+    targets: Tensor
+
+
+@pytest.mark.parametrize("kind", [Pair, SlottedPair, WithSlots, Strict])
+def test_tensors_of_an_object_are_found_without_asking_its_code(kind: Any) -> None:
+    batch, module = kind(torch.randn(4, 5), torch.randn(4, 2)), nn.Linear(5, 2)
+    with expanded_weights(module, batch) as capture:
+        (module(batch.inputs) - batch.targets).square().sum(1).mean().backward()
+    expected = torch.stack([
+        torch.cat([
+            grad.flatten()
+            for grad in torch.autograd.grad((module(x) - y).square().sum(), [*module.parameters()])
+        ]).norm()
+        for x, y in zip(batch.inputs, batch.targets, strict=True)
+    ])  # fmt: skip
+    torch.testing.assert_close(capture.record.norms(), expected)
+    assert capture.record.coverage == 1.0

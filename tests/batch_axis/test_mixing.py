@@ -93,17 +93,24 @@ WEIGHTED = {
     "masked-mean": lambda m, x: (m(x).sum(-1) * (x[..., 0] > 0)).sum() / (x[..., 0] > 0).sum(),
     "picked-tokens": lambda m, x: m(x)[x[..., 0] > 0].square().mean(),
 }
+COUNTED = {  # what a sample counts in the loss, up to one factor for all, (B,)
+    "class-weights": lambda x: 1.0 + (x[:, 0, 0] > 0),
+    "ignored-tokens": lambda x: (x[..., 0] <= 0).sum(1),
+    "masked-mean": lambda x: (x[..., 0] > 0).sum(1),
+    "picked-tokens": lambda x: (x[..., 0] > 0).sum(1),
+}
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_unequal_weights_in_the_loss_are_named(name: str) -> None:
     torch.manual_seed(1)
-    record = record_of(nn.Linear(6, 4), WEIGHTED[name], sequences())
+    x = sequences()
+    record = record_of(nn.Linear(6, 4), WEIGHTED[name], x)
     assert len(record.weighting) == 1
     assert re.search(r"averages over|scales the loss", record.weighting[0])
     assert "test_mixing.py" in record.weighting[0]
-    weights = torch.full((B,), 0.5)
-    told = record_of(nn.Linear(6, 4), WEIGHTED[name], sequences(), loss_reduction=weights)
+    counted = COUNTED[name](x)
+    told = record_of(nn.Linear(6, 4), WEIGHTED[name], x, loss_reduction=counted / counted.sum())
     assert told.weighting == ()
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.map import map as control_flow_map
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -479,3 +480,34 @@ def test_an_output_that_was_overwritten_is_named_where_dropout_is_drawn_again_fo
     record = record_of(module, mean_of_squares, torch.randn(B, 3, 6))
     text = r"`lstm` on .* a tensor of shape \(5, 3, 4\) .* was changed in place by `mul_` at test_absent\.py:\d+ "
     assert_missing(record, module, {name: text for name, _ in module.named_parameters()})
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def tripled(x: Tensor) -> Tensor:
+    return 3 * x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler asks
+@pytest.mark.parametrize(
+    "apply",
+    [
+        pytest.param(lambda h: torch.cond(h.sum() > 0, doubled, tripled, (h,)), id="cond"),
+        pytest.param(lambda h: control_flow_map(doubled, h), id="map"),
+    ],
+)
+def test_control_flow_of_torch_runs_as_without_a_capture_and_is_named(apply: Callable[[Tensor], Tensor]) -> None:
+    """It is right only where torch compiles it, and no call inside of it is seen."""
+    module, x = Model(lambda m, x: m.head(apply(m.body(x))), body=nn.Linear(6, 4), head=nn.Linear(4, 2)), vectors()
+    mean_of_all(module, x).backward()
+    expected = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad()
+    compiler = torch.compile
+    record = record_of(module, mean_of_all, x)
+    assert torch.compile is compiler
+    for weight, grad in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(weight.grad, grad)
+    assert "it passed through" in record.unsupported["head.weight"]
+    assert record.axis_lost
