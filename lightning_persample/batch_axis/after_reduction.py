@@ -61,6 +61,7 @@ def after_reduction(call: ObservedCall) -> Followed:
         replace(
             mark,
             filled=filled,
+            entries=None,
             shares=_shares_after(call, place),
             computed=None,
             terms=terms,
@@ -216,7 +217,7 @@ def _after_reduction(call: ObservedCall) -> Followed:
     if not said and parts is None:
         weighting = _why_unequal(call, with_gradient)
     apart = call.op in _MOVES and (first.apart or not alike)
-    if apart and weighting is None and call.op in _PICKS:
+    if apart and weighting is None and _takes_some(call):
         weighting = f"`{call.name}` picks from values of different samples{user_line()}"
     result = replace(
         first, noted=said, unplaced=False, reduced=reduced, adrift=adrift, apart=apart,
@@ -226,6 +227,17 @@ def _after_reduction(call: ObservedCall) -> Followed:
     )  # fmt: skip
     is_sure = weighting is not None and divisor is not None
     return Followed((result,) * len(call.outputs), mixing=mixing, weighting=weighting, is_sure=is_sure)
+
+
+def _takes_some(call: ObservedCall) -> bool:
+    """Whether a call that moves entries may leave some out, or take some twice."""
+    if call.op == "pad":
+        return call.argument(2, "mode", default="constant") != "constant"
+    items = call.args[1] if call.op == "getitem" else ()
+    items = items if isinstance(items, tuple) else (items,)
+    by_place = all(item is None or isinstance(item, (int, slice, type(...))) for item in items)
+    takes_all = call.op == "getitem" and by_place and call.outputs[0].numel() == call.args[0].numel()
+    return call.op in _PICKS and not takes_all
 
 
 def _without_gradient(call: ObservedCall, marks: list[Lost]) -> Followed:

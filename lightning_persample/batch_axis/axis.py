@@ -238,6 +238,7 @@ class Lost:
         unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
         filled: an axis whose rows samples were written into one after another, and the sample of each row, -1 where
             none was yet; None where that is not known.
+        entries: the sample of each entry, of the shape of the tensor, -1 where it is none's; None where not known.
         listed: it lists places or numbers that occur in the batch, or is one of them.
         computed: how it was computed from tensors that hold the samples, see `separable`; None where that is not known.
         shares: gives what each sample adds to it, (B, *shape), or None where that is not known.
@@ -260,6 +261,7 @@ class Lost:
     adrift: bool = False
     unplaced: bool = False
     filled: tuple[int, Tensor] | None = None
+    entries: Tensor | None = None
     listed: bool = False
     computed: Computed | None = None
     shares: Callable[[], Tensor | None] | None = None

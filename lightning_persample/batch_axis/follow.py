@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from lightning_persample.batch_axis import indexing, layers, losses, recurrence, reductions, shapes
 from lightning_persample.batch_axis.after_reduction import after_reduction
+from lightning_persample.batch_axis.apart import by_entries_moved
 from lightning_persample.batch_axis.axis import BatchAxis, Lost
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, is_plain, lost, mixing_among
 from lightning_persample.batch_axis.jagged import follow_jagged
@@ -35,6 +36,8 @@ def follow(call: ObservedCall) -> Followed:
         of_one = Lost(reason, samples=frozenset({sample}), parts=frozenset({1}))
         mark = of_one if mixing is None else Lost(reason, noted=True)
         return Followed((mark,) * len(call.outputs), weighting=mixing)
+    if any(isinstance(place, Lost) for place in followed.outputs):
+        followed = by_entries_moved(call, followed)
     lost_axis = any(isinstance(place, Lost) for place in followed.outputs)
     return by_what_samples_give(call, followed) if lost_axis else followed
 

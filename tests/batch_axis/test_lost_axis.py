@@ -200,7 +200,7 @@ ROWS_OF_OTHERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
         torch.zeros(len(x), 1).index_add(0, torch.arange(len(x)) // 2, m(x)).square().mean()
     ),
     "two-samples-in-one-row-of-the-result": lambda m, x: (
-        m[0](x).gather(0, (numbers(x) + torch.arange(6)) % len(x)).square().mean()
+        m[0](x).gather(0, (numbers(x) + torch.arange(6)) % len(x)).softmax(1).square().mean()
     ),
     "chosen-by-the-batch": lambda m, x: m(x).gather(0, m(x).detach().argsort(0)).square().mean(),
     "indices-of-other-samples": lambda m, x: (

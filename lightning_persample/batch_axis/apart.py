@@ -1,0 +1,173 @@
+"""Values that hold the samples along no axis, while each entry is still of one sample: which one is followed.
+
+After ``x.view(2, 2, 3)`` of four rows no axis holds the samples. Whose each entry is stays known as long as entries are
+only moved, picked, repeated or changed at their places. A tensor of which each row along an axis is of one sample has
+its batch axis again; a mean over entries of which the samples have unequal numbers weighs the samples unequally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_persample.batch_axis.added_up import averages, reduction_of
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entry_owners, picked
+from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, dims_argument, is_plain
+from lightning_persample.batch_axis.observed import ObservedCall, Operand, tensors_in, user_line
+from lightning_persample.batch_axis.ops import POINTWISE, having
+from lightning_persample.torch_internals import tree_flatten, tree_unflatten
+
+_KEEPS, _JOINS, _TOTALS = having("same", "casts"), having("joins"), frozenset(("sum", "mean", "nansum", "nanmean"))
+_MOVES = having("moves", "picks", "joins", "passes") - POINTWISE
+_AT_THEIR_PLACES = POINTWISE | having("entrywise")
+
+
+def by_entries_moved(call: ObservedCall, followed: Followed) -> Followed:
+    """The answer for a call after which no axis holds the samples, by the sample of each entry where that is known."""
+    of_batch = [operand for operand in call.operands if operand.axis is not None]
+    tensors = [*call.outputs, *(operand.tensor for operand in call.operands)]
+    if call.batch_size == 1 or call.op == "copy" or not all(map(_is_readable, tensors)):
+        return followed
+    entries = {id(operand.tensor): _entries_of(call, operand) for operand in of_batch}
+    known = {key: each for key, each in entries.items() if each is not None}
+    if len(known) < len(entries):
+        return followed
+    found: Sequence[Tensor | None] = ()
+    if call.op in _AT_THEIR_PLACES and reduction_of(call) in (None, 0):
+        found = [_laid_over(known, call.outputs[0].shape)] * len(call.outputs)
+    elif call.op in _MOVES and _are_sources(call, of_batch):
+        found = _moved(call, known)
+    elif followed.mixing is None and call.op in _TOTALS and len(of_batch) == len(call.operands) == 1:
+        return _added_up(call, followed, *known.values())
+    elif followed.mixing is None and call.op in _AT_THEIR_PLACES:
+        laid = _laid_over(known, torch.broadcast_shapes(*(operand.tensor.shape for operand in call.operands)))
+        return followed if laid is None else _unequal(call, followed, laid)
+    if not found or any(each is None for each in found):
+        return followed
+    if followed.mixing is not None:  # each entry is of one sample after all
+        if any(operand.axis is None and operand.tensor.requires_grad for operand in call.operands):
+            return followed
+        reason = next((mark.reason for _, mark in call.lost), followed.mixing)
+        followed = replace(followed, outputs=(Lost(reason),) * len(call.outputs), mixing=None, weighting=None)
+    places = zip(followed.outputs, call.outputs, found, strict=True)
+    return replace(followed, outputs=tuple(_placed(*each, call.batch_size) for each in places))
+
+
+def _are_sources(call: ObservedCall, of_batch: list[Operand]) -> bool:
+    """Whether the operands of the batch are what a call moves, and do not say where to."""
+    if call.kwargs.get("out") is not None:
+        return False
+    if call.op in _JOINS:
+        return True
+    sources = call.args[::2] if call.op == "setitem" else call.args[:1]
+    moves = not call.inplace or call.op == "setitem"
+    return moves and all(any(operand.tensor is source for source in sources) for operand in of_batch)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    return is_plain(tensor) and not tensor.is_meta
+
+
+def _entries_of(call: ObservedCall, operand: Operand) -> Tensor | None:
+    """The sample of each entry of an operand of the batch, -1 where it is none's; None where that is not known."""
+    tensor, place = operand.tensor, operand.axis
+    if isinstance(place, BatchAxis):
+        is_own = place.mixing is None and place.dim < tensor.dim()
+        return entry_owners(place, tensor.shape, call.batch_size, tensor.device) if is_own else None
+    if not isinstance(place, Lost) or place.noted or place.crossed or place.unplaced:
+        return None
+    if place.entries is None and place.filled is not None and place.filled[0] < tensor.dim():
+        dim, owners = place.filled
+        return owners.to(tensor.device).reshape(-1, *[1] * (tensor.dim() - dim - 1)).expand(tensor.shape)
+    return place.entries if place.entries is not None and place.entries.shape == tensor.shape else None
+
+
+def _laid_over(entries: dict[int, Tensor], shape: torch.Size) -> Tensor | None:
+    """The sample of each entry where operands are laid over each other; None where an entry is of several."""
+    if any(torch.broadcast_shapes(each.shape, shape) != shape for each in entries.values()):
+        return None
+    first, *others = [each.expand(shape) for each in entries.values()]
+    for each in others:
+        if bool(((first != each) & (first >= 0) & (each >= 0)).any()):
+            return None
+        first = torch.maximum(first, each)
+    return first
+
+
+def _moved(call: ObservedCall, entries: dict[int, Tensor]) -> list[Tensor | None]:
+    """The sample of each entry of the outputs: the same call moves the numbers of the samples."""
+    if call.op in _KEEPS:
+        return [next(iter(entries.values()))]
+    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
+
+    def moved(first: int) -> list[Tensor]:
+        numbers = [
+            leaf if (own := entries.get(id(leaf))) is None else (own.float() + first).masked_fill(own < 0, torch.nan)
+            for leaf in leaves
+        ]
+        numbers = [
+            each.contiguous() if id(leaf) in entries else each for each, leaf in zip(numbers, leaves, strict=True)
+        ]
+        if call.op == "setitem" and id(leaves[0]) not in entries:
+            numbers[0] = leaves[0].detach().to(torch.float32, copy=True)
+        args, kwargs = tree_unflatten(numbers, spec)
+        result: Any = call.function(*args, **kwargs)
+        return list(tensors_in(args[0] if result is None else result))
+
+    with torch.no_grad():  # (what stays as it is for other numbers is a constant)
+        pairs = list(zip(moved(1), moved(1 + call.batch_size), strict=True))
+    if [one.shape for one, _ in pairs] != [output.shape for output in call.outputs]:
+        return [None] * len(call.outputs)
+    return [torch.where((two - one).abs() == call.batch_size, one.abs() - 1, -1).long() for one, two in pairs]
+
+
+def _placed(
+    place: BatchAxis | Lost | None, output: Tensor, entries: Tensor | None, batch_size: int
+) -> BatchAxis | Lost | None:
+    """Where the samples lie in an output of whose entries the samples are known."""
+    if entries is None or not isinstance(place, Lost) or place.of_others or place.noted or place.filled is not None:
+        return place
+    axis = by_entries(entries, batch_size, None) if bool((entries >= 0).all()) else None
+    return replace(place, entries=entries) if axis is None else axis
+
+
+def _added_up(call: ObservedCall, followed: Followed, entries: Tensor) -> Followed:
+    """The answer for a sum or mean over some axes of entries of one sample each, or over all of them."""
+    tensor, output = call.operands[0].tensor, call.outputs[0]
+    dims = dims_argument(call.argument(1, "dim", "axis"), tensor.dim()) or tuple(range(tensor.dim()))
+    if isinstance(call.operands[0].axis, BatchAxis) or not tensor.numel():
+        return followed
+    if len(dims) == tensor.dim() and output.dim() == 0 and bool((entries >= 0).all()):
+        flat = tensor.flatten()
+        axis = picked(0, entries.flatten(), call.batch_size)
+        return PROPAGATION_RULES[call.op](
+            replace(call, args=(flat,), kwargs={}, operands=(Operand(flat, axis),), layout=None)
+        )
+    rest = [dim for dim in range(tensor.dim()) if dim not in dims]
+    rows = entries.permute(*rest, *dims).reshape(*(tensor.size(dim) for dim in rest), -1)
+    if bool((rows == rows[..., :1]).all()):
+        own = rows[..., 0].reshape(output.shape)
+        return replace(followed, outputs=(_placed(followed.outputs[0], output, own, call.batch_size),))
+    ordered = rows.reshape(-1, rows.size(-1)).sort(1).values
+    mark = followed.outputs[0]
+    if isinstance(mark, Lost) and not torch.equal(ordered, ordered[:1].expand_as(ordered)):
+        return replace(followed, outputs=(replace(mark, apart=True),))
+    return _unequal(call, followed, entries)
+
+
+def _unequal(call: ObservedCall, followed: Followed, entries: Tensor) -> Followed:
+    """The answer, with a note where a mean is taken over unequal numbers of entries from sample to sample."""
+    counts = entries[entries >= 0].bincount(minlength=call.batch_size)
+    if not averages(call) or followed.weighting is not None or bool((counts == counts[0]).all()):
+        return followed
+    if not any(output.requires_grad for output in call.outputs):
+        return followed
+    text = f"`{call.name}` averages over unequal numbers of entries from sample to sample{user_line()}"
+    marks = tuple(
+        replace(mark, parts=frozenset(), noted=True) if isinstance(mark, Lost) else mark for mark in followed.outputs
+    )
+    return replace(followed, outputs=marks, weighting=text, is_sure=True)
