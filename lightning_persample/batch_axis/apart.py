@@ -59,7 +59,7 @@ def by_entries_moved(call: ObservedCall, followed: Followed) -> Followed:
 
 def _are_sources(call: ObservedCall, of_batch: list[Operand]) -> bool:
     """Whether the operands of the batch are what a call moves, and do not say where to."""
-    if call.kwargs.get("out") is not None:
+    if call.kwargs.get("out") is not None or any(operand.tensor.is_complex() for operand in call.operands):
         return False
     if call.op in _JOINS:
         return True
@@ -106,14 +106,11 @@ def _moved(call: ObservedCall, entries: dict[int, Tensor]) -> list[Tensor | None
 
     def moved(first: int) -> list[Tensor]:
         numbers = [
-            leaf if (own := entries.get(id(leaf))) is None else (own.float() + first).masked_fill(own < 0, torch.nan)
-            for leaf in leaves
+            _as_number(call, leaf)
+            if own is None
+            else (own.float() + first).masked_fill(own < 0, torch.nan).contiguous()
+            for leaf, own in zip(leaves, (entries.get(id(leaf)) for leaf in leaves), strict=True)
         ]
-        numbers = [
-            each.contiguous() if id(leaf) in entries else each for each, leaf in zip(numbers, leaves, strict=True)
-        ]
-        if call.op == "setitem" and id(leaves[0]) not in entries:
-            numbers[0] = leaves[0].detach().to(torch.float32, copy=True)
         args, kwargs = tree_unflatten(numbers, spec)
         result: Any = call.function(*args, **kwargs)
         return list(tensors_in(args[0] if result is None else result))
@@ -123,6 +120,14 @@ def _moved(call: ObservedCall, entries: dict[int, Tensor]) -> list[Tensor | None
     if [one.shape for one, _ in pairs] != [output.shape for output in call.outputs]:
         return [None] * len(call.outputs)
     return [torch.where((two - one).abs() == call.batch_size, one.abs() - 1, -1).long() for one, two in pairs]
+
+
+def _as_number(call: ObservedCall, leaf: Any) -> Any:
+    """What stands beside the numbers of the samples: a copy of the same dtype, unless it is an index."""
+    is_value = call.op == "setitem" and any(leaf is each for each in call.args[::2])
+    if not isinstance(leaf, Tensor) or not (is_value or leaf.is_floating_point()):
+        return leaf
+    return leaf.detach().to(torch.float32, copy=True)
 
 
 def _placed(

@@ -8,16 +8,20 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, entry_owners, picked, row_owners
 from lightning_persample.batch_axis.base import (
+    Alignment,
     Followed,
     alone,
     beside_lost,
     crossed,
     into_own_rows,
+    is_plain,
     keep,
     lost,
+    padded,
     propagation_rule,
+    with_constant_rows,
 )
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 
@@ -145,6 +149,13 @@ def _follow_masked_scatter(call: ObservedCall) -> Followed:
     if call.lost:
         return beside_lost(call)
     own = by.moved(by.dim + target.dim() - mask.dim()) if isinstance(by, BatchAxis) else None
+    if by is None and isinstance(incoming, BatchAxis):
+        before, mask = _owners_in(call, target), mask.expand(target.shape)
+        if before is not None:
+            given = entry_owners(incoming, source.shape, call.batch_size, mask.device).reshape(-1)
+            after = before.masked_scatter(mask, given)
+            placed = _in_rows_of_their_own(call, target, before, after, incoming)
+            return placed or lost(call, "writes samples into places of other samples", mixes=None)
     place = where if isinstance(where, BatchAxis) else own
     if not isinstance(place, BatchAxis) or not isinstance(incoming, BatchAxis):
         return lost(call, "writes entries in the order of places in the whole batch", mixes=None)
@@ -256,6 +267,9 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: b
         return rows
     if isinstance(where, Lost) or not isinstance(incoming, BatchAxis):
         return lost(call, "writes into places that depend on the batch", mixes=None)
+    by_places = _at_places(call, target, index, value)
+    if by_places is not None:
+        return by_places
     found = _filled(call, target, items, value, incoming)
     if found is None or (isinstance(where, BatchAxis) and not where.same_place(found)):
         return lost(call, "writes samples into places of other samples", mixes=None)
@@ -264,6 +278,61 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: b
         return found if tensor is target else None
 
     return Followed((found,), aligned)
+
+
+def _at_places(call: ObservedCall, target: Tensor, index: Any, value: Tensor) -> Followed | None:
+    """Rows written at places that constants name, each among those of its own sample as these show; else None."""
+    incoming, indices = call.axis_of(value), index if isinstance(index, tuple) else (index,)
+    tensors = [item for item in indices if isinstance(item, Tensor)]
+    if not tensors or any(item is None for item in indices) or any(call.axis_of(item) is not None for item in tensors):
+        return None
+    if not isinstance(incoming, BatchAxis) or not all(map(is_plain, (target, value, *tensors))):
+        return None
+    before, written = _owners_in(call, target), entry_owners(incoming, value.shape, call.batch_size, target.device)
+    if before is None:
+        return None
+    after = before.clone()
+    after[index] = written
+    of_two = not torch.equal(after[index], written.expand_as(after[index]))
+    return None if of_two else _in_rows_of_their_own(call, target, before, after, incoming)
+
+
+def _owners_in(call: ObservedCall, target: Tensor) -> Tensor | None:
+    """The sample of each entry of a tensor that is written into, -1 for those of a constant."""
+    where = call.axis_of(target)
+    if where is None:
+        return torch.full(target.shape, -1, device=target.device)
+    if not isinstance(where, BatchAxis):
+        return None
+    return entry_owners(where, target.shape, call.batch_size, target.device)
+
+
+def _in_rows_of_their_own(
+    call: ObservedCall, target: Tensor, before: Tensor, after: Tensor, incoming: BatchAxis
+) -> Followed | None:
+    """Where the samples lie in a tensor with these samples of its entries, -1 for constants; None where nowhere."""
+    where = call.axis_of(target)
+    if isinstance(where, BatchAxis):
+        return keep(call, where.mixed(where.mixing or incoming.mixing)) if torch.equal(before, after) else None
+    for dim in range(target.dim()):
+        rows = after.movedim(dim, 0).reshape(after.size(dim), -1)
+        most = rows.amax(1)
+        if not bool(((rows == most[:, None]) | (rows < 0)).all()):
+            continue
+        owners = with_constant_rows(call, most, call.outputs[0], dim, even=len(most) == call.batch_size)
+        if owners is None:
+            continue
+        place, there = picked(dim, owners, call.batch_size, incoming.mixing), rows >= 0
+        is_full = bool(there.all(1).any()) and not bool(there.all())  # (there may be room for the longest of a batch)
+        if is_full:
+            return padded(call, place, after < 0, 1 - dim if dim < 2 <= target.dim() else None)
+        return Followed((place,), _only(target, place), by_values=True)
+    return None
+
+
+def _only(target: Tensor, place: BatchAxis) -> Alignment:
+    """Of the operands this one alone is laid along the samples."""
+    return lambda tensor: place if tensor is target else None
 
 
 def _into_listed(call: ObservedCall, items: list[Any], value: object, where: BatchAxis) -> bool:

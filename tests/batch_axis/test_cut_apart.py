@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -72,8 +73,18 @@ UNEQUAL: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {  # and how 
     "cut-off": (lambda z: z.T.reshape(-1).view(6, 2)[:5], [3, 3, 2, 2]),
     "overwritten": (lambda z: overwritten(z.view(2, 2, WIDTH)), [2, 1, 0, 1]),
     "negative": (lambda z: (-z.view(2, 2, WIDTH))[:, [0, 0, 1]], [2, 1, 2, 1]),
+    "constants-written-by-an-index": (
+        lambda z: overwritten_by_constants(z.view(2, 2, WIDTH).repeat(1, 2, 1), (0, torch.tensor([0]))),
+        [1, 2, 2, 2],
+    ),
     "repeated": (lambda z: z.view(2, 2, WIDTH).repeat_interleave(torch.tensor([1, 3]), 1), [1, 3, 1, 3]),
 }
+
+
+def overwritten_by_constants(v: Tensor, index: Any) -> Tensor:
+    v = v.clone()
+    v[index] = CONSTANTS[0]
+    return v
 
 
 def overwritten(v: Tensor) -> Tensor:
