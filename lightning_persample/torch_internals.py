@@ -84,8 +84,11 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "unwrapped",
     "version_counter",
     "view_base",
+    "vmap_axis",
+    "vmap_level",
     "with_torch_function",
     "without_subclasses",
     "without_torch_function",
@@ -106,6 +109,9 @@ CONTROL_FLOW = "torch._higher_order_ops"  # the modules of `torch.cond` and its 
 # torch.func and forward differentiation
 innermost_transform = torch._C._functorch.peek_interpreter_stack  # None outside all of them
 is_wrapped_by_transform = torch._C._functorch.is_functorch_wrapped_tensor
+unwrapped = torch._C._functorch.get_unwrapped  # what comes out of the transform, the very object
+vmap_axis = torch._C._functorch.maybe_get_bdim  # the axis of what it wraps that a vmap hides; -1 for other transforms
+vmap_level = torch._C._functorch.maybe_get_level
 
 # Autograd
 AccumulateGrad: type = vars(torch._C._functions)["AccumulateGrad"]  # the node that adds to the gradient of a leaf

@@ -25,6 +25,7 @@ from lightning_persample.batch_axis.observed import (
 )
 from lightning_persample.batch_axis.ops import LOSSES, OPS, POINTWISE, having
 from lightning_persample.capture.observing import is_composite
+from lightning_persample.capture.transforms import innermost
 from lightning_persample.capture.weight import Weight, base_of, places_in
 from lightning_persample.rules import canonical_op
 from lightning_persample.torch_internals import is_wrapped_by_transform
@@ -203,6 +204,7 @@ class Marks:
         self.entries: dict[int, tuple[Callable[[], Tensor | None], Mark]] = {}
         self._written: dict[int, UntypedStorage] = {}
         self._swapped: tuple[Tensor, Mark | None] | None = None
+        self._transformed = False
         self.of_weights: set[int] = set()
         self.made: dict[tuple[str, tuple[str, int] | None], None] = {}
         self.row_sums: deque[Tensor] = deque(maxlen=_MOST_SUMS)
@@ -233,6 +235,8 @@ class Marks:
         if unmarked and self._written and is_plain(tensor):
             shared = tensor.untyped_storage().data_ptr() in self._written
             mark = self._read_from_base(tensor) if shared else mark
+        if mark is None and (self._transformed or is_wrapped_by_transform(tensor)):
+            mark = self._through_transform(tensor)
         if mark is None and has_history(tensor) and tensor.grad_fn is not None:
             return Lost(
                 f"it passed through {tensor.grad_fn.name()}, which is not a torch call that can be seen (a custom "
@@ -240,6 +244,26 @@ class Marks:
                 "step)"
             )
         return mark
+
+    def set_innermost(self, output: Tensor, mark: Mark) -> None:
+        """Mark what comes out of a transform, where a call inside gave a tensor that wraps it."""
+        inner = innermost(output)
+        if inner is not output:
+            self.entries.pop(id(output), None)
+            self._transformed = True
+        self.set_result(inner, mark)
+
+    def _through_transform(self, tensor: Tensor) -> BatchAxis | Lost | None:
+        """The mark of what a tensor inside a transform wraps; of one that came out, that of what it is a view of."""
+        inner = innermost(tensor)
+        if inner is not tensor:
+            mark = self.of_operand(inner)
+            return mark if isinstance(mark, (BatchAxis, Lost)) else None
+        base = base_of(tensor)
+        known = None if base is None else self.get(base)
+        if isinstance(known, Lost):
+            return known
+        return self._read_from_base(tensor) if isinstance(known, BatchAxis) else None
 
     def axis_of_all(self, args: tuple[Any, ...]) -> tuple[BatchAxis, int] | None:
         """The axis along which every tensor among plain arguments holds the samples, in tensors of one rank."""
@@ -477,7 +501,7 @@ class Marks:
         """Forget everything."""
         self.entries.clear()
         self._written.clear()
-        self._swapped = None
+        self._swapped, self._transformed = None, False
         self.of_weights.clear()
         self.row_sums.clear()
 

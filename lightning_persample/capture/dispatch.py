@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_persample.batch_axis.added_up import UNKNOWN, scaled
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, Owner, row_owners
-from lightning_persample.batch_axis.base import has_equal_rows, is_plain, memory_of
+from lightning_persample.batch_axis.base import PROPAGATION_RULES, has_equal_rows, is_plain, memory_of
 from lightning_persample.batch_axis.follow import follow
 from lightning_persample.batch_axis.jagged import on_rows
 from lightning_persample.batch_axis.observed import (
@@ -34,7 +34,7 @@ from lightning_persample.batch_axis.observed import (
     version_of,
     without_data,
 )
-from lightning_persample.batch_axis.ops import having
+from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.batch_axis.pointwise import common_axis
 from lightning_persample.batch_axis.sample_weights import why_others
 from lightning_persample.capture.annotations import (
@@ -44,6 +44,7 @@ from lightning_persample.capture.annotations import (
     KNOWN,
     REWRITTEN,
     Constant,
+    Kind,
     Mark,
     adds_a_term,
     data_of,
@@ -69,9 +70,23 @@ from lightning_persample.capture.plan import (
     replay,
 )
 from lightning_persample.capture.record import outside_text
+from lightning_persample.capture.transforms import (
+    common_place,
+    from_right,
+    hidden_axes,
+    innermost,
+    innermost_axis,
+    inside,
+)
 from lightning_persample.capture.weight import Derivation, Weight, base_of, in_one_row, part_of, places_in, with_part
 from lightning_persample.rules import rule_of
-from lightning_persample.torch_internals import is_view, view_base
+from lightning_persample.torch_internals import (
+    innermost_transform,
+    is_view,
+    is_wrapped_by_transform,
+    tree_map_only,
+    view_base,
+)
 
 _OF_NO_SAMPLE = {type(None), Constant}
 _OF_SAMPLES = {BatchAxis, Lost}
@@ -80,6 +95,7 @@ _requires_grad = attrgetter("requires_grad")
 _PLAIN = {type(None), Constant, BatchAxis}
 _TENSORS = {Tensor, nn.Parameter}
 _INDEXES, _SHAPES = having("indexes"), having("shapes")  # ops that read a number as `int` gives it
+_OF_TANGENTS = {"_make_dual", "_unpack_dual"}  # what torch.func.jvp calls: each result is laid out as what it is given
 _NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
 
 
@@ -146,15 +162,34 @@ class Dispatcher(Collector):
     def _note_gradients(self, gradients: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         asked = dict(zip(("outputs", "inputs", "grad_outputs"), args, strict=False)) | dict(kwargs)
         outputs, inputs = ([*tensors_in((asked.get(name),))] for name in ("outputs", "inputs"))
+        mixing = None
         for output, start in zip(outputs, tensors_in((asked.get("grad_outputs"),)), strict=False):
-            mark, unknown = self.marks.of_operand(output), type(self.marks.of_operand(start)) in _OF_NO_SAMPLE
-            if start.requires_grad and isinstance(mark, BatchAxis) and unknown:
+            mark, given = self.marks.of_operand(output), self.marks.of_operand(start)
+            if start.requires_grad and isinstance(mark, BatchAxis) and type(given) in _OF_NO_SAMPLE:
                 self.marks[start] = mark  # (a vector to be differentiated by, one row for each of the output)
-        self.mark_gradients(gradients, outputs, inputs)
+            hidden = hidden_axes(output) or hidden_axes(start)
+            if (
+                isinstance(mark, BatchAxis)
+                and isinstance(given, BatchAxis)
+                and not hidden
+                and not mark.same_place(given)
+            ):
+                mixing = f"`grad` is given other samples as `grad_outputs` than it differentiates{user_line()}"
+        self.mark_gradients(gradients, outputs, inputs, mixing)
 
-    def mark_gradients(self, found: Iterable[Tensor | None], outputs: list[Tensor], inputs: Sequence[Tensor]) -> None:
+    def mark_gradients(
+        self,
+        found: Iterable[Tensor | None],
+        outputs: list[Tensor],
+        inputs: Sequence[Tensor],
+        mixing: str | None = None,
+    ) -> None:
         """A gradient computed in the step lies where its input lies; of what is no sample's, of the whole batch."""
-        of_batch = any(isinstance(self.marks.of_operand(output), (BatchAxis, Lost)) for output in outputs)
+        of_outputs = [self.marks.of_operand(output) for output in outputs]
+        of_batch = any(isinstance(known, (BatchAxis, Lost)) for known in of_outputs)
+        for known in of_outputs:
+            if isinstance(known, Lost) and (known.crossed or known.noted):
+                mixing = mixing or known.reason
         for tensor, gradient in zip(inputs, found, strict=False):
             if gradient is not None and gradient.requires_grad:
                 self.differentiated = self.differentiated or user_line()
@@ -164,7 +199,10 @@ class Dispatcher(Collector):
             # A sum over the samples, so that a function of it that is not linear mixes them.
             whole = Lost("it is a gradient of the whole batch, computed in the step", reduced=of_batch)
             of_weights = isinstance(mark, Weight) and not of_batch  # by whom `find_unseen` finds what it hides
-            self.marks.set_result(gradient, mark if isinstance(mark, BatchAxis) else CONSTANT if of_weights else whole)
+            if isinstance(mark, BatchAxis) and is_wrapped_by_transform(gradient):
+                mark = innermost_axis(gradient, inside(tensor, mark))
+            known = mark.mixed(mark.mixing or mixing) if isinstance(mark, BatchAxis) else whole
+            self.marks.set_innermost(gradient, CONSTANT if of_weights else known)
 
     def start_backward(self, losses: list[Tensor]) -> None:
         """Take note of what backward starts from."""
@@ -348,6 +386,14 @@ class Dispatcher(Collector):
                     self._note_write(kind.op, function, args, kwargs)
                 self.marks.note_constant(op, tensors, result)
                 return result
+            if innermost_transform() is not None and any(map(is_wrapped_by_transform, tensors)) and kinds & _OF_SAMPLES:
+                result = _RUNNING
+                if kind.composite:
+                    with self.visible:
+                        return decomposed(function)(*args, **kwargs)
+                result = function(*args, **kwargs)
+                guard(self._note_inside, self.fail)(kind, function, args, kwargs, (tensors, marks), result)
+                return result
             if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
                 axis, rank = common_axis(tensors, marks)
                 if axis is not None and not (kind.inplace and len(tensors) > 1) and "out" not in kwargs:
@@ -452,6 +498,63 @@ class Dispatcher(Collector):
         guard(self.fail_at, self.fail)(failure, function)
         del failure  # its traceback holds this frame
         return function(*args, **kwargs) if result is _NOT_RUN else result
+
+    def _note_inside(
+        self,
+        kind: Kind,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: tuple[Sequence[Tensor], Sequence[Mark | None]],
+        result: Any,
+    ) -> None:
+        """Mark what a call inside torch.vmap or torch.func made of the samples, under the tensors that wrap it."""
+        tensors, marks = operands
+        outputs = (*tensors_in(args[0] if result is None else result),)
+        pairs = [pair for pair in zip(tensors, marks, strict=True) if isinstance(pair[1], (BatchAxis, Lost))]
+        with_weights = torch.is_grad_enabled() and any(isinstance(mark, Weight) for mark in marks)
+        is_known = kind.op in PROPAGATION_RULES or kind.op in OPS
+        if not with_weights and is_known and not any(map(hidden_axes, (*tensors, *outputs))):
+            self._note_unwrapped(kind, function, args, kwargs, tensors, outputs)
+            return
+        axes = [mark for _, mark in pairs if isinstance(mark, BatchAxis)]
+        place = None
+        if len(axes) == len(pairs) and not with_weights:
+            place = common_place([tensor for tensor, _ in pairs], axes)
+        if place is not None and place.level is None and not (kind.pointwise or kind.op in _OF_TANGENTS):
+            place = None
+        text = f"`{name_of(kind.op, function)}` inside a transform of torch.func{user_line()} could not be followed"
+        lost = next((mark for mark in marks if isinstance(mark, Lost)), Lost(text))
+        for output in outputs:
+            axis = None if place is None else innermost_axis(output, from_right(output, place))
+            self.marks.set_innermost(output, axis or lost)
+
+    def _note_unwrapped(
+        self,
+        kind: Kind,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: Sequence[Tensor],
+        outputs: tuple[Tensor, ...],
+    ) -> None:
+        """Follow a call on tensors that torch.func.grad and the like wrap, as the same call on what they wrap."""
+        args, kwargs = tree_map_only(Tensor, innermost, (args, kwargs))
+        inner = tuple(map(innermost, outputs))
+        operands = tuple(
+            Operand(tensor, mark if isinstance(mark, (BatchAxis, Lost)) else None)
+            for tensor in map(innermost, tensors)
+            for mark in (self.marks.of_operand(tensor),)
+        )
+        call = ObservedCall(
+            kind.op, function, args, kwargs, operands, inner, self.batch_size, kind.inplace, frozenset(),
+            owners=self.owners, known_rows=self.known_rows, row_sums=self.marks.row_sums,
+            compares_weights=self.compares_weights,
+        )  # fmt: skip
+        self._note(call, {}, set())
+        for output, wrapped in zip(inner, outputs, strict=True):
+            if (mark := self.marks.get(output)) is not None:
+                self.marks.set_innermost(wrapped, mark)
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed, and observe no more."""
