@@ -71,7 +71,9 @@ from lightning_persample.capture.plan import (
 )
 from lightning_persample.capture.record import outside_text
 from lightning_persample.capture.transforms import (
+    Inside,
     common_place,
+    first_of_all,
     from_right,
     hidden_axes,
     innermost,
@@ -386,7 +388,7 @@ class Dispatcher(Collector):
                     self._note_write(kind.op, function, args, kwargs)
                 self.marks.note_constant(op, tensors, result)
                 return result
-            if innermost_transform() is not None and any(map(is_wrapped_by_transform, tensors)) and kinds & _OF_SAMPLES:
+            if kinds & _OF_SAMPLES and innermost_transform() is not None and _is_inside(op, tensors):
                 result = _RUNNING
                 if kind.composite:
                     with self.visible:
@@ -511,50 +513,49 @@ class Dispatcher(Collector):
         """Mark what a call inside torch.vmap or torch.func made of the samples, under the tensors that wrap it."""
         tensors, marks = operands
         outputs = (*tensors_in(args[0] if result is None else result),)
-        pairs = [pair for pair in zip(tensors, marks, strict=True) if isinstance(pair[1], (BatchAxis, Lost))]
-        with_weights = torch.is_grad_enabled() and any(isinstance(mark, Weight) for mark in marks)
-        is_known = kind.op in PROPAGATION_RULES or kind.op in OPS
-        if not with_weights and is_known and not any(map(hidden_axes, (*tensors, *outputs))):
-            self._note_unwrapped(kind, function, args, kwargs, tensors, outputs)
-            return
-        axes = [mark for _, mark in pairs if isinstance(mark, BatchAxis)]
-        place = None
-        if len(axes) == len(pairs) and not with_weights:
-            place = common_place([tensor for tensor, _ in pairs], axes)
-        if place is not None and place.level is None and not (kind.pointwise or kind.op in _OF_TANGENTS):
-            place = None
         text = f"`{name_of(kind.op, function)}` inside a transform of torch.func{user_line()} could not be followed"
         lost = next((mark for mark in marks if isinstance(mark, Lost)), Lost(text))
+        pairs = [(tensor, mark) for tensor, mark in zip(tensors, marks, strict=True) if isinstance(mark, BatchAxis)]
+        place = None
+        if not (torch.is_grad_enabled() and any(isinstance(mark, Weight) for mark in marks)):
+            if all(inside(tensor, axis).level is None for tensor, axis in pairs) and _is_alike(kind.op, tensors):
+                self._note_first(kind, function, args, kwargs, (tensors, marks), outputs)
+                return
+            if pairs and not any(isinstance(mark, Lost) for mark in marks):
+                place = common_place(*zip(*pairs, strict=True))
+        if place is not None and place.level is None and not (kind.pointwise or kind.op in _OF_TANGENTS):
+            place = None
         for output in outputs:
             axis = None if place is None else innermost_axis(output, from_right(output, place))
             self.marks.set_innermost(output, axis or lost)
 
-    def _note_unwrapped(
+    def _note_first(
         self,
         kind: Kind,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        tensors: Sequence[Tensor],
+        operands: tuple[Sequence[Tensor], Sequence[Mark | None]],
         outputs: tuple[Tensor, ...],
     ) -> None:
-        """Follow a call on tensors that torch.func.grad and the like wrap, as the same call on what they wrap."""
-        args, kwargs = tree_map_only(Tensor, innermost, (args, kwargs))
-        inner = tuple(map(innermost, outputs))
-        operands = tuple(
-            Operand(tensor, mark if isinstance(mark, (BatchAxis, Lost)) else None)
-            for tensor in map(innermost, tensors)
-            for mark in (self.marks.of_operand(tensor),)
-        )
+        """Follow a call inside a transform as one on the first of what vmaps go over, who do the same to all."""
+        firsts = {id(tensor): first_of_all(tensor) for tensor in operands_of(args, kwargs)}
+        args, kwargs = tree_map_only(Tensor, lambda tensor: firsts[id(tensor)], (args, kwargs))
+        given = []
+        for tensor, mark in zip(*operands, strict=True):
+            place = inside(tensor, mark).axis if isinstance(mark, BatchAxis) else mark
+            given.append(Operand(firsts[id(tensor)], place if isinstance(place, (BatchAxis, Lost)) else None))
+        first = tuple(map(first_of_all, outputs))
         call = ObservedCall(
-            kind.op, function, args, kwargs, operands, inner, self.batch_size, kind.inplace, frozenset(),
+            kind.op, function, args, kwargs, tuple(given), first, self.batch_size, kind.inplace, frozenset(),
             owners=self.owners, known_rows=self.known_rows, row_sums=self.marks.row_sums,
             compares_weights=self.compares_weights,
         )  # fmt: skip
         self._note(call, {}, set())
-        for output, wrapped in zip(inner, outputs, strict=True):
-            if (mark := self.marks.get(output)) is not None:
-                self.marks.set_innermost(wrapped, mark)
+        for output, mark in zip(outputs, map(self.marks.get, first), strict=True):
+            axis = innermost_axis(output, Inside(mark, None)) if isinstance(mark, BatchAxis) else mark
+            if axis is not None:
+                self.marks.set_innermost(output, axis)
 
     def fail(self, error: Exception, what: str = "the capture of the training step") -> None:
         """Note that this package itself has failed, and observe no more."""
@@ -871,6 +872,22 @@ def _handed_on(weight: Weight, tensor: Tensor) -> str:
         f"{made} a tensor of shape {tuple(tensor.shape)} from weights alone inside an activation checkpoint that "
         "computes its forward again in the backward (use_reentrant=True), and what runs after the checkpoint uses it; "
         "use checkpoint(..., use_reentrant=False)"
+    )
+
+
+def _is_inside(op: object, tensors: Sequence[Tensor]) -> bool:
+    """Whether a call inside a transform is one on tensors that this wraps, or wraps them."""
+    return op in _OF_TANGENTS or any(map(is_wrapped_by_transform, tensors))
+
+
+def _is_alike(op: object, tensors: Sequence[Tensor]) -> bool:
+    """Whether a call does to the samples in the first of what vmaps go over what it does in all; no gradient counts."""
+    if op in _OF_TANGENTS or (op not in PROPAGATION_RULES and op not in OPS):
+        return False
+    hidden = [tensor for tensor in tensors if hidden_axes(tensor)]
+    return not hidden or not any(
+        innermost(tensor).requires_grad or not innermost(tensor).numel() or not tensor.is_floating_point()
+        for tensor in hidden
     )
 
 

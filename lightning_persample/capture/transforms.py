@@ -31,6 +31,14 @@ def innermost(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def first_of_all(tensor: Tensor) -> Tensor:
+    """What a call inside sees of the first of all that vmaps go over, as an ordinary tensor."""
+    first = innermost(tensor)
+    for _, dim in reversed(hidden_axes(tensor)):
+        first = first.select(dim, 0)
+    return first
+
+
 def hidden_axes(tensor: Tensor) -> list[tuple[int, int]]:
     """The axes that vmaps hide, each with its level and its place in what that vmap wraps, outermost first."""
     hidden = []
