@@ -25,7 +25,7 @@ from lightning_persample.batch_axis.observed import (
 )
 from lightning_persample.batch_axis.ops import LOSSES, OPS, POINTWISE, having
 from lightning_persample.capture.observing import is_composite
-from lightning_persample.capture.transforms import innermost
+from lightning_persample.capture.transforms import Inside, innermost, innermost_axis
 from lightning_persample.capture.weight import Weight, base_of, places_in
 from lightning_persample.rules import canonical_op
 from lightning_persample.torch_internals import is_wrapped_by_transform
@@ -252,6 +252,14 @@ class Marks:
             self.entries.pop(id(output), None)
             self._transformed = True
         self.set_result(inner, mark)
+
+    def of_inside(self, tensor: Tensor) -> Mark | None:
+        """What a tensor means inside a transform, also where a call on others gave it (random numbers)."""
+        mark = self.of_operand(tensor) if is_wrapped_by_transform(tensor) else None
+        if isinstance(mark, (BatchAxis, Lost)) and mark is self.get(tensor):
+            axis = innermost_axis(tensor, Inside(mark, None)) if isinstance(mark, BatchAxis) else None
+            self.set_innermost(tensor, axis or mark)
+        return self.of_operand(tensor)
 
     def _through_transform(self, tensor: Tensor) -> BatchAxis | Lost | None:
         """The mark of what a tensor inside a transform wraps; of one that came out, that of what it is a view of."""

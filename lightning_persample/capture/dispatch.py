@@ -389,6 +389,7 @@ class Dispatcher(Collector):
                 self.marks.note_constant(op, tensors, result)
                 return result
             if kinds & _OF_SAMPLES and innermost_transform() is not None and _is_inside(op, tensors):
+                marks = [self.marks.of_inside(tensor) for tensor in tensors]
                 result = _RUNNING
                 if kind.composite:
                     with self.visible:
@@ -545,7 +546,7 @@ class Dispatcher(Collector):
         for tensor, mark in zip(*operands, strict=True):
             place = inside(tensor, mark).axis if isinstance(mark, BatchAxis) else mark
             given.append(Operand(firsts[id(tensor)], place if isinstance(place, (BatchAxis, Lost)) else None))
-        first = tuple(map(first_of_all, outputs))
+        first = tuple(firsts[id(output)] if id(output) in firsts else first_of_all(output) for output in outputs)
         call = ObservedCall(
             kind.op, function, args, kwargs, tuple(given), first, self.batch_size, kind.inplace, frozenset(),
             owners=self.owners, known_rows=self.known_rows, row_sums=self.marks.row_sums,

@@ -79,6 +79,11 @@ def taught(x: Tensor) -> Tensor:
     return torch.vmap(lambda weight: F.linear(x, weight))(models).mean(0)
 
 
+def noisy(z: Tensor) -> Tensor:
+    """What dropout makes of each sample, averaged over several masks."""
+    return torch.vmap(lambda scale: scale * F.dropout(z).mul(2), randomness="different")(torch.ones(7)).mean(0)
+
+
 EXACT: dict[str, Forward] = {
     "vmap": fed(torch.vmap(lambda row: row - row.mean())),
     "vmap of other axes": fed(lambda x: torch.vmap(lambda row: 2 * row, 0, 1)(x).T),
@@ -114,6 +119,10 @@ TOGETHER: dict[str, tuple[Forward, str]] = {
     "mean of a vmap": (
         lambda m, x, y: centred(m, x, y, lambda z: torch.vmap(torch.sin)(z).mean(0)),
         f"`sub` {OVER_ALL}",
+    ),
+    "random numbers of a vmap": (
+        lambda m, x, y: centred(m, x, y, lambda z: noisy(z).mean(0)),
+        f"`sub` {OVER_ALL}|inside a transform of torch\\.func at test_transforms\\.py:\\d+ could not be followed",
     ),
     "weights of a vmap": (weighted, f"`div` {OVER_ALL}"),
     "norm of a gradient": (adversarial(lambda slope: slope / slope.norm()), f"`div` {OVER_ALL}"),
