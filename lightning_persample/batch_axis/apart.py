@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_persample.batch_axis.added_up import averages, reduction_of
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entry_owners, picked
@@ -23,6 +24,7 @@ from lightning_persample.torch_internals import tree_flatten, tree_unflatten
 
 _KEEPS, _JOINS, _TOTALS = having("same", "casts"), having("joins"), frozenset(("sum", "mean", "nansum", "nanmean"))
 _MOVES = having("moves", "picks", "joins", "passes") - POINTWISE
+_SUMS, _SAME = having("sums") - _TOTALS, 1e-3
 _AT_THEIR_PLACES = POINTWISE | having("entrywise")
 
 
@@ -46,6 +48,8 @@ def by_entries_moved(call: ObservedCall, followed: Followed) -> Followed:
     elif followed.mixing is None and call.op in _AT_THEIR_PLACES:
         laid = _laid_over(known, torch.broadcast_shapes(*(operand.tensor.shape for operand in call.operands)))
         return followed if laid is None else _unequal(call, followed, laid)
+    elif followed.mixing is None and call.op in _SUMS and len(of_batch) == len(call.lost) == 1:
+        return _weighed(call, followed, *known.values())
     if not found or any(each is None for each in found):
         return followed
     if followed.mixing is not None:  # each entry is of one sample after all
@@ -159,9 +163,36 @@ def _added_up(call: ObservedCall, followed: Followed, entries: Tensor) -> Follow
         return replace(followed, outputs=(_placed(followed.outputs[0], output, own, call.batch_size),))
     ordered = rows.reshape(-1, rows.size(-1)).sort(1).values
     mark = followed.outputs[0]
-    if isinstance(mark, Lost) and not torch.equal(ordered, ordered[:1].expand_as(ordered)):
+    followed = _unequal(call, followed, entries)
+    if (
+        followed.weighting is None
+        and isinstance(mark, Lost)
+        and not torch.equal(ordered, ordered[:1].expand_as(ordered))
+    ):
         return replace(followed, outputs=(replace(mark, apart=True),))
-    return _unequal(call, followed, entries)
+    return followed
+
+
+def _weighed(call: ObservedCall, followed: Followed, entries: Tensor) -> Followed:
+    """The answer for sums of entries, each times a constant, with a note where the samples' constants differ in sum."""
+    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
+    source = next(operand.tensor for operand in call.operands if operand.axis is not None)
+    others = [operand.tensor for operand in call.operands if operand.tensor is not source]
+    is_linear = sum(leaf is source for leaf in leaves) == 1 and not any(other.requires_grad for other in others)
+    if not is_linear or call.inplace or not source.requires_grad or not call.outputs[0].requires_grad:
+        return followed
+    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):  # (those of a checkpoint count tensors)
+        ones = torch.ones_like(source.detach()).requires_grad_()
+        args, kwargs = tree_unflatten([ones if leaf is source else leaf for leaf in leaves], spec)
+        total = torch.stack([each.sum() for each in tensors_in(call.function(*args, **kwargs))]).sum()
+        (weights,) = torch.autograd.grad(total, [ones])
+    there = entries >= 0
+    totals, sizes = (
+        entries[there].bincount(each[there].float(), minlength=call.batch_size) for each in (weights, weights.abs())
+    )
+    if bool(((totals - totals[0]).abs() <= _SAME * sizes.max()).all()):
+        return followed
+    return _noted(followed, f"`{call.name}` gives the samples unequal weights{user_line()}")
 
 
 def _unequal(call: ObservedCall, followed: Followed, entries: Tensor) -> Followed:
@@ -171,8 +202,18 @@ def _unequal(call: ObservedCall, followed: Followed, entries: Tensor) -> Followe
         return followed
     if not any(output.requires_grad for output in call.outputs):
         return followed
-    text = f"`{call.name}` averages over unequal numbers of entries from sample to sample{user_line()}"
+    return _noted(
+        followed, f"`{call.name}` averages over unequal numbers of entries from sample to sample{user_line()}"
+    )
+
+
+def _noted(followed: Followed, text: str) -> Followed:
+    """The answer, with a note that the samples weigh unequally."""
     marks = tuple(
         replace(mark, parts=frozenset(), noted=True) if isinstance(mark, Lost) else mark for mark in followed.outputs
     )
     return replace(followed, outputs=marks, weighting=text, is_sure=True)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

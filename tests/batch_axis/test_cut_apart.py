@@ -118,6 +118,24 @@ def test_an_entrywise_loss_over_unequal_numbers_of_entries_is_named() -> None:
     assert any("`mse_loss` averages over unequal numbers of entries" in text for text in record.weighting)
 
 
+WEIGHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "product-with-constants": lambda v: (torch.tensor([[1.0, 0.0]]) @ v).sum(),
+    "einsum": lambda v: torch.einsum("abc,b->", v, torch.tensor([0.75, 0.25])),
+    "running-sum": lambda v: v.cumsum(1).mean(),
+    "differences": lambda v: v.diff(dim=1).mean(),
+    "mean-of-doubled": lambda v: v[:, [0, 0, 1]].mean(1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_constants_that_weigh_the_samples_unequally_are_named(name: str) -> None:
+    record = record_of(
+        nn.Linear(5, WIDTH), lambda m, x: WEIGHED[name](m(x).square().view(2, 2, WIDTH)), torch.randn(B, 5)
+    )
+    assert (record.mixing, record.axis_lost, record.factor) == ((), (), None)
+    assert any("gives the samples unequal weights" in text or "averages over un" in text for text in record.weighting)
+
+
 @pytest.mark.parametrize(
     "picked",
     [lambda s: s[0].mean(), lambda s: F.pad(s[None], (0, 0, 0, 1), mode="replicate").mean(), lambda s: s[[0, 0]].sum()],
@@ -149,6 +167,8 @@ EQUAL: dict[str, Callable[[Tensor], Tensor]] = {
     "each-column-in-another-order": lambda z: mean_of_squares(
         z.gather(0, (torch.arange(len(z))[:, None] + torch.arange(WIDTH)) % len(z))
     ),
+    "times-constants-of-features": lambda z: (z.view(2, -1, WIDTH) @ torch.tensor([1.0, -2.0, 1.0])).mean(),
+    "times-equal-constants": lambda z: (torch.full((1, len(z) // 2), 0.5) @ z.square().view(2, -1, WIDTH)).mean(),
     "entrywise-loss": lambda z: F.mse_loss(z.view(2, -1, WIDTH), z.new_ones(2, len(z) // 2, WIDTH)),
 }
 
