@@ -459,7 +459,8 @@ class Marks:
             return
         for other, known in self._on_memory_of(target):
             axis = known if isinstance(known, BatchAxis) else None
-            if axis is not None or (isinstance(known, Lost) and known.filled is not None and mark is not known):
+            by_entry = isinstance(known, Lost) and (known.filled is not None or known.entries is not None)
+            if axis is not None or (by_entry and mark is not known):
                 self[other] = (axis and self._rewritten(other, axis, target, mark)) or Lost(
                     f"its memory was written to in place through another tensor{user_line()}"
                 )

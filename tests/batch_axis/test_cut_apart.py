@@ -207,3 +207,18 @@ def test_the_numbers_of_the_samples_never_reach_a_tensor_of_the_user() -> None:
     z = module(x).view(2, 2, WIDTH)
     torch.testing.assert_close(room, torch.stack([z[0], torch.zeros(2, WIDTH)]), rtol=0, atol=0)
     torch.testing.assert_close(joined, torch.cat([z, z[:1]]), rtol=0, atol=0)
+
+
+def test_entries_overwritten_through_another_tensor_are_not_taken_for_those_of_before() -> None:
+    def taken(z: Tensor) -> Tensor:
+        v = z.clone().view(2, 2, WIDTH)
+        again = v.view(2, 2, 1, WIDTH)
+        v[0, 0] = z[3]
+        return again[0]
+
+    module, x = nn.Linear(5, WIDTH), torch.randn(B, 5)
+    record = record_of(module, lambda m, x: mean_of_squares(taken(m(x))), x)
+    of_samples = record.samples.tolist() if record.samples is not None else [*range(B)]
+    shares = {sample: norm_of(module, mean_of_squares(module(x)[sample])) / 2 for sample in (1, 3)}
+    for norm, sample in zip(record.norms(), of_samples, strict=True):
+        torch.testing.assert_close(norm, shares.get(sample, torch.zeros(())) * B, rtol=1e-10, atol=0)
