@@ -324,7 +324,7 @@ def _begin_alike(source: Any, result: Tensor) -> bool:
         return False
     base = view_base(source)
     is_view = result is source or view_base(result) is (source if base is None else base)
-    return is_view and result.storage_offset() == source.storage_offset()
+    return is_view and bool(result.storage_offset() == source.storage_offset())
 
 
 def _is_by_layout(index: Any) -> bool:
