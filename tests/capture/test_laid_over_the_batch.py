@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_persample.capture.mode import expanded_weights
 from tests.capture.model_cases import Model, mean_of_squares, parameter
-from tests.capture.reference import assert_values, loop, record_of
+from tests.capture.reference import assert_exact, assert_values, loop, record_of
 from tests.in_turn import in_turn
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -252,7 +252,7 @@ REFUSED = {
     "one-row": lambda m, x: torch.cat([x, torch.zeros(1, 4)]),
     "more-rows": lambda m, x: torch.cat([x, torch.zeros(2 * len(x), 4)]),
     "two-parts-of-one-length": lambda m, x: torch.cat([x[:2], torch.zeros(2, 4), x[2:4]]),
-    "nan": lambda m, x: torch.cat([x, torch.full_like(x, torch.nan)])[: len(x)],
+    "nan": lambda m, x: torch.cat([x, torch.full_like(x, torch.nan)]).nan_to_num(),
     "a-table-of-zeros": lambda m, x: torch.cat([x, m.t]),
 }
 
@@ -339,3 +339,10 @@ def test_a_laid_over_state_that_was_overwritten_without_gradient_is_not_of_copie
 
     record = record_of(step, loss, torch.randn(4, 4, 3), lengths)
     assert "`sort` works along the batch axis" in record.unsupported["r"]
+
+
+def test_rows_of_the_batch_that_are_taken_from_beside_others_are_exact() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.a(torch.cat([x, torch.full_like(x, torch.nan)])[: len(x)])
+
+    assert_exact(Model(forward, a=nn.Linear(4, 3)), mean_of_squares, (torch.randn(5, 4),))

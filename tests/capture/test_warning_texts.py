@@ -89,10 +89,6 @@ LOSES_THE_AXIS: dict[str, tuple[Any, str]] = {
         "`roll` moves entries from sample to sample (shapes [(6, 3)]",
     ),
     "cut-apart": (lambda z: z.view(3, 6).softmax(1).mean(), "`view` cuts the batch axis apart (shapes [(6, 3)]"),
-    "cut-apart-beside-the-batch": (
-        lambda z: (z + z.view(9, 2).repeat(1, 9).view(54, 3)[:6]).square().mean(),
-        "`view` cuts the batch axis apart (shapes [(6, 3)]",
-    ),
     "written-across": (
         lambda z: z.index_put((torch.tensor([0, 1]),), z[:2].flip(0)).add(z).square().mean(),
         "`index_put` writes samples into places of other samples (shapes [(6, 3), (2,), (2, 3)]",
@@ -189,3 +185,13 @@ def test_one_reason_of_many_layers_is_said_once() -> None:
         "(5,), (5,) at test_warning_texts.py:LINE with `0.scale`: the batch axis cannot be followed here: `std` "
     )
     assert line.endswith(" (and 11 more such calls)")
+
+
+def test_entries_of_one_sample_that_are_added_to_others_are_influence() -> None:
+    """Cut apart and repeated, all of them are of the first sample."""
+    found = texts(nn.Linear(5, 3), lambda z: (z + z.view(9, 2).repeat(1, 9).view(54, 3)[:6]).square().mean())
+    assert found == [
+        "Samples of a batch influence each other, so a sample has no gradient of its own: reported is each sample's "
+        "contribution to the batch gradient. For more, use layers and losses that keep samples apart.\n"
+        "- `add` combines different samples"
+    ]
