@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import absent, factors_beside, reduction_of, scaled
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, laid_along, picked
 from lightning_persample.batch_axis.base import Entries, Followed, is_plain, listed, lists
 from lightning_persample.batch_axis.indexing import rows_filled
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place, version_of
@@ -85,7 +85,7 @@ def _rows_moved(call: ObservedCall) -> Followed | None:
     dim, owners = mark.filled
     if call.op in _KEEPS:
         return Followed((mark,))
-    entries = owners.to(tensor.device).reshape(-1, *[1] * (tensor.dim() - dim - 1)).expand(tensor.shape).contiguous()
+    entries = laid_along(owners.to(tensor.device), dim, tensor.shape).contiguous()
     entries = call.function(entries, *call.args[1:], **call.kwargs)
     if entries.shape != output.shape or not entries.numel():
         return None

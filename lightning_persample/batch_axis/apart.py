@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_persample.batch_axis.added_up import averages, reduction_of
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entry_owners, picked
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entry_owners, laid_along, picked
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, dims_argument, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, Operand, tensors_in, user_line
 from lightning_persample.batch_axis.ops import POINTWISE, having
@@ -30,6 +30,9 @@ _AT_THEIR_PLACES = POINTWISE | having("entrywise")
 
 def by_entries_moved(call: ObservedCall, followed: Followed) -> Followed:
     """The answer for a call after which no axis holds the samples, by the sample of each entry where that is known."""
+    stays, moves = call.op in _AT_THEIR_PLACES and reduction_of(call) in (None, 0), call.op in _MOVES
+    if not (call.lost or stays or moves):  # (whose the rows along an axis are that it adds up is known without)
+        return followed
     of_batch = [operand for operand in call.operands if operand.axis is not None]
     tensors = [*call.outputs, *(operand.tensor for operand in call.operands)]
     if call.batch_size == 1 or call.op == "copy" or not all(map(_is_readable, tensors)):
@@ -39,9 +42,9 @@ def by_entries_moved(call: ObservedCall, followed: Followed) -> Followed:
     if len(known) < len(entries):
         return followed
     found: Sequence[Tensor | None] = ()
-    if call.op in _AT_THEIR_PLACES and reduction_of(call) in (None, 0):
+    if stays:
         found = [_laid_over(known, call.outputs[0].shape)] * len(call.outputs)
-    elif call.op in _MOVES and _are_sources(call, of_batch):
+    elif moves and _are_sources(call, of_batch):
         found = _moved(call, known)
     elif followed.mixing is None and call.op in _TOTALS and len(of_batch) == len(call.operands) == 1:
         return _added_up(call, followed, *known.values())
@@ -86,7 +89,7 @@ def _entries_of(call: ObservedCall, operand: Operand) -> Tensor | None:
         return None
     if place.entries is None and place.filled is not None and place.filled[0] < tensor.dim():
         dim, owners = place.filled
-        return owners.to(tensor.device).reshape(-1, *[1] * (tensor.dim() - dim - 1)).expand(tensor.shape)
+        return laid_along(owners.to(tensor.device), dim, tensor.shape)
     return place.entries if place.entries is not None and place.entries.shape == tensor.shape else None
 
 

@@ -354,10 +354,14 @@ def picked(dim: int, owners: Tensor, batch_size: int, mixing: str | None = None)
     return BatchAxis(dim, mixing=mixing, owner=Owner(owners))
 
 
+def laid_along(rows: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
+    """A number for each row along an axis as one for each entry of a tensor of this shape."""
+    return rows.reshape(-1, *(1,) * (len(shape) - dim - 1)).expand(tuple(shape))
+
+
 def entry_owners(axis: BatchAxis, shape: Sequence[int], batch_size: int, device: torch.device) -> Tensor:
     """The sample of every entry of a tensor of this shape."""
-    rows = row_owners(axis, batch_size, device)
-    return rows.reshape(-1, *(1,) * (len(shape) - axis.dim - 1)).expand(tuple(shape))
+    return laid_along(row_owners(axis, batch_size, device), axis.dim, shape)
 
 
 def by_entries(owners: Tensor, batch_size: int, mixing: str | None) -> BatchAxis | None:

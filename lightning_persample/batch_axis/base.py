@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, picked, row_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, laid_along, picked, row_owners
 from lightning_persample.batch_axis.observed import ObservedCall, user_line
 from lightning_persample.batch_axis.ops import OPS, having
 from lightning_persample.torch_internals import is_wrapped_by_transform
@@ -150,8 +150,7 @@ def beside_lost(call: ObservedCall) -> Followed:
 
 def mixing_among(call: ObservedCall) -> str | None:
     """Where a value computed over the whole batch entered operands that hold samples, for an output with gradient."""
-    found = [axis.mixing for _, axis in call.located if axis.mixing]
-    return found[0] if found and any(output.requires_grad for output in call.outputs) else None
+    return call.mixing if any(output.requires_grad for output in call.outputs) else None
 
 
 def alone(call: ObservedCall, axis: BatchAxis, rows: Iterable[int]) -> Followed:
@@ -244,7 +243,7 @@ def into_own_rows(call: ObservedCall, target: Tensor, dim: int, index: Tensor, s
     if where is None and constant:  # each of its rows is of the sample that is written there
         owners = incoming.new_full((target.size(dim),), -1).index_put((rows,), written)
         known = with_constant_rows(call, owners, call.outputs[0], dim)
-        rest = owners.reshape(-1, *[1] * (target.dim() - dim - 1)).expand_as(target) < 0
+        rest = laid_along(owners, dim, target.shape) < 0
         if known is None:
             known = with_constant_rows(call, owners, call.outputs[0], dim, even=True)
             room = (rest if len(owners) > call.batch_size else None) if known is not None else None

@@ -146,7 +146,7 @@ def count_samples(
             "where a collate function or a hook of the module adds or drops rows, pass sample_index=<function of the "
             "batch that returns the index of each sample>"
         )
-    if declared is None:  # the rows that were drawn do not say what a list of as many items holds
+    if declared is None and found != drawn:  # of a list of as many items as were drawn nobody has asked what it holds
         walk = _Walk(batch, "batch", {} if batch_layout is None else _declared(batch_layout(batch)))
         _items(walk, batch_dim, drawn, is_declared=False, is_read=True)
     return drawn

@@ -160,17 +160,15 @@ def _follow_masked_scatter(call: ObservedCall) -> Followed:
     if not isinstance(place, BatchAxis) or not isinstance(incoming, BatchAxis):
         return lost(call, "writes entries in the order of places in the whole batch", mixes=None)
     owners, given = (
-        row_owners(axis, call.batch_size, mask.device)
-        .reshape(-1, *[1] * (tensor.dim() - axis.dim - 1))
-        .expand(tensor.shape)
+        entry_owners(axis, tensor.shape, call.batch_size, mask.device)
         for tensor, axis in ((target, place), (source, incoming))
     )
     written = owners[mask.expand(target.shape)]
     same = torch.equal(written, given.flatten()[: written.numel()])
     if not same or (own is not None and not own.same_place(place)):
         return lost(call, "writes samples into places of other samples", mixes=None)
-    mixing = next((axis.mixing for _, axis in call.located if axis.mixing), None)
-    return keep(call, place.mixed(mixing), lambda tensor: place if tensor is target else None)
+    place = place.mixed(call.mixing)
+    return keep(call, place, _only(target, place))
 
 
 def _is_mask(item: Any) -> bool:
@@ -273,11 +271,7 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: b
     found = _filled(call, target, items, value, incoming)
     if found is None or (isinstance(where, BatchAxis) and not where.same_place(found)):
         return lost(call, "writes samples into places of other samples", mixes=None)
-
-    def aligned(tensor: Tensor) -> BatchAxis | None:
-        return found if tensor is target else None
-
-    return Followed((found,), aligned)
+    return Followed((found,), _only(target, found))
 
 
 def _at_places(call: ObservedCall, target: Tensor, index: Any, value: Tensor) -> Followed | None:
@@ -458,7 +452,9 @@ def _row_by_row(
     if len(rows) != 1 or not of_batch or any(_is_mask(item) for item in items):
         return None
     dim, index = rows[0]
-    laid = {axis.dim - item.dim() if _is_plain(axis) else 0 for item, axis in of_batch}  # counted from the right
+    laid = {
+        axis.dim - item.dim() if _has_one_row_each(axis) else 0 for item, axis in of_batch
+    }  # counted from the right
     along = laid.pop()
     if laid or along == 0 or index.dim() + along < 0 or target.size(dim) != call.batch_size:
         return None
@@ -469,13 +465,12 @@ def _row_by_row(
     if isinstance(value, Tensor) and incoming is not None:
         place = _Place(items)
         from_right = place.start + along - sum(item is None or isinstance(item, slice) for item in items)
-        if not _is_plain(incoming) or incoming.dim - value.dim() != from_right:
+        if not _has_one_row_each(incoming) or incoming.dim - value.dim() != from_right:
             return None
-    mixings = [axis.mixing for operand in call.operands if isinstance(axis := operand.axis, BatchAxis)]
-    return BatchAxis(dim, mixing=next((mixing for mixing in mixings if mixing), None))
+    return BatchAxis(dim, mixing=call.mixing)
 
 
-def _is_plain(axis: BatchAxis | Lost | None) -> TypeGuard[BatchAxis]:
+def _has_one_row_each(axis: BatchAxis | Lost | None) -> TypeGuard[BatchAxis]:
     """Whether row b of the axis is that of sample b."""
     return isinstance(axis, BatchAxis) and axis.rows == 1 and axis.owner is None
 

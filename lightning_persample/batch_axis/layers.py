@@ -106,9 +106,8 @@ def _along_groups(call: ObservedCall, first: Tensor, axis: BatchAxis) -> Followe
 
     def along(tensor: Tensor) -> BatchAxis:
         dim = int(tensor is first or tensor is call.outputs[0])
-        return BatchAxis(dim, inner=tensor.size(dim) // batch_size, mixing=mixing)
+        return BatchAxis(dim, inner=tensor.size(dim) // batch_size, mixing=call.mixing)
 
-    mixing = next((own.mixing for _, own in call.located if own.mixing), None)
     is_apart = all(own.same_place(along(tensor)) for tensor, own in call.located)
     if groups % batch_size or channels % batch_size or not is_apart:
         return lost(call, "needs the samples along its first axis, or in groups of their own", mixes=True)
@@ -291,8 +290,7 @@ def _follow_einsum(call: ObservedCall) -> Followed:
         along = found is not None and tensor.size(found) in sizes and call.batch_size > 1
         return axis.moved(found) if found is not None and along else None
 
-    mixing = next((other.mixing for _, other in call.located if other.mixing), None)
-    return keep(call, replace(axis, dim=result_letters.index(letter), mixing=mixing), aligned)
+    return keep(call, replace(axis, dim=result_letters.index(letter), mixing=call.mixing), aligned)
 
 
 def _spell(term: str, ndim: int) -> list[str]:

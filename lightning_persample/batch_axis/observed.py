@@ -104,6 +104,11 @@ class ObservedCall:
         return samples.pop() if len(samples) == 1 else None
 
     @property
+    def mixing(self) -> str | None:
+        """Where a value computed over the whole batch entered an operand that holds the samples along an axis."""
+        return next((axis.mixing for _, axis in self.located if axis.mixing), None)
+
+    @property
     def name(self) -> str:
         """The op's name for messages."""
         return name_of(self.op, self.function)

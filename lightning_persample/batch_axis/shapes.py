@@ -163,7 +163,6 @@ def _follow_joined(call: ObservedCall) -> Followed:
 @propagation_rule("padded")
 def _follow_pad_sequence(call: ObservedCall) -> Followed:
     """Rows of one sample each are padded to one length and stacked: the samples lie along the new axis."""
-    mixing = next((axis.mixing for _, axis in call.located if axis.mixing), None)
     samples = [_sample_of(operand.axis) for operand in call.operands]
     if len(samples) == call.batch_size and any(operand.tensor.size(0) == 0 for operand in call.operands):
         samples = [place if one is None else one for place, one in enumerate(samples)]  # (of no rows nobody is known)
@@ -172,7 +171,7 @@ def _follow_pad_sequence(call: ObservedCall) -> Followed:
     if len(known) == len(samples):
         dim = 0 if call.argument(1, "batch_first", default=False) else 1
         output = call.outputs[0]
-        place = picked(dim, torch.tensor(known, device=output.device), call.batch_size, mixing)
+        place = picked(dim, torch.tensor(known, device=output.device), call.batch_size, call.mixing)
         ones = [operand.tensor.new_zeros(operand.tensor.shape[:1], dtype=torch.bool) for operand in call.operands]
         options = {
             **dict(zip(("batch_first", "padding_value", "padding_side"), call.args[1:], strict=False)),
@@ -184,7 +183,7 @@ def _follow_pad_sequence(call: ObservedCall) -> Followed:
     _, axis = call.located[0]
     if call.lost or axis.dim == 0 or any(not other.same_place(axis) for _, other in call.located):
         return lost(call, "stacks rows of which it is not known that each part is of one sample", mixes=crossed(call))
-    return keep(call, replace(axis, dim=axis.dim + 1, mixing=mixing))
+    return keep(call, replace(axis, dim=axis.dim + 1, mixing=call.mixing))
 
 
 def _sample_of(axis: BatchAxis | Lost | None) -> int | None:

@@ -98,12 +98,10 @@ def expanded_weights(
     An option with a value that is not allowed gives an `OptionError`, a batch whose size cannot be read a
     `BatchSizeError`.
     """
-    if not isinstance(module, nn.Module):
-        check_option("module", module, False, "an instance of torch.nn.Module")
-    if not (isinstance(loss_reduction, Tensor) or loss_reduction in ("mean", "sum")):
-        check_option("loss_reduction", loss_reduction, False, "'mean', 'sum' or a tensor of weights (B,)")
-    if unsupported not in _UNSUPPORTED:
-        check_option("unsupported", unsupported, False, "'warn', 'error' or 'ignore'")
+    check_option("module", module, isinstance(module, nn.Module), "an instance of torch.nn.Module")
+    is_reduction = isinstance(loss_reduction, Tensor) or loss_reduction in ("mean", "sum")
+    check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a tensor of weights (B,)")
+    check_option("unsupported", unsupported, unsupported in _UNSUPPORTED, "'warn', 'error' or 'ignore'")
     check_options(
         batch_dim=batch_dim,
         batch_size=batch_size,

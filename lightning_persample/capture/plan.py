@@ -36,7 +36,7 @@ from lightning_persample.capture.contributions import (
     not_tensors,
     placement_of,
 )
-from lightning_persample.capture.failure import guard, in_smaller_chunks
+from lightning_persample.capture.failure import guard, in_smaller_chunks, is_of_package
 from lightning_persample.capture.graph import (
     boundary,
     detached,
@@ -226,7 +226,7 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         return
     axes = tuple(axis.mixed(None) if isinstance(axis, BatchAxis) else axis for axis in axes)
     may_mix = rule is not None and rule.mixes_samples is not None
-    if may_mix and (use is None or rule is None or not rule.is_builtin):  # (another may look at values)
+    if may_mix and (use is None or rule is None or not is_of_package(rule.function)):  # (another may look at values)
         return
     if call.written and not (may_mix and not call.inplace and _are_of_no_sample(call)):
         return
@@ -290,7 +290,7 @@ def _slots_of(
     owners = tuple((name, place) for name, place in values if name in placement.weights)
     has_lists = any(isinstance(value, list) for value in others.values())
     shapes = tuple(tensor.shape for tensor in tensors)
-    programs: Programs | None = {} if placement.rule.is_builtin else None
+    programs: Programs | None = {} if is_of_package(placement.rule.function) else None
     return _Slots(placement, values, owners, others, has_lists, op_name(placement.rule.op), shapes, (), programs)
 
 

@@ -64,8 +64,6 @@ class Call:
         return self.arguments.get(name, default)
 
 
-_PACKAGE = f"{__package__}."
-
 RuleFunction: TypeAlias = Callable[[Call, Any], Mapping[str, SampleGradient]]
 Bind: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any] | None]
 
@@ -137,11 +135,6 @@ class Rule:
             else:
                 bound[name] = value
         return bound
-
-    @property
-    def is_builtin(self) -> bool:
-        """Whether it is one of this package, and not one of the user's."""
-        return (getattr(self.function, "__module__", None) or "").startswith(_PACKAGE)
 
     def is_weight(self, name: str) -> bool:
         """Whether the rule knows the gradient of this argument."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample import EigenProjection, Projection, collect_gradients
-from lightning_persample.influence import correct_class_margin, ekfac, grad_dot, logra, trak
+from lightning_persample.influence import PairScores, correct_class_margin, ekfac, grad_dot, logra, trak
 
 __all__ = ["METHODS", "Method"]
 
@@ -40,13 +40,15 @@ def loss_of(module: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(module(batch[0]), batch[1])
 
 
-def with_ekfac(
+def with_eigen_projection(
     module: nn.Module,
     train: TensorDataset,
     test: TensorDataset,
     folder: Path,
     damping: float | None = None,
-    dim: int | None = None,
+    *,
+    score: Callable[..., PairScores],
+    dim: int | None,
 ) -> Tensor:
     loaders = [DataLoader(data, 100) for data in (train, test)]
     projection = EigenProjection.fit(module, loaders[0], dim, loss=loss_of)
@@ -54,24 +56,7 @@ def with_ekfac(
         collect_gradients(module, loader, folder / name, loss=loss_of, projection=projection)
         for loader, name in zip(loaders, ("train", "test"), strict=True)
     ]
-    return (ekfac(*stores) if damping is None else ekfac(*stores, damping)).scores
-
-
-def with_logra(
-    module: nn.Module,
-    train: TensorDataset,
-    test: TensorDataset,
-    folder: Path,
-    damping: float | None = None,
-    dim: int = 256,
-) -> Tensor:
-    loaders = [DataLoader(data, 100) for data in (train, test)]
-    projection = EigenProjection.fit(module, loaders[0], dim, loss=loss_of)
-    stores = [
-        collect_gradients(module, loader, folder / name, loss=loss_of, projection=projection)
-        for loader, name in zip(loaders, ("train", "test"), strict=True)
-    ]
-    return (logra(*stores) if damping is None else logra(*stores, damping)).scores
+    return (score(*stores) if damping is None else score(*stores, damping)).scores
 
 
 def with_random_logra(
@@ -255,10 +240,20 @@ OF_MEAN = (0.01, 0.1, 0.3, 1, 10)
 ABSOLUTE = (1e-5, 1e-4, 1e-3, 1e-2)
 
 METHODS = {
-    "ekfac": Method("`ekfac`, `EigenProjection(None)`", with_ekfac, None, OF_SUM),
-    "ekfac 1024": Method("`ekfac`, `EigenProjection(1024)`", partial(with_ekfac, dim=1024), None, OF_SUM),
-    "logra": Method("`logra`, `EigenProjection(256)`", with_logra, None, OF_SUM),
-    "logra 1024": Method("`logra`, `EigenProjection(1024)`", partial(with_logra, dim=1024), None, OF_SUM),
+    **{
+        name: Method(
+            f"`{score.__name__}`, `EigenProjection({dim})`",
+            partial(with_eigen_projection, score=score, dim=dim),
+            None,
+            OF_SUM,
+        )
+        for name, score, dim in (
+            ("ekfac", ekfac, None),
+            ("ekfac 1024", ekfac, 1024),
+            ("logra", logra, 256),
+            ("logra 1024", logra, 1024),
+        )
+    },
     "random logra": Method("`logra`, `Projection(256)`", with_random_logra, None, OF_SUM),
     "trak": Method("`trak`, `Projection(256)`", with_trak, None, OF_MEAN),
     "grad_dot": Method("`grad_dot`, `Projection(256)`", with_grad_dot, None, ()),
