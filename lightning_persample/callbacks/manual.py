@@ -14,9 +14,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_persample.callbacks.mean_gradient import entries
 from lightning_persample.callbacks.observed_step import ObservedStep
 from lightning_persample.callbacks.reports import Reports
-from lightning_persample.callbacks.statistics import entries
 from lightning_persample.capture.failure import guard
 from lightning_persample.capture.record import PerSampleRecord, listed
 from lightning_persample.errors import PerSampleError

@@ -27,16 +27,16 @@ from lightning_persample.callbacks.lightning_internals import (
 )
 from lightning_persample.callbacks.loggers import log_histogram, log_metrics, log_picture, show_means, takes_pictures
 from lightning_persample.callbacks.manual import names_by_optimizer
+from lightning_persample.callbacks.mean_gradient import MeanGradient
 from lightning_persample.callbacks.sample_index import dataset_size
 from lightning_persample.callbacks.session import shared_capture
 from lightning_persample.callbacks.statistics import (
     STATISTICS,
+    AllProcesses,
+    CapturedBatch,
     LoggedMetrics,
-    MeanGradient,
-    NormsOfAllProcesses,
     StepNorms,
     Window,
-    captured,
 )
 from lightning_persample.callbacks.worst import SampleNorms, WorstSamples, write_worst_samples
 from lightning_persample.callbacks.writer import PerSampleGradientWriter
@@ -193,7 +193,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._loaded_norms: dict[str, Any] = {}
         self._parts: tuple[LoggedMetrics, ...] = ()
         self._window = Window()
-        self._joined: NormsOfAllProcesses | None = None
+        self._processes: AllProcesses | None = None  # where they exchange what they have
         self._of_all: list[StepNorms] | None = None
         self._why_nothing, self._said_coverage = NOT_IN_A_FIT, False
         self._loaded_averages: dict[str, Any] = {}
@@ -206,7 +206,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the samples of an earlier fit."""
         if stage == "fit":
-            self._norms, self._loaded_norms, self._loaded_averages, self._joined = SampleNorms(), {}, {}, None
+            self._norms, self._loaded_norms, self._loaded_averages, self._processes = SampleNorms(), {}, {}, None
             self._why_nothing, self._said_coverage, self._logged = "no step has run yet", False, False
             self._steps, self._warnings, self._last_drawn = LoggedSteps(), [], (-1, -math.inf)
             if self.report:
@@ -235,7 +235,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         return self._norms_of_all().worst(k, self._why_nothing)
 
     def _norms_of_all(self) -> SampleNorms:
-        return self._norms.of_all_processes(self._loaded_norms, together=self._joined is not None)
+        return self._norms.of_all_processes(self._loaded_norms, together=self._processes is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """The sums that `worst` ranks, of all processes (each saves a checkpoint), and those of the noise scale."""
@@ -313,13 +313,15 @@ class PerSampleGradientMonitor(PerSampleCallback):
         names_of_groups = (f"{part.prefix}/{name}" for part in self._parts for name in part.names if "/" in name)
         self._drawn = frozenset(names_of_groups) if draws else frozenset()
         why_not = partial(why_no_mean_gradient, trainer)
-        mean = MeanGradient(pl_module, self.per_layer, groups[0], trainer.world_size, why_not) if chosen else None
-        if "signal_to_noise" in chosen and trainer.world_size > 1:
+        processes, mean = trainer.world_size, None
+        if chosen:
+            mean = MeanGradient(pl_module, self.per_layer, groups[0], processes, chosen, why_not)
+        if "signal_to_noise" in chosen and processes > 1:
             warn_user(f"signal_to_noise of `{self.prefix}` is nan on several devices, of which it needs all gradients")
-        self._window = Window(self.per_layer, groups[0], mean, chosen)
-        together = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
-        captured = together and why_unsupported(trainer, pl_module) is None
-        self._joined, self._of_all = NormsOfAllProcesses() if captured else None, None
+        self._window = Window(self.per_layer, groups[0], mean)
+        are_there = processes > 1 and torch.distributed.is_available() and torch.distributed.is_initialized()
+        can_join = are_there and why_unsupported(trainer, pl_module) is None
+        self._processes, self._of_all = AllProcesses() if can_join else None, None
 
     def _chosen(self, pl_module: LightningModule) -> tuple[str, ...]:
         follows = pl_module.automatic_optimization and self._capture_options()["engine"] == "expanded"
@@ -331,7 +333,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
 
     def _is_done(self, *, automatic: bool) -> bool:
         # Of several devices each takes part in what the others exchange.
-        return self._joined is None and self._window.is_new
+        return self._processes is None and self._window.is_new
 
     def _end_rest(self, *, has_missed: bool) -> None:
         super()._end_rest(has_missed=has_missed)
@@ -390,7 +392,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if window_continues(trainer):
             return
         steps: list[StepNorms] = []
-        if self._joined is None:
+        if self._processes is None:
             has_some = not (pl_module.automatic_optimization and self._window.is_empty)
             steps = self._own_norms(trainer, counted) if has_some else []
         elif self.should_capture(trainer):
@@ -425,7 +427,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         steps = {} if shared is None else shared.steps_for(self)
         return [
             StepNorms.of_window(
-                [captured(record, self.per_layer, part.groups) for record in steps.get(place, ())], part.groups
+                [CapturedBatch.of(record, self.per_layer, part.groups) for record in steps.get(place, ())], part.groups
             )
             for place, part in enumerate(self._parts)
         ]
@@ -440,10 +442,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
     def _joined_norms(self, trainer: Trainer, last: int | None) -> list[StepNorms]:
         """Those of all processes, which the first monitor that comes to it exchanges for all that log at this step."""
         # What one process has or lacks must not decide whether it takes part: the others would wait for it.
-        if self._of_all is None and self._joined is not None:
+        if self._of_all is None and self._processes is not None:
             due = [each for each in _monitors(trainer) if each is self or each.should_capture(trainer)]
             own = [guard(each._own_norms, partial(each._no_norms, trainer))(trainer, last) for each in due]
-            joined = iter(self._joined.join([step for steps in own for step in steps], trainer.strategy.root_device))
+            joined = iter(self._processes.join([step for steps in own for step in steps], trainer.strategy.root_device))
             for each, steps in zip(due, own, strict=True):
                 each._of_all = [next(joined) for _ in steps]
         found, self._of_all = self._of_all, None
@@ -455,11 +457,9 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._logged = True
         for place, part in enumerate(self._parts):
             step = steps.get(place)
-            if step is None:  # this optimizer rests
-                values = dict.fromkeys(part.names, math.nan)
-            else:
-                values = part.of_step(step, self._window.signal_to_noise)
-            if self._joined is not None:
+            # Without a step this optimizer rests
+            values = dict.fromkeys(part.names, math.nan) if step is None else part.of_step(step)
+            if self._processes is not None:
                 values["samples"] = 0.0 if step is None else float(step.samples)
             named = {f"{part.prefix}/{name}": value for name, value in values.items()}
             metrics |= named
@@ -499,7 +499,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._window = Window()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_window": Window(), "_joined": None, "_of_all": None}
+        return {**super().__getstate__(), "_window": Window(), "_processes": None, "_of_all": None}
 
 
 def _is_list(value: object) -> bool:

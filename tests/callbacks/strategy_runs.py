@@ -189,12 +189,12 @@ def capture_fails_on_one_rank(batch: int = 2, **settings: Any) -> dict[str, Any]
 
 
 def more_than_there_is_room_for() -> dict[str, Any]:
-    """The first exchange has room for two norms, and rank 0 has five."""
-    room, statistics.NormsOfAllProcesses._room = statistics.NormsOfAllProcesses._room, 2
+    """The first exchange has room for fewer bytes than any process sends."""
+    room, statistics.AllProcesses._room = statistics.AllProcesses._room, 2
     try:
         return ddp(sizes=(5, 2), every=1)
     finally:
-        statistics.NormsOfAllProcesses._room = room
+        statistics.AllProcesses._room = room
 
 
 class ToldToStop(Referenced):
