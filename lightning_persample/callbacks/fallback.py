@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_persample.batch_axis.axis import Lost
 from lightning_persample.batch_axis.batch import BatchLayout
 from lightning_persample.callbacks.lightning_internals import loss_scale
-from lightning_persample.callbacks.observed_step import SampleChoice, SumCheck
+from lightning_persample.callbacks.observed_step import SampleChoice, Sums, computed_in
 from lightning_persample.callbacks.second_pass import NoLossError, second_pass
 from lightning_persample.capture.failure import in_smaller_chunks
 from lightning_persample.capture.graph import REENTRANT, node_below
@@ -39,7 +39,7 @@ from lightning_persample.reference.untouched import without_dropout
 
 _NO_FACTOR = "the samples run in a pass of their own, with random numbers of its own"
 
-NOT_ONE_BY_ONE = (
+_NOT_ONE_BY_ONE = (
     "The loss of the batch is not made of the losses of its samples as loss_reduction says (samples that weigh "
     "otherwise, samples that influence each other as in batch normalization, a term that belongs to no sample), or the "
     "batch is cut otherwise than its data lie"
@@ -67,10 +67,6 @@ class SecondEngine:
         self._cut = partial(take, batch_dim=options["batch_dim"], batch_layout=options["batch_layout"])
         self._batch_dim, self._batch_layout = options["batch_dim"], options["batch_layout"]
         self._choice = choice
-        # Of a pass whose sums are to be compared with ``.grad``, the weighted sums over the samples by name; None where
-        # they cannot be compared, as the samples drew random numbers of their own: the pass itself compares them then.
-        self.totals: dict[str, Tensor] | None = None
-        self.weights: Tensor | None = None  # what each sample weighs in the loss, (B,)
         self.draws = False  # whether a sample draws random numbers even without dropout, so that nothing was compared
 
     def record(
@@ -83,8 +79,7 @@ class SecondEngine:
         *,
         sums: bool,
     ) -> PerSampleRecord:
-        """The gradients of each sample's own loss; `sums` asks for `totals`, too."""
-        self.totals = None
+        """The gradients of each sample's own loss; with `sums` a `SumsDifferError` where they are not the batch's."""
         unknown = [quantity for quantity in quantities if quantity not in QUANTITIES]
         if unknown:
             raise OptionError(
@@ -93,23 +88,25 @@ class SecondEngine:
         size = layout.batch_size
         _refuse_what_cannot_be_cut(layout, engine)
         chosen = self._choice.of_batch(size)
-        self.weights = self._weigh(training_step, batch, size)
-        in_loss = samples_in_loss(None, self.weights)  # of the others, what they lose is not known
+        weights = self._weigh(training_step, batch, size)
+        in_loss = samples_in_loss(None, weights)  # of the others, what they lose is not known
         samples, _ = samples_with_values(chosen, in_loss)
-        weights = self.weights if samples is None else self.weights[samples]
+        weights = weights if samples is None else weights[samples]
+        compares = sums and chosen is None
 
         def collect() -> _Collected:
-            collected = _Collected(size, samples, frozenset(quantities), weights if sums else None)
+            collected = _Collected(size, samples, frozenset(quantities), weights if compares else None)
             collected.in_loss = size if in_loss is None else len(in_loss)
             self._collect(engine, training_step, batch, size, collected)
             return collected
 
         run_pass = partial(in_smaller_chunks, collect) if engine == "vmap" else collect
         collected = run_pass()
-        self.totals = collected.totals if sums and chosen is None and not collected.drew else None
-        if sums and chosen is None and collected.drew:
+        if compares:
             with without_dropout(self._module):
-                self._compare_sums(training_step, self._copied(batch, size), run_pass())
+                self._compare_sums(
+                    training_step, self._copied(batch, size), run_pass() if collected.drew else collected
+                )
         return collected.record(list(self._trainable()))
 
     def _collect(
@@ -155,12 +152,29 @@ class SecondEngine:
         parameters, scale = self._trainable(), loss_scale(self._trainer, 1)
         with second_pass(self._trainer, self._module) as state:
             loss = loss_of(training_step(batch))
-            if not isinstance(loss, Tensor) or self.weights is None:
+            if not isinstance(loss, Tensor):
                 raise NoLossError
-            check = SumCheck(self._module, loss, self.weights)
             grads = gradients_of(loss * scale, parameters)
             self.draws = collected.drew or state.drew_random_numbers()
-        text = check.finish(collected.record(list(parameters)), collected.totals, NOT_ONE_BY_ONE, grads)
+            dtypes = computed_in(parameters.values(), loss.device)
+
+        def compared(factor: float) -> Sums:
+            sums = Sums(loss.detach() * scale, dtypes)
+            for name, total in collected.totals.items():
+                if name in grads:
+                    parts = collected.parts(name) * factor * scale
+                    sums.add(name, total * factor * scale, grads[name].to(total.dtype), parts)
+            return sums
+
+        causes, size, given = _NOT_ONE_BY_ONE, len(collected.places), self._weighting
+        if size > 1 and given == "mean" and not compared(float(size)).too_far():
+            causes = (
+                "The loss is a sum over the samples and no mean: pass loss_reduction='sum'; where it is divided by a "
+                "fixed number of samples, divide by the rows of the batch"
+            )
+        elif size > 1 and given == "sum" and not compared(1.0 / size).too_far():
+            causes = "The loss is a mean over the samples and no sum: pass loss_reduction='mean'"
+        text = compared(1.0).text("the gradient of the batch, both taken without dropout", causes)
         if text is not None and not self.draws:
             raise SumsDifferError(text)
 
@@ -238,6 +252,11 @@ class _Collected:
             if name not in self._grad_samples:
                 self._grad_samples[name] = rows.new_zeros(number, *rows.shape[1:])
             self._grad_samples[name][chosen] = own.to(rows.dtype)
+
+    def parts(self, name: str) -> Tensor:
+        """What the samples add to a parameter, as if nothing cancelled: sum_i |w_i| ||g_i||."""
+        norms = self._sq_norms[name].sqrt()
+        return norms.sum() if self._weights is None else (self._weights.abs().to(norms) * norms).sum()
 
     def record(self, names: list[str]) -> PerSampleRecord:
         """The record of the trainable parameters with these names."""

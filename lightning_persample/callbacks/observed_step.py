@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,13 +36,58 @@ class SampleChoice:
 
 _NAMED = 8
 _OF_LOSS = 1e-3  # a gradient below this share of the loss is compared as if it were that large
-_OF_BACKWARD = "what the backward added to .grad"
-_OF_BATCH = "the gradient of the batch, both taken without dropout"
 _CAUSES = (
     "A term of the loss that belongs to no sample (a penalty on the parameters) does this and leaves the samples' own "
     "gradients exact, and so does a hook or a `backward` of yours that changes gradients; if there is neither, check "
     "the model with check_per_sample_gradients and report it"
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """By parameter the gradient of a batch beside the weighted sum of its samples' gradients."""
+
+    loss: Tensor  # the loss of the batch, with every factor that is in its gradient
+    dtypes: Collection[torch.dtype]  # that the gradients were computed in
+    terms: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, total: Tensor, grad: Tensor, parts: Tensor, before: Tensor | None = None) -> None:
+        """Compare a sum over the samples with a gradient that was added to `before`; `parts`: sum_i |w_i| ||g_i||."""
+        added = grad if before is None else grad - before
+        earlier = added.new_zeros(()) if before is None else before.norm()
+        self.terms[name] = torch.stack([(total - added).norm(), added.norm(), parts, earlier])
+
+    def too_far(self) -> dict[str, float]:
+        """The relative errors of the parameters where they differ by more than rounding."""
+        if not self.terms:
+            return {}
+        errors, sizes, contributions, before = torch.stack(list(self.terms.values())).cpu().unbind(1)
+        tolerance = default_tolerance(set(self.dtypes), self.loss.device)
+        smallest = 0.01 * max(sizes.norm(), before.norm())
+        # Where all gradients cancel (of a bias in front of a normalization), the loss alone tells what rounding makes.
+        smallest = smallest.maximum(_OF_LOSS * self.loss.abs().to(smallest))
+        allowed = tolerance * torch.maximum(sizes, contributions).clamp_min(smallest)
+        return {
+            name: float(error / size)
+            for name, error, size, most in zip(self.terms, errors, sizes, allowed, strict=True)
+            if error > most  # false for what is not finite: an overflow of half precision
+        }
+
+    def text(self, compared: str, causes: str) -> str | None:
+        """Names the parameters that differ; None where all sums fit."""
+        wrong = self.too_far()
+        if not wrong:
+            return None
+        listed = [f"`{name}` by {error:.1%}" for name, error in list(wrong.items())[:_NAMED]]
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        where = f"{', '.join(listed)}{more}"
+        return f"The gradients of the samples do not add up to {compared}; they are off for {where}. {causes}"
+
+
+def computed_in(parameters: Iterable[Tensor], device: torch.device) -> set[torch.dtype]:
+    """The dtypes that gradients of these parameters are computed in, that of autocast included."""
+    dtypes = {parameter.dtype for parameter in parameters}
+    return dtypes | ({torch.get_autocast_dtype(device.type)} if torch.is_autocast_enabled(device.type) else set())
 
 
 class SumCheck:
@@ -53,17 +99,14 @@ class SumCheck:
     def __init__(self, module: nn.Module, loss: Tensor, weights: Tensor | float, *, averaged: bool = False) -> None:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._weights = weights
-        self._scale: Tensor | None = None
         self._loss = loss.detach()
+        self._scale: Tensor | None = None
+        self._dtypes = computed_in(self._parameters.values(), loss.device)
         self._failures: list[Exception] = []
         self._handles = [on_arrival(loss, self._keep_scale, self._failures.append)]
         self._before: dict[str, Tensor] = {}
         self._averaged = averaged
         self._arrived: dict[str, Tensor] = {}
-        self._grads: Mapping[str, Tensor] | None = None
-        self._autocast = (
-            {torch.get_autocast_dtype(loss.device.type)} if torch.is_autocast_enabled(loss.device.type) else set()
-        )
 
     def start_backward(self) -> None:
         """Remember the gradients that were accumulated before."""
@@ -77,56 +120,28 @@ class SumCheck:
         """Tell what each sample turned out to weigh, after the backward: the loss may be a mean over some alone."""
         self._weights = weight
 
-    def finish(
-        self,
-        record: PerSampleRecord,
-        totals: Mapping[str, Tensor] | None = None,
-        causes: str = _CAUSES,
-        grads: Mapping[str, Tensor] | None = None,
-    ) -> str | None:
+    @torch.no_grad()
+    def finish(self, record: PerSampleRecord) -> str | None:
         """A text that names the parameters that differ, or None where all sums fit; asked for after the backward."""
-        # `totals` are the weighted sums over the samples by name; None takes those of the record's gradients.
-        # `grads` are the gradients of the batch by name; None takes ``.grad``.
-        self._grads = grads
         self.close()
         if self._failures:
             raise self._failures.pop()
         if self._scale is None:
             return None
-        terms = self._terms(record, totals, self._scale)
-        if not terms:
-            return None
-        errors, sizes, contributions, before = torch.stack(list(terms.values())).cpu().unbind(1)
-        dtypes = {self._parameters[name].dtype for name in terms} | self._autocast
-        tolerance = default_tolerance(dtypes, next(iter(self._parameters.values())).device)
-        smallest = 0.01 * max(sizes.norm(), before.norm())
-        # Where all gradients cancel (of a bias in front of a normalization), the loss alone tells what rounding makes.
-        smallest = smallest.maximum(_OF_LOSS * (self._scale * self._loss).abs().to(smallest))
-        allowed = tolerance * torch.maximum(sizes, contributions).clamp_min(smallest)
-        wrong = {
-            name: float(error / size)
-            for name, error, size, most in zip(terms, errors, sizes, allowed, strict=True)
-            if error > most  # false for what is not finite: an overflow of half precision
-        }
-        if not wrong:
-            return None
-        fitting = "" if totals is None else self._reduction_that_fits(totals, record, allowed)
-        return _text(wrong, fitting or causes, _OF_BACKWARD if grads is None else _OF_BATCH)
-
-    def _reduction_that_fits(self, totals: Mapping[str, Tensor], record: PerSampleRecord, allowed: Tensor) -> str:
-        """What helps where the samples of a mean add up to the gradient as those of a sum, or the reverse."""
-        weights = torch.as_tensor(self._weights)
-        size = weights.numel()
-        for given, fitting, factor in (("mean", "sum", float(size)), ("sum", "mean", 1.0 / size)):
-            if size == 1 or self._scale is None or not bool((weights * (1.0 if given == "sum" else size) == 1.0).all()):
+        sums = Sums(self._scale * self._loss, self._dtypes)
+        for name, rows in record.grad_samples.items():
+            grad = self._arrived.get(name) if self._averaged else self._parameters[name].grad
+            if grad is None:
                 continue
-            terms = self._terms(record, totals, self._scale * factor)
-            if bool((torch.stack(list(terms.values()))[:, 0].cpu() <= allowed).all()):
-                found = f"The loss is a {fitting} over the samples and no {given}: pass loss_reduction={fitting!r}"
-                if fitting == "mean":
-                    return found
-                return f"{found}; where it is divided by a fixed number of samples, divide by the rows of the batch"
-        return ""
+            wide, before = torch.promote_types(rows.dtype, torch.float32), self._before.get(name)
+            scale, weights = self._scale.to(rows.device, wide), torch.as_tensor(self._weights).to(rows.device, wide)
+            if weights.dim() and record.samples is not None:
+                weights = weights[record.samples.to(rows.device)]
+            weights = weights.expand(len(rows)) * scale
+            total = torch.tensordot(weights, rows.to(wide), dims=1)
+            parts = (weights.abs() * record.sq_norms[name].to(rows.device, wide).sqrt()).sum()
+            sums.add(name, total, _dense(grad, wide), parts, None if before is None else _dense(before, wide))
+        return sums.text("what the backward added to .grad", _CAUSES)
 
     def close(self) -> None:
         """Remove every hook. May be called twice."""
@@ -138,48 +153,12 @@ class SumCheck:
         earlier = self._arrived.get(name)  # a copy: the memory may become .grad, and be averaged there
         self._arrived[name] = grad.detach().clone() if earlier is None else earlier + grad.detach()
 
-    def _grad(self, name: str) -> Tensor | None:
-        if self._grads is not None:
-            return self._grads.get(name)
-        return self._arrived.get(name) if self._averaged else self._parameters[name].grad
-
     def _keep_scale(self, grad: Tensor) -> None:
         self._scale = grad.detach().reshape(()) if grad.numel() == 1 else None
-
-    @torch.no_grad()
-    def _terms(self, record: PerSampleRecord, totals: Mapping[str, Tensor] | None, scale: Tensor) -> dict[str, Tensor]:
-        """Norms of the error, of what was added, of the samples' parts together, and of what was there before, (4,)."""
-        found = {}
-        for name, rows in (record.grad_samples if totals is None else totals).items():
-            grad, before = self._grad(name), self._before.get(name)
-            if grad is None:
-                continue
-            wide = torch.promote_types(rows.dtype, torch.float32)
-            device, factor = rows.device, scale.to(rows.device, wide)
-            added = _dense(grad, wide) if before is None else _dense(grad, wide) - _dense(before, wide)
-            norms = record.sq_norms[name].to(device, wide).sqrt()
-            if isinstance(self._weights, Tensor):
-                weights = self._weights.detach().to(device, wide)
-                weights = weights if record.samples is None else weights[record.samples.to(device)]
-                total = rows if totals is not None else torch.tensordot(weights, rows.to(wide), dims=1)
-                parts = (weights.abs() * norms).sum()
-            else:
-                total = rows if totals is not None else rows.sum(0, dtype=wide) * self._weights
-                parts = norms.sum() * self._weights
-            earlier = added.new_zeros(()) if before is None else _dense(before, wide).norm()
-            found[name] = torch.stack([(total * factor - added).norm(), added.norm(), parts * factor.abs(), earlier])
-        return found
 
 
 def _dense(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.detach().to_dense().to(dtype)
-
-
-def _text(wrong: Mapping[str, float], causes: str, compared: str) -> str:
-    listed = [f"`{name}` by {error:.1%}" for name, error in list(wrong.items())[:_NAMED]]
-    more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-    where = f"{', '.join(listed)}{more}"
-    return f"The gradients of the samples do not add up to {compared}; they are off for {where}. {causes}"
 
 
 _NO_MEMORY = (

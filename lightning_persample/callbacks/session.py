@@ -32,7 +32,7 @@ from lightning_persample.callbacks.class_loss import (
     place_by_marks,
     place_in_batch,
 )
-from lightning_persample.callbacks.fallback import NOT_ONE_BY_ONE, SecondEngine, SumsDifferError, why_no_record
+from lightning_persample.callbacks.fallback import SecondEngine, SumsDifferError, why_no_record
 from lightning_persample.callbacks.lightning_internals import (
     ObservedMethod,
     holds_compiled_code,
@@ -42,7 +42,7 @@ from lightning_persample.callbacks.lightning_internals import (
     why_unsupported,
 )
 from lightning_persample.callbacks.manual import NO_FALLBACK, NOT_VERIFIED, ManualStep, unseen, why_not_manual
-from lightning_persample.callbacks.observed_step import ObservedStep, SampleChoice, SumCheck
+from lightning_persample.callbacks.observed_step import ObservedStep, SampleChoice
 from lightning_persample.callbacks.reports import Reports
 from lightning_persample.callbacks.sample_index import BatchIndices
 from lightning_persample.callbacks.second_pass import on_other_batches, verify_values
@@ -101,6 +101,57 @@ def _check_options_agree(trainer: Trainer, callbacks: Sequence[Any]) -> None:
                 )
 
 
+class Rest:
+    """Knows beforehand that no callback wants the next batches, so that nothing is done at them."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, callbacks: Sequence[Any]) -> None:
+        self._trainer, self._module, self._callbacks = trainer, module, callbacks
+        self.is_on = False
+        self._last_step = -1  # the optimizer step of the last batch that was passed over
+        self._awake: list[Any] = []  # callbacks with something left to do of earlier batches
+
+    def start(self) -> None:
+        """From this batch on, as long as every callback goes by the number of steps."""
+        trainer: Any = self._trainer
+        if not trainer.fast_dev_run and all(callback._goes_by_steps() for callback in self._callbacks):
+            self.is_on, self._last_step = True, logging_step(trainer)
+            self._awake = self._not_resting()
+
+    def goes_on(self, failed: Callable[[Exception], None]) -> bool:
+        """Whether nobody wants the current batch and nothing of an earlier one is left; asked at every batch."""
+        if not self.is_on:
+            return False
+        try:  # no `guard`: it would be most of what a batch that is not captured costs
+            trainer = self._trainer
+            step = logging_step(trainer)
+            is_due = trainer.should_stop  # then Lightning logs
+            for callback in self._callbacks:
+                every = callback.every_n_steps
+                if every is None:
+                    every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+                is_due = is_due or bool(every and (step + 1) % every == 0)
+            if is_due:
+                self._end(step)
+            else:
+                self._last_step = step
+                if self._awake:
+                    self._awake = self._not_resting()
+        except Exception as error:
+            self.is_on = False
+            failed(error)
+        return self.is_on
+
+    def _not_resting(self) -> list[Any]:
+        automatic = self._module.automatic_optimization
+        return [callback for callback in self._callbacks if not callback._rest(automatic=automatic)]
+
+    def _end(self, step: int) -> None:
+        self.is_on = False
+        for callback in self._callbacks:
+            if callback not in self._awake:
+                callback._end_rest(has_missed=self._last_step == step)
+
+
 class SharedCapture:
     """The capture that all per-sample callbacks of one Trainer share during one fit."""
 
@@ -132,8 +183,7 @@ class SharedCapture:
         self._opened = 0  # how many steps were to be observed
         self._other_weights: tuple[str, ...] = ()  # how a function's weights differ from those in the loss
         self._averages = trainer.world_size > 1 or is_sharded(pl_module)
-        self._is_resting, self._rested_at = False, -1
-        self._awake: list[Any] = []
+        self._rest = Rest(trainer, pl_module, self._callbacks)
         self._forget_batch()
 
         _check_options_agree(trainer, self._callbacks)
@@ -154,9 +204,9 @@ class SharedCapture:
                 self._verify = False
                 self.reports.refuse(NOT_VERIFIED)
         observed = partial(ObservedMethod, pl_module, failed=self._failed, is_live=self._is_live)
-        is_resting = partial(getattr, self, "_is_resting")
+        is_resting = partial(getattr, self._rest, "is_on")
         self._methods = (
-            observed("training_step", self._run_training_step, rests=self._rests),
+            observed("training_step", self._run_training_step, rests=partial(self._rest.goes_on, self._failed)),
             observed("backward", self._run_backward, rests=is_resting),
             observed("manual_backward", self._run_manual_backward, rests=is_resting),  # a module may go over to it
         )
@@ -188,12 +238,12 @@ class SharedCapture:
 
     def end_batch(self) -> None:
         """Forget the batch: close the capture and remove ``grad_sample`` from the parameters. May be called twice."""
-        step, check = self._step, self._second_check
+        step = self._step
         self._forget_batch()
-        if step is None and check is None:  # as at every batch that is not captured
+        if step is None:  # as at every batch that is not captured
             self.reports.end_batch()
         else:
-            run_all(self.reports.end_batch, *(each.close for each in (step, check) if each is not None))
+            run_all(self.reports.end_batch, step.close)
 
     def _forget_batch(self) -> None:
         self.class_losses = ClassLosses()  # since the last backward
@@ -205,56 +255,14 @@ class SharedCapture:
         self._manual: ManualStep | None = None
         self._optimizer_steps: Mapping[int, Sequence[PerSampleRecord]] = {}
         self._record: PerSampleRecord | None = None  # of an extra pass
-        self._second_check: SumCheck | None = None
         self._loss_scale: Tensor | None = None
 
     def uninstall(self) -> None:
         """Leave the module as it was before the fit. May be called twice."""
-        self._is_resting = False
+        self._rest.is_on = False
         hooks = [callback._restore_hooks for callback in self._callbacks]
         run_all(*[method.restore for method in reversed(self._methods)], self.end_batch, *hooks)
         self._methods = ()
-
-    def _rests(self) -> bool:
-        """Whether nobody wants the current batch and nothing of an earlier one is left; asked at every batch."""
-        if not self._is_resting:  # `_run_once` finds out
-            return False
-        try:  # no `guard`: it would be most of what a batch that is not captured costs
-            trainer = self.trainer
-            step = logging_step(trainer)
-            is_due = trainer.should_stop  # then Lightning logs
-            for callback in self._callbacks:
-                every = callback.every_n_steps
-                if every is None:
-                    every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-                is_due = is_due or bool(every and (step + 1) % every == 0)
-            if is_due:
-                self._end_rest(step)
-                return False
-            self._rested_at = step
-            if self._awake:
-                self._awake = self._not_resting()
-        except Exception as error:
-            self._is_resting = False
-            self._failed(error)
-        return self._is_resting
-
-    def _start_rest(self) -> None:
-        """From this batch on, nothing is done at batches that no callback wants, if that is known beforehand."""
-        trainer: Any = self.trainer
-        if not trainer.fast_dev_run and all(callback._goes_by_steps() for callback in self._callbacks):
-            self._is_resting, self._rested_at = True, logging_step(trainer)
-            self._awake = self._not_resting()
-
-    def _not_resting(self) -> list[Any]:
-        automatic = self.module.automatic_optimization
-        return [callback for callback in self._callbacks if not callback._rest(automatic=automatic)]
-
-    def _end_rest(self, step: int) -> None:
-        self._is_resting = False
-        for callback in self._callbacks:
-            if callback not in self._awake:
-                callback._end_rest(has_missed=self._rested_at == step)
 
     def _run_training_step(self, training_step: Once, *args: Any, **kwargs: Any) -> Any:
         # A validation_step that calls self.training_step, and a training_step that calls itself, are not the step.
@@ -275,7 +283,7 @@ class SharedCapture:
         self._receivers = [callback for callback in present if of_user(callback.should_capture, self.trainer)]
         run = partial(training_step, *args, **kwargs)
         if not self._receivers:
-            self._start_rest()
+            self._rest.start()
             return run()
         self._quantities = frozenset().union(*(of_user(each.needs, self.trainer) for each in self._receivers))
         self._batch = args[0] if args else next(iter(kwargs.values()), None)
@@ -284,15 +292,19 @@ class SharedCapture:
             self._verify = False
             self.reports.refuse(f"verify=True {ONE_OF_SEVERAL}: nothing is verified")
         if self._verify and self.module.automatic_optimization:
-            drawn = None if self._indices is None else self._indices.rows_drawn()
-            options = self._options.copy()
-            options["batch_size"] = options["batch_size"] or drawn
-            self._verify = not verify_values(
-                self.trainer, self.module, options, self._rerun, self._batch, allow_missing=self._falls_back
-            )
+            self._verify = not self._is_verified()
         if not self.module.automatic_optimization:
             return self._optimized_manually(run)
         return self._observed(run) if self._engine == "expanded" else self._after_an_extra_pass(run)
+
+    def _is_verified(self) -> bool:
+        """Check the values of this batch, if it can be used for that."""
+        drawn = None if self._indices is None else self._indices.rows_drawn()
+        options = self._options.copy()
+        options["batch_size"] = options["batch_size"] or drawn
+        return verify_values(
+            self.trainer, self.module, options, self._rerun, self._batch, allow_missing=self._falls_back
+        )
 
     def _observed(self, training_step: Callable[[], Any]) -> Any:
         step = self._open()
@@ -311,9 +323,6 @@ class SharedCapture:
         except PerSampleError as error:
             self.reports.report(error)
             self.end_batch()
-        else:
-            if self._falls_back and step.weights is not None and not self._averages:
-                self._second_check = SumCheck(self.module, loss, step.weights)
         return outputs
 
     def _optimized_manually(self, training_step: Callable[[], Any]) -> Any:
@@ -361,7 +370,8 @@ class SharedCapture:
         sums, self._second_is_compared = not self._second_is_compared, True
         record = self._run_second(self._engine, sums=sums)
         if isinstance(record, SumsDifferError):
-            self._refuse_second(str(record))
+            self._second_is_refused = True
+            self.reports.refuse(f"engine={self._engine!r} is not used in this fit: {record}")
             return training_step()
         if sums and self._second.draws:
             self.reports.warn(f"engine={self._engine!r} {_NOT_COMPARED}")
@@ -373,9 +383,6 @@ class SharedCapture:
             self._record = record
             if isinstance(loss, Tensor) and loss.requires_grad:
                 on_arrival(loss, self._keep_scale, self._failed)
-            weights = self._second.weights
-            if self._second.totals is not None and weights is not None and isinstance(loss, Tensor):
-                self._second_check = SumCheck(self.module, loss, weights, averaged=self._averages)
         elif isinstance(loss, Tensor):
             self.reports.report(record)
         return outputs
@@ -391,13 +398,7 @@ class SharedCapture:
         found: PerSampleRecord | PerSampleError = record(
             engine, self._rerun, self._batch, layout, self._quantities, sums=sums
         )
-        text = self._why_sums_differ(found) if isinstance(found, PerSampleRecord) else None
-        return found if text is None else UnsupportedError(f"engine={engine!r}: {text}")
-
-    def _why_sums_differ(self, record: PerSampleRecord) -> str | None:
-        """Compare the sums of an extra pass with what the backward has added to ``.grad``, once it has run."""
-        check, totals = self._second_check, self._second.totals
-        return None if check is None or totals is None else check.finish(record, totals, NOT_ONE_BY_ONE)
+        return found
 
     def _view(self) -> Any:
         """The batch as its samples are looked for."""
@@ -474,31 +475,27 @@ class SharedCapture:
         self.reports.report_failure(error)
 
     def _run_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        step = self._step
-        is_ours = step is not None or self._record is not None or self._is_empty
-        if not self._methods or self._manual is not None or not is_ours:
+        if not self._methods or self._manual is not None:
             return backward(*args, **kwargs)
-        check = self._second_check
-        if check is not None:
-            check.start_backward()
-        if step is None:
-            self._backward_starts([])
-            result = backward(*args, **kwargs)
-            record, self._record = self._record, None
-            if self._is_empty:  # no samples, and a part in the optimizer step
-                self._after_backward(None)
-            elif record is not None and (text := self._why_sums_differ(record)) is not None:
-                self._refuse_second(text)
-            elif record is not None:
-                weighting: Literal["mean", "sum"] = "sum" if self._options["loss_reduction"] == "sum" else "mean"
-                if self._loss_scale is not None:
-                    record = replace(record, _own=OwnScale(weighting, record.batch_size, self._loss_scale))
-                self._after_backward(record)
-                self._deliver(record)
-            return result
+        if self._step is not None:
+            return self._observed_backward(self._step, partial(backward, *args, **kwargs))
+        record, self._record = self._record, None
+        if record is None and not self._is_empty:
+            return backward(*args, **kwargs)
+        self._backward_starts([])
+        result = backward(*args, **kwargs)
+        if record is not None and self._loss_scale is not None:
+            weighting: Literal["mean", "sum"] = "sum" if self._options["loss_reduction"] == "sum" else "mean"
+            record = replace(record, _own=OwnScale(weighting, record.batch_size, self._loss_scale))
+        self._after_backward(record)  # of a batch without samples, too, which has a part in the optimizer step
+        if record is not None:
+            self._deliver(record)
+        return result
+
+    def _observed_backward(self, step: ObservedStep, backward: Callable[[], Any]) -> Any:
         step.start_backward()
         with step.capture.observe():
-            result = backward(*args, **kwargs)
+            result = backward()
         self._step = None
         step.capture.close()
         if len(step.capture.records) == 1:
@@ -513,10 +510,6 @@ class SharedCapture:
 
     def _keep_scale(self, grad: Tensor) -> None:
         self._loss_scale = grad.detach().reshape(()) if grad.numel() == 1 else None
-
-    def _refuse_second(self, text: str) -> None:
-        self._second_is_refused = True
-        self.reports.refuse(f"engine={self._engine!r} is not used in this fit: {text}")
 
     def _backward_starts(self, losses: list[Tensor]) -> None:
         with unseen(self.module.device.type):

@@ -177,7 +177,7 @@ BOUNDARY = (
     "callbacks.sample_index._Tagged.__init__",
     "callbacks.sample_index._untagging.<locals>.",
     "callbacks.sample_index._note_failures",
-    "callbacks.session.SharedCapture._rests",
+    "callbacks.session.Rest.goes_on",
     "callbacks.session.SharedCapture.uninstall",
     "callbacks.base.PerSampleCallback._end_capture",
     "callbacks.base.PerSampleCallback.state_key",

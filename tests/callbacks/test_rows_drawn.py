@@ -398,9 +398,7 @@ def test_samples_that_do_not_add_up_to_the_gradient_are_refused(case, engine, dr
     norms, texts = captured(network, step, DataLoader(LABELLED, 4), engine=engine)
     assert norms == []
     assert len(texts) == 1
-    compared = "what the backward added to .grad"
-    if dropout is not None:
-        compared = "the gradient of the batch, both taken without dropout"
+    compared = "the gradient of the batch, both taken without dropout"
     assert texts[0].startswith(
         f"engine={engine!r} is not used in this fit: The gradients of the samples do not add up to {compared}; they "
         "are off for `network."

@@ -193,7 +193,7 @@ def test_what_is_captured_is_the_same_beside_a_callback_that_is_asked_at_every_b
 
 @pytest.mark.parametrize(
     "function",
-    [session.SharedCapture._not_resting, session.SharedCapture._end_rest, statistics.Window.is_new.fget],
+    [session.Rest._not_resting, session.Rest._end, statistics.Window.is_new.fget],
 )
 def test_a_fault_in_it_ends_no_training(function):
     plain = trained(Classifier, []).model
