@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,6 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 from torch.nn.utils.rnn import pad_packed_sequence
 from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.overrides import _pop_mode as pop_function_mode
-from torch.overrides import _push_mode as push_function_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
@@ -34,6 +33,7 @@ __all__ = [
     "CONTROL_FLOW",
     "KEPT_ITERATOR",
     "MAKE_ITERATORS",
+    "OFFERING",
     "RUN_BACKWARD",
     "SECOND_WEIGHTS",
     "TORCH_FOLDER",
@@ -76,6 +76,7 @@ __all__ = [
     "pop_function_mode",
     "push_function_mode",
     "recurrent_functions",
+    "run_eagerly",
     "saved_results",
     "tensors_held_by",
     "torch_function_is_enabled",
@@ -101,9 +102,13 @@ without_torch_function = torch._C.DisableTorchFunction  # a context: nothing is 
 with_torch_function = torch._C._EnableTorchFunction  # a context within that one: calls are offered again
 without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context: calls are offered to modes alone
 count_function_modes = torch._C._len_torch_function_stack
+pop_function_mode = torch._C._pop_torch_function_stack
+push_function_mode = torch._C._push_on_torch_function_stack
 torch_function_is_enabled = torch._C._is_torch_function_enabled
 disabled_torch_function = torch._C._disabled_torch_function_impl  # the ``__torch_function__`` of nn.Parameter
 
+# The modules most of whose functions are Python and offer themselves by their `handle_torch_function`.
+OFFERING: tuple[Any, ...] = (torch.nn.functional, torch._tensor)
 CONTROL_FLOW = "torch._higher_order_ops"  # the modules of `torch.cond` and its like
 
 # torch.func and forward differentiation
@@ -201,6 +206,26 @@ def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, nn.Parameter], 
 def dynamo_is_imported() -> bool:
     """Whether anything can have been compiled; to import it takes seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def run_eagerly() -> Callable[[], None]:
+    """Run compiled code as it was written, from now on; -> what takes that back."""
+    if not dynamo_is_imported():  # nothing is compiled
+        return _nothing
+    frame: Any = torch._dynamo.eval_frame
+    take_back: Callable[[], None] = partial(frame._set_stance, frame._set_stance(_eager_stance()))
+    return take_back
+
+
+def _nothing() -> None: ...
+
+
+@cache
+def _eager_stance() -> Any:
+    """What `torch.compiler.set_stance("force_eager")` sets."""
+    changed = torch.compiler.set_stance("force_eager")
+    changed.__exit__(None, None, None)
+    return changed.stance
 
 
 def has_compiled_part(module: nn.Module) -> bool:

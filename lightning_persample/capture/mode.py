@@ -231,13 +231,11 @@ class Capture:
     def __enter__(self) -> Capture:
         if self._closed:
             raise PerSampleError(_CLOSED)
-        self._observing = self.observe()
-        guard(self._observing.__enter__, self._fail)()
+        guard(self._mode.start, self._fail)(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        ends = (partial(self._observing.__exit__, *exception), self.close)
-        guard(run_all, self._fail)(*ends)
+        guard(run_all, self._fail)(partial(self._mode.stop, self), self.close)
         if exception[0] is None and self._why_at_fault() and not self._has_said_fault:
             guard(self._say_fault, self._fail)()
 

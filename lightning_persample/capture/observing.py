@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -20,14 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_persample.torch_internals import (
     CONTROL_FLOW,
+    OFFERING,
     RUN_BACKWARD,
     TensorBase,
     count_function_modes,
     disabled_torch_function,
-    dynamo_is_imported,
     function_modes,
     pop_function_mode,
     push_function_mode,
+    run_eagerly,
     torch_function_is_enabled,
 )
 
@@ -45,43 +46,55 @@ class ObservingMode(TorchFunctionMode):
     """
 
     def __init__(self, answer: Answer) -> None:
-        super().__init__()
         self.answer = self.first = answer
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Offer the calls in this context; an interrupt, too, leaves the mode on no stack."""
         try:
-            with self:
-                yield
+            push_function_mode(self)
+            yield
         finally:
-            self._leave_stack()
+            self.leave_stack()
 
     @contextmanager
     def observing(self) -> Iterator[None]:
         """The same, with what is compiled run as it was written, and modules that do not count this mode."""
         who = object()
         try:
-            try:
-                without_compilation.enter(who)
-                modules_do_not_see.enter(who)
-                with self:
-                    yield
-            finally:
-                modules_do_not_see.leave(who)
-                without_compilation.leave(who)
+            self.start(who)
+            yield
         finally:
-            self._leave_stack()  # an interrupt may have kept the first ones from it
-            modules_do_not_see.leave(who)
-            without_compilation.leave(who)
+            self.stop(who)
 
-    def _leave_stack(self) -> None:
-        if not count_function_modes():  # as nearly always
-            return
-        while self in (stack := function_modes()):
-            above = [pop_function_mode() for _ in stack[stack.index(self) :]][:-1]
-            for mode in reversed(above):
-                push_function_mode(mode)
+    def start(self, who: object) -> None:
+        """Enter the context of `observing`."""
+        without_compilation.enter(who)
+        modules_do_not_see.enter(who)
+        push_function_mode(self)
+
+    def stop(self, who: object) -> None:
+        """Leave it; twice does no harm."""
+        try:
+            self._leave(who)
+        except BaseException:  # an interrupt may have kept it from all of it
+            self._leave(who)
+            raise
+
+    def _leave(self, who: object) -> None:
+        self.leave_stack()
+        modules_do_not_see.leave(who)
+        without_compilation.leave(who)
+
+    def leave_stack(self) -> None:
+        """Offer no more calls; those of modes above this one are."""
+        above = []
+        while count_function_modes():
+            mode = pop_function_mode()
+            if mode is not self:
+                above.append(mode)
+        for mode in reversed(above):
+            push_function_mode(mode)
 
     def offer(self, function: Callable[..., Any], *args: Any) -> Any:
         """Offer a call that torch does not offer to modes."""
@@ -90,6 +103,13 @@ class ObservingMode(TorchFunctionMode):
     def release(self) -> None:
         """Let calls run as they are from now on, and let go of the capture: a cycle would keep it for some time."""
         self.answer = self.first = _as_it_is
+
+    def __enter__(self) -> ObservingMode:
+        push_function_mode(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pop_function_mode()
 
     def __torch_function__(
         self,
@@ -206,20 +226,17 @@ def _answering_no(function: types.FunctionType, **replaced: Any) -> types.Functi
     return copy
 
 
-_NOTHING: AbstractContextManager[object] = nullcontext()
-
-
 class _WhileAnyIsInside:
     """A change of what belongs to the whole process, for as long as any thread is inside.
 
     Args:
-        change: makes the context of the change.
+        change: makes the change, and gives what takes it back.
     """
 
-    def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
         self._change, self._lock = change, threading.Lock()
         self._inside: set[object] = set()
-        self._changed: AbstractContextManager[object] = _NOTHING
+        self._take_back: Callable[[], None] | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -239,46 +256,66 @@ class _WhileAnyIsInside:
             is_first = not self._inside
             self._inside.add(who)
             if is_first:
-                changed = self._change()
-                changed.__enter__()
-                self._changed = changed
+                self._take_back = self._change()
 
     def leave(self, who: object) -> None:
         """Take it back when the last one leaves; to leave twice changes nothing."""
         with self._lock:
             self._inside.discard(who)
-            if not self._inside and self._changed is not _NOTHING:
-                self._changed.__exit__(None, None, None)
-                self._changed = _NOTHING
+            if not self._inside and self._take_back is not None:
+                self._take_back()
+                self._take_back = None
 
 
-def _eager() -> AbstractContextManager[object]:
-    if not dynamo_is_imported():  # nothing is compiled, and the import takes seconds
-        return _NOTHING
-    return torch.compiler.set_stance("force_eager")
-
-
-@contextmanager
-def _not_counted() -> Iterator[None]:
+def _not_counted() -> Callable[[], None]:
     asked = getattr(torch.overrides.has_torch_function, "__wrapped__", torch.overrides.has_torch_function)
-    backward, names, compiler = torch.autograd.backward, vars(torch.utils), torch.compile
-    references = names["weakref"]
+    backward, compiler = torch.autograd.backward, torch.compile
+    references, offer = vars(torch.utils)["weakref"], OFFERING[0].handle_torch_function
+    take_back = partial(_counted, asked, backward, compiler, references, offer)
     try:
         torch.compile = _unseen_control_flow(compiler)
-        names["weakref"] = _references(references)
+        vars(torch.utils)["weakref"] = _references(references)
         torch.overrides.has_torch_function = _without_observers(asked)
         Tensor.set_ = _offered(Tensor.set_)  # type: ignore[method-assign]
         for part in _PARTS:
             setattr(Tensor, part.__name__, part)
         if "handle_torch_function" not in backward.__code__.co_names:
             torch.autograd.backward = _offered(backward)
-        yield
-    finally:
-        torch.overrides.has_torch_function, torch.autograd.backward, torch.compile = asked, backward, compiler
-        names["weakref"] = references
-        for name in ("set_", "real", "imag"):  # those of TensorBase are seen again
-            if name in vars(Tensor):
-                delattr(Tensor, name)
+        for module in OFFERING:
+            module.handle_torch_function = _offered_at_once(offer)
+    except BaseException:
+        take_back()
+        raise
+    return take_back
+
+
+def _counted(asked: Any, backward: Any, compiler: Any, references: Any, offer: Any) -> None:
+    torch.overrides.has_torch_function, torch.autograd.backward, torch.compile = asked, backward, compiler
+    vars(torch.utils)["weakref"] = references
+    for module in OFFERING:
+        module.handle_torch_function = offer
+    for name in ("set_", "real", "imag"):  # those of TensorBase are seen again
+        if name in vars(Tensor):
+            delattr(Tensor, name)
+
+
+@functools.cache
+def _offered_at_once(offer: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch does where the innermost mode is an `ObservingMode`, in one call in place of ten."""
+
+    @wraps(offer)
+    def handle_torch_function(function: Callable[..., Any], relevant: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (torch_function_is_enabled() and count_function_modes()):
+            return offer(function, relevant, *args, **kwargs)
+        mode = pop_function_mode()
+        try:
+            if type(mode) is ObservingMode:
+                return mode.answer(function, args, kwargs)
+        finally:
+            push_function_mode(mode)
+        return offer(function, relevant, *args, **kwargs)
+
+    return handle_torch_function
 
 
 @functools.cache
@@ -375,7 +412,7 @@ def _overrides(kind: type) -> bool:
     return kind is not Tensor and own is not None and own is not disabled_torch_function
 
 
-without_compilation = _WhileAnyIsInside(_eager)
+without_compilation = _WhileAnyIsInside(run_eagerly)
 """Run compiled code as it was written, because nothing of it can be seen; the next step is compiled again."""
 modules_do_not_see = _WhileAnyIsInside(_not_counted)
 """Modules that ask whether an override is active do not count an `ObservingMode`."""

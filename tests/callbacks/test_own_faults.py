@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter
@@ -257,18 +256,21 @@ def interrupted_fit(kind: type, function: types.CodeType, call: int, tmp_path: A
 def of_process() -> tuple[Any, ...]:
     """What a capture changes for the whole process, and takes back."""
     modes = [type(each) for each in torch.overrides._get_current_function_mode_stack()]
-    return modes, torch.overrides.has_torch_function, torch.autograd.backward, torch._C._is_torch_function_enabled()
+    offers = torch.nn.functional.handle_torch_function, torch._tensor.handle_torch_function
+    asked = torch.overrides.has_torch_function, torch.autograd.backward, torch._C._is_torch_function_enabled()
+    return modes, offers, asked
 
 
 INTERRUPTED: list[tuple[Callable[..., Any], int]] = [
-    (TorchFunctionMode.__enter__, 1),
-    (TorchFunctionMode.__exit__, 1),
-    (TorchFunctionMode.__exit__, 2),
+    (observing.ObservingMode.__enter__, 1),
+    (observing.ObservingMode.__exit__, 1),
     (observing._WhileAnyIsInside.enter, 1),
     (observing._WhileAnyIsInside.leave, 1),
     (observing._WhileAnyIsInside.leave, 4),
-    (observing._not_counted.__wrapped__, 2),  # type: ignore[attr-defined]
-    (observing.ObservingMode.observing.__wrapped__, 2),  # type: ignore[attr-defined]
+    (observing._not_counted, 1),
+    (observing._counted, 1),
+    (observing.ObservingMode.start, 1),
+    (observing.ObservingMode._leave, 1),
     (mode.Capture.close, 1),
     (mode.Capture._after, 2),
     (session.SharedCapture.uninstall, 1),

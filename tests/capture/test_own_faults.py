@@ -42,6 +42,7 @@ from tests.own_faults import broken, called, interrupted, name_of
 
 B = 4
 ASKED = torch.overrides.has_torch_function
+OFFERED = torch.overrides.handle_torch_function
 
 
 class Network(nn.Module):
@@ -306,9 +307,13 @@ BOUNDARY = {
     "capture.observing._backward_of_torch",
     "capture.observing.decomposed_backward.<locals>.run",
     "capture.dispatch.Dispatcher.call",
+    "capture.observing.ObservingMode.__enter__",
+    "capture.observing.ObservingMode.__exit__",
     "capture.observing.ObservingMode.__init__",
     "capture.observing.ObservingMode.__torch_function__",
     "capture.observing.ObservingMode.release",
+    "capture.observing.ObservingMode.stop",
+    "capture.observing._offered_at_once.<locals>.handle_torch_function",
     "capture.parameters.WatchedParameters.close",
     "capture.record.warn_user",
     "capture.mode.expanded_weights",
@@ -322,7 +327,10 @@ BOUNDARY = {
     ),
 }  # fmt: skip
 # What puts torch back is called twice: it may fail once, and not for good.
-MAY_FAIL_ONCE = {"capture.observing._WhileAnyIsInside.leave"}
+MAY_FAIL_ONCE = {
+    f"capture.observing.{name}"
+    for name in ("_WhileAnyIsInside.leave", "_counted", "ObservingMode._leave", "ObservingMode.leave_stack")
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "norms": {},
     "all": {"quantities": ("sq_norm", "grad_sample", "square_sum", "dot", "projection"), "max_memory": 1000},
@@ -347,6 +355,7 @@ def larger_step(options: dict[str, Any] | None) -> tuple[nn.Module, dict[str, Te
 def is_clean(module: nn.Module) -> bool:
     hooks = [p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters()]
     is_torch_its_own = torch.overrides.has_torch_function is ASKED and "set_" not in vars(Tensor)
+    is_torch_its_own &= F.handle_torch_function is torch._tensor.handle_torch_function is OFFERED
     return not any(hooks) and torch.overrides._get_current_function_mode_stack() == [] and is_torch_its_own
 
 
