@@ -16,7 +16,6 @@ from lightning_persample.callbacks.lightning_internals import loss_scale
 from lightning_persample.callbacks.observed_step import SampleChoice, Sums, computed_in
 from lightning_persample.callbacks.second_pass import NoLossError, second_pass
 from lightning_persample.capture.failure import in_smaller_chunks
-from lightning_persample.capture.graph import REENTRANT, node_below
 from lightning_persample.capture.record import OF_KEPT, KeptGradients, PerSampleRecord
 from lightning_persample.capture.values import samples_in_loss, samples_with_values
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
@@ -43,11 +42,6 @@ _NOT_ONE_BY_ONE = (
     "The loss of the batch is not made of the losses of its samples as loss_reduction says (samples that weigh "
     "otherwise, samples that influence each other as in batch normalization, a term that belongs to no sample), or the "
     "batch is cut otherwise than its data lie"
-)
-
-_CHECKPOINT = (
-    "engine='loop' takes gradients with torch.autograd.grad, and activation checkpointing with use_reentrant=True "
-    "gives none to it; use checkpoint(..., use_reentrant=False)"
 )
 
 
@@ -134,8 +128,6 @@ class SecondEngine:
 
     def _loop(self, loss_of_one: Callable[[Any], Tensor], ones: list[Any]) -> dict[str, Tensor]:
         loss = loss_of_one(*ones)
-        if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
-            raise UnsupportedError(_CHECKPOINT)
         return {name: grad[None] for name, grad in gradients_of(loss, self._trainable()).items()}
 
     def _vmap(self, loss_of_one: Callable[[Any], Tensor], ones: list[Any]) -> dict[str, Tensor]:

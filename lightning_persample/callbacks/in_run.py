@@ -20,7 +20,7 @@ from lightning_persample.capture.failure import of_user
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.options import CaptureOptions, check_option, is_int
-from lightning_persample.reference.samples import loss_of
+from lightning_persample.reference.samples import gradients_of, loss_of
 
 
 class InRunInfluence(PerSampleGradientWriter):
@@ -178,11 +178,9 @@ class InRunInfluence(PerSampleGradientWriter):
                 batch = trainer.strategy.batch_to_device(given)
                 size = count_samples(batch, options["batch_dim"], None, None, options["batch_layout"])
                 loss = self._loss_of(pl_module, batch, number)
-                grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
                 share = 1 if options["loss_reduction"] == "sum" else size
-                for name, grad in zip(parameters, grads, strict=True):
-                    if grad is not None:
-                        total[name] += grad * share
+                for name, grad in gradients_of(loss, parameters).items():
+                    total[name] += grad * share
                 samples, losses = samples + size, losses + float(loss.detach()) * share
         if not samples:
             raise OptionError("val_dataloader gave no batch: pass one that can be gone through again and again")

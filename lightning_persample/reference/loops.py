@@ -16,7 +16,7 @@ from lightning_persample.capture.parameters import by_place, check_module, recur
 from lightning_persample.errors import BatchSizeError, PerSampleError, UnsupportedError
 from lightning_persample.gradients.precision import wide_dtype
 from lightning_persample.options import check_option, is_none_or_int
-from lightning_persample.reference.samples import described
+from lightning_persample.reference.samples import described, gradients_of
 from lightning_persample.rules import generators_kept
 from lightning_persample.torch_internals import (
     BatchNormBase,
@@ -176,7 +176,8 @@ def loop_per_sample_grads(
         The losses (B,), and by name the gradients (B, *parameter.shape); zeros for a parameter that a sample's loss
         does not depend on.
     Tensors that do not agree on a batch size give a `BatchSizeError`, and batch normalisation in training of which a
-    sample alone has one value per channel an `UnsupportedError`.
+    sample alone has one value per channel an `UnsupportedError`, as does activation checkpointing with
+    use_reentrant=True.
     """
     batch_size = read_batch_size(_splittable(batch), 0)
     parameters = {name: p for name, p in unwrapped(module).named_parameters() if p.requires_grad}
@@ -192,10 +193,10 @@ def loop_per_sample_grads(
         one = tree_map(cut, batch)
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), batch_statistics_explained(module):
             loss = loss_fn(module, *one)
-            grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            grads = gradients_of(loss, parameters)
         losses.append(loss.detach())
-        for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
-            rows[name].append(torch.zeros_like(parameter) if grad is None else grad.to_dense().detach())
+        for name, parameter in parameters.items():
+            rows[name].append(grads[name].detach() if name in grads else torch.zeros_like(parameter))
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])

@@ -21,9 +21,16 @@ from lightning_persample.batch_axis.batch import (
     is_batch_of_graphs,
     mark_samples,
 )
-from lightning_persample.errors import OptionError, PerSampleError
+from lightning_persample.capture.graph import REENTRANT, node_below
+from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
 
 Weighting: TypeAlias = Literal["mean", "sum"] | Callable[[Any, Any], Tensor]
+
+NOT_REENTRANT = (
+    "gradients are taken with torch.autograd.grad here, so that no hook of the training runs, and activation "
+    "checkpointing with use_reentrant=True gives none to it; use checkpoint(..., use_reentrant=False), or go without "
+    "checkpointing"
+)
 
 _PLAIN = (str, bytes, int, float, complex, type, type(None))
 
@@ -181,6 +188,8 @@ def gradients_of(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Te
     """The gradients of a loss by name, of those parameters that it depends on; each (*shape), dense."""
     if not loss.requires_grad:
         return {}
+    if node_below([loss], REENTRANT):  # torch refuses it only where a gradient goes through the checkpoint
+        raise UnsupportedError(NOT_REENTRANT)
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: grad.to_dense() for name, grad in zip(parameters, grads, strict=True) if grad is not None}
 

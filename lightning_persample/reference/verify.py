@@ -26,7 +26,15 @@ from lightning_persample.capture.parameters import default_tolerance, unwrapped
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import BatchSizeError, PerSampleError
 from lightning_persample.options import check_option, check_options, is_int, is_none_or_positive
-from lightning_persample.reference.samples import Marked, Weighting, gradients_of, loss_of, own_loss, take
+from lightning_persample.reference.samples import (
+    NOT_REENTRANT,
+    Marked,
+    Weighting,
+    gradients_of,
+    loss_of,
+    own_loss,
+    take,
+)
 from lightning_persample.reference.untouched import ModuleState, untouched, without_dropout
 from lightning_persample.rules import canonical_op
 
@@ -248,12 +256,6 @@ def table(header: Sequence[str], checks: Sequence[Any]) -> str:
     )
 
 
-_CHECKPOINT = (
-    "the check takes gradients with torch.autograd.grad, so that no hook of the training runs, and activation "
-    "checkpointing with use_reentrant=True gives none to it; use checkpoint(..., use_reentrant=False), or check with "
-    "checkpointing off"
-)
-
 Step: TypeAlias = Callable[[Any], Any]
 Rows: TypeAlias = dict[str, Tensor]
 
@@ -345,7 +347,7 @@ def check_per_sample_gradients(
             noted = "samples influence each other" if record is not None and record.mixing else "the batch axis is lost"
             noted = f"{noted}: {'; '.join(texts)}" if texts else ""
             noted += f"; {_keep_apart(record.mixing)}" if record is not None and record.mixing else ""
-            hint = other_axes if str(error) != _CHECKPOINT else ""
+            hint = other_axes if str(error) != NOT_REENTRANT else ""
             reason = "; ".join(text for text in (reason, noted, hint) if text)
             return _nothing(trainable, count, allowed, reason, error)
         loop = {name: torch.stack([row[name] for row in rows]) for name in trainable}
@@ -382,7 +384,7 @@ class _Check:
             outputs = self.step(batch)
             loss = _checked_loss(outputs)
             if node_below([loss], REENTRANT):
-                raise RuntimeError(_CHECKPOINT)
+                raise RuntimeError(NOT_REENTRANT)
             if callable(self.weighting):
                 with torch.no_grad():
                     capture.attach_loss(loss, self.weighting(outputs, batch))

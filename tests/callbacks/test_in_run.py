@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample import InRunInfluence, OptionError, PerSampleError, PerSampleRecord, PerSampleWarning
@@ -308,6 +309,26 @@ def test_what_is_not_known_is_nan_and_said(tmp_path):
         assert rows["shapley"].isna().all()
     val = list(VAL)
     rows = written(tmp_path / "list", Net(), val=val)
+    np.testing.assert_allclose(rows["val_dot"], by_hand(Net())["val_dot"], rtol=1e-10)
+
+
+class Checkpointed(Net):
+    """Nothing that is trained lies in front of its checkpoint: torch.autograd.grad passes a reentrant one by."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def training_step(self, batch, batch_idx):
+        hidden = checkpoint(self.net[:2], batch[0].requires_grad_(), use_reentrant=self.reentrant)
+        return F.cross_entropy(self.net[2](hidden), batch[1])
+
+
+def test_a_reentrant_checkpoint_in_the_validation_pass_is_refused_and_no_zero(tmp_path):
+    with pytest.warns(PerSampleWarning, match="use_reentrant=True gives none to it; use checkpoint"):
+        make_trainer([InRunInfluence(tmp_path / "refused", VAL)], max_epochs=1).fit(Checkpointed(True), TRAIN)
+    assert len(read_ledger(tmp_path / "refused", partial=True)) == 0
+    rows = written(tmp_path / "not_reentrant", Checkpointed(False))
     np.testing.assert_allclose(rows["val_dot"], by_hand(Net())["val_dot"], rtol=1e-10)
 
 

@@ -23,8 +23,9 @@ REFUSED |= {
         "vmap", "In order to use an autograd.Function with functorch transforms*"
     ),
     ("reentrant checkpoint", "loop"): (
-        "engine='loop' takes gradients with torch.autograd.grad, and activation checkpointing with use_reentrant=True "
-        "gives none to it; use checkpoint(..., use_reentrant=False)"
+        "gradients are taken with torch.autograd.grad here, so that no hook of the training runs, and activation "
+        "checkpointing with use_reentrant=True gives none to it; use checkpoint(..., use_reentrant=False), or go "
+        "without checkpointing"
     ),
     ("checkpoint", "vmap"): FAILED.format(
         "vmap",

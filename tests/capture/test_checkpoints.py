@@ -150,7 +150,7 @@ def test_the_check_says_that_it_cannot_go_through_a_reentrant_checkpoint() -> No
     module.reentrant = True
     report = check_per_sample_gradients(module, torch.randn(5, 6), mean_of_squares)
     assert not report
-    assert "use checkpoint(..., use_reentrant=False), or check with checkpointing off" in report.reason
+    assert "use checkpoint(..., use_reentrant=False), or go without checkpointing" in report.reason
     assert "batch_dim" not in report.reason
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
 
 import tests.capture.recurrent_cases  # noqa: F401  (adds its cases)
 import tests.capture.twice_cases  # noqa: F401  (adds its cases)
@@ -366,3 +367,30 @@ def test_unsupported_weights_are_named_and_none_is_set(name: str) -> None:
         loss.backward()
     assert not any(hasattr(p, "grad_sample") for p in module.parameters())
     assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_reentrant_checkpoint_is_refused_where_its_gradients_would_be_zeros():
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return self[1](checkpoint(self[0], x.requires_grad_(), use_reentrant=self.reentrant))
+
+    module = Checkpointed(nn.Linear(3, 4), nn.Linear(4, 2))
+    x, y = torch.randn(B, 3), torch.randn(B, 2)
+    module.reentrant = True
+    with pytest.raises(UnsupportedError, match="use_reentrant=True gives none to it; use checkpoint"):
+        loop_per_sample_grads(module, lambda m, x, y: F.mse_loss(m(x), y), x, y)
+    module.reentrant = False
+    _, grads = loop_per_sample_grads(module, lambda m, x, y: F.mse_loss(m(x), y), x, y)
+    _, expected = loop_per_sample_grads(module, lambda m, x, y: F.mse_loss(m[1](m[0](x)), y), x, y)
+    for name, rows in grads.items():
+        torch.testing.assert_close(rows, expected[name])
+
+
+def test_a_loss_without_a_graph_gives_zeros_as_vmap_does():
+    module, x = nn.Linear(3, 1), torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]])
+
+    def only_positive(module, x):
+        return module(x).sum() if x.sum() > 0 else x.sum()
+
+    _, grads = loop_per_sample_grads(module, only_positive, x)
+    torch.testing.assert_close(grads["weight"][:, 0], torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]))
