@@ -66,16 +66,20 @@ def added_up(call: ObservedCall, *, weighs: bool = False) -> Followed:
     mean = averages(call)
     parts = frozenset({size if mean else 1} if mixing is None and not (mean and uneven) else ())
     note = mixing
+    scale = 1.0
     if weighs and parts:
         factors = factors_beside(call)
         by_sample = factors is not None and len(factors) > 1  # (one number for all may be a scale of the user's)
         parts = scaled(parts, factors, size, call.batch_size, frozenset(), divides=by_sample)
         if factors is None or len(set(factors)) > 1:
             parts, note = frozenset(), f"`{call.name}` weighs the samples by a tensor{user_line()}"
+        else:
+            scale = factors[0] if factors else scale
     elif parts and not mean:
         for factor, by_sample in _factors_within(call):
             parts = scaled(parts, [factor], size, call.batch_size, _counts(call), divides=by_sample)
-    if note is None and mean and uneven:
+            scale *= factor
+    if note is None and uneven and (mean or is_share(scale, uneven, _counts(call))):
         note = f"`{call.name}` averages over unequal numbers of rows from sample to sample{user_line()}"
     one = len(samples) == 1 and not weighs
     silent = one or not any(output.requires_grad for output in call.outputs)
@@ -249,15 +253,25 @@ def absent(totals: Tensor) -> str:
     return f" ({count} of {len(totals)} add nothing, so that their norm is 0)" if count else ""
 
 
+def is_share(factor: float, rows: int, counts: frozenset[int]) -> bool:
+    """Whether a sum times this is an average over so many rows, or over their entries, or these by the count."""
+    each = 1 / factor / rows if factor else 0.0
+    return any(math.isclose(each, n, rel_tol=1e-5) or math.isclose(each * n, 1, rel_tol=1e-5) for n in (1, *counts))
+
+
 def _counts(call: ObservedCall) -> frozenset[int]:
     """Products of axes of one sample's part in the operands."""
-    found: set[int] = set()
+    found = frozenset[int]()
     for tensor, axis in call.located:
         sizes = [size for dim, size in enumerate(tensor.shape) if dim != axis.dim]
-        sizes.append(tensor.size(axis.dim) // max(axis.entries(call.batch_size), 1))
-        for taken in range(1, len(sizes) + 1):
-            found |= {math.prod(some) for some in combinations(sizes, taken)}
-    return frozenset(found - {0, 1})
+        found |= products_of([*sizes, tensor.size(axis.dim) // max(axis.entries(call.batch_size), 1)])
+    return found
+
+
+def products_of(sizes: Sequence[int]) -> frozenset[int]:
+    """Products of some of these sizes."""
+    some = (each for taken in range(1, len(sizes) + 1) for each in combinations(sizes, taken))
+    return frozenset(map(math.prod, some)) - {0, 1}
 
 
 def _totals(call: ObservedCall) -> Tensor | None:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.added_up import absent, factors_beside, reduction_of, scaled
+from lightning_persample.batch_axis.added_up import absent, factors_beside, is_share, reduction_of, scaled
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, laid_along, picked
 from lightning_persample.batch_axis.base import Entries, Followed, is_plain, listed, lists
 from lightning_persample.batch_axis.indexing import rows_filled
@@ -470,8 +470,8 @@ def _notes(call: ObservedCall, first: Lost, operands: int, reduced: bool, diviso
             return None, _why_scaled(call, first, [mark for _, mark in data])
         if divisor is not None:
             return None, _why_unlike(call, first, divisor)
-        rows = [1 / each / first.uneven for each in _factors(call) or () if each] if reduced and first.uneven else []
-        counts = any(math.isclose(each, n, rel_tol=1e-5) for each in rows for n in (1, *first.counts))
+        factors = (_factors(call) or []) if reduced and first.uneven else []
+        counts = any(is_share(each, first.uneven, first.counts) for each in factors)
         return None, f"`{call.name}` averages over unequal numbers of rows{user_line()}" if counts else None
     if call.op in _MOVES and any(_is_index(tensor) for tensor, _ in data):
         text = f"`{call.name}` picks entries by values computed over the whole batch{user_line()}"

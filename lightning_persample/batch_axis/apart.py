@@ -2,7 +2,7 @@
 
 After ``x.view(2, 2, 3)`` of four rows no axis holds the samples. Whose each entry is stays known as long as entries are
 only moved, picked, repeated or changed at their places. A tensor of which each row along an axis is of one sample has
-its batch axis again; a mean over entries of which the samples have unequal numbers weighs the samples unequally.
+its batch axis again, and a sum over all entries is one over rows of samples.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_persample.batch_axis.added_up import averages, reduction_of
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entry_owners, laid_along, picked
+from lightning_persample.batch_axis.added_up import products_of, reduction_of
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entries_of, picked
 from lightning_persample.batch_axis.base import PROPAGATION_RULES, Followed, dims_argument, is_plain
-from lightning_persample.batch_axis.observed import ObservedCall, Operand, tensors_in, user_line
+from lightning_persample.batch_axis.observed import ObservedCall, Operand, tensors_in
 from lightning_persample.batch_axis.ops import POINTWISE, having
-from lightning_persample.torch_internals import tree_flatten, tree_unflatten
+from lightning_persample.torch_internals import tree_flatten, tree_map, tree_unflatten
 
 _KEEPS, _JOINS, _TOTALS = having("same", "casts"), having("joins"), frozenset(("sum", "mean", "nansum", "nanmean"))
 _MOVES = having("moves", "picks", "joins", "passes") - POINTWISE
-_SUMS, _SAME = having("sums") - _TOTALS, 1e-3
 _AT_THEIR_PLACES = POINTWISE | having("entrywise")
 
 
@@ -46,13 +44,10 @@ def by_entries_moved(call: ObservedCall, followed: Followed) -> Followed:
         found = [_laid_over(known, call.outputs[0].shape)] * len(call.outputs)
     elif moves and _are_sources(call, of_batch):
         found = _moved(call, known)
-    elif followed.mixing is None and call.op in _TOTALS and len(of_batch) == len(call.operands) == 1:
+    elif call.op in _TOTALS and len(of_batch) == len(call.operands) == 1 and call.outputs[0].dim():
         return _added_up(call, followed, *known.values())
-    elif followed.mixing is None and call.op in _AT_THEIR_PLACES:
-        laid = _laid_over(known, torch.broadcast_shapes(*(operand.tensor.shape for operand in call.operands)))
-        return followed if laid is None else _unequal(call, followed, laid)
-    elif followed.mixing is None and call.op in _SUMS and len(of_batch) == len(call.lost) == 1:
-        return _weighed(call, followed, *known.values())
+    elif call.op in _TOTALS | _AT_THEIR_PLACES:
+        return _all_added_up(call, known) or followed
     if not found or any(each is None for each in found):
         return followed
     if followed.mixing is not None:  # each entry is of one sample after all
@@ -81,16 +76,10 @@ def _is_readable(tensor: Tensor) -> bool:
 
 def _entries_of(call: ObservedCall, operand: Operand) -> Tensor | None:
     """The sample of each entry of an operand of the batch, -1 where it is none's; None where that is not known."""
-    tensor, place = operand.tensor, operand.axis
-    if isinstance(place, BatchAxis):
-        is_own = place.mixing is None and place.dim < tensor.dim()
-        return entry_owners(place, tensor.shape, call.batch_size, tensor.device) if is_own else None
-    if not isinstance(place, Lost) or place.noted or place.crossed or place.unplaced:
+    place = operand.axis
+    if place is None or (isinstance(place, BatchAxis) and place.mixing is not None):
         return None
-    if place.entries is None and place.filled is not None and place.filled[0] < tensor.dim():
-        dim, owners = place.filled
-        return laid_along(owners.to(tensor.device), dim, tensor.shape)
-    return place.entries if place.entries is not None and place.entries.shape == tensor.shape else None
+    return entries_of(place, operand.tensor, call.batch_size)
 
 
 def _laid_over(entries: dict[int, Tensor], shape: torch.Size) -> Tensor | None:
@@ -148,75 +137,30 @@ def _placed(
 
 
 def _added_up(call: ObservedCall, followed: Followed, entries: Tensor) -> Followed:
-    """The answer for a sum or mean over some axes of entries of one sample each, or over all of them."""
+    """The answer for a sum or mean over some axes of entries of one sample each."""
     tensor, output = call.operands[0].tensor, call.outputs[0]
     dims = dims_argument(call.argument(1, "dim", "axis"), tensor.dim()) or tuple(range(tensor.dim()))
-    if isinstance(call.operands[0].axis, BatchAxis) or not tensor.numel():
-        return followed
-    if len(dims) == tensor.dim() and output.dim() == 0 and bool((entries >= 0).all()):
-        flat = tensor.flatten()
-        axis = picked(0, entries.flatten(), call.batch_size)
-        return PROPAGATION_RULES[call.op](
-            replace(call, args=(flat,), kwargs={}, operands=(Operand(flat, axis),), layout=None)
-        )
     rest = [dim for dim in range(tensor.dim()) if dim not in dims]
     rows = entries.permute(*rest, *dims).reshape(*(tensor.size(dim) for dim in rest), -1)
-    if bool((rows == rows[..., :1]).all()):
-        own = rows[..., 0].reshape(output.shape)
-        return replace(followed, outputs=(_placed(followed.outputs[0], output, own, call.batch_size),))
-    ordered = rows.reshape(-1, rows.size(-1)).sort(1).values
-    mark = followed.outputs[0]
-    followed = _unequal(call, followed, entries)
-    if (
-        followed.weighting is None
-        and isinstance(mark, Lost)
-        and not torch.equal(ordered, ordered[:1].expand_as(ordered))
-    ):
-        return replace(followed, outputs=(replace(mark, apart=True),))
-    return followed
-
-
-def _weighed(call: ObservedCall, followed: Followed, entries: Tensor) -> Followed:
-    """The answer for sums of entries, each times a constant, with a note where the samples' constants differ in sum."""
-    leaves, spec = tree_flatten((call.args, dict(call.kwargs)))
-    source = next(operand.tensor for operand in call.operands if operand.axis is not None)
-    others = [operand.tensor for operand in call.operands if operand.tensor is not source]
-    is_linear = sum(leaf is source for leaf in leaves) == 1 and not any(other.requires_grad for other in others)
-    if not is_linear or call.inplace or not source.requires_grad or not call.outputs[0].requires_grad:
+    if followed.mixing is not None or not rows.size(-1) or not bool((rows == rows[..., :1]).all()):
         return followed
-    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):  # (those of a checkpoint count tensors)
-        ones = torch.ones_like(source.detach()).requires_grad_()
-        args, kwargs = tree_unflatten([ones if leaf is source else leaf for leaf in leaves], spec)
-        total = torch.stack([each.sum() for each in tensors_in(call.function(*args, **kwargs))]).sum()
-        (weights,) = torch.autograd.grad(total, [ones])
-    there = entries >= 0
-    totals, sizes = (
-        entries[there].bincount(each[there].float(), minlength=call.batch_size) for each in (weights, weights.abs())
-    )
-    if bool(((totals - totals[0]).abs() <= _SAME * sizes.max()).all()):
-        return followed
-    return _noted(followed, f"`{call.name}` gives the samples unequal weights{user_line()}")
+    own = rows[..., 0].reshape(output.shape)
+    return replace(followed, outputs=(_placed(followed.outputs[0], output, own, call.batch_size),))
 
 
-def _unequal(call: ObservedCall, followed: Followed, entries: Tensor) -> Followed:
-    """The answer, with a note where a mean is taken over unequal numbers of entries from sample to sample."""
-    counts = entries[entries >= 0].bincount(minlength=call.batch_size)
-    if not averages(call) or followed.weighting is not None or bool((counts == counts[0]).all()):
-        return followed
-    if not any(output.requires_grad for output in call.outputs):
-        return followed
-    return _noted(
-        followed, f"`{call.name}` averages over unequal numbers of entries from sample to sample{user_line()}"
-    )
-
-
-def _noted(followed: Followed, text: str) -> Followed:
-    """The answer, with a note that the samples weigh unequally."""
-    marks = tuple(
-        replace(mark, parts=frozenset(), noted=True) if isinstance(mark, Lost) else mark for mark in followed.outputs
-    )
-    return replace(followed, outputs=marks, weighting=text, is_sure=True)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+def _all_added_up(call: ObservedCall, entries: dict[int, Tensor]) -> Followed | None:
+    """The answer for a sum or mean, or a loss, over all entries, each of one sample: as over rows of samples."""
+    shape = torch.broadcast_shapes(*(operand.tensor.shape for operand in call.operands))
+    laid = _laid_over(entries, shape)
+    if laid is None or not laid.numel() or bool((laid < 0).any()) or not call.lost:
+        return None
+    axis = picked(0, laid.flatten(), call.batch_size)
+    flat = {id(operand.tensor): operand.tensor.expand(shape).flatten() for operand in call.operands}
+    operands = tuple(Operand(flat[id(each.tensor)], None if each.axis is None else axis) for each in call.operands)
+    args, kwargs = tree_map(lambda leaf: flat.get(id(leaf), leaf), (call.args, dict(call.kwargs)))
+    if call.op in _TOTALS:  # (it names no axes any more)
+        args, kwargs = args[:1], {}
+    added = PROPAGATION_RULES[call.op](replace(call, args=args, kwargs=kwargs, operands=operands, layout=None))
+    counts = products_of(shape)
+    marks = (replace(mark, counts=mark.counts | counts) if isinstance(mark, Lost) else mark for mark in added.outputs)
+    return replace(added, outputs=tuple(marks))

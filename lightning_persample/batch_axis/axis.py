@@ -167,13 +167,15 @@ class Root:
 
     Attributes:
         values: a copy of it, in float64.
-        axis: where the batch lies in it.
+        owners: the sample of each of its entries, -1 where it is none's.
+        axis: where the batch lies in it; None where it does along no axis.
         tensor: itself without its gradient; that it lives keeps its memory from being another's.
         differs: whether it has a gradient.
     """
 
     values: Tensor
-    axis: BatchAxis
+    owners: Tensor
+    axis: BatchAxis | None
     tensor: Tensor
     differs: bool
 
@@ -362,6 +364,20 @@ def laid_along(rows: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
 def entry_owners(axis: BatchAxis, shape: Sequence[int], batch_size: int, device: torch.device) -> Tensor:
     """The sample of every entry of a tensor of this shape."""
     return laid_along(row_owners(axis, batch_size, device), axis.dim, shape)
+
+
+def entries_of(place: BatchAxis | Lost, tensor: Tensor, batch_size: int) -> Tensor | None:
+    """The sample of each entry of a tensor, -1 where it is none's; None where that is not known."""
+    shape, device = tensor.shape, tensor.device
+    if isinstance(place, BatchAxis):
+        return entry_owners(place, shape, batch_size, device) if place.dim < tensor.dim() else None
+    if place.noted or place.crossed or place.unplaced:
+        return None
+    if place.alone is not None:
+        return torch.full(shape, place.alone, device=device)
+    if place.entries is None and place.filled is not None and place.filled[0] < tensor.dim():
+        return laid_along(place.filled[1].to(device), place.filled[0], shape)
+    return place.entries if place.entries is not None and place.entries.shape == shape else None
 
 
 def by_entries(owners: Tensor, batch_size: int, mixing: str | None) -> BatchAxis | None:

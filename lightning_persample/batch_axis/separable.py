@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_persample.batch_axis.added_up import scaled
-from lightning_persample.batch_axis.axis import BatchAxis, Computed, Lost, Root, entry_owners, one_entry
+from lightning_persample.batch_axis.added_up import UNKNOWN, products_of, scaled
+from lightning_persample.batch_axis.axis import BatchAxis, Computed, Lost, Root, entries_of, one_entry
 from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall, tensors_in, user_line, user_place
 from lightning_persample.gradients.precision import without_autocast
@@ -42,22 +42,31 @@ _SEEDS = count()
 
 def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
     """The answer of a follower, corrected where the output is one number that is a sum over the samples after all."""
-    if not _is_of_torch(call) or followed.is_sure:
+    if followed.is_sure:
         return followed
     marks = list(followed.outputs)
     said = frozenset((kind, text) for kind in ("mixing", "weighting") if (text := getattr(followed, kind)))
     for place, (mark, output) in enumerate(zip(marks, call.outputs, strict=False)):
         if not isinstance(mark, Lost) or not output.requires_grad or (mark.parts and not said) or call.batch_size == 1:
             continue
-        computed = _computed(call, place)
-        if computed is None or computed.steps > _LONGEST:
-            continue
+        computed = _computed(call, place) if _is_of_torch(call) else None
+        computed = None if computed is None or computed.steps > _LONGEST else computed
         is_number = output.numel() == 1 and sum(each.requires_grad for each in call.outputs) == 1
-        verdict = _verdict(call, computed, mark, followed.weighting) if is_number else None
+        verdict = _verdict(call, computed, mark, followed.weighting) if is_number and computed is not None else None
         if verdict is not None:
             return replace(verdict, outputs=(*marks[:place], *verdict.outputs, *marks[place + 1 :]))
-        marks[place] = replace(mark, computed=replace(computed, notes=computed.notes | said))
+        if computed is not None:
+            mark = replace(mark, computed=replace(computed, notes=computed.notes | said))
+        if is_number and not said and not (mark.noted or mark.crossed or mark.samples) and _adds_up(call):
+            mark = Lost(mark.reason, noted=True, computed=mark.computed)
+            followed = replace(followed, mixing=mark.reason)
+        marks[place] = mark
     return replace(followed, outputs=tuple(marks))
+
+
+def _adds_up(call: ObservedCall) -> bool:
+    """Whether a number may be made of several samples, of which nothing was known before."""
+    return any(operand.axis is not None and operand.tensor.numel() > 1 for operand in call.operands)
 
 
 def _is_of_torch(call: ObservedCall) -> bool:
@@ -82,8 +91,10 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
         mark = call.axis_of(leaf)
         if leaf.numel() > _MOST or leaf.is_complex() or (mark is not None and call.inplace and at == 0):
             return None
-        if isinstance(mark, BatchAxis) and mark.mixing is None and leaf.is_floating_point():
-            root = Root(_exact(leaf), mark, leaf.detach(), leaf.requires_grad)
+        owners = None if mark is None or not leaf.is_floating_point() else _owners(mark, leaf, call.batch_size)
+        if owners is not None:
+            axis = mark if isinstance(mark, BatchAxis) else None
+            root = Root(_exact(leaf), owners, axis, leaf.detach(), leaf.requires_grad)
             sources[at] = [_place_of(root, roots)], _itself
         elif isinstance(mark, Lost) and mark.computed is not None and leaf.requires_grad:
             sources[at] = [_place_of(root, roots) for root in mark.computed.roots], mark.computed.run
@@ -93,7 +104,7 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
             of_sum = of_sum or mark.computed.of_sum
         elif isinstance(mark, Lost) and mark.reduced and mark.parts and leaf.numel() == 1 and leaf.requires_grad:
             of_sum = mark
-            root = Root(_exact(leaf), BatchAxis(0), leaf.detach(), True)
+            root = Root(_exact(leaf), torch.full(leaf.shape, -1, device=leaf.device), None, leaf.detach(), True)
             sources[at] = [_place_of(root, roots)], _itself
         elif mark is not None or (leaf.requires_grad and not (call.inplace and at == 0)):
             return None
@@ -114,6 +125,15 @@ def _computed(call: ObservedCall, place: int) -> Computed | None:
         return tuple(tensors_in(filled[0] if result is None else result))[place]
 
     return Computed(tuple(roots), run, has_constants, steps, notes, of_sum)
+
+
+def _owners(mark: BatchAxis | Lost, tensor: Tensor, batch_size: int) -> Tensor | None:
+    """The sample of each entry of what a number is computed from; None where that is not known, or is one number."""
+    if isinstance(mark, BatchAxis) and mark.mixing is not None:
+        return None
+    if isinstance(mark, Lost) and (mark.of_others or mark.entries is None):
+        return None
+    return entries_of(mark, tensor, batch_size)
 
 
 def _place_of(root: Root, roots: list[Root]) -> int:
@@ -150,7 +170,7 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
     if call.outputs[0].is_meta:
         return None
     if computed.of_sum is not None:
-        return _multiple(call, computed, computed.of_sum)
+        return _multiple(call, computed, computed.of_sum) if weighting is None else None
     kind, key = call.outputs[0].device.type, (user_place(), call.op, *(root.values.shape for root in computed.roots))
     if key in _NO_SUM:
         return None
@@ -170,7 +190,8 @@ def _verdict(call: ObservedCall, computed: Computed, mark: Lost, weighting: str 
     parts, samples = found
     note = f"`{call.name}` gives the samples unequal weights{user_line()}" if parts is None else None
     some = samples if len(samples) < call.batch_size else frozenset[int]()
-    place = Lost(mark.reason, reduced=len(samples) != 1, parts=parts or frozenset(), samples=some)
+    counts = frozenset[int]().union(*(products_of(root.values.shape) for root in computed.roots))
+    place = Lost(mark.reason, reduced=len(samples) != 1, parts=parts or frozenset(), samples=some, counts=counts)
     return Followed((place,), weighting=note, by_values=True, excused=computed.notes)
 
 
@@ -202,11 +223,11 @@ class _Number:
     def __init__(self, computed: Computed, batch_size: int) -> None:
         self.computed, self.batch_size = computed, batch_size
         self.values = [root.values for root in computed.roots]
-        self.owners = [
-            entry_owners(root.axis, root.values.shape, batch_size, root.values.device) for root in computed.roots
-        ]
+        self.owners = [root.owners for root in computed.roots]
         self.gradients = _gradients(computed, self.values)
-        weighed = [owner[gradient != 0] for owner, gradient in zip(self.owners, self.gradients, strict=True)]
+        weighed = [
+            owner[(gradient != 0) & (owner >= 0)] for owner, gradient in zip(self.owners, self.gradients, strict=True)
+        ]
         self.counts = torch.cat(weighed).bincount(minlength=batch_size)  # of entries with a part in it
         self.samples = self.counts.nonzero().flatten().tolist()
         self.size = max(float(gradient.abs().max()) for gradient in self.gradients if gradient.numel())
@@ -218,18 +239,43 @@ class _Number:
         if not samples or not math.isfinite(self.size):
             return None
         is_linear = self._is_linear()
-        weights = torch.cat([gradient[gradient != 0] for gradient in self.gradients])
+        pairs = zip(self.owners, self.gradients, strict=True)
+        weights = torch.cat([gradient[(gradient != 0) & (owner >= 0)] for owner, gradient in pairs])
         counts = self.counts[self.samples]
         if is_linear and self._is_rounding(weights - weights[0]) and bool((counts == counts[0]).all()):
-            parts = self._parts_at(float(weights[0])) if int(counts[0]) == 1 else None  # (a mean may be written out)
+            count, weight = int(counts[0]), float(weights[0])
+            parts = self._parts_at(weight) if count == 1 else None  # (a mean may be written out)
             alone = None if parts and self._takes_all() else self._parts_of_alone(splits == 1)
             if alone is not None or self._takes_all() or self._is_separable(splits):
-                return parts or alone or frozenset(), samples
+                return parts or alone or self._parts_of_weights(weight, count), samples
             return None  # (which of a sample's entries are chosen is up to the others)
         if not self._is_separable(splits):
             return None
         parts = self._parts_of_alone(splits == 1)
-        return None if parts is None and not is_linear else (parts, samples)
+        if parts is None and not self._weighs_alike(is_linear):
+            return (None, samples) if is_linear else None  # (numbers that are no sample's may differ beside them)
+        return parts or frozenset(), samples
+
+    def _parts_of_weights(self, weight: float, count: int) -> frozenset[int]:
+        """The parts, where each of so many entries of a sample weighs so much; also `UNKNOWN` where they may be any."""
+        found = self._parts_at(weight) | self._parts_at(weight * count)
+        return found if len(found) < 2 and self.batch_size >= _CHOSEN else found | {UNKNOWN}
+
+    def _weighs_alike(self, is_linear: bool) -> bool:
+        """Whether each sample has the same gradient where all hold the same."""
+        equal, orders = [], []
+        for owner, each in zip(self.owners, self.values, strict=True):
+            counts = owner[owner >= 0].bincount(minlength=self.batch_size)
+            if not bool((counts == counts[0]).all()):
+                return False
+            order = owner.flatten().argsort(stable=True)[int((owner < 0).sum()) :].view(self.batch_size, -1)
+            of_one = each.flatten()[order[self.samples[0]]].expand(order.shape)
+            equal.append(each.flatten().index_put((order,), of_one).view(each.shape))
+            orders.append(order)
+        found = self.gradients if is_linear else _gradients(self.computed, equal)
+        rows = torch.cat([each.flatten()[order] for each, order in zip(found, orders, strict=True)], 1)[self.samples]
+        rows, size = rows.sort(1).values, rows.abs().max()
+        return 0 < float(size) < math.inf and bool(((rows - rows[0]).abs() <= _SAME * size).all())
 
     def _takes_all(self) -> bool:
         """Whether a sample that has a part in it has one with all its entries."""
@@ -249,7 +295,7 @@ class _Number:
         """Whether the gradient of each sample stays as it is whatever the others hold; all `splits` show any pair."""
         place = torch.randperm(self.batch_size, generator=self._random)
         for bit in range((self.batch_size - 1).bit_length())[:splits]:  # each pair of samples is on two sides once
-            moves = [((place.to(owner.device) >> bit) % 2 == 1)[owner] for owner in self.owners]
+            moves = [((place.to(owner.device) >> bit) % 2 == 1)[owner] & (owner >= 0) for owner in self.owners]
             drawn = [self._drawn(each) for each in self.values]
             larger = [each * (0.5 + 1.5 * r) + _STEP * (each == 0) for each, r in zip(self.values, drawn, strict=True)]
             away = [3 * each.abs().max() * (0.5 + r) for each, r in zip(self.values, drawn, strict=True)]
@@ -267,20 +313,24 @@ class _Number:
     def _parts_of_alone(self, few: bool) -> frozenset[int] | None:
         """The parts, from some samples alone; None where they cannot be taken alone, or have unequal parts."""
         roots = self.computed.roots
-        if any(root.axis.owner is not None for root in roots):
+        axes = [root.axis for root in roots if root.axis is not None and root.axis.owner is None]
+        if len(axes) < len(roots):
             return None
         order = torch.randperm(len(self.samples), generator=self._random).tolist()
         factors: list[float] = []
         for place in order[:2] if few else {0, len(order) - 1, *order[:_ALONE]}:
             values, of_batch = (
                 [
-                    one_entry(each, root.axis, self.batch_size, self.samples[place])
-                    for root, each in zip(roots, entries, strict=True)
+                    one_entry(each, axis, self.batch_size, self.samples[place])
+                    for axis, each in zip(axes, entries, strict=True)
                 ]
                 for entries in (self.values, self.gradients)
             )
             own = torch.cat([each.flatten() for each in of_batch])
-            alone = torch.cat([each.flatten() for each in _gradients(self.computed, values, alone=True)])
+            try:
+                alone = torch.cat([each.flatten() for each in _gradients(self.computed, values, alone=True)])
+            except Exception:  # whatever a function of the user's raises with fewer rows
+                return None
             factors.append(float(own @ alone / (alone @ alone)))
             if not self._is_rounding(own - factors[-1] * alone):
                 return None

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entry_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, by_entries, entries_of, entry_owners
 from lightning_persample.batch_axis.base import BY_LAYOUT, is_plain, memory_of
 from lightning_persample.batch_axis.observed import (
     ObservedCall,
@@ -28,7 +28,7 @@ from lightning_persample.capture.observing import is_composite
 from lightning_persample.capture.transforms import Inside, innermost, innermost_axis
 from lightning_persample.capture.weight import Weight, base_of, places_in
 from lightning_persample.rules import canonical_op
-from lightning_persample.torch_internals import is_wrapped_by_transform
+from lightning_persample.torch_internals import is_view, is_wrapped_by_transform
 
 _GETTERS = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 _ONE_CALL: dict[Callable[..., Any], object] = {  # whose arguments are those of the call, in its order
@@ -438,73 +438,63 @@ class Marks:
         storage = tensor.untyped_storage()
         self._written[storage.data_ptr()] = storage
 
-    def note_written_through(self, view: Tensor, before: Mark | None) -> None:
-        """After a write through a view, which had the mark `before`, the tensor behind it holds what the view holds."""
-        base, mark = base_of(view), self.get(view)
-        if base is None or mark is None or (base.is_leaf and base.requires_grad):
-            return
-        alike = isinstance(before, BatchAxis) and isinstance(mark, BatchAxis) and before.same_place(mark)
-        if alike and before.mixing == mark.mixing:  # type: ignore[union-attr]
-            return
-        self[base] = self._with_view(base, view, mark) or Lost(
-            f"it was written to in place through a view{user_line()}, and no axis of it holds the samples since"
-        )
-
     def note_rewritten(self, target: Tensor, before: Mark | None) -> None:
-        """After a write that gave a tensor other samples than `before`, so have the tensors that share its memory."""
+        """After a write that gave a tensor other samples than `before`, so have its base and all on its memory."""
         mark = self.get(target)
-        followed = isinstance(before, (BatchAxis, Lost)) and isinstance(mark, (BatchAxis, Lost)) and mark is not before
         alike = isinstance(before, BatchAxis) and isinstance(mark, BatchAxis) and before.same_place(mark)
-        if not followed or not is_plain(target) or (alike and before.mixing == mark.mixing):  # type: ignore[union-attr]
+        if mark is None or mark is before or (alike and before.mixing == mark.mixing):  # type: ignore[union-attr]
             return
-        for other, known in self._on_memory_of(target):
-            axis = known if isinstance(known, BatchAxis) else None
-            by_entry = isinstance(known, Lost) and (known.filled is not None or known.entries is not None)
-            if axis is not None or (by_entry and mark is not known):
-                self[other] = (axis and self._rewritten(other, axis, target, mark)) or Lost(
-                    f"its memory was written to in place through another tensor{user_line()}"
-                )
+        others: dict[int, tuple[Tensor, Mark | None]] = {}
+        if isinstance(mark, (BatchAxis, Lost)):
+            others = {id(other): (other, known) for other, known in self._on_memory_of(target)}
+        base = base_of(target) if is_view(target) else None
+        if base is not None and not (base.is_leaf and base.requires_grad):
+            others[id(base)] = base, self.get(base)
+        for other, known in others.values():
+            self[other] = self._rewritten(other, known, target, mark)
 
-    def _rewritten(self, other: Tensor, known: BatchAxis, target: Tensor, mark: Mark | None) -> BatchAxis | None:
-        """Where the samples lie in a tensor after another one on its memory was overwritten; None if along no axis."""
-        if not isinstance(mark, BatchAxis) or other.dtype != target.dtype:
-            return None
+    def _rewritten(self, other: Tensor, known: Mark | None, target: Tensor, mark: Mark) -> Mark:
+        """Where the samples lie in a tensor after another one on its memory, now marked so, was written to."""
+        reason = (
+            f"it was written to in place through another tensor{user_line()}, and no axis of it holds the samples since"
+        )
+        if not (is_plain(other) and is_plain(target)) or other.dtype != target.dtype:
+            return Lost(reason)
         size = target.untyped_storage().nbytes() // target.element_size()
         here, there = _places(other, size), _places(target, size)
+        written = torch.zeros(size, dtype=torch.bool, device=target.device)
+        written[there] = True
+        is_new = written[here]
+        if known is not None and not bool(is_new.any()):
+            return known
+        now, earlier = self._entries_of(target, mark), None if bool(is_new.all()) else self._entries_of(other, known)
+        if now is None or (earlier is None and not bool(is_new.all())):
+            return Lost(reason)
         owners = torch.full((size,), -1, device=target.device)
-        owners[there] = entry_owners(mark, target.shape, self._batch_size, target.device)
-        earlier = entry_owners(known, other.shape, self._batch_size, target.device)
-        now = torch.where(owners[here] < 0, earlier, owners[here])
-        return by_entries(now, self._batch_size, mark.mixing or known.mixing)
+        owners[there] = now
+        entries = owners[here] if earlier is None else torch.where(is_new, owners[here], earlier)
+        mixing = next((axis.mixing for axis in (mark, known) if isinstance(axis, BatchAxis) and axis.mixing), None)
+        axis = by_entries(entries, self._batch_size, mixing)
+        return axis or Lost(reason, entries=None if mixing else entries)
 
-    def _with_view(self, base: Tensor, view: Tensor, mark: Mark) -> BatchAxis | None:
-        """Where the samples lie in a tensor of which a view was overwritten; None where no axis holds them."""
-        known, places = self.get(base), places_in(base, view)
-        if not isinstance(mark, BatchAxis) or places is None:
-            return None
-        if isinstance(known, (Weight, Lost)) and view.numel() < base.numel():
-            return None
-        mixing = mark.mixing
-        if isinstance(known, BatchAxis):
-            mixing = mixing or known.mixing
-            owners = entry_owners(known, base.shape, self._batch_size, base.device).flatten().clone()
-        else:
-            owners = torch.full((base.numel(),), -1, device=base.device)
-        owners[places] = entry_owners(mark, view.shape, self._batch_size, base.device)
-        return by_entries(owners.view(base.shape), self._batch_size, mixing)
+    def _entries_of(self, tensor: Tensor, mark: Mark | None) -> Tensor | None:
+        """The sample of each entry of a tensor with this mark, -1 where it is none's; None where that is not known."""
+        if mark is None or isinstance(mark, Constant):
+            return torch.full(tensor.shape, -1, device=tensor.device)
+        return None if isinstance(mark, Weight) else entries_of(mark, tensor, self._batch_size)
 
     def _read_from_base(self, view: Tensor) -> BatchAxis | Lost:
         """Where the samples lie in a view of a tensor that the batch was written into."""
-        base = base_of(view)
+        base, reason = base_of(view), "it shares its memory with a tensor that the batch was written into"
         known = None if base is None else self.get(base)
-        if base is not None and isinstance(known, BatchAxis):
-            places = places_in(base, view)
-            if places is not None:
-                owners = entry_owners(known, base.shape, self._batch_size, base.device).flatten()[places]
-                axis = by_entries(owners, self._batch_size, known.mixing)
-                if axis is not None:
-                    return axis
-        return Lost("it shares its memory with a tensor that the batch was written into")
+        places = None if base is None else places_in(base, view)
+        if base is None or places is None or not isinstance(known, (BatchAxis, Lost)):
+            return Lost(reason)
+        owners = entries_of(known, base, self._batch_size)
+        mixing = known.mixing if isinstance(known, BatchAxis) else None
+        entries = None if owners is None else owners.flatten()[places]
+        axis = None if entries is None else by_entries(entries, self._batch_size, mixing)
+        return axis or Lost(reason, entries=None if mixing else entries)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -624,10 +624,9 @@ class Dispatcher(Collector):
         for output, mark in zip(written, known, strict=True):
             if memory_of(output) in self.marks.of_weights and not _is_recorded(output):
                 continue
-            if is_view(output) and not self._derive_base(output):
+            if not (is_view(output) and self._derive_base(output)):
                 self._refuse_rest(call, output)
-                self.marks.note_written_through(output, mark)
-            self.marks.note_rewritten(output, mark)
+                self.marks.note_rewritten(output, mark)
             if type(mark) in _OF_NO_SAMPLE and not involved and (call.located or call.lost):
                 self.marks.note_written(output)
 

@@ -100,7 +100,8 @@ def test_a_mean_over_unequal_numbers_of_entries_is_named(name: str) -> None:
     record = record_of(module, lambda m, x: mean_of_squares(taken(m(x))), x)
     assert (record.mixing, record.axis_lost, record.unsupported) == ((), (), {})
     assert record.factor is None
-    assert any("averages over unequal numbers of" in text for text in record.weighting), record.weighting
+    texts = ("averages over unequal numbers of", "gives the samples unequal weights")
+    assert any(text in each for text in texts for each in record.weighting), record.weighting
     present = [sample for sample in range(B) if times[sample]]
     assert (record.samples.tolist() if record.samples is not None else [*range(B)]) == present
     values = taken(module(x))
@@ -115,11 +116,11 @@ def test_an_entrywise_loss_over_unequal_numbers_of_entries_is_named() -> None:
     record = record_of(
         nn.Linear(5, WIDTH), lambda m, x: F.mse_loss(m(x).view(2, 2, WIDTH)[:, [0, 0, 1]], target), torch.randn(B, 5)
     )
-    assert any("`mse_loss` averages over unequal numbers of entries" in text for text in record.weighting)
+    assert any("`mse_loss` averages over unequal numbers of rows" in text for text in record.weighting)
 
 
 WEIGHED: dict[str, Callable[[Tensor], Tensor]] = {
-    "product-with-constants": lambda v: (torch.tensor([[1.0, 0.0]]) @ v).sum(),
+    "product-with-constants": lambda v: (torch.tensor([[1.0, 3.0]]) @ v).sum(),
     "einsum": lambda v: torch.einsum("abc,b->", v, torch.tensor([0.75, 0.25])),
     "running-sum": lambda v: v.cumsum(1).mean(),
     "differences": lambda v: v.diff(dim=1).mean(),
@@ -136,16 +137,34 @@ def test_constants_that_weigh_the_samples_unequally_are_named(name: str) -> None
     assert any("gives the samples unequal weights" in text or "averages over un" in text for text in record.weighting)
 
 
+def test_a_choice_among_sums_over_some_samples_each_is_known() -> None:
+    module, x = nn.Linear(5, WIDTH), torch.randn(B, 5)
+    record = record_of(module, lambda m, x: m(x).view(2, 2, WIDTH).square().mean(1)[0].mean(), x)
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+    assert_rows(record, module, x, [0, 1])
+
+
+def assert_rows(record: Any, module: nn.Module, x: Tensor, samples: list[int]) -> None:
+    """The values are the gradients of the mean of squares of these samples' rows."""
+    assert record.samples.tolist() == samples
+    assert float(record.factor) == 1 / len(samples)
+    for norm, sample in zip(record.norms(), samples, strict=True):
+        torch.testing.assert_close(norm, norm_of(module, mean_of_squares(module(x[[sample]]))), rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize(
-    "picked",
-    [lambda s: s[0].mean(), lambda s: F.pad(s[None], (0, 0, 0, 1), mode="replicate").mean(), lambda s: s[[0, 0]].sum()],
-    ids=["one", "padded", "twice"],
+    ("picked", "said"),
+    [
+        (lambda s: F.pad(s[None], (0, 0, 0, 1), mode="replicate").mean(), "gives the samples unequal weights"),
+        (lambda s: s[[0, 0]].sum(), "the loss is a sum over the samples"),
+    ],
+    ids=["padded", "twice"],
 )
-def test_a_choice_among_sums_over_some_samples_each_is_named(picked: Callable[[Tensor], Tensor]) -> None:
+def test_a_choice_among_sums_that_is_no_mean_is_named(picked: Callable[[Tensor], Tensor], said: str) -> None:
     record = record_of(
         nn.Linear(5, WIDTH), lambda m, x: picked(m(x).view(2, 2, WIDTH).square().mean(1)), torch.randn(B, 5)
     )
-    assert any("picks from values of different samples" in text for text in record.weighting)
+    assert any(said in text for text in record.weighting)
 
 
 EQUAL: dict[str, Callable[[Tensor], Tensor]] = {
@@ -218,7 +237,5 @@ def test_entries_overwritten_through_another_tensor_are_not_taken_for_those_of_b
 
     module, x = nn.Linear(5, WIDTH), torch.randn(B, 5)
     record = record_of(module, lambda m, x: mean_of_squares(taken(m(x))), x)
-    of_samples = record.samples.tolist() if record.samples is not None else [*range(B)]
-    shares = {sample: norm_of(module, mean_of_squares(module(x)[sample])) / 2 for sample in (1, 3)}
-    for norm, sample in zip(record.norms(), of_samples, strict=True):
-        torch.testing.assert_close(norm, shares.get(sample, torch.zeros(())) * B, rtol=1e-10, atol=0)
+    assert (record.mixing, record.axis_lost, record.weighting) == ((), (), ())
+    assert_rows(record, module, x, [1, 3])

@@ -1,0 +1,152 @@
+"""A cut batch axis, written to through its views, masked, doubled or weighed: exact, or named with true shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_persample.capture.record import PerSampleRecord
+from tests.capture.reference import record_of
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+B, WIDTH = 4, 3
+MASK = torch.tensor([[True, False], [True, True]])[..., None]
+
+
+def cut(z: Tensor) -> Tensor:
+    return z.view(2, 2, WIDTH)
+
+
+def shares_of(module: nn.Linear, loss: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What the row of each sample adds to the gradients of the batch, (B, out, in + 1)."""
+    z = module(x).detach().requires_grad_()
+    (rows,) = torch.autograd.grad(loss(z * 1.0), z)
+    return rows[:, :, None] * F.pad(x, (0, 1), value=1.0)[:, None]
+
+
+def assert_shares(record: PerSampleRecord, shares: Tensor) -> None:
+    """The values times the weight of a sample are its shares, and who has no value has no share."""
+    values = torch.cat([record.grad_samples["weight"], record.grad_samples["bias"][..., None]], 2)
+    samples = range(B) if record.samples is None else record.samples.tolist()
+    weight = 1 / B if record.factor is None else float(record.factor)
+    for value, sample in zip(values, samples, strict=True):
+        torch.testing.assert_close(value * weight, shares[sample], rtol=1e-10, atol=1e-14)
+    assert not shares[[sample for sample in range(B) if sample not in samples]].any()
+
+
+def written(write: Callable[[Tensor], object], read: Callable[[Tensor], Tensor] = lambda v: v) -> Callable:
+    """A mean of squares of a cut tensor that was written to."""
+
+    def loss(z: Tensor) -> Tensor:
+        v = cut(z.clone())
+        write(v)
+        return read(v).square().mean()
+
+    return loss
+
+
+def written_beside(write: Callable[[Tensor], object], made: Callable[[Tensor], Tensor]) -> Callable:
+    """The same of what was made of the tensor's memory before."""
+
+    def loss(z: Tensor) -> Tensor:
+        base = z.clone()
+        v = cut(base)
+        again = made(base)
+        write(v)
+        return again.square().mean()
+
+    return loss
+
+
+def copy_of_another(v: Tensor) -> None:
+    v[:, 0].copy_(v[:, 1].clone())
+
+
+EXACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": written(lambda v: v[:, 0].zero_()),
+    "a-number": written(lambda v: v.select(1, 0).fill_(0.5)),
+    "constants": written(lambda v: v.narrow(0, 1, 1).copy_(torch.ones(1, 2, WIDTH))),
+    "some-features": written(lambda v: v[..., 1].zero_()),
+    "those-of-another": written(copy_of_another),
+    "those-of-another-read-at-the-base": written_beside(copy_of_another, lambda base: base),
+    "those-of-another-in-a-part": written_beside(copy_of_another, lambda base: base.view(2, 2, 1, WIDTH)[:1]),
+    "swapped": written(lambda v: v.select(0, 0).copy_(v.flip(0)[0].clone()), lambda v: v[:1]),
+    "of-a-chunk": written(lambda v: v.narrow(1, 0, 1).copy_(v.chunk(2, 1)[1].clone())),
+    "by-a-transpose": written(lambda v: v.transpose(0, 1)[0].copy_(v.transpose(0, 1)[1].clone())),
+    "masked-and-divided": lambda z: torch.where(MASK, cut(z.square()), 0.0).sum() / (3 * WIDTH),
+    "masked": lambda z: cut(z.square()).masked_fill(~MASK, 0.0).mean(),
+    "times-a-mask": lambda z: (cut(z.square()) * MASK).mean((0, 1)).mean(),
+    "a-sum-in-each-pair": lambda z: cut(z.square()).sum(1).mean(),
+    "windows-of-which-some-are-taken": lambda z: torch.where(
+        torch.tensor([True, False, True])[:, None, None], z.square().unfold(0, 2, 1), 0.0
+    ).mean(),
+    "norms-of-features": lambda z: torch.linalg.vector_norm(cut(z), dim=-1).mean(),
+    "a-softmax-over-features": lambda z: (cut(z).softmax(-1) * torch.tensor([1.0, -2.0, 3.0])).sum((1, 2)).mean(),
+    "a-loss-beside-constants": lambda z: F.smooth_l1_loss(cut(z), torch.arange(12.0).view(2, 2, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_becomes_of_the_samples_of_a_cut_axis_is_known(name: str) -> None:
+    module, x = nn.Linear(5, WIDTH), torch.randn(B, 5)
+    record = record_of(module, lambda m, x: EXACT[name](m(x)), x)
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
+    assert_shares(record, shares_of(module, EXACT[name], x))
+
+
+NAMED: dict[str, Callable[[Tensor], Tensor]] = {
+    "by-a-diagonal": written(lambda v: v.diagonal(0, 0, 1).copy_(v[:, 0].T.clone())),
+    "by-strides": written(lambda v: v.as_strided((2, WIDTH), (2 * WIDTH, 1)).copy_(v[:, 1].clone())),
+    "those-of-another-read-by-an-earlier-view": written_beside(copy_of_another, lambda base: base[1:]),
+    "doubled-and-summed-in-pairs": lambda z: cut(z.square())[:, [0, 0, 1]].sum(1).mean(),
+    "doubled-windows": lambda z: z.square().unfold(0, 2, 1).sum(-1).mean(),
+    "doubled-and-divided": lambda z: cut(z.square())[:, [0, 0, 1]].sum() / (6 * WIDTH),
+    "divided-before": lambda z: (cut(z.square())[:, [0, 0, 1]] / (6 * WIDTH)).sum(),
+    "by-a-dot": lambda z: cut(z.square())[:, [0, 0, 1]].flatten().dot(torch.full((18,), 1 / 18)),
+    "added-in-place": written(lambda v: v[:, 0].add_(v[:, 1].clone())),
+    "all-added-in-place": written(lambda v: v.add_(v.flip(0).clone())),
+    "added": written(lambda v: None, lambda v: v + v.flip(1)),
+    "lerped": written(lambda v: v[0].lerp_(v[1].clone(), 0.3)),
+    "copied-by-an-index": written(lambda v: v.index_copy_(0, torch.tensor([0]), v[1:].clone())),
+    "norms-across-a-pair": lambda z: torch.linalg.vector_norm(cut(z), dim=1).mean(),
+    "a-softmax-across-a-pair": lambda z: (cut(z).softmax(1) * torch.tensor([1.0, -2.0])[:, None]).mean(),
+    "less-the-mean-of-a-pair": lambda z: (cut(z) - cut(z).mean(1, keepdim=True)).square().mean(),
+    "weights-by-place": lambda z: torch.einsum("abc,b->", cut(z.square()), torch.tensor([0.75, 0.25])),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_samples_of_a_cut_axis_that_weigh_unequally_or_meet_are_named(name: str) -> None:
+    module, x = nn.Linear(5, WIDTH), torch.randn(B, 5)
+    record = record_of(module, lambda m, x: NAMED[name](m(x)), x)
+    assert (*record.mixing, *record.axis_lost, *record.weighting) != ()
+    assert record.unsupported == {}
+    assert_shares(record, shares_of(module, NAMED[name], x))
+
+
+@pytest.mark.parametrize("name", ["sum", "rows-of-a-mean", "a-dot"])
+def test_rows_taken_twice_and_divided_by_their_number_are_named(name: str) -> None:
+    taken = [3, 1, 2, 3]
+    losses: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda z: z.square()[taken].sum() / len(taken),
+        "rows-of-a-mean": lambda z: (z.square()[taken] / (WIDTH * len(taken))).sum(),
+        "a-dot": lambda z: z.square()[taken].flatten().dot(torch.full((12,), 1 / 12)),
+    }
+    module, x = nn.Linear(5, WIDTH), torch.randn(B, 5)
+    record = record_of(module, lambda m, x: losses[name](m(x)), x)
+    assert any("averages over unequal numbers of rows" in text for text in record.weighting)
+
+
+def test_a_tensor_of_data_that_was_cut_with_the_samples_stays_beside_them() -> None:
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(cut(m(x)) - cut(y), dim=-1).mean()
+
+    module, x, y = nn.Linear(5, WIDTH), torch.randn(B, 5), torch.randn(B, WIDTH)
+    record = record_of(module, loss, x, y)
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
+    assert_shares(record, shares_of(module, lambda z: torch.linalg.vector_norm(cut(z) - cut(y), dim=-1).mean(), x))
