@@ -87,6 +87,7 @@ __all__ = [
     "tree_unflatten",
     "unwrapped",
     "version_counter",
+    "version_kept",
     "view_base",
     "vmap_axis",
     "vmap_level",
@@ -130,6 +131,7 @@ any_autocast_is_on = torch._C._is_any_autocast_enabled  # for a device of any ty
 TensorBase = torch._C.TensorBase  # the class that Tensor derives its attributes from
 make_subclass = torch.Tensor._make_subclass
 version_counter: Callable[[Tensor], int] = attrgetter("_version")  # how often its memory was written to
+version_kept = torch.autograd.grad_mode._unsafe_preserve_version_counter  # at its end, this number is as at its start
 view_base: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # the tensor that one is a view of, or None
 is_view = Tensor._is_view
 backward_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")

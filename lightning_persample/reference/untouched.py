@@ -17,9 +17,10 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_persample.capture.observing import ObservingMode
 from lightning_persample.errors import PerSampleError
-from lightning_persample.torch_internals import DropoutBase
+from lightning_persample.torch_internals import DropoutBase, version_kept
 
 _LONGEST_SEARCHED = 10_000  # items: what is longer is data, not state
+_LARGEST_KEPT = 1 << 24  # bytes of an array of numpy: what is larger is data
 _CONTAINERS: dict[Any, Callable[..., None]] = {  # that are searched, and what fills them
     dict: dict.update,
     list: list.extend,
@@ -42,8 +43,9 @@ class ModuleState:
     """The state of a module, to be put back as often as wanted; it takes the memory of one more copy."""
 
     # It consists of parameters, their ``.grad``, buffers, training mode, every other attribute of the module and its
-    # submodules (those of metrics included) with the lists, dicts, sets and tensors in them, and the state of the
-    # random number generators of torch, Python and numpy. Other objects are not looked into.
+    # submodules (those of metrics included) with the lists, dicts, sets, tensors, arrays and random number generators
+    # in them, and the state of the random number generators of torch, Python and numpy. Other objects are not looked
+    # into. A graph that was made before goes backward afterwards: its tensors count as never written to.
 
     def __init__(self, module: nn.Module) -> None:
         lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
@@ -52,6 +54,7 @@ class ModuleState:
                 f"parameter `{lazy[0]}` is not initialized yet, and running the module again would create it; run one "
                 "batch through the module first"
             )
+        self._numpy: Any = sys.modules.get("numpy")
         self._seen: dict[int, Any] = {}
         self._put_back: list[Callable[[], None]] = []
         # Of each random number generator what gives its state, that at the start, and what puts it back
@@ -81,6 +84,15 @@ class ModuleState:
             self._take_tensor(value)
         elif isinstance(value, torch.Generator):
             self._keep_random_state(value.get_state, value.set_state)
+        elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # (it has no state)
+            self._keep_random_state(value.getstate, value.setstate)
+        elif self._numpy is not None and isinstance(value, self._numpy.random.RandomState):
+            self._keep_random_state(value.get_state, value.set_state)
+        elif self._numpy is not None and isinstance(value, self._numpy.random.Generator):
+            bits = value.bit_generator
+            self._keep_random_state(lambda: bits.state, lambda state: setattr(bits, "state", state))
+        elif self._numpy is not None and isinstance(value, self._numpy.ndarray):
+            self._take_array(value)
         elif isinstance(value, nn.Module):
             self._take_container(value, value.__dict__, dict)
         else:
@@ -109,12 +121,24 @@ class ModuleState:
         if tensor.grad_fn is not None or tensor.is_inference() or expanded:
             return
         self._seen[id(tensor)] = tensor
-        here, value = tensor.detach(), tensor.detach().clone()
+        here, value, kept = tensor.detach(), tensor.detach().clone(), version_kept(tensor)
 
         def put_back() -> None:
             if tensor.layout is torch.strided and not tensor.detach().is_set_to(here):
                 tensor.data = here
             here.copy_(value)
+            kept.__exit__(None, None, None)
+
+        self._put_back.append(put_back)
+
+    def _take_array(self, array: Any) -> None:
+        if array.nbytes > _LARGEST_KEPT or not array.flags.writeable:
+            return
+        self._seen[id(array)] = array
+        value = array.copy()
+
+        def put_back() -> None:
+            array[...] = value
 
         self._put_back.append(put_back)
 
@@ -129,13 +153,14 @@ class ModuleState:
                 generators = torch.get_device_module(device)
                 self._keep_random_state(generators.get_rng_state, generators.set_rng_state, device)
         self._keep_random_state(random.getstate, random.setstate)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            self._keep_random_state(numpy.random.get_state, numpy.random.set_state)
+        if self._numpy is not None:
+            self._keep_random_state(self._numpy.random.get_state, self._numpy.random.set_state)
 
 
 def _is_same(state: Any, other: Any) -> bool:
-    """Whether two states of one generator are equal: tensors, arrays, numbers, or tuples of these."""
+    """Whether two states of one generator are equal: tensors, arrays, numbers, or tuples and dicts of these."""
+    if isinstance(state, dict):
+        return all(_is_same(state[name], other[name]) for name in state)
     if isinstance(state, tuple):
         return all(map(_is_same, state, other))
     if isinstance(state, Tensor):

@@ -49,6 +49,10 @@ class Net(LightningModule):
         return self.make(self.parameters(), **self.options)
 
 
+def loss_of(module, batch):
+    return F.cross_entropy(module.net(batch[0]), batch[1])
+
+
 def written(folder, module, **options):
     """The ledger of one epoch, in the order of the samples."""
     of_trainer = {
@@ -233,11 +237,8 @@ class Manual(Net):
 
 
 def test_manual_optimization_and_accumulation(tmp_path):
-    def val_loss(module, batch):
-        return F.cross_entropy(module.net(batch[0]), batch[1])
-
     expected = by_hand(Net())
-    rows = written(tmp_path / "manual", Manual(), val_loss=val_loss)
+    rows = written(tmp_path / "manual", Manual(), val_loss=loss_of)
     for name, values in expected.items():
         np.testing.assert_allclose(rows[name], values, rtol=1e-10, atol=1e-12)
     with pytest.raises(
@@ -247,6 +248,28 @@ def test_manual_optimization_and_accumulation(tmp_path):
     rows = written(tmp_path / "accumulated", Net(), accumulate_grad_batches=2)
     np.testing.assert_allclose(rows["shapley"], 0.1 / (2 * B) * rows["val_dot"], rtol=1e-12)
     np.testing.assert_allclose(rows["val_dot"][rows["batch_idx"] == 0], expected["val_dot"][:B], rtol=1e-10)
+
+
+class TwoBackwards(Manual):
+    """Goes backward twice through one graph."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        logits = self.net(batch[0])
+        self.manual_backward(F.cross_entropy(logits, batch[1]), retain_graph=True)
+        self.manual_backward(logits.square().mean())
+        optimizer.step()
+
+
+def test_a_validation_pass_between_two_backwards_of_one_graph(tmp_path):
+    ends = []
+    for is_on in (False, True):
+        module = TwoBackwards()
+        callbacks = [InRunInfluence(tmp_path, VAL, val_loss=loss_of)] if is_on else []
+        make_trainer(callbacks, max_epochs=1).fit(module, TRAIN)
+        ends.append(nn.utils.parameters_to_vector(module.parameters()))
+    assert torch.equal(*ends)
 
 
 class Restless(Net):

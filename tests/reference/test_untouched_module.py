@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 
@@ -28,6 +29,9 @@ class Changing(nn.Module):
         self.values = {"list": [1], "set": {1}, "deque": deque([1, 2], maxlen=2), "tensors": [torch.zeros(1)]}
         self.number = 0
         self.generator = torch.Generator().manual_seed(1)
+        self.generators = [np.random.default_rng(1), np.random.RandomState(1), random.Random(1), random.SystemRandom()]
+        self.array, self.fixed = np.zeros((2, 3)), np.zeros(2)
+        self.fixed.flags.writeable = False
 
     def change(self) -> None:
         with torch.no_grad():
@@ -44,6 +48,7 @@ class Changing(nn.Module):
         self.values["tensors"][0] += 1
         self.values["new"] = [1]
         self.number += 1
+        self.array[1] += 1
         self.new = 1
         self.eval()
         self.layer.weight.grad = torch.ones(2, 2)
@@ -59,13 +64,19 @@ def described(module: Changing) -> list[object]:
         [(name, str(tensor)) for name, tensor in tensors],
         [(id(p), p.data_ptr()) for p in (*module.parameters(), *module.teacher[0].parameters())],
         values,
-        (module.number, module.training, module.layer.training, module.resized.tolist()),
-        module.generator.get_state().tolist(),
+        (module.number, module.training, module.layer.training, module.resized.tolist(), module.array.tolist()),
+        (module.generator.get_state().tolist(), *copies_draw(module)),
         (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
     ]
 
 
+def copies_draw(module: Changing) -> list[float]:
+    return [copy.deepcopy(each).random() for each in module.generators[:2]] + [module.generators[2].getstate()[1][-1]]
+
+
 def draw(module: Changing) -> None:
+    for each in module.generators:
+        each.random()
     torch.rand(3, generator=module.generator)
     torch.rand(3)
     random.random()
@@ -127,6 +138,36 @@ def test_a_tensor_of_a_computation_is_left_alone():
         module.hidden = None
     assert module.hidden is hidden
     module.hidden.sum().backward()
+
+
+def test_a_graph_that_was_made_before_goes_backward_and_one_whose_tensors_were_written_to_does_not():
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    x = torch.randn(4, 2)
+    (expected,) = torch.autograd.grad(module(x).square().sum(), [module[0].weight])
+    loss = module(x).square().sum()
+    with untouched(module) as state, torch.no_grad():
+        for _ in range(2):
+            module[1].weight.mul_(2)
+            state.restore()
+        module[1].weight.add_(1)
+    assert torch.equal(torch.autograd.grad(loss, [module[0].weight])[0], expected)
+    loss = module(x).square().sum()
+    with torch.no_grad():
+        module[1].weight.mul_(1)
+    with untouched(module), torch.no_grad():
+        module[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random, torch.Generator])
+def test_a_generator_of_the_module_tells_that_numbers_were_drawn(make):
+    module = nn.Module()
+    module.generator = generator = make()
+    with untouched(module) as state:
+        assert not state.drew_random_numbers()
+        torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+        assert state.drew_random_numbers()
 
 
 def test_a_parameter_that_does_not_exist_yet_is_said():
