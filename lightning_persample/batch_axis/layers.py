@@ -89,27 +89,26 @@ def _follow_channels(call: ObservedCall) -> Followed:
     first = call.argument(0, "input")
     axis = call.axis_of(first)
     is_convolution = call.name.startswith("conv")
-    if is_convolution and isinstance(axis, BatchAxis) and axis.dim == 1 and not call.lost:
-        return _along_groups(call, first, axis)
+    unbatched = is_convolution and first.dim() == _spatial_axes(call) + 1
+    if is_convolution and not unbatched and isinstance(axis, BatchAxis) and axis.dim == 1 and not call.lost:
+        return _along_groups(call, first)
     if not isinstance(axis, BatchAxis) or len(call.located) > 1 or call.lost:
         return lost(call, "has a weight that depends on the batch", mixes=None)
-    unbatched = is_convolution and first.dim() == _spatial_axes(call) + 1
     if axis.dim != 0 or unbatched:
         return lost(call, "needs the samples along its first axis", mixes=None)
     return keep(call, axis)
 
 
-def _along_groups(call: ObservedCall, first: Tensor, axis: BatchAxis) -> Followed:
+def _along_groups(call: ObservedCall, first: Tensor) -> Followed:
     """A convolution of (N, B * C, ...) whose groups are of one sample each, as are their rows of weight and bias."""
-    batch_size, channels = call.batch_size, first.size(1) if first.dim() == _spatial_axes(call) + 2 else 0
-    groups = call.argument(6, "groups", default=1)
+    batch_size, groups = call.batch_size, call.argument(6, "groups", default=1)
 
     def along(tensor: Tensor) -> BatchAxis:
         dim = int(tensor is first or tensor is call.outputs[0])
         return BatchAxis(dim, inner=tensor.size(dim) // batch_size, mixing=call.mixing)
 
     is_apart = all(own.same_place(along(tensor)) for tensor, own in call.located)
-    if groups % batch_size or channels % batch_size or not is_apart:
+    if groups % batch_size or first.size(1) % batch_size or not is_apart:
         return lost(call, "needs the samples along its first axis, or in groups of their own", mixes=True)
     return keep(call, along(call.outputs[0]), along)
 

@@ -83,3 +83,13 @@ def test_groups_of_several_samples_are_named() -> None:
 
     record = record_of(model(forward), mean_of_cubes, torch.randn(B, C, T))
     assert "needs the samples along its first axis, or in groups of their own" in record.unsupported["w"]
+
+
+def test_rows_of_one_image_are_not_groups_of_its_channels() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return F.conv2d(x * m.scale, m.w[:, :1, None].expand(B, 1, 3, 3), padding=1, groups=B)
+
+    module = Model(forward, w=parameter(B, C, 3), scale=parameter(B, 1, T))
+    record = record_of(module, mean_of_cubes, torch.randn(B, B, T), batch_dim=1)
+    reasons = (record.unsupported["w"], *record.axis_lost)
+    assert len(reasons) > 1 and all("needs the samples along its first axis" in reason for reason in reasons)
