@@ -55,7 +55,7 @@ def _follow(call: ObservedCall) -> Followed:
     if known is not None:
         return _laid_over(known(call), call)
     if all(output.dim() == 0 for output in call.outputs):
-        if call.op in ("tensordot", "linalg_vecdot"):
+        if call.op in ("inner", "tensordot", "linalg_vecdot"):
             return PROPAGATION_RULES["dot"](call)
         return lost(call, "reduces over the batch axis", mixes=True)
     return try_on_one_sample(call)
