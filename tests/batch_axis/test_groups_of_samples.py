@@ -92,4 +92,5 @@ def test_rows_of_one_image_are_not_groups_of_its_channels() -> None:
     module = Model(forward, w=parameter(B, C, 3), scale=parameter(B, 1, T))
     record = record_of(module, mean_of_cubes, torch.randn(B, B, T), batch_dim=1)
     reasons = (record.unsupported["w"], *record.axis_lost)
-    assert len(reasons) > 1 and all("needs the samples along its first axis" in reason for reason in reasons)
+    assert len(reasons) > 1
+    assert all("needs the samples along its first axis" in reason for reason in reasons)
