@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_persample.callbacks.mean_gradient import entries
 from lightning_persample.callbacks.observed_step import ObservedStep
@@ -66,30 +66,36 @@ class ManualStep:
         self._weights_are_wrong = False
         self._device = step.module.device.type
         self._parameters = dict(step.module.named_parameters())
-        self._names = names_by_optimizer(step.module, optimizers)
+        self._names = self._held = names_by_optimizer(step.module, optimizers)
         if len(self._names) == 1:  # of a single one, all parameters are reported
             self._names = (frozenset(self._parameters),)
         self._origins = GradientOrigins(self._parameters)
         self._records: list[PerSampleRecord | None] = []
         self._steps: dict[int, _Content] = {}
-        self._running: set[int] = set()  # the optimizers that are in a step
+        self._running: dict[int, torch.optim.Optimizer] = {}  # who is in a step, by the optimizer that it counts for
         self._decided: set[int] = set()  # those of them whose closure has run
         step.capture.before_backward = self._before
         step.capture.after_backward = guard(self._after, reports.report_failure)
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
-        """See every step of an optimizer, whoever calls it, in this context."""
-        handles, failed = [], self._reports.report_failure
+        """See every step on the parameters of an optimizer, whoever takes it, in this context."""
+        failed = self._reports.report_failure
+        before = register_optimizer_step_pre_hook(guard(self._stepping, failed))
+        after = register_optimizer_step_post_hook(guard(self._stepped, failed))
         try:
-            for place, optimizer in enumerate(self._optimizers):
-                if isinstance(optimizer, torch.optim.Optimizer):
-                    handles.append(optimizer.register_step_pre_hook(guard(partial(self._stepping, place), failed)))
-                    handles.append(optimizer.register_step_post_hook(guard(partial(self._stepped, place), failed)))
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            before.remove()
+            after.remove()
+
+    def _place(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Which optimizer of the Trainer this step is of: it itself, or one inside it of the same parameters."""
+        for place, each in enumerate(self._optimizers):
+            if each is optimizer:
+                return place
+        (names,) = names_by_optimizer(self._step.module, [optimizer])
+        return self._held.index(names) if names and self._held.count(names) == 1 else None
 
     def manual_backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `manual_backward` of the module: what it multiplies its loss by (loss scaling) is not left in."""
@@ -113,13 +119,19 @@ class ManualStep:
                     self._steps[place] = self._content(place)
                 self._decided.add(place)
 
-    def _stepping(self, place: int, *args: Any) -> None:
+    def _stepping(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        place = self._place(optimizer)
+        if place is None or place in self._running:
+            return
         with unseen(self._device):
             self._steps[place] = self._content(place)
-        self._running.add(place)
+        self._running[place] = optimizer
 
-    def _stepped(self, place: int, *args: Any) -> None:
-        self._running.discard(place)
+    def _stepped(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        place = next((place for place, each in self._running.items() if each is optimizer), None)
+        if place is None:
+            return
+        del self._running[place]
         if place not in self._decided:
             with unseen(self._device):
                 content = self._content(place)

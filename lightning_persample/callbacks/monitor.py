@@ -57,6 +57,9 @@ from lightning_persample.options import (
     is_none_or_int,
 )
 
+_NO_STEP = (
+    "no step of an optimizer of the Trainer, or of one inside it with the same parameters, followed a captured backward"
+)
 NOT_IN_A_FIT = "this callback was in no fit; where a library copies callbacks, ask the one in `trainer.callbacks`"
 
 _MOST = 2048  # logged steps that are kept for the page
@@ -195,7 +198,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self._window = Window()
         self._processes: AllProcesses | None = None  # where they exchange what they have
         self._of_all: list[StepNorms] | None = None
-        self._why_nothing, self._said_coverage = NOT_IN_A_FIT, False
+        self._why_nothing, self._said_coverage, self._has_record = NOT_IN_A_FIT, False, False
         self._loaded_averages: dict[str, Any] = {}
 
     def _settings(self) -> dict[str, Any]:
@@ -208,6 +211,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         if stage == "fit":
             self._norms, self._loaded_norms, self._loaded_averages, self._processes = SampleNorms(), {}, {}, None
             self._why_nothing, self._said_coverage, self._logged = "no step has run yet", False, False
+            self._has_record = False
             self._steps, self._warnings, self._last_drawn = LoggedSteps(), [], (-1, -math.inf)
             if self.report:
                 try:
@@ -267,8 +271,10 @@ class PerSampleGradientMonitor(PerSampleCallback):
                 labels=self.labels,
             )
         self._draw_layers(trainer)
-        if self._why_nothing and not (self._logged or self._never(trainer)) and shared is not None and not is_said:
-            self._warn(f"`{self.prefix}` has logged nothing: {self._why_nothing}")
+        has_no_step = self._has_record and not (pl_module.automatic_optimization or self._warnings)
+        why = self._why_nothing or (_NO_STEP if has_no_step else "")
+        if why and not (self._logged or self._never(trainer)) and shared is not None and not is_said:
+            self._warn(f"`{self.prefix}` has logged nothing: {why}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the page, if it is asked for, when every ledger of the Trainer is complete."""
@@ -367,7 +373,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, batch: Any, batch_idx: int
     ) -> None:
         """Keep the norms of one backward until the optimizer step is complete."""
-        automatic = pl_module.automatic_optimization
+        automatic, self._has_record = pl_module.automatic_optimization, True
         self._norms.add(record, trainer.fit_loop.total_batch_idx if automatic else None, self._why_no_index(trainer))
         if automatic:
             self._window.add(batch_idx, record)

@@ -342,6 +342,68 @@ def test_a_step_without_a_backward_that_can_be_seen_is_said():
         fit(Rests(False), [recorder()], data=Rests(False).train_dataloader())
 
 
+class InnerOptimizer(torch.optim.Optimizer):
+    """Sharpness-aware, as it is commonly written: the optimizer that steps is one inside it."""
+
+    def __init__(self, params, radius=0.05, **settings):
+        super().__init__(params, {"radius": radius, **settings})
+        self.inner = torch.optim.SGD(self.param_groups, **settings)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def move(self):
+        (group,) = self.param_groups
+        norm = torch.stack([parameter.grad.norm() for parameter in group["params"]]).norm()
+        self.before = [parameter.clone() for parameter in group["params"]]
+        for parameter in group["params"]:
+            parameter.add_(group["radius"] * parameter.grad / norm)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def move_back_and_step(self):
+        for parameter, value in zip(self.param_groups[0]["params"], self.before, strict=True):
+            parameter.copy_(value)
+        self.inner.step()
+        self.zero_grad()
+
+
+class SharpnessAware(Manual):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        inputs, labels = batch
+        self.go_backward(self.loss(inputs, labels))
+        optimizer.move()
+        self.go_backward(self.loss(inputs, labels))
+        optimizer.move_back_and_step()
+
+    def configure_optimizers(self):
+        return InnerOptimizer(self.parameters(), lr=0.1)
+
+
+class StepsByHand(Manual):
+    @torch.no_grad()
+    def training_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            self.go_backward(self.loss(*batch))
+        for parameter in self.parameters():
+            parameter.sub_(0.1 * parameter.grad)
+        self.zero_grad()
+
+
+def test_a_step_of_the_optimizer_inside_another_counts_as_its_step():
+    watcher, monitor = Recorder(1), PerSampleGradientMonitor(1)
+    trainer = fit(SharpnessAware(False), [watcher, monitor], data=SharpnessAware(False).train_dataloader())
+    assert [record.backward_index for record in watcher.records] == [0, 1] * BATCHES
+    mean = trainer.callback_metrics["per_sample_grad/norm_mean"]
+    torch.testing.assert_close(mean, watcher.records[-1].norms().mean())
+
+
+def test_records_that_no_step_used_are_said():
+    text = "`per_sample_grad` has logged nothing: no step of an optimizer of the Trainer, or of one inside it"
+    with pytest.warns(PerSampleWarning, match=text):
+        fit(StepsByHand(False), [PerSampleGradientMonitor(1)], data=StepsByHand(False).train_dataloader())
+
+
 def test_a_batch_that_cannot_be_captured_is_said_and_training_goes_on():
     class Loose(Manual):
         def training_step(self, batch, batch_idx):
