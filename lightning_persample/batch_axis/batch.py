@@ -261,6 +261,7 @@ def places_of_rows(batch: Any, rows: Sequence[Any]) -> tuple[Path, ...]:
     """The paths of lists and tuples in a batch that hold something of one row of the data at each place."""
     same: list[Path] = []  # with the rows' own tensors
     alike: list[Path] = []  # with tensors of their shapes
+    plain: list[Path] = []  # with their own numbers and texts, or their own tensors of one number
     parts: list[list[Any]] = []
 
     def search(item: Any, path: Path) -> None:
@@ -272,22 +273,27 @@ def places_of_rows(batch: Any, rows: Sequence[Any]) -> tuple[Path, ...]:
         if len(item) == len(rows):
             if not parts:
                 parts.extend(tree_leaves(row) for row in rows)
-            tensors = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor) and leaf.dim()] for each in item]
-            pairs = list(zip(tensors, parts, strict=True)) if all(tensors) else []
-            if pairs and all({*map(id, own)} <= {*map(id, part)} for own, part in pairs):
-                same.append(path)
+            pairs = [(tree_leaves(each), part) for each, part in zip(item, parts, strict=True)]
+            have_tensors = all(_shapes_in(own) for own, _ in pairs)
+            if all(own and {*map(_itself, own)} <= {*map(_itself, part)} for own, part in pairs):
+                (same if have_tensors else plain).append(path)
                 return
-            if pairs and all({*map(_shape, own)} <= {*map(_shape, part)} for own, part in pairs):
+            if have_tensors and all(_shapes_in(own) <= _shapes_in(part) for own, part in pairs):
                 alike.append(path)
         for place, value in enumerate(item):
             search(value, (*path, place))
 
     search(batch, ())
-    return tuple(same or alike)
+    return (*(same or alike), *plain)
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(getattr(leaf, "shape", ()))
+def _itself(leaf: Any) -> Any:
+    """What a leaf of a row is known by where it comes again."""
+    return leaf if isinstance(leaf, (int, float, str)) else id(leaf)
+
+
+def _shapes_in(leaves: Sequence[Any]) -> set[tuple[int, ...]]:
+    return {tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
 
 
 def with_samples_at(batch: Any, places: Collection[Path], path: Path = ()) -> Any:
@@ -299,6 +305,15 @@ def with_samples_at(batch: Any, places: Collection[Path], path: Path = ()) -> An
     if type(batch) is dict:
         return {name: with_samples_at(item, places, (*path, name)) for name, item in batch.items()}
     return batch
+
+
+def with_kinds_of(part: Any, batch: Any) -> Any:
+    """Some samples of what `with_samples_at` made of a batch, in lists and tuples as the batch itself has them."""
+    if type(batch) in (list, tuple) and type(part) in (list, tuple):
+        return type(batch)(with_kinds_of(each, batch[min(place, len(batch) - 1)]) for place, each in enumerate(part))
+    if type(batch) is dict and type(part) is dict:
+        return {name: with_kinds_of(item, batch[name]) for name, item in part.items()}
+    return part
 
 
 def _counted(path: str, kind: str, count: int, place: Callable[[int], Place]) -> _Known:
@@ -456,7 +471,7 @@ def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
     for _, tensor in counted:
         found.add(_rows(tensor, batch_dim))
     for path, items in walk.lists:
-        if len(items) > 1 and is_alike(items) and _hold_all(walk, len(items)):
+        if len(items) > 1 and _is_alike(items) and _hold_all(walk, len(items)):
             if not known and len(items) not in found - {None}:
                 found.add(len(items))  # each item may be a sample
             if len(found) > 1:
@@ -484,7 +499,7 @@ def _items(walk: _Walk, batch_dim: int, batch_size: int, is_declared: bool, *, i
     """The tensors that belong to one sample each, since they stand in a list with one item per sample."""
     of_one: dict[int, Lost] = {}
     for path, items in walk.lists:
-        if len(items) != batch_size or not is_alike(items):
+        if len(items) != batch_size or not _is_alike(items):
             continue
         inner = [list(batch_tensors(item, f"{path}[{place}]")) for place, item in enumerate(items)]
         tensors = [tensor for found in inner for _, tensor in found]
@@ -517,12 +532,12 @@ def _items(walk: _Walk, batch_dim: int, batch_size: int, is_declared: bool, *, i
 
 def _hold_all(walk: _Walk, size: int) -> bool:
     """Whether every tensor of a batch stands in a list of `size` items that may be one sample each."""
-    lists = [items for _, items in walk.lists if len(items) == size and is_alike(items)]
+    lists = [items for _, items in walk.lists if len(items) == size and _is_alike(items)]
     found = {id(tensor) for items in lists for _, tensor in batch_tensors(items)}
     return all(id(tensor) in found for _, tensor in walk.tensors)
 
 
-def is_alike(items: Sequence[Any]) -> bool:
+def _is_alike(items: Sequence[Any]) -> bool:
     """Whether the items of a list may be one sample each: tensors of one dtype and rank, or containers of a kind."""
     kinds = {_likeness(item) for item in items}
     return len(kinds) == 1 and None not in kinds

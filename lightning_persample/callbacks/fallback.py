@@ -24,13 +24,12 @@ from lightning_persample.gradients.cost import MEMORY_BUDGET, halved
 from lightning_persample.options import QUANTITIES, CaptureOptions
 from lightning_persample.reference.loops import batch_statistics_explained, vmap_per_sample_grads
 from lightning_persample.reference.samples import (
+    Samples,
     Weighting,
     described,
     gradients_of,
-    has_ragged_samples,
     loss_of,
     own_loss,
-    take,
     tensors_of,
     with_tensors,
 )
@@ -58,8 +57,6 @@ class SecondEngine:
         self._trainer = trainer
         self._module = pl_module
         self._weighting: Weighting = options["loss_reduction"]
-        self._cut = partial(take, batch_dim=options["batch_dim"], batch_layout=options["batch_layout"])
-        self._batch_dim, self._batch_layout = options["batch_dim"], options["batch_layout"]
         self._choice = choice
         self.draws = False  # whether a sample draws random numbers even without dropout, so that nothing was compared
 
@@ -67,8 +64,7 @@ class SecondEngine:
         self,
         engine: str,
         training_step: Callable[[Any], Any],
-        batch: Any,
-        layout: BatchLayout,
+        batch: Samples,
         quantities: Collection[str],
         *,
         sums: bool,
@@ -79,10 +75,10 @@ class SecondEngine:
             raise OptionError(
                 f"engine={engine!r} does not give the quantities {unknown}; it gives {', '.join(map(repr, QUANTITIES))}"
             )
-        size = layout.batch_size
-        _refuse_what_cannot_be_cut(layout, engine)
+        size = batch.layout.batch_size
+        _refuse_what_cannot_be_cut(batch.layout, engine)
         chosen = self._choice.of_batch(size)
-        weights = self._weigh(training_step, batch, size)
+        weights = self._weigh(training_step, batch)
         in_loss = samples_in_loss(None, weights)  # of the others, what they lose is not known
         samples, _ = samples_with_values(chosen, in_loss)
         weights = weights if samples is None else weights[samples]
@@ -91,35 +87,31 @@ class SecondEngine:
         def collect() -> _Collected:
             collected = _Collected(size, samples, frozenset(quantities), weights if compares else None)
             collected.in_loss = size if in_loss is None else len(in_loss)
-            self._collect(engine, training_step, batch, size, collected)
+            self._collect(engine, training_step, batch, collected)
             return collected
 
         run_pass = partial(in_smaller_chunks, collect) if engine == "vmap" else collect
         collected = run_pass()
         if compares:
             with without_dropout(self._module):
-                self._compare_sums(
-                    training_step, self._copied(batch, size), run_pass() if collected.drew else collected
-                )
+                self._compare_sums(training_step, batch.take(0, size), run_pass() if collected.drew else collected)
         return collected.record(list(self._trainable()))
 
-    def _collect(
-        self, engine: str, training_step: Callable[[Any], Any], batch: Any, size: int, collected: _Collected
-    ) -> None:
+    def _collect(self, engine: str, training_step: Callable[[Any], Any], batch: Samples, collected: _Collected) -> None:
         """Run single samples of a batch, and take their gradients."""
         chunk = 1
         if engine == "vmap":
-            if has_ragged_samples(batch, size, self._batch_dim, self._batch_layout):
+            if batch.are_ragged():
                 raise UnsupportedError(
                     "the batch holds one item per sample, not rows of tensors, which vmap cannot stack"
                 )
             bytes_each = sum(parameter.numel() * parameter.element_size() for parameter in self._trainable().values())
             chunk = max(1, halved(MEMORY_BUDGET) // max(bytes_each, 1))
-        scale, run = loss_scale(self._trainer, size), self._vmap if engine == "vmap" else self._loop
+        scale, run = loss_scale(self._trainer, batch.layout.batch_size), self._vmap if engine == "vmap" else self._loop
         with second_pass(self._trainer, self._module) as state, batch_statistics_explained(self._module):
             for start in range(0, len(collected.places), chunk):
                 samples = collected.places[start : start + chunk]
-                ones = [self._cut(batch, sample, sample + 1, batch_size=size) for sample in samples]
+                ones = [batch.take(sample, sample + 1) for sample in samples]
                 for name, rows in run(lambda one: self._own_loss(training_step, one) * scale, ones).items():
                     collected.add(name, start, rows, scale)
                 # Random numbers go on, so that samples do not share one dropout mask.
@@ -170,10 +162,6 @@ class SecondEngine:
         if text is not None and not self.draws:
             raise SumsDifferError(text)
 
-    def _copied(self, batch: Any, size: int) -> Any:
-        """The batch for a second pass, which may change its inputs in place."""
-        return self._cut(batch, 0, size, batch_size=size)
-
     def _trainable(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self._module.named_parameters() if p.requires_grad}
 
@@ -183,11 +171,12 @@ class SecondEngine:
             raise NoLossError
         return own_loss(outputs, batch, self._weighting)
 
-    def _weigh(self, training_step: Callable[[Any], Any], batch: Any, size: int) -> Tensor:
+    def _weigh(self, training_step: Callable[[Any], Any], samples: Samples) -> Tensor:
         """What each sample weighs in the loss of the batch, (B,)."""
+        size = samples.layout.batch_size
         if not callable(self._weighting):
             return torch.full((size,), 1.0 if self._weighting == "sum" else 1.0 / size)
-        batch = self._copied(batch, size)
+        batch = samples.take(0, size)
         with second_pass(self._trainer, self._module), torch.no_grad():
             outputs = training_step(batch)
             if loss_of(outputs) is None:
@@ -284,10 +273,3 @@ def _refuse_what_cannot_be_cut(layout: BatchLayout, engine: str) -> None:
                 "share out of the batch, as a buffer of the module or a number (rows that offsets, an index or "
                 "mark_samples give to the samples are for engine='expanded')"
             )
-    pairs = zip(layout.tensors, layout.places, strict=True)
-    single = [tensor for (_, tensor), place in pairs if isinstance(place, Lost) and place.alone is not None]
-    if single and all(tensor.dim() and tensor.size(0) == layout.batch_size for tensor in single):
-        raise UnsupportedError(
-            f"engine={engine!r} cannot cut a list of {layout.batch_size} samples that have {layout.batch_size} rows "
-            "each, which may as well be fields: use engine='expanded', or stack the samples"
-        )

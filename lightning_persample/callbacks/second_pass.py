@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
+from lightning_persample.batch_axis.batch import with_kinds_of
 from lightning_persample.capture.observing import without_compilation
 from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import warn_user
@@ -114,26 +115,31 @@ def verify_values(
     options: CaptureOptions,
     training_step: Callable[[Any], Any],
     batch: Any,
+    view: Any,
     *,
     allow_missing: bool,
 ) -> bool:
-    """Check the per-sample gradients of a few samples."""
-    calls = 0
+    """Check the per-sample gradients of a few samples of a batch; `view` is the batch as its samples are looked for."""
+    calls, reduction = 0, options["loss_reduction"]
 
-    def loss_fn(module: nn.Module, batch: Any) -> Any:
+    def loss_fn(module: nn.Module, part: Any) -> Any:
         nonlocal calls
         calls += 1
-        outputs = training_step(batch)
+        outputs = training_step(with_kinds_of(part, batch))
         if loss_of(outputs) is None:
             raise NoLossError("training_step returned None")
         return outputs
 
+    def weights(outputs: Any, part: Any) -> Any:
+        assert callable(reduction)
+        return reduction(outputs, with_kinds_of(part, batch))
+
     with second_pass(trainer, pl_module):
         report = check_per_sample_gradients(
             pl_module,
-            batch,
+            view,
             loss_fn,
-            loss_reduction=options["loss_reduction"],
+            loss_reduction=weights if callable(reduction) else reduction,
             batch_dim=options["batch_dim"],
             batch_size=options["batch_size"],
             batch_layout=options["batch_layout"],

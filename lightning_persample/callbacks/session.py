@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_persample.batch_axis.axis import BatchAxis
-from lightning_persample.batch_axis.batch import BatchLayout, EmptyBatchError, OfLoaders, count_samples, lay_out
+from lightning_persample.batch_axis.batch import EmptyBatchError, OfLoaders, count_samples
 from lightning_persample.callbacks.class_loss import (
     CLASS_LOSSES,
     ClassLosses,
@@ -52,7 +52,7 @@ from lightning_persample.capture.parameters import is_sharded
 from lightning_persample.capture.record import OwnScale, PerSampleRecord, warning_texts
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
 from lightning_persample.options import CAPTURE_DEFAULTS
-from lightning_persample.reference.samples import loss_of
+from lightning_persample.reference.samples import Samples, loss_of
 
 
 def is_logging_step(trainer: Trainer, every_n_steps: int | None = None) -> bool:
@@ -302,9 +302,8 @@ class SharedCapture:
         drawn = None if self._indices is None else self._indices.rows_drawn()
         options = self._options.copy()
         options["batch_size"] = options["batch_size"] or drawn
-        return verify_values(
-            self.trainer, self.module, options, self._rerun, self._batch, allow_missing=self._falls_back
-        )
+        batch = self._batch, self._view()
+        return verify_values(self.trainer, self.module, options, self._rerun, *batch, allow_missing=self._falls_back)
 
     def _observed(self, training_step: Callable[[], Any]) -> Any:
         step = self._open()
@@ -389,15 +388,13 @@ class SharedCapture:
 
     def _run_second(self, engine: str, *, sums: bool) -> PerSampleRecord | PerSampleError:
         try:
-            layout = self._layout()
-            if layout is None:
+            samples = self._samples()
+            if samples is None:
                 return UnsupportedError(f"engine={engine!r} {ONE_OF_SEVERAL}; use engine='expanded'")
         except BatchSizeError as error:
             return error
         record = guard(self._second.record, partial(why_no_record, engine))
-        found: PerSampleRecord | PerSampleError = record(
-            engine, self._rerun, self._batch, layout, self._quantities, sums=sums
-        )
+        found: PerSampleRecord | PerSampleError = record(engine, self._rerun, samples, self._quantities, sums=sums)
         return found
 
     def _view(self) -> Any:
@@ -447,17 +444,18 @@ class SharedCapture:
             step.capture.note_calls(CLASS_LOSSES, note)
         return step
 
-    def _layout(self) -> BatchLayout | None:
-        """Where the samples lie in the batch; None for those of several loaders."""
+    def _samples(self) -> Samples | None:
+        """The samples of the batch, to be taken one by one; None for those of several loaders."""
         view, size = self._samples_of_batch()
         if isinstance(view, OfLoaders):
             return None
-        is_declared = self._options["batch_size"] is not None
-        return lay_out(view, self._options["batch_dim"], size, self._options["batch_layout"], is_declared=is_declared)
+        options, is_declared = self._options, self._options["batch_size"] is not None
+        dim, layout = options["batch_dim"], options["batch_layout"]
+        return Samples(view, size, dim, layout, is_declared=is_declared, like=self._batch)
 
     def _place_in_batch(self, outputs: Tensor, labels: Tensor) -> BatchAxis | str:
-        layout = self._layout()
-        return "there is no extra pass" if layout is None else place_in_batch(layout, outputs, labels)
+        samples = self._samples()
+        return "there is no extra pass" if samples is None else place_in_batch(samples.layout, outputs, labels)
 
     def _note_of_class_losses(self, place_of: Callable[[Tensor, Tensor], BatchAxis | str]) -> Callable[..., Any] | None:
         """What is given the calls of class losses, if a callback reads them."""

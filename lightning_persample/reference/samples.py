@@ -12,14 +12,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 
-from lightning_persample.batch_axis.axis import BatchAxis, row_owners
+from lightning_persample.batch_axis.axis import BatchAxis, Lost, row_owners
 from lightning_persample.batch_axis.batch import (
     Layout,
     batch_tensors,
+    declared_place,
     declared_places,
-    is_alike,
     is_batch_of_graphs,
+    lay_out,
     mark_samples,
+    with_kinds_of,
 )
 from lightning_persample.capture.graph import REENTRANT, node_below
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError
@@ -35,53 +37,96 @@ NOT_REENTRANT = (
 _PLAIN = (str, bytes, int, float, complex, type, type(None))
 
 
-def take(
-    batch: Any, start: int, stop: int, *, batch_size: int, batch_dim: int = 0, batch_layout: Layout | None = None
-) -> Any:
-    """The samples `start` to `stop` of a batch, as a batch of that many samples."""
-    # Tensors are copied, so that nothing done to the result reaches the batch. A tensor with k * B rows has k rows per
-    # sample, as everywhere in the engine; one without rows of samples (class weights) is kept whole. A list or tuple of
-    # B items is cut itself where its tensors do not all have B rows (images of unequal sizes, texts), and the batch
-    # itself is, where none of its tensors has; so are packed sequences and batches of graphs.
-    declared = declared_places(batch, batch_size, batch_layout)
-    owners = {id(place[1]) for place in declared.values() if place is not None}
+class Samples:
+    """A batch from which samples can be taken, as batches of fewer samples; where they lie is read as a capture does.
 
-    def rows(tensor: Tensor) -> Tensor:
-        if id(tensor) in declared:
-            return declared_rows(tensor, declared[id(tensor)])
-        found = _rows_per_sample(tensor, batch_size, batch_dim)
-        whole = tensor.detach()
-        if not found:
-            return whole.clone()
-        if batch_dim == 0:  # sample-major
-            return whole[start * found : stop * found].clone()
-        parts = whole.unflatten(batch_dim, (found, batch_size)).narrow(batch_dim + 1, start, stop - start)
-        return parts.flatten(batch_dim, batch_dim + 1).clone()
+    Args:
+        batch: the batch.
+        batch_size: number of samples B.
+        batch_dim: the axis of the samples.
+        batch_layout: where they lie in tensors that hold them otherwise.
+        is_declared: whether the user has declared the number of samples, see `lay_out`.
+        like: a batch with the kinds of lists and tuples that the parts are to have; None is the batch itself.
 
-    def declared_rows(tensor: Tensor, place: tuple[BatchAxis, Tensor | None] | None) -> Tensor:
-        if place is None:
-            return tensor.detach().clone()
-        axis, _ = place
-        owner = row_owners(axis, batch_size, tensor.device)
-        own = tensor.detach().index_select(axis.dim, ((owner >= start) & (owner < stop)).nonzero().flatten())
-        return own - start if id(tensor) in owners else own  # (which says by number whose the rows are)
+    Attributes:
+        layout: where the samples lie in each tensor.
+    """
 
-    def items(item: Any) -> Any:
-        if isinstance(item, PackedSequence):
-            if int(item.batch_sizes[0]) != batch_size:
+    def __init__(
+        self,
+        batch: Any,
+        batch_size: int,
+        batch_dim: int = 0,
+        batch_layout: Layout | None = None,
+        *,
+        is_declared: bool = False,
+        like: Any = None,
+    ) -> None:
+        self._batch, self._size, self._dim, self._like = batch, batch_size, batch_dim, like
+        self.layout = lay_out(batch, batch_dim, batch_size, batch_layout, is_declared=is_declared)
+        pairs = zip(self.layout.tensors, self.layout.places, strict=True)
+        self._places = {id(tensor): place for (_, tensor), place in pairs}
+        declared = declared_places(batch, batch_size, batch_layout).values()
+        self._owners = {id(place[1]) for place in declared if place is not None}
+
+    def take(self, start: int, stop: int) -> Any:
+        """The samples from `start` to `stop`; tensors are copied, so that nothing done to them reaches the batch."""
+
+        def items(item: Any) -> Any:
+            if isinstance(item, PackedSequence):
+                if int(item.batch_sizes[0]) != self._size:
+                    return None
+                padded, lengths = pad_packed_sequence(item, batch_first=True)
+                rows, lengths = padded[start:stop], lengths[start:stop]
+                return pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+            if is_batch_of_graphs(item):
+                return type(item).from_data_list([item.get_example(sample) for sample in range(start, stop)])
+            if not self._has_one_each(item):
                 return None
-            padded, lengths = pad_packed_sequence(item, batch_first=True)
-            return pack_padded_sequence(padded[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=False)
-        if is_batch_of_graphs(item):
-            return type(item).from_data_list([item.get_example(sample) for sample in range(start, stop)])
-        if not _is_one_item_per_sample(item, batch_size, batch_dim, item is batch):
-            return None
-        return _rebuilt(item[start:stop], lambda tensor: copied(tensor.detach().clone(), tensor))
+            return _rebuilt(item[start:stop], lambda tensor: copied(tensor.detach().clone(), tensor))
 
-    def copied(part: Tensor, tensor: Tensor) -> Tensor:
-        return part.requires_grad_(tensor.requires_grad)
+        def copied(part: Tensor, tensor: Tensor) -> Tensor:
+            return part.requires_grad_(tensor.requires_grad)
 
-    return _rebuilt(batch, lambda tensor: copied(rows(tensor), tensor), items)
+        part = _rebuilt(self._batch, lambda tensor: copied(self._rows(tensor, start, stop), tensor), items)
+        return part if self._like is None else with_kinds_of(part, self._like)
+
+    def are_ragged(self) -> bool:
+        """Whether a sample is an item of a list, or any number of rows, so that samples cannot be stacked."""
+        found: list[Any] = [each for each in self._places.values() if isinstance(each, BatchAxis) and each.owner]
+
+        def note(item: Any) -> None:
+            if isinstance(item, PackedSequence) or is_batch_of_graphs(item) or self._has_one_each(item):
+                found.append(item)
+
+        _rebuilt(self._batch, lambda tensor: tensor, note)
+        return bool(found)
+
+    def _rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """The rows of these samples; a tensor without rows of samples (class weights) is kept whole."""
+        place, whole = self._places.get(id(tensor)), tensor.detach()
+        if isinstance(place, Lost) and place.unplaced and not place.listed:  # k * B rows, which the step may declare
+            place = declared_place("", tensor, self._dim, self._size)
+        if not isinstance(place, BatchAxis):
+            return whole.clone()
+        if place.owner is None and (place.dim, place.outer) == (0, 1):
+            own = whole[start * place.inner : stop * place.inner].clone()
+        else:
+            owner = row_owners(place, self._size, tensor.device)
+            own = whole.index_select(place.dim, ((owner >= start) & (owner < stop)).nonzero().flatten())
+        return own - start if id(tensor) in self._owners else own  # (which says by number whose the rows are)
+
+    def _has_one_each(self, items: Sequence[Any]) -> bool:
+        """Whether a list or tuple has one item for each sample."""
+        if len(items) != self._size or isinstance(items, torch.Size):
+            return False
+        inside = [
+            (self._places.get(id(tensor)), n) for n, item in enumerate(items) for _, tensor in batch_tensors(item)
+        ]
+        if inside:
+            return all(isinstance(place, Lost) and place.alone == n for place, n in inside)
+        has_lists = any(isinstance(item, (list, tuple)) and len(item) == self._size for item in items)
+        return not has_lists and (isinstance(items, list) or all(isinstance(item, str) for item in items))
 
 
 class Marked(TorchFunctionMode):
@@ -119,24 +164,6 @@ class Marked(TorchFunctionMode):
             self.layout[original] = batch_dim if owner is None else (batch_dim, owner.detach().clone())
         if owner is not None and id(owner) in self._originals:
             self.layout[self._originals[id(owner)]] = self._originals[id(owner)]
-
-
-def has_ragged_samples(batch: Any, batch_size: int, batch_dim: int = 0, batch_layout: Layout | None = None) -> bool:
-    """Whether a batch holds one item for each sample instead of rows, so that its samples cannot be stacked."""
-    found: list[Any] = [
-        place for place in declared_places(batch, batch_size, batch_layout).values() if place and place[1] is not None
-    ]
-
-    def items(item: Any) -> None:
-        if (
-            isinstance(item, PackedSequence)
-            or is_batch_of_graphs(item)
-            or _is_one_item_per_sample(item, batch_size, batch_dim, item is batch)
-        ):
-            found.append(item)
-
-    _rebuilt(batch, lambda tensor: tensor, items)
-    return bool(found)
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
@@ -192,28 +219,6 @@ def gradients_of(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Te
         raise UnsupportedError(NOT_REENTRANT)
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: grad.to_dense() for name, grad in zip(parameters, grads, strict=True) if grad is not None}
-
-
-def _rows_per_sample(tensor: Tensor, batch_size: int, batch_dim: int) -> int:
-    """How many rows each sample has in a tensor; 0 where the tensor does not hold the samples."""
-    if tensor.dim() <= batch_dim:
-        return 0
-    rows, rest = divmod(tensor.size(batch_dim), batch_size)
-    return 0 if rest else rows
-
-
-def _is_one_item_per_sample(item: Sequence[Any], batch_size: int, batch_dim: int, is_batch: bool) -> bool:
-    if len(item) != batch_size or isinstance(item, torch.Size):
-        return False
-    fields = list if isinstance(item, list) else (list, tuple)  # (tuples in a list are samples, whatever their length)
-    if any(isinstance(inner, fields) and len(inner) == batch_size for inner in item):
-        return False
-    tensors = [tensor for _, tensor in batch_tensors(item) if tensor.dim() > 0]
-    if not tensors:
-        return isinstance(item, list) or all(isinstance(inner, str) for inner in item)
-    have_rows = [tensor.dim() > batch_dim and tensor.size(batch_dim) == batch_size for tensor in tensors]
-    # A list of items of one kind is read as `lay_out` reads it: an item may have B rows by chance.
-    return not any(have_rows) if is_batch and not (isinstance(item, list) and is_alike(item)) else not all(have_rows)
 
 
 def _rebuilt(

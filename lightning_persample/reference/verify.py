@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_persample.batch_axis.axis import Lost
-from lightning_persample.batch_axis.batch import Layout, batch_tensors, lay_out, read_batch_size
+from lightning_persample.batch_axis.batch import Layout, batch_tensors, read_batch_size
 from lightning_persample.batch_axis.ops import having
 from lightning_persample.capture.graph import REENTRANT, node_below
 from lightning_persample.capture.mode import expanded_weights
@@ -29,11 +29,11 @@ from lightning_persample.options import check_option, check_options, is_int, is_
 from lightning_persample.reference.samples import (
     NOT_REENTRANT,
     Marked,
+    Samples,
     Weighting,
     gradients_of,
     loss_of,
     own_loss,
-    take,
 )
 from lightning_persample.reference.untouched import ModuleState, untouched, without_dropout
 from lightning_persample.rules import canonical_op
@@ -327,18 +327,19 @@ def check_per_sample_gradients(
         # A LightningModule without a Trainer says so each time its training step logs.
         warnings.filterwarnings("ignore", r"You are trying to `self\.log\(\)`")
         try:
-            marked = check.marked(batch, size, state)
-            cut = partial(take, batch_dim=batch_dim, batch_layout=(lambda _: marked.layout) if marked else batch_layout)
-            other_axes = other_axes or (_MADE if marked is not None and marked.made else "")
-            few = cut(batch, 0, count, batch_size=size)
+            every = Samples(batch, size, batch_dim, batch_layout, is_declared=batch_size is not None)
+            marked = check.marked(batch, every, size, state)
+            if marked is not None:
+                every = Samples(batch, size, batch_dim, lambda _: marked.layout)
+                other_axes = other_axes or (_MADE if marked.made else "")
+            few = every.take(0, count)
             with draws.keep():
                 record = check.engine(module, few, count, state)
             rows = []
             for sample in range(count):
                 doing = f"on sample {sample} alone"
-                one = cut(batch, sample, sample + 1, batch_size=size)
                 with draws.again(sample):
-                    rows.append(check.one_sample(one, state))
+                    rows.append(check.one_sample(every.take(sample, sample + 1), state))
         except PerSampleError:
             raise
         except Exception as error:  # whatever the user's own code raises, which the report names
@@ -353,8 +354,8 @@ def check_per_sample_gradients(
         loop = {name: torch.stack([row[name] for row in rows]) for name in trainable}
 
         def is_random() -> bool:
-            batch = cut(few, 0, count, batch_size=count)
-            return draws.unequal or check.changes_with_the_seed(batch, state, partial(draws.again, None))
+            few = every.take(0, count)
+            return draws.unequal or check.changes_with_the_seed(few, state, partial(draws.again, None))
 
         return VerificationReport(
             _compare(record, loop, loss_reduction, allowed, is_random, other_axes), count, allowed
@@ -392,14 +393,12 @@ class _Check:
         state.restore()
         return capture.record
 
-    def marked(self, batch: Any, size: int, state: ModuleState) -> Marked | None:
+    def marked(self, batch: Any, samples: Samples, size: int, state: ModuleState) -> Marked | None:
         """What the step declares of tensors of which the batch does not tell whose rows they have; None of no such."""
-        if self.layout["batch_layout"] is not None:
-            return None
-        places = lay_out(batch, self.layout["batch_dim"], size).places
+        places = () if self.layout["batch_layout"] is not None else samples.layout.places
         if not any(isinstance(place, Lost) and place.unplaced and not place.listed for place in places):
             return None
-        copied = take(batch, 0, size, batch_size=size, batch_dim=self.layout["batch_dim"])
+        copied = samples.take(0, size)
         with Marked(batch, copied) as marked:
             self.step(copied)
         state.restore()

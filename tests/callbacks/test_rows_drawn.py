@@ -123,19 +123,29 @@ def test_as_many_samples_as_rows_of_each_are_refused(kind, collate, where, optio
 def test_with_a_declared_number_of_samples_as_many_items_are_one_each(collate):
     rows, network = [torch.randn(6, 5) for _ in range(6)], nn.Linear(5, 2)
     data = DataLoader(Rows(rows), 6, collate_fn=collate)
-    norms, texts = captured(network, of_items, data, batch_size=6)
+    for options in ({}, {"verify": True}, {"engine": "loop"}):
+        norms, texts = captured(network, of_items, data, batch_size=6, **options)
+        assert texts == []
+        torch.testing.assert_close(norms, [one_by_one(network, of_items, [collate([row]) for row in rows])])
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"engine": "loop"}], ids=str)
+@pytest.mark.parametrize("label", [int, torch.tensor, lambda number: torch.tensor([number])])
+@pytest.mark.parametrize("collate", [tuple, lambda rows: tuple(zip(*rows, strict=True))], ids=["samples", "fields"])
+def test_tuples_of_samples_are_read_alike_by_every_engine_and_by_verify(collate, label, options):
+    def step(network: nn.Module, batch: Any) -> Tensor:
+        images, labels = batch if len(batch) == 2 else tuple(zip(*batch, strict=True))
+        assert isinstance(images, tuple)
+        pairs = zip(images, labels, strict=True)
+        return torch.stack(
+            [F.cross_entropy(network(x).mean(0), torch.as_tensor(y).reshape(())) for x, y in pairs]
+        ).mean()
+
+    rows, network = [(torch.randn(2 + n % 3, 5), label(n % 2)) for n in range(3)], nn.Linear(5, 2)
+    norms, texts = captured(network, step, DataLoader(Rows(rows), 3, collate_fn=collate), **options)
     assert texts == []
-    torch.testing.assert_close(norms, [one_by_one(network, of_items, [collate([row]) for row in rows])])
-    norms, texts = captured(network, of_items, data, batch_size=6, engine="loop")
-    assert norms == []
-    assert texts == [
-        "engine='loop' cannot cut a list of 6 samples that have 6 rows each, which may as well be fields: use "
-        "engine='expanded', or stack the samples"
-    ]
-    if collate is list:  # (verify=True reads a tuple as fields)
-        norms, (text,) = captured(network, of_items, data, batch_size=6, verify=True)
-        assert norms == []
-        assert "cannot be read from it; stack them if each is one sample, and pass a mapping in its place" in text
+    ones = [((x,), (y,)) for x, y in rows]
+    torch.testing.assert_close(norms, [one_by_one(network, step, ones)])
 
 
 def test_items_that_hold_a_row_of_every_sample_are_declared_by_a_layout():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from lightning_persample.errors import OptionError, PerSampleError
-from lightning_persample.reference.samples import has_ragged_samples, own_loss, take, tensors_of, with_tensors
+from lightning_persample.reference.samples import Samples, own_loss, tensors_of, with_tensors
 
 
 class Pair(NamedTuple):
@@ -28,7 +28,7 @@ class Frozen:
 
 
 def second(batch: Any, batch_size: int = 3, batch_dim: int = 0) -> Any:
-    return take(batch, 1, 2, batch_size=batch_size, batch_dim=batch_dim)
+    return Samples(batch, batch_size, batch_dim, is_declared=True).take(1, 2)
 
 
 def test_containers_keep_their_kind():
@@ -74,7 +74,7 @@ def test_several_rows_of_a_sample_stay_together():
     rows = torch.arange(6)
     assert second(rows).tolist() == [2, 3]  # sample-major
     assert second(rows[None], batch_dim=1).tolist() == [[1, 4]]  # time-major
-    assert take(rows, 0, 2, batch_size=3).tolist() == [0, 1, 2, 3]
+    assert Samples(rows, 3).take(0, 2).tolist() == [0, 1, 2, 3]
 
 
 def test_what_holds_no_samples_is_kept_whole():
@@ -91,10 +91,9 @@ def test_what_holds_no_samples_is_kept_whole():
         ("a", "b", "c"),
         [1, 2, 3],
         [torch.randn(6, 2), torch.randn(3, 2), torch.randn(5, 2)],
-        (torch.randn(6, 2), torch.randn(6, 2), torch.randn(6, 2)),
         [{"box": torch.randn(2, 4)}, {"box": torch.randn(1, 4)}, {"box": torch.randn(0, 4)}],
     ],
-    ids=["list of texts", "tuple of texts", "numbers", "unequal sizes", "equal sizes", "dicts"],
+    ids=["list of texts", "tuple of texts", "numbers", "unequal sizes", "dicts"],
 )
 def test_one_item_per_sample_is_cut(items):
     one = second({"x": torch.randn(3, 2), "items": items})["items"]
@@ -105,7 +104,7 @@ def test_one_item_per_sample_is_cut(items):
     for tensor, original in zip(found, expected, strict=True):
         assert torch.equal(tensor, original)
         assert tensor is not original
-    assert has_ragged_samples({"items": items}, 3)
+    assert Samples({"items": items}, 3, is_declared=True).are_ragged()
 
 
 def test_samples_with_as_many_fields_as_there_are_samples():
@@ -113,14 +112,14 @@ def test_samples_with_as_many_fields_as_there_are_samples():
     ((x, y),) = second(batch, batch_size=2)
     assert torch.equal(x, batch[1][0])
     assert int(y) == 1
-    assert has_ragged_samples(batch, 2)
+    assert Samples(batch, 2, is_declared=True).are_ragged()
 
 
 def test_fields_are_no_samples():
-    fields = (torch.randn(2, 4), torch.randn(2), [torch.randn(2, 1), torch.randn(2, 3)])
+    fields = (torch.randn(2, 4), torch.randn(2), (torch.randn(2, 1), torch.randn(2, 3)))
     one = second(fields, batch_size=2)
     assert [tuple(tensor.shape) for tensor in tensors_of(one)] == [(1, 4), (1,), (1, 1), (1, 3)]
-    assert not has_ragged_samples(fields, 2)
+    assert not Samples(fields, 2, is_declared=True).are_ragged()
     lists = ([torch.randn(5, 1), torch.randn(7, 1)], [{"a": torch.tensor(0)}, {"a": torch.tensor(1)}])
     images, targets = second(lists, batch_size=2)
     assert torch.equal(images[0], lists[0][1])
@@ -140,7 +139,7 @@ def test_a_packed_sequence_is_cut():
     one, lengths = pad_packed_sequence(second((packed, torch.randn(3)))[0], batch_first=True)
     assert torch.equal(one[0], sequences[1])
     assert lengths.tolist() == [4]
-    assert has_ragged_samples(packed, 3)
+    assert Samples(packed, 3, is_declared=True).are_ragged()
 
 
 def test_a_batch_that_holds_itself_is_no_endless_loop():
@@ -179,5 +178,5 @@ def test_a_weight_of_the_wrong_kind_is_said(weight, found):
 def test_a_list_of_samples_of_which_one_has_as_many_rows_as_there_are_samples() -> None:
     batch = [torch.randn(rows, 5) for rows in (2, 3, 1, 4)]
     for place, sample in enumerate(batch):
-        (taken,) = take(batch, place, place + 1, batch_size=4)
+        (taken,) = Samples(batch, 4).take(place, place + 1)
         assert torch.equal(taken, sample)
