@@ -115,25 +115,35 @@ def _shares_of_sum(call: ObservedCall) -> Callable[[], Tensor | None] | None:
 def _factors_within(call: ObservedCall) -> Iterator[tuple[float, bool]]:
     """By what the entries of a sum were multiplied, all alike, and whether by one each or by a division."""
     tensor = call.located[0][0]
-    node: Any = tensor.grad_fn if len(call.operands) == 1 else None
+    if len(call.operands) > 1:
+        return
+    try:
+        for node, factor, below in nodes_that_multiply(tensor):
+            if factor is None or not 0 < factor.numel() <= _MOST_FACTORS or factor.requires_grad or factor.is_complex():
+                return
+            found = set(factor.flatten().tolist())
+            number = found.pop()
+            if found or not number:
+                return
+            if number != 1:
+                divides = node.name() in _DIVIDES and math.isclose(number * call.batch_size, 1)
+                divides = divides and _summed_by(below) != call.batch_size  # (of as many entries it is an average)
+                yield number, divides or 1 < factor.numel() in (tensor.numel(), call.batch_size)
+    except RuntimeError:  # it was written to since, or a backward has freed it
+        return
+
+
+def nodes_that_multiply(tensor: Tensor, picks: tuple[str, ...] = ()) -> Iterator[tuple[Any, Tensor | None, Any]]:
+    """The nodes that made a tensor, the last first, each with what it multiplies by, None at the end, and the next."""
+    node: Any = tensor.grad_fn
     while node is not None:
         places = [place for place, (below, _) in enumerate(node.next_functions) if below is not None]
-        try:
-            factor = factor_at(node, places[0]) if len(places) == 1 else None
-        except RuntimeError:  # it was written to since, or a backward has freed it
-            return
-        if factor is None or not 0 < factor.numel() <= _MOST_FACTORS or factor.requires_grad or factor.is_complex():
-            return
-        found = set(factor.flatten().tolist())
-        number = found.pop()
-        if found or not number:
-            return
-        if number != 1:
-            below = node.next_functions[places[0]][0]
-            divides = node.name() in _DIVIDES and math.isclose(number * call.batch_size, 1)
-            divides = divides and _summed_by(below) != call.batch_size  # (of as many entries it is an average)
-            yield number, divides or 1 < factor.numel() in (tensor.numel(), call.batch_size)
-        node = node.next_functions[places[0]][0]
+        factor = None
+        if len(places) == 1:
+            factor = torch.ones(()) if picks and node.name().startswith(picks) else factor_at(node, places[0])
+        below = None if factor is None else node.next_functions[places[0]][0]
+        yield node, factor, below
+        node = below
 
 
 def _summed_by(node: Any) -> int:

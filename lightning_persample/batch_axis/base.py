@@ -87,7 +87,7 @@ class Padding:
 PropagationRule = Callable[[ObservedCall], Followed]
 PROPAGATION_RULES: dict[object, PropagationRule] = {}
 BY_LAYOUT: set[object] = set()
-_PLACES = having("places")
+_PLACES, _ADDS = having("places"), having("adds")
 
 
 def propagation_rule(family: str, *, by_layout: bool = False) -> Callable[[PropagationRule], PropagationRule]:
@@ -300,6 +300,8 @@ def meet(call: ObservedCall, places: Sequence[BatchAxis]) -> tuple[BatchAxis, st
             return lost(call, "meets two tensors of the batch with their batch axes at different places", mixes=True)
         if not other.same_layout(axis):
             mixing = f"`{call.name}` combines different samples{user_line()}"
+            if call.op in _ADDS and not call.lost and _are_apart(axis, other):  # (a sum of what each of them gives)
+                return Followed((Lost(mixing, reduced=True),) * len(call.outputs))
             event = mixing if with_gradient else event
             axis = other if other.owner is None else axis
     for tensor, mark in call.lost:
@@ -308,6 +310,13 @@ def meet(call: ObservedCall, places: Sequence[BatchAxis]) -> tuple[BatchAxis, st
         mixing = mixing or reason
         event = reason if tensor.requires_grad and with_gradient else event
     return axis.mixed(mixing), event
+
+
+def _are_apart(one: BatchAxis, other: BatchAxis) -> bool:
+    """Whether no sample has rows along both axes."""
+    if one.owner is None or other.owner is None or one.mixing or other.mixing:
+        return False
+    return not bool(torch.isin(one.owner.sample, other.owner.sample.to(one.owner.sample.device)).any())
 
 
 def broadcast(call: ObservedCall) -> Followed:

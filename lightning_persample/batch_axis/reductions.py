@@ -108,7 +108,11 @@ def _follow_list(call: ObservedCall) -> Followed:
 
 @propagation_rule("scattered")
 def _follow_scattered(call: ObservedCall) -> Followed:
-    return lost(call, "gathers entries across the batch", mixes=None)
+    """``bincount(owner)`` counts the rows of each sample; of the others nothing is known."""
+    own = None
+    if call.op == "bincount" and call.axis_of(call.args[0]) is not None:
+        own = into_own_rows(call, call.outputs[0].detach(), 0, call.args[0], call.argument(1, "weights"))
+    return own or lost(call, "gathers entries across the batch", mixes=None)
 
 
 @propagation_rule("segments")

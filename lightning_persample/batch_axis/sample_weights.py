@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.added_up import MEAN, averages, factor_at, reduction_of
+from lightning_persample.batch_axis.added_up import MEAN, averages, nodes_that_multiply, reduction_of
 from lightning_persample.batch_axis.axis import BatchAxis, Lost, SampleWeights, batch_first
 from lightning_persample.batch_axis.base import Followed, is_plain
 from lightning_persample.batch_axis.observed import ObservedCall
@@ -73,21 +73,15 @@ def of_sum(call: ObservedCall) -> SampleWeights | None:
 def _factors_within(tensor: Tensor) -> tuple[list[Tensor] | None, bool]:
     """By what entries that are added up were multiplied, None where that cannot be read, and whether that is all."""
     found: list[Tensor] = []
-    node: Any = tensor.grad_fn
     try:
-        while node is not None:
+        for node, factor, _ in nodes_that_multiply(tensor, _PICKS):
             if node.name() in _NLL and node._saved_reduction == 0:
                 laid = _laid_over([*found, *_weights_of_entries(node)], tensor)
                 return laid, laid is not None
-            places = [place for place, (below, _) in enumerate(node.next_functions) if below is not None]
-            factor = None
-            if len(places) == 1:
-                factor = torch.ones(()) if node.name().startswith(_PICKS) else factor_at(node, places[0])
             if factor is None:
                 break
             if factor.numel() > 1 and (factor.is_complex() or bool((factor != factor.flatten()[0]).any())):
                 found.append(factor.detach())
-            node = node.next_functions[places[0]][0]
     except RuntimeError:  # it was written to since
         return None, False
     return _laid_over(found, tensor), False

@@ -395,7 +395,9 @@ class Dispatcher(Collector):
                     with self.visible:
                         return decomposed(function)(*args, **kwargs)
                 result = function(*args, **kwargs)
-                guard(self._note_inside, self.fail)(kind, function, args, kwargs, (tensors, marks), result)
+                guard(self._note_inside, self.fail)(
+                    kind, function, args, kwargs, zip(tensors, marks, strict=True), result
+                )
                 return result
             if kind.pointwise and BatchAxis in kinds and kinds <= _PLAIN:
                 axis, rank = common_axis(tensors, marks)
@@ -508,52 +510,49 @@ class Dispatcher(Collector):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        operands: tuple[Sequence[Tensor], Sequence[Mark | None]],
+        marked: Iterable[tuple[Tensor, Mark | None]],
         result: Any,
     ) -> None:
         """Mark what a call inside torch.vmap or torch.func made of the samples, under the tensors that wrap it."""
-        tensors, marks = operands
+        with_weight, operands = False, []
+        for tensor, mark in marked:
+            with_weight |= isinstance(mark, Weight)
+            operands.append(Operand(tensor, mark if isinstance(mark, (BatchAxis, Lost)) else None))
         outputs = (*tensors_in(args[0] if result is None else result),)
-        text = f"`{name_of(kind.op, function)}` inside a transform of torch.func{user_line()} could not be followed"
-        lost = next((mark for mark in marks if isinstance(mark, Lost)), Lost(text))
-        pairs = [(tensor, mark) for tensor, mark in zip(tensors, marks, strict=True) if isinstance(mark, BatchAxis)]
+        call = ObservedCall(
+            kind.op, function, args, kwargs, tuple(operands), outputs, self.batch_size, kind.inplace, frozenset(),
+            owners=self.owners, known_rows=self.known_rows, row_sums=self.marks.row_sums,
+            compares_weights=self.compares_weights,
+        )  # fmt: skip
+        text = f"`{call.name}` inside a transform of torch.func{user_line()} could not be followed"
+        lost = call.lost[0][1] if call.lost else Lost(text)
         place = None
-        if not (torch.is_grad_enabled() and any(isinstance(mark, Weight) for mark in marks)):
-            if all(inside(tensor, axis).level is None for tensor, axis in pairs) and _is_alike(kind.op, tensors):
-                self._note_first(kind, function, args, kwargs, (tensors, marks), outputs)
+        if not (torch.is_grad_enabled() and with_weight):
+            tensors = [operand.tensor for operand in operands]
+            if all(inside(*pair).level is None for pair in call.located) and _is_alike(kind.op, tensors):
+                self._note_first(call)
                 return
-            if pairs and not any(isinstance(mark, Lost) for mark in marks):
-                place = common_place(*zip(*pairs, strict=True))
+            if call.located and not call.lost:
+                place = common_place(*zip(*call.located, strict=True))
         if place is not None and place.level is None and not (kind.pointwise or kind.op in _OF_TANGENTS):
             place = None
         for output in outputs:
             axis = None if place is None else innermost_axis(output, from_right(output, place))
             self.marks.set_innermost(output, axis or lost)
 
-    def _note_first(
-        self,
-        kind: Kind,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        operands: tuple[Sequence[Tensor], Sequence[Mark | None]],
-        outputs: tuple[Tensor, ...],
-    ) -> None:
+    def _note_first(self, call: ObservedCall) -> None:
         """Follow a call inside a transform as one on the first of what vmaps go over, who do the same to all."""
-        firsts = {id(tensor): first_of_all(tensor) for tensor in operands_of(args, kwargs)}
-        args, kwargs = tree_map_only(Tensor, lambda tensor: firsts[id(tensor)], (args, kwargs))
+        firsts = {id(tensor): first_of_all(tensor) for tensor in operands_of(call.args, call.kwargs)}
+        args, kwargs = tree_map_only(Tensor, lambda tensor: firsts[id(tensor)], (call.args, call.kwargs))
         given = []
-        for tensor, mark in zip(*operands, strict=True):
-            place = inside(tensor, mark).axis if isinstance(mark, BatchAxis) else mark
-            given.append(Operand(firsts[id(tensor)], place if isinstance(place, (BatchAxis, Lost)) else None))
-        first = tuple(firsts[id(output)] if id(output) in firsts else first_of_all(output) for output in outputs)
-        call = ObservedCall(
-            kind.op, function, args, kwargs, tuple(given), first, self.batch_size, kind.inplace, frozenset(),
-            owners=self.owners, known_rows=self.known_rows, row_sums=self.marks.row_sums,
-            compares_weights=self.compares_weights,
-        )  # fmt: skip
-        self._note(call, {}, set())
-        for output, mark in zip(outputs, map(self.marks.get, first), strict=True):
+        for operand in call.operands:
+            place = operand.axis
+            if isinstance(place, BatchAxis):
+                place = inside(operand.tensor, place).axis
+            given.append(Operand(firsts[id(operand.tensor)], place if isinstance(place, (BatchAxis, Lost)) else None))
+        first = tuple(firsts[id(output)] if id(output) in firsts else first_of_all(output) for output in call.outputs)
+        self._note(replace(call, args=args, kwargs=kwargs, operands=tuple(given), outputs=first), {}, set())
+        for output, mark in zip(call.outputs, map(self.marks.get, first), strict=True):
             axis = innermost_axis(output, Inside(mark, None)) if isinstance(mark, BatchAxis) else mark
             if axis is not None:
                 self.marks.set_innermost(output, axis)

@@ -100,6 +100,7 @@ def test_what_becomes_of_the_samples_of_a_cut_axis_is_known(name: str) -> None:
 
 
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {
+    "one-less-the-other": lambda z: (cut(z)[:, 0] - cut(z)[:, 1]).mean(),
     "by-a-diagonal": written(lambda v: v.diagonal(0, 0, 1).copy_(v[:, 0].T.clone())),
     "by-strides": written(lambda v: v.as_strided((2, WIDTH), (2 * WIDTH, 1)).copy_(v[:, 1].clone())),
     "those-of-another-read-by-an-earlier-view": written_beside(copy_of_another, lambda base: base[1:]),
@@ -150,3 +151,35 @@ def test_a_tensor_of_data_that_was_cut_with_the_samples_stays_beside_them() -> N
     record = record_of(module, loss, x, y)
     assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
     assert_shares(record, shares_of(module, lambda z: torch.linalg.vector_norm(cut(z) - cut(y), dim=-1).mean(), x))
+
+
+IN_PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a-mean-of-sums": lambda v: (v[:, 0].square() + v[:, 1].square()).mean(),
+    "a-mean-of-means": lambda v: ((v[:, 0].square() + v[:, 1].exp()) / 2).mean(),
+    "by-rows": lambda v: (v[:, 0].square().sum(1) + v[:, 1].square().sum(1)).mean() / 2,
+    "less-constants": lambda v: (v[:, 0].square() - 1.0 + v[:, 1].square()).sum(-1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", IN_PAIRS)
+def test_losses_of_the_samples_of_a_pair_are_added(name: str) -> None:
+    module, x = nn.Linear(5, WIDTH), torch.randn(B, 5)
+    record = record_of(module, lambda m, x: IN_PAIRS[name](cut(m(x))), x)
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
+    assert_shares(record, shares_of(module, lambda z: IN_PAIRS[name](cut(z)), x))
+
+
+MEET_IN_PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
+    "squared": lambda v: (v[:, 0] - v[:, 1]).square().mean(),
+    "multiplied": lambda v: (v[:, 0] * v[:, 1]).mean(),
+    "the-larger": lambda v: torch.maximum(v[:, 0], v[:, 1]).mean(),
+    "half-of-one": lambda v: (v[:, 0].square() + 0.5 * v[:, 1].square()).mean() + v[:, 0].mean() * v[:, 1].mean(),
+}
+
+
+@pytest.mark.parametrize("name", MEET_IN_PAIRS)
+def test_samples_that_meet_in_a_pair_are_named(name: str) -> None:
+    module, x = nn.Linear(5, WIDTH), torch.randn(B, 5)
+    record = record_of(module, lambda m, x: MEET_IN_PAIRS[name](cut(m(x))), x)
+    assert record.mixing != ()
+    assert_shares(record, shares_of(module, lambda z: MEET_IN_PAIRS[name](cut(z)), x))
