@@ -39,8 +39,8 @@ from lightning_persample.capture.graph import (
     leaf_of,
     on_gradient,
 )
-from lightning_persample.capture.pull_back import settle_one
-from lightning_persample.capture.weight import Computation, Weight
+from lightning_persample.capture.pull_back import made_for_one_call, settle_one
+from lightning_persample.capture.weight import Computation, Made, Weight
 from lightning_persample.gradients import Dense, SampleGradient, sq_norms, sq_norms_and_sum
 from lightning_persample.gradients.cost import DEFAULT_OPTIONS, MEMORY_BUDGET
 from lightning_persample.gradients.host import ASYNCHRONOUS
@@ -524,6 +524,12 @@ class Collector:
             if not once or (self.kept and weight.names & self.kept):
                 return False
         return True
+
+    def made_for(self, weights: Sequence[Weight]) -> Made | None:
+        """What weights of one call are made of, where that can be pulled back now and only norms are asked for."""
+        if self.keep_structures or (self.kept and any(weight.names & self.kept for weight in weights)):
+            return None
+        return made_for_one_call(weights)
 
     def why(self, error: Exception, what: object) -> str:
         """Why there are no values of a call or weight, with the op in place that overwrote what it needs."""

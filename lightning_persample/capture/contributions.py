@@ -17,7 +17,7 @@ from lightning_persample.batch_axis.observed import Description, ObservedCall, v
 from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.capture.failure import OverwrittenError, reason_of
 from lightning_persample.capture.graph import boundary, edges_between
-from lightning_persample.capture.weight import Computation, Contributions, Weight
+from lightning_persample.capture.weight import Computation, Contributions, Made, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import (
     Block,
@@ -375,8 +375,9 @@ class ByRule:
         wants_sums: bool,
         options: KernelOptions,
         later: Callable[[list[Weight], Later], None],
+        made: Made | None = None,
     ) -> Sequence[Tensor] | None:
-        """The squared norms (B,) for each weight and, where they are wanted, the sums over the samples."""
+        """The squared norms (B,) for each weight, or parameter that it is made of, and the sums that are wanted."""
         programs = self.programs
         if programs is None or type(grad) is not Tensor or grad.layout is not torch.strided:
             return None
@@ -386,27 +387,35 @@ class ByRule:
         if grad.requires_grad:
             grad = grad.detach()
         given = (*self._tensors.values(), *self._saved.values(), grad)
-        key = (wants_sums, options.max_memory, grad.dtype, grad.device, *map(Tensor.stride, given))
+        of_weights, kind = ([], None) if made is None else (made.tensors(), made.kind)
+        if of_weights is None:
+            return None
+        given += (*of_weights,)
+        key = (wants_sums, options.max_memory, grad.dtype, grad.device, kind, *map(Tensor.stride, given))
         program = programs.get(key)
         if program == "none":
             return None
-        compute = partial(self._norms, grad, reader, wants_sums, options)
+        compute = partial(self._norms, grad, reader, wants_sums, options, made)
         try:
             if program is None:
-                results, made = record(compute, given)
+                results, recorded = record(compute, given)
                 if len(programs) >= _MOST:
                     programs.clear()
-                if made != "not now":
-                    programs[key] = made
+                if recorded != "not now":
+                    programs[key] = recorded
                 return results
             results, checks = program.run(given)
         except torch.OutOfMemoryError:  # smaller chunks take less
             return None
+        except UnsupportedError:  # how weights are made, which gets its reason where they are pulled back one by one
+            if made is None:
+                raise
+            return None
         if checks and grad.device.type in ASYNCHRONOUS:
-            kept = Later([*(tensor for tensor, _ in self._versions), *self._saved.values(), grad])
+            kept = Later([*(tensor for tensor, _ in self._versions), *self._saved.values(), grad, *of_weights])
             numbers = [(on_its_way(number), least) for number, least in checks]
             kept.corrections.append(partial(self._correct, kept, numbers, results, compute))
-            later([*dict.fromkeys(self._owners.values())], kept)
+            later([*dict.fromkeys(self._owners.values())] if made is None else made.parameters, kept)
             return results
         for number, least in checks:
             if not float(number) >= least:
@@ -427,10 +436,16 @@ class ByRule:
                 result.copy_(right)
 
     def _norms(
-        self, grad: Tensor, reader: Callable[[Tensor], Tensor], wants_sums: bool, options: KernelOptions
+        self,
+        grad: Tensor,
+        reader: Callable[[Tensor], Tensor],
+        wants_sums: bool,
+        options: KernelOptions,
+        made: Made | None,
     ) -> list[Tensor]:
         with kernel_options(options):
-            gradients = [gradient for _, gradient in self((reader(grad),))]
+            contributions = self((reader(grad),))
+            gradients = [each for _, each in contributions] if made is None else made.pulled(contributions)
             if not wants_sums:
                 return sq_norms(gradients)
             squares, sums = zip(*map(sq_norms_and_sum, gradients), strict=True)

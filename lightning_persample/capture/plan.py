@@ -45,7 +45,7 @@ from lightning_persample.capture.graph import (
     on_arrival,
     on_gradient,
 )
-from lightning_persample.capture.weight import Computation, Contributions, Weight
+from lightning_persample.capture.weight import Computation, Contributions, Made, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options
 from lightning_persample.gradients.host import ASYNCHRONOUS
@@ -444,9 +444,15 @@ class Report:
         with without_torch_function():
             is_apart = torch.is_grad_enabled() or any_autocast_is_on()  # in a backward that creates a graph, say
             is_usual = not is_apart and collector.samples is None
-            if type(compute) is ByRule and is_usual and collector.takes_norms_of(weights):
-                results = compute.norms(grads[0], self._readers[0], wants_sums, options, collector.correct_later)
+            made: Made | None = None
+            if type(compute) is ByRule and is_usual:
+                takes_norms = collector.takes_norms_of(weights)
+                made = None if takes_norms or compute.programs is None else collector.made_for(weights)
+            if type(compute) is ByRule and is_usual and (takes_norms or made is not None):
+                later = collector.correct_later
+                results = compute.norms(grads[0], self._readers[0], wants_sums, options, later, made)
                 if results is not None:
+                    weights = weights if made is None else made.parameters
                     for weight, sq_norm in zip(weights, results, strict=False):
                         weight.sq_norm = sq_norm
                     if collector.frees and self._keeps_values:

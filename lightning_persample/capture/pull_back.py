@@ -24,7 +24,7 @@ from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.capture.annotations import data_of
 from lightning_persample.capture.contributions import Use, computation
 from lightning_persample.capture.failure import OverwrittenError, attempt, guard
-from lightning_persample.capture.weight import Contributions, Derivation, Weight
+from lightning_persample.capture.weight import Contributions, Derivation, Made, Weight, made_of
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import (
     Block,
@@ -38,7 +38,7 @@ from lightning_persample.gradients import (
     in_order,
 )
 from lightning_persample.gradients.cost import current_options, halved
-from lightning_persample.gradients.program import Program, record_kernels
+from lightning_persample.gradients.program import Program, at_least, not_now, record_kernels, run_again
 from lightning_persample.rules import (
     BATCHES,
     Call,
@@ -300,41 +300,71 @@ def settle_one(
 
 def pull_back(weight: Weight) -> None:
     """Move the contributions of a derived weight to the weights it was computed from."""
-    # A computation that gives another value when it is repeated (it is random, or its inputs were changed in place
-    # since) gives an `UnsupportedError`.
     derivation, terms = weight.derivation, weight.contributions
     if derivation is None or not terms:
         return
     weight.contributions = []
+    for parent, gradient in _pulled(derivation, terms):
+        parent.add(gradient)
+
+
+def made_for_one_call(weights: Sequence[Weight]) -> Made | None:
+    """What the weights of a call are made of, where nothing else uses it and the derived ones tell how they are."""
+    found = made_of(weights)
+    if found is None or len(found) == len(weights):
+        return None
+    places, kinds = {weight: place for place, weight in enumerate(found)}, list[Hashable]()
+    for weight in found:
+        if weight.derivation is not None:
+            kind = _kind(weight.derivation)
+            if kind is None:
+                return None
+            kinds.append((kind, *[places[parent] for parent in weight.derivation.parents.values()]))
+    return Made(found, tuple(kinds), _pulled_through)
+
+
+def _pulled_through(made: Sequence[Weight], contributions: Contributions) -> Contributions:
+    terms: dict[Weight, list[SampleGradient]] = {}
+    for weight, gradient in contributions:
+        terms.setdefault(weight, []).append(gradient)
+    found: Contributions = []
+    for weight in made:
+        own = terms.pop(weight, None)
+        if own is None:
+            continue
+        if weight.derivation is None:
+            found.append((weight, add_up(own)))
+            continue
+        for parent, gradient in _pulled(weight.derivation, own):
+            terms.setdefault(parent, []).append(gradient)
+    return found
+
+
+def _pulled(derivation: Derivation, terms: Sequence[SampleGradient]) -> Contributions:
+    """What the parents of a derived weight get."""
+    # A computation that gives another value when it is repeated (it is random, or its inputs were changed in place
+    # since) gives an `UnsupportedError`.
     if len(terms) == 1:
-        _pull_back_one(derivation, terms[0])
-        return
+        return _pull_back_one(derivation, terms[0])
     blocks = [term for term in terms if isinstance(term, Block)]
     others = [term for term in terms if not isinstance(term, Block)]
-    for same in blocks, others:
-        if same:
-            _pull_back_one(derivation, add_up(same))
+    return [pair for same in (blocks, others) if same for pair in _pull_back_one(derivation, add_up(same))]
 
 
-def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
+def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> Contributions:
     parents = list(derivation.parents.values())
     of_table = looked_up(derivation, gradient) if derivation.op == "embedding" else None
     if of_table is not None:
         _as_read(derivation, parents_too=False)
-        parents[0].add(of_table)
-        return
+        return [(parents[0], of_table)]
     block = gradient if type(gradient) is Block else None
     entries = copied(derivation, block) if block is not None else None
     if entries is not None:
         _as_read(derivation, parents_too=False)
-        for parent, part in entries:
-            parent.add(part)
-        return
-    kept = _keep_structure(derivation, gradient) if block is None else None
-    if kept is not None:
-        for parent, part in kept:
-            parent.add(part)
-        return
+        return entries
+    as_it_is = _keep_structure(derivation, gradient) if block is None else None
+    if as_it_is is not None:
+        return as_it_is
     pulled, one = None if block else _by_programs(derivation, gradient), None
     if pulled is None:
         devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
@@ -346,13 +376,13 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> None:
             if rows is not None:
                 inputs = [derivation.leaves[place] for place in derivation.parents]
                 _check_repeats(derivation, derivation.compute(*inputs))
-                for parent, part in rows:
-                    parent.add(part)
-                return
+                return rows
             cotangents = gradient if block is None or one is None else Dense(block.grad)
             pulled = _joined([_pull(derivation, part, drawn) for part in _parts(derivation, cotangents)])
-    for parent, grads in zip(parents, pulled, strict=True):
-        parent.add(replace(block, grad=grads) if block is not None and one else Dense(grads))
+    return [
+        (parent, replace(block, grad=grads) if block is not None and one else Dense(grads))
+        for parent, grads in zip(parents, pulled, strict=True)
+    ]
 
 
 def _parts(derivation: Derivation, gradient: SampleGradient) -> Iterator[Tensor]:
@@ -381,6 +411,8 @@ def _pull(derivation: Derivation, cotangents: Tensor, drawn: Callable[[], bool])
 
     layout = kind, cotangents.shape, cotangents.stride(), cotangents.dtype
     may_note = bool(BATCHES.get(kind)) and layout not in _PROGRAMS and _may_be_noted(derivation)
+    if may_note or (kind is not None and kind not in BATCHES):  # the next time it may be a program
+        not_now()
     if may_note:
         (value, *pulled), program = record_kernels(compute, [*tensors_in(derivation.leaves), cotangents])
         _check_repeats(derivation, value)
@@ -420,7 +452,7 @@ def _by_programs(derivation: Derivation, gradient: SampleGradient) -> Sequence[T
         program = _PROGRAMS.get((kind, cotangents.shape, cotangents.stride(), cotangents.dtype))
         if not isinstance(program, Program):
             return None
-        (value, *pulled), _ = program.run([*leaves, cotangents])
+        value, *pulled = run_again(program, [*leaves, cotangents])
         _check_repeats(derivation, value)
         found.append(pulled)
     return _joined(found)
@@ -457,16 +489,15 @@ def _keep_structure(derivation: Derivation, gradient: SampleGradient) -> Contrib
         return [(parent, gradient)]
     factor = next((leaf for leaf in derivation.leaves if type(leaf) in (int, float)), None)
     if derivation.op == "mul" and factor is not None and parent.shape == gradient.shape:
-        factors = torch.full((gradient.batch_size,), factor, dtype=gradient.dtype, device=gradient.device)
-        return [(parent, gradient.scaled(factors))]
+        return [(parent, gradient.scaled(factor))]
     if derivation.op in _PERMUTES and len(parent.shape) == 2 and isinstance(gradient, Outer):
         moved = derivation.compute(torch.empty(2, 3, device="meta"))
         return [(parent, gradient if moved.shape == (2, 3) else Outer(gradient.right, gradient.left))]
     if derivation.op in _SHAPED and derivation.value.dtype == parent.tensor.dtype:
-        if type(gradient) is Dense:
-            return [(parent, Dense(gradient.grad.reshape(gradient.batch_size, *parent.shape)))]
         known = _rows_of_a_sum(gradient)
-        return None if known is None else [(parent, replace(known, size=parent.shape))]
+        if known is not None:
+            return [(parent, replace(known, size=parent.shape))]
+        return [(parent, Dense(gradient.dense().reshape(gradient.batch_size, *parent.shape)))]
     return None
 
 
@@ -476,49 +507,62 @@ def _rows_of_a_sum(gradient: SampleGradient) -> Deflated | None:
         return gradient
     if not isinstance(gradient, (Outer, Patches)) or gradient.dtype.is_complex or gradient._is_formed():
         return None
-    along = gradient.tensors()[0].new_empty(gradient.batch_size, 0, gradient.shape[0], dtype=gradient.dtype)
-    return Deflated(gradient, gradient.shape, along)
+    return Deflated(gradient, gradient.shape)
 
 
 def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions | None:
     """What the parents get of batch or weight normalization of each row of a weight: the Jacobian projects rows."""
-    known = _rows_of_a_sum(gradient)
-    if known is None or known.along.shape[1] or derivation.value.dtype not in _REPEATS:
+    if derivation.value.dtype not in _REPEATS:
         return None
-    derivation, source = _as_read(derivation), known.source
-    (args, kwargs), count = rebuilt(derivation.leaves, derivation.spec), source.shape[0]
+    derivation, centred = _as_read(derivation), derivation.op == "batch_norm"
+    args, kwargs = rebuilt(derivation.leaves, derivation.spec)
     shift: Tensor | None = None
-    if derivation.op == "batch_norm":
+    if centred:
         rule = find_rule(derivation.function)
         named = {} if rule is None else rule.bind(args, kwargs) or {}
-        if not named.get("training") or named["input"].shape[:2] != (1, count):
+        if not named.get("training") or len(named["input"]) != 1:
             return None
         weight, scale, shift = named["input"], named.get("weight"), named.get("bias")
-        value, mean, factor = torch.native_batch_norm(
-            weight, scale, shift, None, None, True, 0.0, named.get("eps", _EPS)
-        )
-        rows, length = weight.reshape(count, -1) - mean.unsqueeze(1), (weight.numel() / count) ** 0.5
-        direction = rows.mul_((factor / length).unsqueeze(1))
-        vectors = [direction.new_full((1, direction.shape[1]), 1 / length), direction]
+        count = weight.shape[1]
     else:
         weight, scale, *dim = args
-        if kwargs or dim != [0] or len(weight) != count:
+        if kwargs or dim != [0]:
             return None
-        value, rows, length = derivation.function(*args), weight.reshape(count, -1), 1.0
-        factor = torch.linalg.vector_norm(rows, dim=1).reciprocal()
-        direction = rows * factor.unsqueeze(1)
-        vectors = [direction]
-    _check_repeats(derivation, value)
-    dots = source._row_dots(vectors)
+        count = len(weight)
+    known = _rows_of_a_sum(gradient)
+    if known is None and type(gradient) is Dense and not gradient.dtype.is_complex and weight.numel():
+        known = Deflated(Dense(gradient.grad.reshape(gradient.batch_size, count, -1)), gradient.shape)
+    if known is None or known.removed is not None or known.source.shape[0] != count:
+        return None
+    source, rows, length, lies = known.source, weight.reshape(count, -1), 1.0, 1.0
+    if centred:
+        rows, length = rows - rows.mean(1, keepdim=True), rows.shape[1] ** 0.5
+    factor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    if centred:
+        variance = (factor / length).square_()
+        added = variance + named.get("eps", _EPS)
+        factor, lies = added.rsqrt(), variance.div_(added)  # (how much of the direction's square norm is left)
+    else:
+        factor = factor.reciprocal_()
+    by = factor if scale is None else factor * scale.reshape(-1, 1)
+    value = rows * by
+    value = value if shift is None else value.add_(shift.unsqueeze(1))
+    _check_repeats(replace(derivation, value=derivation.value.view(count, -1)), value)
+    direction = rows.mul_(factor / length) if centred else rows * factor
+    dots, squares = source._row_dots(direction), by.square()
+    removed = dots.square() @ (squares * (2 - lies))
+    if centred:
+        sums = source._row_sums()
+        removed += sums.square() @ (squares / rows.shape[1])
     found: Contributions = []
     for place, parent in derivation.parents.items():
         leaf = derivation.leaves[place]
         if leaf is weight:
-            by = factor if scale is None else factor * scale.reshape(-1)
-            found.append((parent, Deflated(source._by_row(by), parent.shape, dots * by, direction)))
+            scaled = source._by_row(by.squeeze(1))
+            found.append((parent, Deflated(scaled, parent.shape, removed.squeeze(1), direction, centred)))
         else:
-            dot = dots[:, -1 if leaf is scale else 0]  # (else it is the shift)
-            found.append((parent, Dense((dot * length).reshape(gradient.batch_size, *parent.shape))))
+            dot = sums if leaf is shift else dots * length
+            found.append((parent, Dense(dot.reshape(gradient.batch_size, *parent.shape))))
     return found
 
 
@@ -577,10 +621,14 @@ def _check_repeats(derivation: Derivation, value: Tensor) -> None:
     if version_of(recorded) != derivation.made:  # overwritten: what is random differs from one repetition to the next
         recorded = derivation.compute(*(derivation.leaves[place] for place in derivation.parents))
     if value.shape == recorded.shape:
-        if not recorded.numel() or not recorded.is_floating_point() or torch.equal(value, recorded):
+        if not recorded.numel() or not recorded.is_floating_point():
             return
         exact = _REPEATS.get(recorded.dtype, 1e-2)  # (autocast, under which a call may have run, is off by now)
-        if agree(value, recorded, exact):
+        rows = [each.view(1, -1) if each.dim() < 2 else each for each in (value - recorded, recorded)]
+        off, sizes = (torch.linalg.vector_norm(each.flatten(1), dim=1) for each in rows)
+        if at_least(torch.sub(sizes * exact, off).amin(), 0.0):
+            return
+        if torch.equal(value, recorded) or agree(value, recorded, exact):  # there are entries that are not finite
             return
     raise UnsupportedError(
         f"{derivation.text} computes a weight, but gives another value when it is repeated: it is random, or its "

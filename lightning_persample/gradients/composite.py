@@ -208,7 +208,7 @@ class Sum(SampleGradient):
         known = [part for part in parts if part is not None]
         return torch.stack(known).sum(0) if len(known) == len(parts) else None
 
-    def scaled(self, factors: Tensor) -> Sum:
+    def scaled(self, factors: Tensor | float) -> Sum:
         """The sum of the scaled terms."""
         return Sum(tuple(term.scaled(factors) for term in self.terms))
 
@@ -236,21 +236,23 @@ class Sum(SampleGradient):
 class Deflated(SampleGradient):
     """Another structure in another shape, less what lies along two directions in each row of what it is made of.
 
-    g[b, o] = source[b, o] - sum_k along[b, k, o] direction[k, o], along[b, k, o] = source[b, o] . direction[k, o]: for
-    a row of equal entries, of norm 1, if any, and a direction orthogonal to it. A weight gets it whose rows are
-    normalised. |g|^2 = |source|^2 - sum (2 - |direction|^2) along^2, for which nothing has to be formed.
+    g[b, o] = source[b, o] - sum_k (source[b, o] . direction[k, o]) direction[k, o]: for a row of equal entries, of norm
+    1, if it is centred, and a direction orthogonal to that. A weight gets it whose rows are normalised. With dots
+    c[b, k, o], |g|^2 = |source|^2 - sum (2 - |direction|^2) c^2, for which nothing has to be formed.
 
     Attributes:
-        source: an Outer or Patches with rows o.
+        source: a structure with rows o.
         size: the shape of the parameter, which holds as many entries.
-        along: (B, K, O).
-        direction: (O, n), the last of the K; None where there is none.
+        removed: what is taken from the squared norm, (B,); None where nothing is taken away.
+        direction: (O, n); None where there is none.
+        centred: whether the mean of each row is taken away.
     """
 
-    source: Outer | Patches
+    source: Outer | Patches | Dense
     size: torch.Size
-    along: Tensor
+    removed: Tensor | None = None
     direction: Tensor | None = None
+    centred: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -268,20 +270,24 @@ class Deflated(SampleGradient):
         return self.source.device
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of what it is made of, and of what is taken from it."""
-        return [*self.source.tensors(), self.along]
+        """The tensors of what it is made of, and what is taken from its squared norm."""
+        return [*self.source.tensors(), *(() if self.removed is None else (self.removed,))]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Deflated:
-        return replace(self, source=self.source._map(function), along=function(self.along))
+        removed = None if self.removed is None else function(self.removed)
+        return replace(self, source=self.source._map(function), removed=removed)
 
-    def scaled(self, factors: Tensor) -> Deflated:
+    def scaled(self, factors: Tensor | float) -> Deflated:
         """What it is made of scaled, and with it what is taken from that."""
-        along = self.along.to(self.dtype) * factors.to(self.device, self.dtype).view(-1, 1, 1)
-        return replace(self, source=self.source.scaled(factors), along=along)
+        removed = self.removed
+        if removed is not None:
+            squares = factors.to(removed).square() if isinstance(factors, Tensor) else factors**2
+            removed = removed * squares
+        return replace(self, source=self.source.scaled(factors), removed=removed)
 
     def _dense(self) -> Tensor:
-        rows = self.source._dense().reshape(self.batch_size, self.along.shape[2], -1)
-        if self.along.shape[1] > (self.direction is not None):
+        rows = self.source._dense().reshape(self.batch_size, self.source.shape[0], -1)
+        if self.centred:
             rows = rows - rows.mean(2, keepdim=True)
         if self.direction is not None:
             direction = self.direction.to(rows.dtype)
@@ -290,15 +296,13 @@ class Deflated(SampleGradient):
 
     def _sq_norm(self, later: precision.Later | None = None) -> Tensor:
         scale = self.source._sq_norm()
-        squares = self.along.to(scale.dtype).square()
-        if self.direction is not None:
-            squares[:, -1] *= 2 - self.direction.to(scale.dtype).square().sum(1)
+        if self.removed is None:
+            return scale
 
         def again(some: Tensor) -> Tensor:
             return norms.dense_sq_norm(self.pick(some)._widened()._dense()).to(scale.dtype)
 
-        value = scale - squares.flatten(1).sum(1)
-        return precision.corrected(value, scale, again, self.source.tensors()[0], later)
+        return precision.corrected(scale - self.removed, scale, again, self.source.tensors()[0], later)
 
     _sq_norm_or_later = _sq_norm
 
@@ -439,8 +443,10 @@ class Ragged(SampleGradient):
         known = iter([part for part in parts if part is not None])
         return self._joined(lambda term, place: next(known)) if all(part is not None for part in parts) else None
 
-    def scaled(self, factors: Tensor) -> Ragged:
+    def scaled(self, factors: Tensor | float) -> Ragged:
         """The groups, each scaled."""
+        if not isinstance(factors, Tensor):
+            return Ragged([term.scaled(factors) for term in self.terms], self.groups, self.total)
         pairs = zip(self.terms, self.groups, strict=True)
         scaled = [
             term.scaled(factors[torch.tensor(group, dtype=torch.int64, device=factors.device)]) for term, group in pairs

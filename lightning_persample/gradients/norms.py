@@ -32,7 +32,8 @@ def sq_sum(tensor: Tensor) -> Tensor:
         return torch.linalg.vector_norm(tensor, dim=1).square()
     count, length = _rows_of(tensor.shape)
     if length and tensor.is_contiguous() and not tensor.is_complex():
-        return torch.linalg.vector_norm(tensor.view(-1, count, length), dim=2).square_().sum(1)
+        squares = torch.linalg.vector_norm(tensor.view(-1, count, length), dim=2).square_()
+        return squares.squeeze(1) if count == 1 else squares.sum(1)
     flat: Tensor = _real(tensor).unsqueeze(-1).flatten(1)
     whole = flat.shape[1] // LONGEST_ROW * LONGEST_ROW
     if whole == 0:
@@ -328,37 +329,45 @@ def patches_dot(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, vecto
     return by_chunks(inputs, dtype, bytes_each, dots)
 
 
-def outer_row_dots(left: Tensor, right: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-    """Of each row of sum_t left[b, t] (x) right[b, t] with its own of vectors, or the one, (p or 1, d): (B, K, p)."""
+def dense_row_dots(grad: Tensor, rows: Tensor) -> Tensor:
+    """Of each row of grad (B, p, d) with its own of rows (p, d): (B, p)."""
+    dtype = accumulation_dtype(grad, rows)
+    return torch.bmm(grad.transpose(0, 1).to(dtype), rows.to(dtype).unsqueeze(2)).squeeze(2).mT
+
+
+def outer_row_dots(left: Tensor, right: Tensor, rows: Tensor) -> Tensor:
+    """Of each row of sum_t left[b, t] (x) right[b, t] with its own of rows (p, d): (B, p)."""
     dtype = accumulation_dtype(left, right)
-    result = left.new_empty(left.shape[0], len(vectors), left.shape[2], dtype=dtype)
-    each = left.shape[1] * (2 * left.shape[2] + right.shape[2]) * dtype.itemsize
-    for part in chunks(left.shape[0], each, left.device):
-        wide, columns = left[part].to(dtype), right[part].to(dtype)
-        for place, rows in enumerate(vectors):
-            result[part, place] = (wide * (columns @ rows.to(dtype).mT)).sum(1)
-    return result
+    each, across = left.shape[1] * (2 * left.shape[2] + right.shape[2]) * dtype.itemsize, rows.to(dtype).mT
+    parts = chunks(left.shape[0], each, left.device)
+    found = [(left[part].to(dtype) * (right[part].to(dtype) @ across)).sum(1) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found or [left.new_empty(0, left.shape[2], dtype=dtype)])
 
 
-def patches_row_dots(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, vectors: Sequence[Tensor]) -> Tensor:
-    """Of each row of sum_kt grad_out[b, k, :, t] (x) patch[b, k, t] with its own of vectors (O or 1, n): (B, K, O)."""
-    # grad_out (B, k, O, *out), inputs (B, k, C, *in): a convolution of the inputs by the vectors, with grad_out
-    dtype, groups, outputs = accumulation_dtype(grad_out, inputs), geometry.groups, grad_out.shape[2]
-    shared = [rows.expand(groups, -1) if len(rows) == 1 else rows for rows in vectors]
-    kernel = torch.cat([rows.to(dtype).unflatten(0, (groups, -1)) for rows in shared], 1)  # (G, rows, n)
-    widths = [len(rows) // groups for rows in shared]
-    is_product = {groups, *geometry.kernel_size, *geometry.stride} == {1} and not any(map(any, geometry.padding))
-    result = grad_out.new_empty(grad_out.shape[0], len(vectors), outputs, dtype=dtype)
+def outer_row_sums(left: Tensor, right: Tensor) -> Tensor:
+    """Of the entries in each row of sum_t left[b, t] (x) right[b, t]: (B, p)."""
+    dtype = accumulation_dtype(left, right)
+    return torch.bmm(left.to(dtype).mT, right.sum(2, keepdim=True, dtype=dtype)).squeeze(2)
+
+
+def patches_row_dots(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry, rows: Tensor) -> Tensor:
+    """Of each row of sum_kt grad_out[b, k, :, t] (x) patch[b, k, t] with its own of rows (O, n): (B, O)."""
+    # grad_out (B, k, O, *out), inputs (B, k, C, *in): a convolution of the inputs by the rows, with grad_out
+    dtype, outputs = accumulation_dtype(grad_out, inputs), grad_out.shape[2]
+    is_product = {geometry.groups, *geometry.kernel_size, *geometry.stride} == {1} and not any(
+        map(any, geometry.padding)
+    )
+    kernel = rows.to(dtype)
+    if not is_product:
+        kernel = kernel.reshape(outputs, -1, *geometry.kernel_size)
+    found = []
     each = 2 * (bytes_of_sample(grad_out, dtype) + bytes_of_sample(inputs, dtype))
     for part in chunks(grad_out.shape[0], each, grad_out.device):
         read, grads = inputs[part].to(dtype).flatten(0, 1), grad_out[part].to(dtype).flatten(3)
         if is_product and read.shape[2:] == grad_out.shape[3:]:
-            out = kernel[0] @ read.flatten(2)  # of one element, without the copy of the kernel that a convolution makes
+            out = kernel @ read.flatten(2)  # of one element, without the copy of the kernel that a convolution makes
         else:
-            weight = kernel.reshape(-1, inputs.shape[2] // groups, *geometry.kernel_size)
-            out = convolved(read, weight, geometry, tuple(grad_out.shape[3:])).flatten(2)
-        out = out.view(*grads.shape[:2], groups, -1, grads.shape[3])
-        for place, of_rows in enumerate(out.split(widths, 3)):
-            products = grads.unflatten(2, (groups, -1)) * of_rows
-            result[part, place] = products.sum(4).sum(1).flatten(1)
-    return result
+            out = convolved(read, kernel.view(outputs, -1, *geometry.kernel_size), geometry, tuple(grad_out.shape[3:]))
+        products = (grads * out.reshape(grads.shape)).sum(3)
+        found.append(products.squeeze(1) if products.shape[1] == 1 else products.sum(1))
+    return found[0] if len(found) == 1 else torch.cat(found or [grad_out.new_empty(0, outputs, dtype=dtype)])

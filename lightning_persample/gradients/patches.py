@@ -195,3 +195,13 @@ def patches_terms_sq_norm(grad_out: Tensor, inputs: Tensor, geometry: PatchGeome
     kernel_axes = tuple(range(2, 2 + len(geometry.kernel_size)))
     products: Tensor = squares[0].transpose(1, 2) * rows.windows(rows.read()).sum(kernel_axes)
     return products.flatten(1).sum(1)
+
+
+def patches_row_sums(grad_out: Tensor, inputs: Tensor, geometry: PatchGeometry) -> Tensor:
+    """Of the entries in each row of sum_kt grad_out[k, :, t] (x) patch[k, t]: (B, O)."""
+    dtype, (B, _, outputs) = accumulation_dtype(grad_out, inputs), grad_out.shape[:3]
+    read = torch.unflatten(inputs, 2, (geometry.groups, -1)).sum(3, dtype=dtype)
+    rows = Rows(grad_out.to(dtype), read, geometry)
+    kernel_axes = tuple(range(2, 2 + len(geometry.kernel_size)))
+    covered = rows.windows(rows.read()).sum(kernel_axes).reshape(B * geometry.groups, -1, 1)
+    return torch.bmm(rows.output_rows(), covered).view(B, outputs)

@@ -33,19 +33,19 @@ _MOST = 512  # calls of one program
 # begins: a batch may be any part of a larger one.
 _CALLS = frozenset({
     "T", "__add__", "__getitem__", "__iadd__", "__imul__", "__matmul__", "__mul__", "__neg__", "__radd__", "__rmul__",
-    "__rsub__", "__setitem__", "__sub__", "__truediv__", "abs", "add", "add_", "amin", "arange", "as_strided", "bmm",
-    "cat", "conj", "constant_pad_nd", "contiguous", "conv1d", "conv2d", "conv3d", "convolution_backward", "copy_",
-    "cumsum", "detach", "diagonal", "div", "div_", "empty", "expand", "expand_as", "flatten", "float", "gather",
-    "index_add_", "layer_norm", "linalg_vector_norm", "mT", "matmul", "movedim", "mul", "mul_", "narrow",
-    "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "neg", "new_empty", "new_zeros", "pad",
-    "permute", "real", "repeat", "reshape", "resolve_conj", "rms_norm", "rsqrt", "rsqrt_", "scatter_", "select", "sqrt",
-    "square", "square_", "squeeze", "stack", "sub", "sum", "t", "to", "transpose", "unflatten", "unsqueeze", "view",
-    "view_as", "zeros", "zeros_like",
+    "__rsub__", "__setitem__", "__sub__", "__truediv__", "abs", "abs_", "add", "add_", "amax", "amin", "arange",
+    "as_strided", "bmm", "cat", "conj", "constant_pad_nd", "contiguous", "conv1d", "conv2d", "conv3d",
+    "convolution_backward", "copy_", "cumsum", "detach", "diagonal", "div", "div_", "empty", "expand", "expand_as",
+    "flatten", "float", "gather", "index_add_", "layer_norm", "linalg_vector_norm", "mT", "matmul", "mean", "movedim",
+    "mul", "mul_", "narrow", "native_batch_norm", "native_batch_norm_backward", "native_group_norm", "neg", "new_empty",
+    "new_zeros", "pad", "permute", "real", "reciprocal_", "repeat", "reshape", "resolve_conj", "rms_norm", "rsqrt",
+    "rsqrt_", "scatter_", "select", "sqrt", "square", "square_", "squeeze", "stack", "sub", "sum", "t", "to",
+    "transpose", "unflatten", "unsqueeze", "view", "view_as", "zeros", "zeros_like",
 })  # fmt: skip
 _LAYOUT = frozenset({
     "__len__", "_version", "data_ptr", "device", "dim", "dtype", "element_size", "is_complex", "is_contiguous",
-    "is_floating_point", "is_meta", "layout", "ndim", "numel", "promote_types", "requires_grad", "shape", "size",
-    "stride",
+    "is_floating_point", "is_inference", "is_meta", "layout", "ndim", "numel", "promote_types", "requires_grad",
+    "shape", "size", "stride",
 })  # fmt: skip
 # Of these the result may be what they were given.
 _SAME = frozenset({"contiguous", "conj", "detach", "float", "real", "resolve_conj", "to"})
@@ -96,6 +96,10 @@ class Program:
             checks.append((slots[slot], least))
         return self._read(slots), checks
 
+    def results(self, *given: Tensor) -> Sequence[Tensor]:
+        """The results of one that has no numbers to check."""
+        return self.run(given)[0]
+
 
 def at_least(number: Tensor, least: float) -> bool:
     """Whether a number is not below another; a program asks again."""
@@ -106,6 +110,24 @@ def at_least(number: Tensor, least: float) -> bool:
         holds = float(number) >= least
     recorder.check(number, least, holds)
     return holds
+
+
+def not_now() -> None:
+    """These calls are not the usual ones: a program that is being recorded is recorded another time."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.postpone()
+
+
+def run_again(program: Program, given: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The results of a program without numbers to check; another that is being recorded takes it for one call."""
+    recorder = _recorder.get()
+    if recorder is None:
+        return program.results(*given)
+    with without_torch_function():
+        results = program.results(*given)
+    recorder.note_if(True, program.results, tuple(given), {}, tuple(results))
+    return results
 
 
 def kept(make: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -218,6 +240,10 @@ class _Recorder:
         self._is_known &= holds and place is not None
         if place is not None:
             self._checks.append((place, least))
+
+    def postpone(self) -> None:
+        """Have no program of these calls."""
+        self._holds = False
 
     def program(self, results: Sequence[Tensor]) -> Program | Literal["none", "not now"]:
         """The calls in order; what none of them reads any more is let go at once."""

@@ -180,13 +180,14 @@ class SampleGradient(ABC):
         """What the gradient would have as a further column, of ones on the right side, (B, p); None without sides."""
         return None
 
-    def scaled(self: AnyGradient, factors: Tensor) -> AnyGradient:
-        """The same structure with each sample's gradient times a number, (B,)."""
+    def scaled(self: AnyGradient, factors: Tensor | float) -> AnyGradient:
+        """The same structure with each sample's gradient times a number, (B,) or one for all."""
         fields = [field.name for field in dataclasses.fields(self)]
         name = next(each for each in fields if getattr(self, each).is_floating_point())  # the gradient is linear in it
         tensor = getattr(self, name).to(self.dtype)
-        by_sample = factors.to(tensor).reshape(-1, *(1,) * (tensor.dim() - 1))
-        return dataclasses.replace(self, **{name: tensor * by_sample})
+        if isinstance(factors, Tensor):
+            factors = factors.to(tensor).reshape(-1, *(1,) * (tensor.dim() - 1))
+        return dataclasses.replace(self, **{name: tensor * factors})
 
     def tensors(self) -> list[Tensor]:
         """The tensors that the structure holds."""

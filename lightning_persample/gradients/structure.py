@@ -5,7 +5,6 @@ A rule returns one of these structures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from lightning_persample.gradients.geometry import PatchGeometry
 from lightning_persample.gradients.patches import (
     patches_are_formed,
     patches_dense,
+    patches_row_sums,
     patches_sq_norm,
     patches_terms_sq_norm,
 )
@@ -61,6 +61,15 @@ class Dense(SampleGradient):
 
     def _project(self, factors: Factors) -> Tensor:
         return projected.dense_projected(self.grad, factors)
+
+    def _row_dots(self, rows: Tensor) -> Tensor:
+        return norms.dense_row_dots(self.grad.flatten(2), rows)
+
+    def _row_sums(self) -> Tensor:
+        return self.grad.flatten(2).sum(2, dtype=self.dtype)
+
+    def _by_row(self, factor: Tensor) -> Dense:
+        return Dense(self.grad * factor.view(-1, *(1,) * (self.grad.dim() - 2)))
 
     def _inner(self, other: SampleGradient) -> Tensor | None:
         if isinstance(other, Dense):
@@ -127,8 +136,11 @@ class Outer(SampleGradient):
     def _is_formed(self) -> bool:
         return self.left.shape[1] > 1 and self._kernel() == "direct"
 
-    def _row_dots(self, vectors: Sequence[Tensor]) -> Tensor:
-        return norms.outer_row_dots(self.left, self.right, vectors)
+    def _row_dots(self, rows: Tensor) -> Tensor:
+        return norms.outer_row_dots(self.left, self.right, rows)
+
+    def _row_sums(self) -> Tensor:
+        return norms.outer_row_sums(self.left, self.right)
 
     def _by_row(self, factor: Tensor) -> Outer:
         return Outer(self.left * factor, self.right)
@@ -287,8 +299,11 @@ class Patches(SampleGradient):
             self.grad_out, self.input, self.geometry
         )
 
-    def _row_dots(self, vectors: Sequence[Tensor]) -> Tensor:
-        return norms.patches_row_dots(self.grad_out, self.input, self.geometry, vectors)
+    def _row_dots(self, rows: Tensor) -> Tensor:
+        return norms.patches_row_dots(self.grad_out, self.input, self.geometry, rows)
+
+    def _row_sums(self) -> Tensor:
+        return patches_row_sums(self.grad_out, self.input, self.geometry)
 
     def _by_row(self, factor: Tensor) -> Patches:
         grad_out = self.grad_out * factor.reshape(-1, *(1,) * (self.grad_out.dim() - 3))

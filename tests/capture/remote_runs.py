@@ -64,7 +64,7 @@ def run(build: Callable[[], Built]) -> dict[str, Any]:
         except Exception as error:
             raise NotOnDevice from error
     plan.PLANS.clear()  # (the run on the CPU has made some)
-    for when in ("cold", "warm", "warmer"):
+    for when in ("cold", "warm", "third", "fourth", "warmer"):
         torch.manual_seed(1)
         with waits() as of_captured:
             record = captured(built)

@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
-from lightning_persample import UnsupportedError, call_for_per_sample_grads, vmap_per_sample_grads
+from lightning_persample import (
+    UnsupportedError,
+    call_for_per_sample_grads,
+    expanded_weights,
+    vmap_per_sample_grads,
+)
 from lightning_persample.capture import pull_back
 from tests.capture.model_cases import Model, mean_of_squares, parameter
 from tests.capture.reference import assert_exact, assert_values, loop, record_of
@@ -326,3 +331,54 @@ def test_values_stay_exact_while_weights_and_shapes_change(name: str, monkeypatc
                     parameter.data = parameter * 2
     assert (5 not in differentiated) == by_kernels
     assert_same(module, [torch.randn(5, 6)], first_order)
+
+
+MADE = ["standardised", "by-hand", "weight-norm", "product", "of-itself", "cut", "masked", "attention"]
+
+
+def assert_norms(module: nn.Module, x: Tensor) -> None:
+    with expanded_weights(module, (x,), unsupported="error") as capture:
+        mean_of_squares(module, x).backward()
+    expected = loop(module, mean_of_squares, (x,))
+    found = capture.record.sq_norms
+    assert found.keys() == {name for name, grads in expected.items() if grads.any()}
+    for name, sq_norm in found.items():
+        torch.testing.assert_close(sq_norm, expected[name].reshape(5, -1).square().sum(1), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_norms_of_what_one_call_uses_are_replayed_in_its_hook(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(WARM[name][0])
+    module.gain = nn.Parameter(torch.rand(4, 1) + 0.5)
+    for _ in range(4):
+        assert_norms(module, torch.randn(5, 6))
+    monkeypatch.setattr(pull_back, "pull_back", lambda weight: pytest.fail("it was pulled back afterwards"))
+    monkeypatch.setattr(pull_back, "_pulled", lambda *given: pytest.fail("it was computed anew"))
+    with torch.no_grad():
+        module.w.mul_(-2.0)
+    assert_norms(module, torch.randn(5, 6))
+
+
+def test_norms_of_what_several_calls_use() -> None:
+    def twice(m: Any, x: Tensor) -> Tensor:
+        made = torch._weight_norm(m.w, m.gain, 0)
+        return F.linear(x, made).tanh() + F.linear(x.flip(1), made) * made.sum(1)
+
+    for _ in range(4):
+        assert_norms(Model(twice, w=parameter(4, 6), gain=parameter(4, 1)), torch.randn(5, 6))
+
+
+def test_a_weight_changed_unseen_between_two_steps_is_refused_in_a_replay() -> None:
+    module, x = (
+        Model(lambda m, x: F.linear(x, torch._weight_norm(m.w, m.gain, 0)), w=parameter(4, 6)),
+        torch.randn(5, 6),
+    )
+    module.gain = nn.Parameter(torch.rand(4, 1) + 0.5)
+    for _ in range(4):
+        assert_norms(module, x)
+    with expanded_weights(module, (x,), unsupported="ignore") as capture:
+        loss = mean_of_squares(module, x)
+        module.w.data[2, 3] += 1e-3  # which no version shows
+        loss.backward()
+    assert set(capture.record.unsupported) == {"w", "gain"}
+    assert "gives another value when it is repeated" in capture.record.unsupported["w"]

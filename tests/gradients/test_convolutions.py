@@ -99,29 +99,30 @@ def test_geometry_counts_outputs() -> None:
 
 
 def deflated(
-    source: Outer | Patches, rows: torch.Tensor, size: tuple[int, ...], parts: str
+    source: Outer | Patches | Dense, rows: torch.Tensor, size: tuple[int, ...], parts: str
 ) -> tuple[Deflated, torch.Tensor]:
     """A structure, and what it is by the projections of its rows (B, O, n) in float64; parts may be mean, direction."""
     batch_size, outputs, n = rows.shape
-    rows, direction, along = rows.double(), None, []
+    rows, direction, removed = rows.double(), None, None
     expected = rows
     if "mean" in parts:
-        along.append(torch.full((1, n), n**-0.5, dtype=torch.float64))
+        removed = source._row_sums().square().sum(1) / n
         expected = expected - rows.mean(2, keepdim=True)
     if "direction" in parts:
         direction = torch.randn(outputs, n, dtype=torch.float64)
         direction = 0.9 * torch.nn.functional.normalize(direction - direction.mean(1, keepdim=True), dim=1)
-        along.append(direction)
+        removed = removed + (2 - 0.9**2) * source._row_dots(direction).square().sum(1)
         expected = expected - (rows * direction).sum(2, keepdim=True) * direction
-    dots = source._row_dots(along) if along else rows.new_empty(batch_size, 0, outputs)
-    return Deflated(source, torch.Size(size), dots, direction), expected.reshape(batch_size, *size)
+    gradient = Deflated(source, torch.Size(size), removed, direction, "mean" in parts)
+    return gradient, expected.reshape(batch_size, *size)
 
 
 @pytest.mark.parametrize("parts", ["", "mean", "mean direction"])
-@pytest.mark.parametrize("name", [*GEOMETRIES, "outer"])
+@pytest.mark.parametrize("name", [*GEOMETRIES, "outer", "dense"])
 def test_rows_less_what_lies_along_directions(name: str, parts: str) -> None:
     dtype = torch.float64
-    source, dense = outer(dtype, 3, 4, *MATRIX) if name == "outer" else GEOMETRIES[name].build(dtype)
+    source, dense = outer(dtype, 3, 4, *MATRIX) if name in ("outer", "dense") else GEOMETRIES[name].build(dtype)
+    source = Dense(dense) if name == "dense" else source
     gradient, expected = deflated(source, dense.flatten(2), (1, dense[0].numel()), parts)
     assert (gradient.batch_size, tuple(gradient.shape)) == (len(dense), (1, dense[0].numel()))
     assert_close(gradient.dense(), expected)
@@ -129,6 +130,7 @@ def test_rows_less_what_lies_along_directions(name: str, parts: str) -> None:
     assert_close(gradient.samples(1, 3).sq_norm(), sq_norm(expected[1:]))
     assert_close(gradient.inner(Dense(expected)), sq_norm(expected))
     assert_close(Sum([gradient, gradient]).sq_norm(), 4 * sq_norm(expected))
+    assert_close(gradient.scaled(-2.0).sq_norm(), 4 * sq_norm(expected))
     factor = torch.randn(dense.shape[1], dtype=dtype)
     assert_close(source._by_row(factor).dense(), dense * factor.reshape(-1, *(1,) * (dense.dim() - 2)))
 
@@ -139,7 +141,8 @@ def test_rows_that_lie_along_a_direction_nearly(rest: float) -> None:
     right = q.expand(3, 2, -1) + rest * torch.randn(3, 2, 600) / 600**0.5
     source = Outer(torch.randn(3, 2, 8), right)
     direction = q.expand(8, -1)
-    gradient = Deflated(source, source.shape, source._row_dots([direction]), direction)
+    removed = source._row_dots(direction).square().sum(1)
+    gradient = Deflated(source, source.shape, removed, direction)
     rows = torch.einsum("btp,btd->bpd", source.left.double(), right.double())
     expected = sq_norm(rows - (rows @ q[0].double()).unsqueeze(2) * q.double())
     torch.testing.assert_close(

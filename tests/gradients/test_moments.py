@@ -16,8 +16,9 @@ F64 = torch.float64
 def deflated():
     source = Outer(torch.randn(3, 2, 6, dtype=F64), torch.randn(3, 2, 9, dtype=F64))
     direction = torch.nn.functional.normalize(torch.randn(6, 9, dtype=F64))
-    along = torch.stack([(source.dense() * direction).sum(2)], 1)
-    return Deflated(source, torch.Size((6, 9)), along, direction), source.dense() - along[:, 0, :, None] * direction
+    along = (source.dense() * direction).sum(2)
+    gradient = Deflated(source, torch.Size((6, 9)), along.square().sum(1), direction)
+    return gradient, source.dense() - along.unsqueeze(2) * direction
 
 
 def built(shape, name):
