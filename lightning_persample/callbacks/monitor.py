@@ -576,12 +576,13 @@ class LoggedSteps:
     def _without_ledger(self, norms: SampleNorms, settings: Mapping[str, Any]) -> Run:
         of_steps = [(step, np.concatenate([np.empty(0), *each])) for step, _, each in self._steps]
         sizes = [len(each) for _, each in of_steps]
+        batch = [max(map(len, each), default=0) for _, _, each in self._steps]  # of the optimizer with the most samples
         return Run(
             "",
             np.repeat([float(step) for step, _ in of_steps], sizes),
             np.concatenate([np.empty(0), *(each for _, each in of_steps)]),
             samples=_samples(norms),
-            batch_size=float(np.median(sizes)) if sizes and settings["max_samples"] is None else None,
+            batch_size=float(np.median(batch)) if any(batch) and settings["max_samples"] is None else None,
             coverage=np.array(self._coverage),
             epochs=len(self._epochs),
             settings=dict(settings),

@@ -67,8 +67,9 @@ def picture(draws: Sequence[Callable[[Any], None]]) -> Any:
     return importlib.import_module("PIL.Image").open(content)
 
 
-def bands(axes: Any, edges: Array, low: Array, middle: Array, high: Array) -> None:
-    """Quantiles of the norms in windows of steps, (windows,) each."""
+def bands(axes: Any, edges: Array, low: Array, middle: Array, high: Array, floor: float) -> None:
+    """Quantiles of the norms in windows of steps, (windows,) each; what is below `floor` is not shown."""
+    low = np.maximum(low, floor)
     axes.stairs(high, edges, baseline=low, fill=True, color=_FIRST, alpha=0.25, label="5% to 95% of the samples")
     axes.stairs(middle, edges, baseline=None, color=_FIRST, linewidth=1.4, label="median")
     _steps(axes)
@@ -79,13 +80,18 @@ def bands(axes: Any, edges: Array, low: Array, middle: Array, high: Array) -> No
 
 def heat(axes: Any, edges: Array, log_edges: Array, share: Array) -> None:
     """Shares of the samples by norm, (bins, windows), of each window of steps."""
-    colors = matplotlib("colors").PowerNorm(0.5, 0)  # a first window in which all are alike leaves room for the others
-    mesh = axes.pcolormesh(edges, 10**log_edges, np.where(share > 0, 100 * share, np.nan), norm=colors)
+    percent = np.where(share > 0, 100 * share, np.nan)
+    largest = np.fmax.reduce(percent, axis=0)  # of each window: some in which all are alike leave room for the others
+    top = min(2 * np.nanmedian(largest), np.nanmax(largest))
+    colors = matplotlib("colors").PowerNorm(0.5, 0, top)
+    mesh = axes.pcolormesh(edges, 10**log_edges, percent, norm=colors)
     mesh.set_rasterized(True)
     axes.set(ylabel="gradient norm", yscale="log")
     _steps(axes)
     _plain(axes.yaxis)
-    axes.figure.colorbar(mesh, ax=axes, pad=0.02, label="% of the samples").outline.set_visible(False)
+    extend = "max" if top < np.nanmax(largest) else "neither"
+    bar = axes.figure.colorbar(mesh, ax=axes, pad=0.02, label="% of the samples", extend=extend)
+    bar.outline.set_visible(False)
 
 
 def layers(axes: Any, edges: Array, names: Sequence[str], values: Array, label: str = "mean norm") -> None:
@@ -156,7 +162,8 @@ def _plain(axis: Any) -> None:
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
         if high < 50 * low:
-            axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            few = high < 8 * low
+            axis.set_major_locator(ticker.MaxNLocator(4) if few else ticker.LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(ticker.NullFormatter())
 
 

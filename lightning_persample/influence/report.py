@@ -114,8 +114,10 @@ def report(
 
 def check_labels(labels: object) -> None:
     """Raise an `OptionError` where the option `labels` is not what is allowed."""
-    is_mapping = labels is None or isinstance(labels, Mapping)
-    check_option("labels", labels, is_mapping, "None or a dict of sequences, mappings or callables by name")
+    is_allowed = labels is None or (
+        isinstance(labels, Mapping) and not any(isinstance(each, str) for each in labels.values())
+    )
+    check_option("labels", labels, is_allowed, "None or a dict of sequences, mappings or callables by name")
 
 
 def _may_be_file(path: object) -> bool:
@@ -326,13 +328,20 @@ def _bands(run: Run) -> dict[str, Any] | None:
     return bands
 
 
-def _histogram(run: Run) -> dict[str, Any] | None:
+def _floor(medians: Array) -> float:
+    """The least norm that a chart shows: two decades below the least median, where what is learnt goes down to 0."""
+    known = medians[np.isfinite(medians) & (medians > 0)]
+    return float(known.min()) / 100 if known.size else 0.0
+
+
+def _histogram(run: Run, floor: float) -> dict[str, Any] | None:
     """The share of each window's samples in bins of log10 of the norm, (bins, windows)."""
     positive = np.isfinite(run.norm) & (run.norm > 0)
     if not positive.any():
         return None
     edges, logs = windows(run.step[positive]), np.log10(run.norm[positive])
-    ends = (logs.min(), logs.max()) if np.ptp(logs) > 1e-6 else (logs.min() - 0.5, logs.max() + 0.5)
+    lowest = max(logs.min(), math.log10(floor)) if floor > 0 else logs.min()  # smaller ones are in the lowest bin
+    ends = (lowest, logs.max()) if logs.max() - lowest > 1e-6 else (logs.min() - 0.5, logs.max() + 0.5)
     bins, count = np.linspace(*ends, _BINS + 1), len(edges) - 1
     place = np.clip(((logs - ends[0]) / (ends[1] - ends[0]) * _BINS).astype(int), 0, _BINS - 1)
     place = place * count + _window_of(edges, run.step[positive])
@@ -405,10 +414,10 @@ def _table(samples: Samples, k: int) -> list[int]:
 def write_report(run: Run, out: Path, render: Render | None, labels: Mapping[str, Any] | None, k: int) -> Path:
     """Write the page of a run."""
     run.logged = {name: each if name.endswith("/coverage") else _thinned(*each) for name, each in run.logged.items()}
-    labels = columns_of(labels)
+    labels, bands = columns_of(labels), _bands(run)
     numbers: dict[str, Any] = {
-        "bands": _bands(run),
-        "histogram": _histogram(run),
+        "bands": bands,
+        "histogram": _histogram(run, 0.0 if bands is None else _floor(bands["p50"])),
         "layers": layers_of(run),
         "logged": {
             prefix + name: list(_thinned(*run.logged[prefix + name]))
@@ -458,11 +467,14 @@ def _norms_panel(run: Run, found: dict[str, Any] | None) -> str:
             text += f" in the first tenth of the steps and {_short(median)} in the last"
         text += f", where 5% of the samples are above {_short(high)}"
         text += f", {_short(high / median)} times the median. " if median > 0 else ". "
-        text += "A band that grows upwards: few samples, hard or mislabelled ones, drive the training."
-        draw = partial(charts.bands, edges=found["edges"], low=found["p5"], middle=found["p50"], high=found["p95"])
+        text += "Where the band grows upwards, few samples drive the training: hard or mislabelled ones."
+        quantiles = {"low": found["p5"], "middle": found["p50"], "high": found["p95"]}
+        draw = partial(charts.bands, edges=found["edges"], floor=_floor(found["p50"]), **quantiles)
         return _panel(name, title, charts.svg(name, f"{title} over the steps", draw), text)
     if not (lines := _of_prefixes(run, "norm_p50")):
-        return _panel(name, title, "", "No captured row has a finite norm." if run.norm.size else _NO_ROWS)
+        return _panel(name, title, "", _NOT_FINITE if run.norm.size else _NO_ROWS)
+    if not any(np.isfinite(values).any() for _, values in lines.values()):
+        return _panel(name, title, "", _NOT_FINITE)
     text = "The median over the samples of each logged step. With PerSampleGradientWriter the page has all quantiles."
     return _panel(name, title, charts.svg(name, title, partial(charts.curves, lines=lines, label="norm")), text)
 
@@ -472,11 +484,13 @@ def _histogram_panel(run: Run, found: dict[str, Any] | None) -> str:
     if found is None:
         return _panel(name, title, "", "No captured row has a positive finite norm." if run.norm.size else _NO_ROWS)
     text = (
-        "Each column is the samples of some steps, coloured by their share. Two ridges are two kinds of samples, and "
-        "the upper one often those with wrong labels."
+        "Each column is a histogram of the samples of some steps: the brighter, the more of them have that norm. Two "
+        "ridges are two kinds of samples, the upper one often those with wrong labels."
     )
     zeros = int((run.norm == 0).sum())
     text += f" {zeros:,} rows with a norm of 0 are not in it." if zeros else ""
+    below = int(((run.norm > 0) & (run.norm < 10 ** found["log10_norm"][0] * (1 - 1e-9))).sum())
+    text += f" Its lowest row has {below:,} smaller ones, too." if below else ""
     draw = partial(charts.heat, edges=found["edges"], log_edges=found["log10_norm"], share=found["share"])
     return _panel(name, title, charts.svg(name, f"{title} over the steps", draw), text)
 
@@ -484,11 +498,11 @@ def _histogram_panel(run: Run, found: dict[str, Any] | None) -> str:
 def _layers_panel(found: dict[str, Any] | None) -> str:
     name, title = "layers", "Mean norm of each layer"
     if found is None:
-        absent = "The run has no norms of layers: per_layer=1 (or 2) of PerSampleGradientWriter records them."
+        absent = "The run has no norms of layers: per_layer=1 (or 2) records them."
         return _panel(name, title, "", absent)
     text = (
-        "First layers at the top. Compare a row with its own past: one that turns dark has stopped to learn, one that "
-        "turns bright is where a training becomes unstable. (A layer of few weights is darker than a large one.)"
+        "First layers at the top. Compare a row with its own past: one that has turned dark has stopped to learn, one "
+        "that brightens until the end becomes unstable. (A layer of few weights is darker than a large one.)"
     )
     draw = partial(charts.layers, edges=found["edges"], names=found["names"], values=found["mean"])
     height = min(2.9 + max(0, len(found["names"]) - 20) * 0.08, 5.0)
@@ -500,7 +514,8 @@ def _noise_panel(run: Run) -> str:
     lines = _of_prefixes(run, "noise_scale")
     if not lines:
         text = (
-            "The run has no noise scale: PerSampleGradientMonitor logs it, and report=True of it puts it in the page."
+            "The run has no noise scale: PerSampleGradientMonitor logs it, but not in manual optimization and not with "
+            'the engines "vmap" and "loop".'
         )
         return _panel(name, title, "", text)
     known = {part: values[np.isfinite(values)] for part, (_, values) in lines.items()}
@@ -539,9 +554,9 @@ def advice(noise_scale: float, batch_size: float | None) -> str:
 def _scores_panel(run: Run, found: dict[str, Any] | None, labels: Mapping[str, Callable[[Any], Any]]) -> str:
     name, title = "scores", "Loss and gradient norm of each sample"
     if found is None:
-        text = "Without an index of the samples there are no means of each."
-        if run.samples is not None and np.isfinite(np.array(run.samples.columns.get("loss", []), dtype=float)).any():
-            text = "No sample has both a finite loss and a finite norm."
+        text = "Nothing is known of single samples."
+        if run.samples is not None and "loss" in run.samples.columns:
+            text = "No sample has both a finite loss and a finite norm. A warning of the training says why."
         elif run.samples is not None:
             text = (
                 'The run has no losses of samples: PerSampleGradientWriter(..., columns=("loss",)) writes those of '
@@ -557,6 +572,10 @@ def _scores_panel(run: Run, found: dict[str, Any] | None, labels: Mapping[str, C
     text += "Samples at the upper right are the ones that the network cannot fit: hard, rare or mislabelled."
     if len(index) < found["samples"]:
         text += f" {len(index):,} of {found['samples']:,} samples are drawn, chosen at random."
+    floor = _floor(np.array([np.median(norm)]))
+    if below := int((norm < floor).sum()):
+        text += f" {below:,} of less than a hundredth of the median norm are at the lower edge."
+    norm = np.maximum(norm, floor)
     chart = charts.svg(name, title, partial(charts.points, x=loss, y=norm, marked=marked, mark=mark))
     return _panel(name, title, f'{chart}<output id="point">Point at a sample to see its index.</output>', text)
 
@@ -577,7 +596,8 @@ def _coverage_panel(run: Run) -> str:
     return _panel("coverage", "Coverage", bar, text)
 
 
-_NO_ROWS = "The run has no ledger: PerSampleGradientWriter keeps the norm of every sample."
+_NO_ROWS = "No norms of samples are here: PerSampleGradientWriter keeps them, and a monitor with report=True."
+_NOT_FINITE = "No captured row has a finite norm."
 
 
 def _of_prefixes(run: Run, name: str) -> dict[str, tuple[Array, Array]]:
@@ -610,13 +630,16 @@ def _samples_panel(
 ) -> str:
     title, samples = "Samples with the largest and the smallest norms", run.samples
     if samples is None:
-        text = "No captured row has a sample_index, so nothing is known of single samples."
+        text = (
+            "No captured norm has a sample_index, so nothing is known of single samples." if run.norm.size else _NO_ROWS
+        )
         return _panel("samples", title, "", text)
     places = _table(samples, k)
     ranks = np.argsort(np.argsort(-samples.mean, kind="stable"), kind="stable") + 1
     names = ["rank", *(["sample"] if render is not None else []), "index", *labels, "mean norm", "last norm"]
-    columns = {name: values for name, values in samples.columns.items() if name not in labels}
-    names += [*columns, "seen", "not finite"]
+    columns = {name: values for name, values in samples.columns.items() if name not in labels and _has_some(values)}
+    is_finite = not samples.nonfinite.any()
+    names += [*columns, "seen", *([] if is_finite else ["inf or nan"])]
     rows, failed = [], ""
     for place in places:
         index = samples.index[place]
@@ -627,7 +650,7 @@ def _samples_panel(
             failed = failed or (row[-1] if isinstance(row[-1], str) and row[-1].startswith("render failed") else "")
         row += [index, *(look_up(index) for look_up in labels.values())]
         row += [float(samples.mean[place]), float(samples.last[place]), *(each[place] for each in columns.values())]
-        rows.append([*row, int(samples.seen[place]), int(samples.nonfinite[place])])
+        rows.append([*row, int(samples.seen[place]), *([] if is_finite else [int(samples.nonfinite[place])])])
     if failed:
         warnings.append(f"A sample is not shown: {failed}.")
     numbers["samples"] = {
@@ -638,7 +661,9 @@ def _samples_panel(
     head = "".join(
         f'<th scope="col"{kind}><button>{_text(name)}</button></th>' for name, kind in zip(names, kinds, strict=True)
     )
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    below = int(np.isfinite(samples.mean).sum()) - k + 1  # the rank of the first of the smallest
+    classes = [' class="gap"' if below > k + 1 and ranks[place] == below else "" for place in places]
+    body = "".join(f"<tr{kind}>{''.join(map(_cell, row))}</tr>" for kind, row in zip(classes, rows, strict=True))
     times = int(samples.seen.min()), int(samples.seen.max())
     text = f"{len(rows):,} of {how_often(len(samples.index), times, samples.dataset)}. "
     text += "Rank 1 has the largest mean norm over the captured steps. Click a column's name to sort by it."
@@ -646,6 +671,10 @@ def _samples_panel(
     text += "" if render is not None else " With render=function of an index the samples themselves are shown."
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     return f'<section id="samples"><h2>{title}</h2><p class="soft">{_text(text)}</p>{table}</section>'
+
+
+def _has_some(values: Sequence[Any]) -> bool:
+    return not all(isinstance(each, float) and math.isnan(each) for each in values)
 
 
 def _is_image(value: Any) -> bool:
@@ -678,7 +707,8 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     for part, (_, values) in _of_prefixes(run, "noise_scale").items():
         if np.isfinite(values).any():
             found.append((part.replace("_", " "), _short(float(np.median(values[np.isfinite(values)])))))
-    found.append(("rows not finite", f"{int((~np.isfinite(run.norm)).sum()):,}"))
+    if wrong := int((~np.isfinite(run.norm)).sum()):
+        found.append(("norms inf or nan", f"{wrong:,}"))
     return found
 
 
@@ -687,7 +717,7 @@ def _subtitle(run: Run) -> str:
         return "values of the monitor's logs"
     epochs = f" in {run.epochs:,} epoch{'s' * (run.epochs != 1)}" if run.epochs else ""
     steps = f"{run.step_unit} {run.step.min():.0f} to {run.step.max():.0f}"
-    return f"Per-sample gradients of {steps}{epochs}, {run.norm.size:,} rows"
+    return f"Per-sample gradients of {steps}{epochs}, {run.norm.size:,} norms"
 
 
 def _listed(title: str, values: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from lightning_persample.callbacks import PerSampleGradientMonitor, PerSampleGra
 from lightning_persample.errors import OptionError, PerSampleWarning
 from lightning_persample.influence import charts, optional_packages
 from tests.callbacks.runs import Classifier, WithReference, column, fit, loader
-from tests.callbacks.ways import GAN, Way, run
+from tests.callbacks.ways import BATCH, GAN, Way, run
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_a_fit_without_a_logged_step_has_a_page_that_says_so(tmp_path):
     with pytest.warns(PerSampleWarning, match="has logged nothing: the fit had 3 optimizer steps"):
         trainer = fit(Classifier(), [PerSampleGradientMonitor(report=True)], tmp_path, log_every_n_steps=50)
     assert "captured steps" in page_of(trainer)
-    assert "The run has no ledger" in page_of(trainer)
+    assert "No norms of samples are here" in page_of(trainer)
     assert "the fit had 3 optimizer steps, and the Trainer&#x27;s log_every_n_steps is 50" in page_of(trainer)
 
 
@@ -126,6 +126,8 @@ def test_optimizers_have_a_curve_each(tmp_path):
     assert {"per_sample_grad/optimizer_0/coverage", "per_sample_grad/optimizer_1/coverage"} <= set(
         numbers(page)["logged"]
     )
+    assert f"<b>{BATCH}</b><span>batch size</span>" in page  # and not the samples of both
+    assert "but not in manual optimization" in page
 
 
 def test_a_page_that_cannot_be_written_costs_a_warning(tmp_path):

@@ -155,7 +155,7 @@ def test_the_table_has_the_largest_the_smallest_and_those_not_finite(tmp_path, u
         assert row["mean norm"] == pytest.approx(of_sample["finite"].mean(), rel=1e-5)
         assert row["loss"] == pytest.approx(of_sample["loss"].mean(), rel=1e-5)
         assert (row["label"], row["even"]) == (of_sample["label"].iloc[-1], row["index"] % 2 == 0)
-        assert (row["seen"], row["not finite"]) == (len(of_sample), (~np.isfinite(of_sample["norm"])).sum())
+        assert (row["seen"], row["inf or nan"]) == (len(of_sample), (~np.isfinite(of_sample["norm"])).sum())
         assert row["rank"] == list(means.index).index(row["index"]) + 1
         if np.isfinite(of_sample["norm"].iloc[-1]):
             assert row["last norm"] == pytest.approx(of_sample["norm"].iloc[-1], rel=1e-5)
@@ -172,12 +172,47 @@ def test_what_a_run_lacks_is_said_in_place_of_a_chart(tmp_path, undrawn):
     page = report(write_ledger(tmp_path / "ledger", change=bare), out=tmp_path / "report.html")
     for name, text in {
         "noise": "The run has no noise scale: PerSampleGradientMonitor logs it",
-        "layers": "The run has no norms of layers: per_layer=1 (or 2) of PerSampleGradientWriter records them.",
-        "scores": "The run has no losses of samples: PerSampleGradientWriter(..., columns=(&quot;loss&quot;,)) writes",
+        "layers": "The run has no norms of layers: per_layer=1 (or 2) records them.",
+        "scores": "No sample has both a finite loss and a finite norm. A warning of the training says why.",
     }.items():
         assert text in panel(page, name)
         assert "<svg" not in panel(page, name)
     assert "<svg" in panel(page, "norms")
+    assert {"loss", "inf or nan"}.isdisjoint(numbers(page)["samples"]["columns"])  # nothing is in them
+
+
+def test_losses_that_no_one_asked_for_are_named(tmp_path, undrawn, monkeypatch):
+    monkeypatch.delitem(EXTRA, "loss")
+    folder = write_ledger(tmp_path / "ledger", change=lambda values: values.pop("loss"))
+    text = "The run has no losses of samples: PerSampleGradientWriter(..., columns=(&quot;loss&quot;,)) writes"
+    assert text in panel(report(folder, out=tmp_path / "report.html"), "scores")
+
+
+def test_norms_far_below_the_median_are_in_the_lowest_row_and_at_the_edge(tmp_path, monkeypatch):
+    def learnt(values):
+        values["norm"][values["sample_index"] == 5] = 1e-15
+
+    drawn = []
+    monkeypatch.setattr(charts, "points", lambda axes, x, y, **_: drawn.append(y))
+    folder = write_ledger(tmp_path / "ledger", change=learnt)
+    page = report(folder, out=tmp_path / "report.html")
+    found, rows = numbers(page), rows_of(folder)
+    floor = np.array(found["bands"]["p50"]).min() / 100
+    assert 10 ** found["histogram"]["log10_norm"][0] == pytest.approx(floor, rel=1e-4)
+    np.testing.assert_allclose(np.array(found["histogram"]["share"]).sum(0), 1, rtol=1e-4)
+    assert f"Its lowest row has {(rows['norm'] < floor).sum()} smaller ones, too." in texts(page)
+    means = rows.groupby("sample_index")["norm"].mean()
+    np.testing.assert_allclose(drawn[0], np.maximum(means, means.median() / 100), rtol=1e-5)
+    below = (means < means.median() / 100).sum()
+    assert f"{below} of less than a hundredth of the median norm are at the lower edge." in texts(page)
+
+
+def test_a_line_is_between_the_largest_and_the_smallest(tmp_path, undrawn):
+    folder = write_ledger(tmp_path / "ledger", samples=60)
+    samples = panel(report(folder, out=tmp_path / "report.html", k=3), "samples")
+    (place,) = [n for n, row in enumerate(samples.split("<tr")[2:]) if row.startswith(' class="gap"')]
+    assert place == 3
+    assert "gap" not in panel(report(folder, out=tmp_path / "report.html", k=40), "samples")
 
 
 def test_norms_of_which_none_is_finite_are_no_chart(tmp_path, undrawn):
@@ -248,7 +283,7 @@ def test_logs_of_a_run_that_was_resumed_are_joined(tmp_path, undrawn):
     page = report(tmp_path, out=tmp_path / "report.html")
     assert numbers(page)["logged"]["grads/noise_scale"][0] == [0, 10, 20, 30, 40, 50]
     assert "Several logs" not in texts(page)
-    assert "The run has no ledger" in panel(page, "histogram")
+    assert "No norms of samples are here: PerSampleGradientWriter keeps them" in panel(page, "histogram")
     write_csv(tmp_path / "version_2", first=50)
     text = "Several logs have values of the same steps; those of "
     assert text in texts(report(tmp_path, out=tmp_path / "report.html"))
@@ -391,6 +426,8 @@ def test_folders_that_hold_no_run_are_refused(tmp_path, capsys, undrawn):
         report(tmp_path)
     with pytest.raises(OptionError, match=r"k=0 is not allowed: k must be an int >= 1"):
         report(tmp_path / "one", k=0)
+    with pytest.raises(OptionError, match=r"labels=.* is not allowed: labels must be None or a dict of sequences"):
+        report(tmp_path / "one", labels={"label": "a_module.labels"})
     for out, shown in ((tmp_path, re.escape(repr(tmp_path))), ("", "''"), (3, "3")):
         with pytest.raises(OptionError, match=f"out={shown} is not allowed: out must be the path of a file, not of a"):
             report(tmp_path / "one", out=out)
