@@ -219,57 +219,77 @@ class SampleWeights:
     of_mean: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Lost:
-    """The tensor depends on the batch, but no axis of it holds the samples one by one.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class EntryOwners:
+    """Whose the entries are of a tensor that holds the samples along no axis.
 
     Attributes:
-        reason: since where.
+        samples: those that it is made of, each alone or added up; empty where they are all or not known.
+        apart: its entries are of different samples.
+        entries: the sample of each entry, of the shape of the tensor, -1 where it is none's; None where not known.
+        filled: an axis whose rows samples were written into one after another, and the sample of each row, -1 where
+            none was yet; None where that is not known.
+        unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
+        listed: it lists places or numbers that occur in the batch, or is one of them.
+        adrift: its axis was lost, and its entries were added up since: they may be of one sample each, or of several.
+    """
+
+    samples: frozenset[int] = frozenset()
+    apart: bool = False
+    entries: Tensor | None = None
+    filled: tuple[int, Tensor] | None = None
+    unplaced: bool = False
+    listed: bool = False
+    adrift: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SampleSum:
+    """Which sum over the samples a tensor is.
+
+    Attributes:
         reduced: it is a weighted sum over the samples of what each gives alone, as a loss is.
-        noted: it has been said already that it is not.
-        crossed: samples influence each other in it.
-        uneven: the number of rows in that sum, where the samples gave unequal numbers of them; else 0.
         parts: n where it may be the n-th part of a plain sum over the samples, up to a number that is the user's: 1
             for a sum, the number of samples for a mean; several where that is not known, with 0 among them where the
             number may be any; none where it is neither.
         counts: products of the shape of one sample in that sum, which a user may divide by to average its entries.
-        samples: the samples that it is made of, each alone or added up; empty where they are all or not known.
-        apart: its entries are of different samples.
+        uneven: the number of rows in that sum, where the samples gave unequal numbers of them; else 0.
         totals: of a sum of data, what each sample adds to it, (B,); None where that is not known.
-        adrift: its axis was lost, and its entries were added up since: they may be of one sample each, or of several.
-        unplaced: it is data of the batch itself, or its entries moved, of which it is not known whose they are.
-        filled: an axis whose rows samples were written into one after another, and the sample of each row, -1 where
-            none was yet; None where that is not known.
-        entries: the sample of each entry, of the shape of the tensor, -1 where it is none's; None where not known.
-        listed: it lists places or numbers that occur in the batch, or is one of them.
-        computed: how it was computed from tensors that hold the samples, see `separable`; None where that is not known.
         shares: gives what each sample adds to it, (B, *shape), or None where that is not known.
+        weights: what the samples weigh in it; None where that is not known, or was not asked for.
         terms: of a sum of sums over different samples, the `samples` and `parts` of each of them; none where it is not
             known to be one.
         joins: what was said of the calls that added these up.
-        weights: what the samples weigh in it; None where that is not known, or was not asked for.
+    """
+
+    reduced: bool = False
+    parts: frozenset[int] = frozenset()
+    counts: frozenset[int] = frozenset()
+    uneven: int = 0
+    totals: Tensor | None = None
+    shares: Callable[[], Tensor | None] | None = None
+    weights: SampleWeights | None = None
+    terms: tuple[tuple[frozenset[int], frozenset[int]], ...] = ()
+    joins: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Lost(EntryOwners, SampleSum):
+    """The tensor depends on the batch, but no axis of it holds the samples one by one.
+
+    What is known of it all the same: whose its entries are, which sum over the samples it is, and how it was computed.
+
+    Attributes:
+        reason: since where.
+        noted: a warning has said already that it is no sum over the samples of what each gives alone.
+        crossed: samples influence each other in it.
+        computed: how it was computed from tensors that hold the samples, see `separable`; None where that is not known.
     """
 
     reason: str
-    reduced: bool = False
     noted: bool = False
     crossed: bool = False
-    uneven: int = 0
-    parts: frozenset[int] = frozenset()
-    counts: frozenset[int] = frozenset()
-    samples: frozenset[int] = frozenset()
-    apart: bool = False
-    totals: Tensor | None = None
-    adrift: bool = False
-    unplaced: bool = False
-    filled: tuple[int, Tensor] | None = None
-    entries: Tensor | None = None
-    listed: bool = False
     computed: Computed | None = None
-    shares: Callable[[], Tensor | None] | None = None
-    terms: tuple[tuple[frozenset[int], frozenset[int]], ...] = ()
-    joins: frozenset[str] = frozenset()
-    weights: SampleWeights | None = None
 
     @property
     def of_others(self) -> bool:
