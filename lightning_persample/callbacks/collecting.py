@@ -19,8 +19,9 @@ from lightning_persample.batch_axis.batch import count_samples, with_samples_at
 from lightning_persample.callbacks.checkpoints import Checkpoints, Direction, adam_directions, fingerprint_of_data
 from lightning_persample.callbacks.lightning_internals import is_lightning_module, lightning_module_for, loss_scale
 from lightning_persample.callbacks.rows import opened, values_of
-from lightning_persample.callbacks.sample_index import PASS_INDEX, TaggedLoader, checked_index, last_drawn, why_no_keys
+from lightning_persample.callbacks.sample_index import PASS_INDEX, checked_index
 from lightning_persample.callbacks.second_pass import muted
+from lightning_persample.callbacks.tagged_loader import TaggedLoader, last_drawn, why_no_keys
 from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.record import PerSampleRecord, warn_user, warning_texts
 from lightning_persample.errors import OptionError, PerSampleError, UnsupportedError

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_persample.callbacks.sample_index import RowOrder
+from lightning_persample.callbacks.row_order import RowOrder
 from lightning_persample.errors import PerSampleWarning
 from tests.callbacks.indexed_data import train
 from tests.callbacks.runs import Recorder
