@@ -123,17 +123,22 @@ _SHARED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-_MAY_BE_NONE = frozenset(name for name, (is_allowed, _) in _SHARED.items() if is_allowed(None))
+_PLAIN = frozenset({bool, int, str, tuple, type(None)})  # types of values that are allowed for ever if they are once
+_ALLOWED: set[tuple[str, type, object]] = set()
+_MOST_ALLOWED = 1024
 
 
 def check_options(**values: object) -> None:
     """Refuse the first of these options, given by name, whose value is not allowed, with an `OptionError`."""
     for name, value in values.items():
-        if value is None and name in _MAY_BE_NONE:  # (without a call: a capture asks at each captured step)
+        kind = type(value)
+        if kind in _PLAIN and (name, kind, value) in _ALLOWED:  # (without a call: a capture asks at each step)
             continue
         is_allowed, expected = _SHARED[name]
         if not is_allowed(value):
             check_option(name, value, False, expected)
+        if kind in _PLAIN and len(_ALLOWED) < _MOST_ALLOWED:
+            _ALLOWED.add((name, kind, value))
 
 
 def checked_capture_options(given: CaptureOptions) -> CaptureOptions:

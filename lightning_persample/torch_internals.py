@@ -61,6 +61,7 @@ __all__ = [
     "dynamo_is_imported",
     "function_modes",
     "has_compiled_part",
+    "has_processes",
     "hooks_after_accumulation",
     "innermost_transform",
     "is_recomputing",
@@ -78,6 +79,7 @@ __all__ = [
     "recurrent_functions",
     "run_eagerly",
     "saved_results",
+    "set_grad_enabled",
     "tensors_held_by",
     "torch_function_is_enabled",
     "tree_flatten",
@@ -125,6 +127,7 @@ current_backward = torch._C._current_graph_task_id  # the number of the backward
 backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 after_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 RUN_BACKWARD = "_engine_run_backward"  # what torch.autograd.backward calls after it has checked its arguments
+set_grad_enabled = torch._C._set_grad_enabled  # at once, where a context takes four calls
 any_autocast_is_on = torch._C._is_any_autocast_enabled  # for a device of any type
 
 # Tensors
@@ -203,6 +206,14 @@ def parameters_and_buffers(module: nn.Module) -> tuple[dict[str, nn.Parameter], 
             if child is not None:
                 rest.append((child, f"{prefix}{name}."))
     return (dict(module.named_parameters()), list(module.buffers())) if lists_its_own else (parameters, buffers)
+
+
+_WORLD = torch.distributed.distributed_c10d._world if torch.distributed.is_available() else None
+
+
+def has_processes() -> bool:
+    """Whether there is a process group, if only of one process."""
+    return _WORLD is not None and _WORLD.default_pg is not None
 
 
 def dynamo_is_imported() -> bool:
@@ -315,7 +326,7 @@ def saved_results(output: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
     # Nothing where hooks on saved tensors are in place: to read what they have packed (activation checkpointing) would
     # run the forward again.
     node = output.grad_fn
-    if node is None or _saved_tensors_are_hooked():
+    if not names or node is None or _TOP_HOOKS is None or _TOP_HOOKS(False) is not None:
         return {}
     rows, found = output.shape[:1], {}
     for name in names:

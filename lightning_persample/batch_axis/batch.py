@@ -92,11 +92,16 @@ def _lay_out(
     walk = _Walk(batch, path, {} if batch_layout is None else _declared(batch_layout(batch)))
     size = _read_batch_size(walk, batch_dim) if batch_size is None else batch_size
     of_one = _items(walk, batch_dim, size, is_declared, is_read=batch_size is None) if walk.lists else {}
-    places = [
-        known.place(size) if (known := walk.known.get(id(tensor))) is not None
-        else of_one.get(id(tensor)) or _place(path, tensor, batch_dim, size)
-        for path, tensor in walk.tensors
-    ]  # fmt: skip
+    along = BatchAxis(batch_dim)
+    places: list[Place] = []
+    for where, tensor in walk.tensors:
+        known = walk.known.get(id(tensor))
+        if known is not None:
+            places.append(known.place(size))
+        elif not of_one and tensor.dim() > batch_dim and tensor.size(batch_dim) == size:  # as nearly always
+            places.append(along)
+        else:
+            places.append(of_one.get(id(tensor)) or _place(where, tensor, batch_dim, size))
     return BatchLayout(size, walk.tensors, places)
 
 
@@ -430,19 +435,22 @@ class _Walk:
         if isinstance(item, PackedSequence):
             self._visit(item.data, f"{path}.data")
             self.known.setdefault(id(item.data), _of_packed(path, item))
-        elif (slices := _slices_of(item)) is not None:
+        elif type(item) is not tuple and (slices := _slices_of(item)) is not None:
             for where, value, known in _graph_tensors(item, path, slices):
                 self._visit(value, where)
                 if known is not None:
                     self.known.setdefault(id(value), known)
-        elif isinstance(item, Mapping):
+        elif type(item) is not tuple and isinstance(item, Mapping):
             for key, value in item.items():
                 self._visit(value, f"{path}[{key!r}]")
         elif isinstance(item, (list, tuple)):
             if type(item) is list:
                 self.lists.append((path, item))
             for position, value in enumerate(item):
-                self._visit(value, f"{path}[{position}]")
+                if type(value) is Tensor and not (self._declared or value.is_nested):
+                    self.tensors.append((f"{path}[{position}]", value))
+                else:
+                    self._visit(value, f"{path}[{position}]")
         else:
             for name, value in _attributes(item):
                 self._visit(value, f"{path}.{name}")
@@ -456,7 +464,12 @@ def _rows(tensor: Tensor, batch_dim: int) -> int | None:
 
 
 def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
-    counted = [(path, tensor) for path, tensor in walk.tensors if tensor.dim() > 0 and id(tensor) not in walk.known]
+    counted = []
+    found: set[int | None] = set()
+    for path, tensor in walk.tensors:
+        if tensor.dim() > 0 and id(tensor) not in walk.known:
+            counted.append((path, tensor))
+            found.add(tensor.size(batch_dim) if tensor.dim() > batch_dim else _rows(tensor, batch_dim))
     known: dict[str, _Known] = {}
     if walk.known:
         known = {path: each for path, tensor in walk.tensors if (each := walk.known.get(id(tensor))) and each.count}
@@ -467,9 +480,7 @@ def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
             "the batch holds no tensor with an axis to read a batch size from; pass batch_size, or let the data "
             "loader give tensors"
         )
-    found = {each.count for each in known.values()} if known else set()
-    for _, tensor in counted:
-        found.add(_rows(tensor, batch_dim))
+    found.update(each.count for each in known.values()) if known else None
     for path, items in walk.lists:
         if len(items) > 1 and _is_alike(items) and _hold_all(walk, len(items)):
             if not known and len(items) not in found - {None}:

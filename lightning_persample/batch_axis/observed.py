@@ -229,13 +229,14 @@ def line_of(place: tuple[str, int] | None) -> str:
 
 
 @functools.cache
-def _is_own(filename: str) -> bool:
+def is_own(filename: str) -> bool:
+    """Whether a file is one of torch's or of this package's."""
     return filename.startswith(_OWN_FOLDERS)
 
 
 def user_place() -> tuple[str, int] | None:
     """File and line of the innermost frame that is neither torch's nor this package's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_own(frame.f_code.co_filename):
+    while frame is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)

@@ -269,24 +269,23 @@ class Notes:
         """All texts on calls, whatever a backward goes through."""
         return tuple(self._texts[kind])
 
-    def reached(self, kind: Kind) -> tuple[str, ...]:
-        """The texts on calls that the present backward has gone through, and on its loss, in the order of the calls."""
-        found: tuple[str, ...] = ()
+    def reached(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """By kind the texts on calls that the present backward has gone through, in order, and those on its loss."""
         for ask, of in self._later.items():
             text = ask()
             if text is not None:
                 self._texts[of].setdefault(text)
                 self._reached.add((of, text))
         self._later.clear()
-        if self._texts[kind]:
+        mixing, weighting, not_additive = [], [*self._of_loss], []
+        if self._always or self._reached:
             seen = (self._always | self._reached) - self.excused
-            found = tuple(text for text in self._texts[kind] if (kind, text) in seen)
-        return (*found, *self._of_loss) if kind == "weighting" else found
+            mixing, calls, not_additive = ([t for t in texts if (of, t) in seen] for of, texts in self._texts.items())
+            weighting = calls + weighting
+        return tuple(mixing), tuple(weighting), tuple(not_additive)
 
     def split(self, texts: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Texts on calls by which samples influence each other, and those after which it is not known whether."""
-        if not texts:
-            return (), ()
         lost = tuple(text for text in texts if text in self.axis_lost)
         return tuple(text for text in texts if text not in lost), lost
 
@@ -397,7 +396,8 @@ class Collector:
         kinds: set[str] = set()
         entries = self.marks.entries  # (filled without a call for each: a model has hundreds)
         for name, parameter in weights.items():
-            weight = Weight(frozenset({name}), parameter)
+            weight = object.__new__(Weight)
+            weight.names, weight.tensor = frozenset((name,)), parameter
             self.weights.append(weight)
             entries[id(parameter)] = weakref.ref(parameter), weight
             kinds.add(parameter.device.type)
@@ -447,7 +447,7 @@ class Collector:
         self.dtypes |= {grad.dtype for grad in grads if grad is not None}
         for weight in weights:
             if weight.names <= self.kept and (weight.derivation is None or weight.hooked):
-                weight.calls.append((compute, grads))
+                weight.calls = [*weight.calls, (compute, grads)]
 
     def collect(
         self, contributions: list[tuple[Weight, SampleGradient]], wants_sums: bool = False

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,35 +17,25 @@ from lightning_persample.batch_axis.observed import Description, ObservedCall, v
 from lightning_persample.batch_axis.ops import POINTWISE, having
 from lightning_persample.capture.failure import OverwrittenError, reason_of
 from lightning_persample.capture.graph import boundary, edges_between
-from lightning_persample.capture.weight import Computation, Contributions, Made, Weight
+from lightning_persample.capture.weight import Computation, Contributions, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import (
     Block,
     Dense,
     Indexed,
-    KernelOptions,
     Outer,
     Patches,
     Ragged,
     SampleGradient,
     at_samples,
-    kernel_options,
-    sq_norms,
-    sq_norms_and_sum,
 )
 from lightning_persample.gradients.cost import samples_at_once
-from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
-from lightning_persample.gradients.precision import Later
-from lightning_persample.gradients.program import Program, record
 from lightning_persample.rules import Call, Rule, generic_rule, op_name
 from lightning_persample.rules.elementwise import widen
 from lightning_persample.torch_internals import saved_results, tree_flatten, tree_unflatten, version_counter
 
-_MOST = 32  # ways in which the tensors of calls of one plan lie in memory
-
 Samples: TypeAlias = tuple[int, ...] | None
 """Those of a group; None is all."""
-Programs: TypeAlias = dict[Hashable, Program | Literal["none"]]
 
 _ANYWHERE = BatchAxis(0)  # one sample alone needs no axis
 
@@ -188,7 +178,8 @@ class Placement:
         weights: `owners` as a set.
         per_sample: names of those of them that hold a row for every sample.
         read: names of the tensors whose values the rule reads.
-        has_rows: whether results with an entry for every row of the first output hold those of a sample together.
+        saved: names of the results that autograd keeps, where their entries, one for every row of the first output,
+            hold those of a sample together.
         rank: number of axes that the op lays its operands out to, 0 where it does not.
         nested: see `rules.Call`.
     """
@@ -202,7 +193,7 @@ class Placement:
     weights: frozenset[str] = field(init=False)
     per_sample: frozenset[str] = field(init=False)
     read: frozenset[str] = field(init=False)
-    has_rows: bool = field(init=False)
+    saved: tuple[str, ...] = field(init=False)
     rank: int = 0
     nested: bool = False
 
@@ -211,7 +202,8 @@ class Placement:
         object.__setattr__(self, "weights", frozenset(self.owners))
         object.__setattr__(self, "per_sample", self.weights & self.axes.keys())
         object.__setattr__(self, "read", frozenset(filter(self.rule.is_read, self.kept)))
-        object.__setattr__(self, "has_rows", first is not None and first.dim == 0 and first.owner is None)
+        has_rows = first is not None and first.dim == 0 and first.owner is None
+        object.__setattr__(self, "saved", self.rule.saved if has_rows else ())
 
 
 def placement_of(use: Use, rule: Rule) -> Placement:
@@ -272,44 +264,30 @@ class ByRule:
 
     Args:
         placement: where the call has weights and batch.
-        values: the tensors that the rule is given, by name.
+        tensors: what the rule is given, by name, without history.
         others: the arguments of the call that are no tensors.
         owners: the weights among the tensors, by the same names.
         text: the call in messages, as the parts of a `Description`.
-        first: the first output of the call.
-        written: where memory begins that the call wrote into.
-
-    Attributes:
+        versions: how often those of the tensors whose values are read had been written to.
+        saved: what autograd keeps of the results, by the names that the rule has for it.
         drawn: what the rule may ask for beside the arguments.
-        programs: what was computed for calls like this one, by how their tensors lie in memory; None keeps nothing.
     """
 
-    __slots__ = ("_others", "_owners", "_placement", "_saved", "_tensors", "_text", "_versions", "drawn", "programs")
+    __slots__ = ("_drawn", "_others", "_owners", "_placement", "_saved", "_tensors", "_text", "_versions")
 
     def __init__(
         self,
         placement: Placement,
-        values: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
         others: Mapping[str, Any],
         owners: Mapping[str, Weight],
         text: tuple[Any, ...],
-        first: Tensor,
-        written: Collection[int] = (),
+        versions: Sequence[tuple[Tensor, int]],
+        saved: Mapping[str, Tensor],
+        drawn: _Drawn | None = None,
     ) -> None:
-        self._placement, self._others, self._owners, self._text = placement, others, owners, text
-        axes, read = placement.axes, placement.read
-        self._tensors: dict[str, Tensor] = {}
-        self._versions: list[tuple[Tensor, int]] = []
-        for name, value in values.items():
-            if name in axes and name not in read:  # a weight that is laid over the batch: no copy is kept alive
-                self._tensors[name] = without_data(value)
-                continue
-            self._tensors[name] = tensor = value.detach()
-            if name in read and not (written and tensor.data_ptr() in written) and not tensor.is_inference():
-                self._versions.append((tensor, version_counter(tensor)))
-        self._saved = saved_results(first, placement.rule.saved) if placement.has_rows and placement.rule.saved else {}
-        self.drawn: _Drawn | None = None
-        self.programs: Programs | None = None
+        self._placement, self._tensors, self._others, self._owners = placement, tensors, others, owners
+        self._text, self._versions, self._saved, self._drawn = text, versions, saved, drawn
 
     def __call__(self, grads: Sequence[Tensor | None]) -> Contributions:
         """What the weights get, by sample."""
@@ -368,89 +346,6 @@ class ByRule:
             contributions.append((weight, _placed(gradient, weight, axes[name], text) if name in axes else gradient))
         return contributions
 
-    def norms(
-        self,
-        grad: Tensor | None,
-        reader: Callable[[Tensor], Tensor],
-        wants_sums: bool,
-        options: KernelOptions,
-        later: Callable[[list[Weight], Later], None],
-        made: Made | None = None,
-    ) -> Sequence[Tensor] | None:
-        """The squared norms (B,) for each weight, or parameter that it is made of, and the sums that are wanted."""
-        programs = self.programs
-        if programs is None or type(grad) is not Tensor or grad.layout is not torch.strided:
-            return None
-        for tensor, version in self._versions:
-            if version_counter(tensor) != version:
-                return None
-        if grad.requires_grad:
-            grad = grad.detach()
-        given = (*self._tensors.values(), *self._saved.values(), grad)
-        of_weights, kind = ([], None) if made is None else (made.tensors(), made.kind)
-        if of_weights is None:
-            return None
-        given += (*of_weights,)
-        key = (wants_sums, options.max_memory, grad.dtype, grad.device, kind, *map(Tensor.stride, given))
-        program = programs.get(key)
-        if program == "none":
-            return None
-        compute = partial(self._norms, grad, reader, wants_sums, options, made)
-        try:
-            if program is None:
-                results, recorded = record(compute, given)
-                if len(programs) >= _MOST:
-                    programs.clear()
-                if recorded != "not now":
-                    programs[key] = recorded
-                return results
-            results, checks = program.run(given)
-        except torch.OutOfMemoryError:  # smaller chunks take less
-            return None
-        except UnsupportedError:  # how weights are made, which gets its reason where they are pulled back one by one
-            if made is None:
-                raise
-            return None
-        if checks and grad.device.type in ASYNCHRONOUS:
-            kept = Later([*(tensor for tensor, _ in self._versions), *self._saved.values(), grad, *of_weights])
-            numbers = [(on_its_way(number), least) for number, least in checks]
-            kept.corrections.append(partial(self._correct, kept, numbers, results, compute))
-            later([*dict.fromkeys(self._owners.values())] if made is None else made.parameters, kept)
-            return results
-        for number, least in checks:
-            if not float(number) >= least:
-                return None
-        return results
-
-    @staticmethod
-    def _correct(
-        later: Later,
-        checks: Sequence[tuple[Callable[[], Tensor], float]],
-        results: Sequence[Tensor],
-        compute: Callable[[], list[Tensor]],
-    ) -> None:
-        """Compute norms in another way where rounding errors may show in those of the program."""
-        if not all(float(number()) >= least for number, least in checks):
-            later.check()
-            for result, right in zip(results, compute(), strict=True):
-                result.copy_(right)
-
-    def _norms(
-        self,
-        grad: Tensor,
-        reader: Callable[[Tensor], Tensor],
-        wants_sums: bool,
-        options: KernelOptions,
-        made: Made | None,
-    ) -> list[Tensor]:
-        with kernel_options(options):
-            contributions = self((reader(grad),))
-            gradients = [each for _, each in contributions] if made is None else made.pulled(contributions)
-            if not wants_sums:
-                return sq_norms(gradients)
-            squares, sums = zip(*map(sq_norms_and_sum, gradients), strict=True)
-            return [*squares, *sums]
-
     def uncentred(self) -> ByRule | None:
         """The same of a normalization that takes no mean away, from which nothing cancels; None of any other call."""
         if not self._saved:
@@ -481,12 +376,12 @@ class ByRule:
             arguments |= {name: tensors[name].unsqueeze(0) for name in shared}
         output: Tensor | None = None
         draws: tuple[Tensor, ...] = ()
-        if self.drawn is not None:
-            again, axis = _draw_again(rule, {**self._others, **tensors}, self.drawn), self.drawn.axis
+        if self._drawn is not None:
+            again, axis = _draw_again(rule, {**self._others, **tensors}, self._drawn), self._drawn.axis
             if again or rule.reads_output:
-                check_unchanged(((self.drawn.output, self.drawn.version),), Description(*self._text))
-            if isinstance(axis, BatchAxis) and version_of(self.drawn.output) == self.drawn.version:
-                output = first(self.drawn.output, axis, batch_size)
+                check_unchanged(((self._drawn.output, self._drawn.version),), Description(*self._text))
+            if isinstance(axis, BatchAxis) and version_of(self._drawn.output) == self._drawn.version:
+                output = first(self._drawn.output, axis, batch_size)
                 draws = tuple(first(tensor, axis, batch_size) for tensor in again)
         saved = self._saved
         if saved:
@@ -641,12 +536,28 @@ def _by_rule(use: Use, rule: Rule) -> Computation:
     call = use.call
     owners = {name: use.weights[id(value)] for name, value in use.arguments.items() if id(value) in use.weights}
     placement, output = placement_of(use, rule), call.outputs[0]
-    values, others = {name: use.arguments[name] for name in placement.kept}, not_tensors(use.arguments)
-    memory = {t.data_ptr() for t in use.arguments.values() if isinstance(t, Tensor) and id(t) in call.written}
-    compute = ByRule(placement, values, others, owners, use.description, output, memory)
+    written = {t.data_ptr() for t in use.arguments.values() if isinstance(t, Tensor) and id(t) in call.written}
+    tensors: dict[str, Tensor] = {}
+    versions: list[tuple[Tensor, int]] = []
+    for name in placement.kept:
+        tensors[name] = keep_value(placement, name, use.arguments[name], written, versions)
+    drawn = None
     if rule.reads_output or rule.draws is not None:
-        compute.drawn = _Drawn(output.detach(), use.followed.outputs[0], call.random_state, version_of(output))
-    return compute
+        drawn = _Drawn(output.detach(), use.followed.outputs[0], call.random_state, version_of(output))
+    saved, others = saved_results(output, placement.saved), not_tensors(use.arguments)
+    return ByRule(placement, tensors, others, owners, use.description, versions, saved, drawn)
+
+
+def keep_value(
+    placement: Placement, name: str, value: Tensor, written: Collection[int], versions: list[tuple[Tensor, int]]
+) -> Tensor:
+    """An argument of a call as its rule is given it; its version is added where it is read and was not `written` to."""
+    if name in placement.axes and name not in placement.read:  # laid over the batch: no copy is kept alive
+        return without_data(value)
+    tensor = value.detach()
+    if name in placement.read and tensor.data_ptr() not in written and not tensor.is_inference():
+        versions.append((tensor, version_counter(tensor)))
+    return tensor
 
 
 def _by_generic_rule(use: Use) -> Computation:

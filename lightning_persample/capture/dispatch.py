@@ -141,7 +141,7 @@ class Dispatcher(Collector):
                 self.owners = (*self.owners, mark.owner)
             else:  # what is found of one owner is found for all tensors that have it
                 mark = replace(mark, owner=known)
-        self.marks[tensor] = mark
+        self.marks.entries[id(tensor)] = weakref.ref(tensor), mark
 
     def known_rows(self, count: int) -> list[Tensor]:
         """The sample of each of so many rows as tensors have that there are, but for those with room for more."""

@@ -75,6 +75,14 @@ def once(
     return observed
 
 
+def raise_again(error: Exception) -> NoReturn:
+    """To be run by `attempt`, for a failure that was caught without it."""
+    try:
+        raise error
+    finally:
+        del error  # its traceback holds this frame
+
+
 class OverwrittenError(UnsupportedError):
     """A tensor that a per-sample gradient is computed from was changed in place; where, stands between the texts."""
 

@@ -21,11 +21,18 @@ from lightning_persample.capture.observing import ObservingMode, decomposed_back
 from lightning_persample.capture.parameters import (
     ShardedParameters,
     WatchedParameters,
-    has_processes,
     unwrapped,
 )
 from lightning_persample.capture.pull_back import settle
-from lightning_persample.capture.record import OwnScale, PerSampleRecord, classify, say, sq_norms_of, warn_user
+from lightning_persample.capture.record import (
+    OF_KEPT,
+    OwnScale,
+    PerSampleRecord,
+    classify,
+    say,
+    sq_norms_of,
+    warn_user,
+)
 from lightning_persample.capture.values import (
     read_values,
     samples_in_loss,
@@ -35,7 +42,13 @@ from lightning_persample.capture.values import (
 from lightning_persample.errors import BatchSizeError, OptionError, PerSampleError, UnsupportedError
 from lightning_persample.gradients import KernelOptions, kernel_options
 from lightning_persample.options import check_option, check_options
-from lightning_persample.torch_internals import current_backward, is_recomputing, parameters_and_buffers
+from lightning_persample.torch_internals import (
+    current_backward,
+    has_processes,
+    is_recomputing,
+    parameters_and_buffers,
+    set_grad_enabled,
+)
 
 _UNSUPPORTED = ("warn", "error", "ignore")
 _BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
@@ -98,10 +111,12 @@ def expanded_weights(
     An option with a value that is not allowed gives an `OptionError`, a batch whose size cannot be read a
     `BatchSizeError`.
     """
-    check_option("module", module, isinstance(module, nn.Module), "an instance of torch.nn.Module")
-    is_reduction = isinstance(loss_reduction, Tensor) or loss_reduction in ("mean", "sum")
-    check_option("loss_reduction", loss_reduction, is_reduction, "'mean', 'sum' or a tensor of weights (B,)")
-    check_option("unsupported", unsupported, unsupported in _UNSUPPORTED, "'warn', 'error' or 'ignore'")
+    if not isinstance(module, nn.Module):
+        check_option("module", module, False, "an instance of torch.nn.Module")
+    if not isinstance(loss_reduction, Tensor) and loss_reduction not in ("mean", "sum"):
+        check_option("loss_reduction", loss_reduction, False, "'mean', 'sum' or a tensor of weights (B,)")
+    if unsupported not in _UNSUPPORTED:
+        check_option("unsupported", unsupported, False, "'warn', 'error' or 'ignore'")
     check_options(
         batch_dim=batch_dim,
         batch_size=batch_size,
@@ -180,7 +195,8 @@ class Capture:
             check_option("samples", samples.tolist(), are_places, f"places from 0 to {self.batch_size - 1}")
         if samples is not None and fuse_weight_grad:
             raise OptionError("samples and fuse_weight_grad=True do not go together: the weight's gradient needs all")
-        self._check_weighting(self._weighting)
+        if isinstance(self._weighting, Tensor):
+            self._check_weighting(self._weighting)
         guard(self._set_up, self._cannot_be_set_up)(layout, samples, fuse_weight_grad, max_memory)
 
     def _set_up(
@@ -403,8 +419,8 @@ class Capture:
         self._handles.clear()
         self._loss_is_known = False
 
-    def _check_weighting(self, weighting: str | Tensor) -> None:
-        if isinstance(weighting, Tensor) and tuple(weighting.shape) != (self.batch_size,) and not self._fault:
+    def _check_weighting(self, weighting: Tensor) -> None:
+        if tuple(weighting.shape) != (self.batch_size,) and not self._fault:
             raise OptionError(
                 f"{OTHER_WEIGHTS} have shape {tuple(weighting.shape)}; allowed is one weight per sample, "
                 f"({self.batch_size},)"
@@ -493,17 +509,18 @@ class Capture:
     def _finish(self) -> PerSampleRecord | None:
         dispatcher = self._dispatcher
         with_grad = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             with kernel_options(dispatcher.kernel_options):
-                dispatcher.correct()
+                if dispatcher.corrections:
+                    dispatcher.correct()
                 settle(dispatcher.weights, dispatcher.fail_to_settle, self._watched.changed_by_hook)
                 if self._sharded is not None:
                     self._sharded.refuse_unseen(dispatcher.got_gradient)
                 counts = dispatcher.got_gradient and not dispatcher.of_no_sample
                 return self._build() if counts else None
         finally:
-            torch.set_grad_enabled(with_grad)
+            set_grad_enabled(with_grad)
 
     def _without_values(self) -> PerSampleRecord:
         """The record of a backward of which nothing can be relied on, with the reason."""
@@ -545,21 +562,22 @@ class Capture:
         in_loss = samples_in_loss(None if part is None else part.samples, weights)
         samples, places = samples_with_values(dispatcher.samples, in_loss)
         counted = len(in_loss) if in_loss is not None and isinstance(weights, Tensor) else self.counted
-        own = OwnScale(weights, counted, scale).of_samples(samples)
+        own = OwnScale(weights, counted, scale)
+        own = own if samples is None else own.of_samples(samples)
         values = read_values(watched, dispatcher, reported, self._quantities, own, places)
         coverage = classify(
             trainable, dispatcher.got_gradient, reported, dispatcher.refused, dispatcher.penalized, dispatcher.outside
         )
         reached = coverage.reached
         notes = dispatcher.notes
-        of_calls, weighing = notes.reached("mixing"), notes.reached("weighting")
+        of_calls, weighing, not_additive = notes.reached()
         if part is not None and not (part.mean_of or part.is_sum or of_calls or weighing) and weights == "mean":
             notes.add_of_loss(
                 f"the loss takes {len(part.samples)} of the {self.batch_size} samples alone, and not by one mean: give "
                 "the weight of each sample in the loss as loss_reduction"
             )
-            weighing = notes.reached("weighting")
-        (mixing, axis_lost), not_additive = notes.split(of_calls), notes.reached("not_additive")
+            weighing = notes.reached()[1]
+        mixing, axis_lost = notes.split(of_calls) if of_calls else ((), ())
         weighting = [] if is_declared else [text for text in weighing if text not in (*mixing, *axis_lost)]
         others = [dispatcher.other_weights] if is_declared and dispatcher.other_weights else []
         asked = {}
@@ -567,7 +585,8 @@ class Capture:
             asked["grad_samples"] = {name: values.grad_samples[name] for name in reached}
         if "square_sum" in self._quantities:
             asked["square_sums"] = {name: values.square_sums[name] for name in reached}
-        kept, found = values.kept(reached, own, self._quantities), values.sq_norms
+        kept = values.kept(reached, own, self._quantities) if OF_KEPT & self._quantities else None
+        found = values.sq_norms
         reason = why_no_factor(dispatcher.penalized, not_additive, weighting, own)
         return PerSampleRecord(
             batch_size=self.batch_size,

@@ -28,6 +28,7 @@ from lightning_persample.torch_internals import (
     SECOND_WEIGHTS,
     WRAPPER_OF_FABRIC,
     backward_hooks,
+    has_processes,
     local_part,
     tensors_held_by,
     version_counter,
@@ -186,11 +187,6 @@ def _sharded_modules(module: nn.Module) -> dict[str, nn.Module]:
 
     kind: type[nn.Module] = FSDPModule  # type: ignore[assignment]
     return {name: part for name, part in module.named_modules() if isinstance(part, kind)}
-
-
-def has_processes() -> bool:
-    """Whether anything can be sharded: that needs a process group, if only of one process."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from types import FrameType
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +24,28 @@ from lightning_persample.batch_axis.losses import (
     target_of,
     unequal_targets,
 )
-from lightning_persample.batch_axis.observed import Description, ObservedCall, OwnBackward, tensors_in, user_place
+from lightning_persample.batch_axis.observed import (
+    Description,
+    ObservedCall,
+    OwnBackward,
+    is_own,
+    tensors_in,
+    user_place,
+    without_data,
+)
 from lightning_persample.batch_axis.ops import LOSSES
 from lightning_persample.capture.annotations import Mark, Marks
 from lightning_persample.capture.collector import Collector
 from lightning_persample.capture.contributions import (
     ByRule,
     Placement,
-    Programs,
     Use,
     computation,
     mixing_text,
     not_tensors,
     placement_of,
 )
-from lightning_persample.capture.failure import guard, in_smaller_chunks, is_of_package
+from lightning_persample.capture.failure import attempt, guard, in_smaller_chunks, is_of_package, raise_again
 from lightning_persample.capture.graph import (
     boundary,
     detached,
@@ -47,19 +56,23 @@ from lightning_persample.capture.graph import (
 )
 from lightning_persample.capture.weight import Computation, Contributions, Made, Weight
 from lightning_persample.errors import UnsupportedError
-from lightning_persample.gradients import kernel_options
-from lightning_persample.gradients.host import ASYNCHRONOUS
-from lightning_persample.gradients.precision import without_autocast
+from lightning_persample.gradients import kernel_options, sq_norms, sq_norms_and_sum
+from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
+from lightning_persample.gradients.precision import Later, without_autocast
+from lightning_persample.gradients.program import Program, record
 from lightning_persample.rules import Rule, op_name, rule_of
 from lightning_persample.torch_internals import (
     any_autocast_is_on,
     backward_keeps_graph,
     is_wrapped_by_transform,
+    saved_results,
+    version_counter,
     view_base,
     without_torch_function,
 )
 
 _MOST = 4096  # plans that are kept; a model has some hundreds
+_MOST_PROGRAMS = 32  # ways in which the tensors of calls of one plan lie in memory
 _COMPARED = frozenset({int, float, bool, complex, str, type(None), type(Ellipsis), torch.dtype, torch.device})
 _INDEXING = frozenset({Tensor.__getitem__})  # an index that is a tensor counts by its values
 _NESTED = (tuple, list, torch.Size)
@@ -72,18 +85,24 @@ class _Slots:
 
     Attributes:
         placement: what the rule is given, and where weights and batch are in it.
-        values: of each tensor that it is given its name, and its place among the tensors of the call.
-        owners: the same of those that are weights.
+        names: of the tensors that are kept for it.
+        values: the places of these among the tensors of the call, each with whether it is written down how often it was
+            written to, and whether it is laid over the batch and not read.
+        shapes_of: shape and dtype of the weights, by name, whose values it does not read, and which are not kept.
+        owners: of those that are weights the name, and the place among the tensors of the call.
         others: the arguments that are no tensors, by name.
         has_lists: whether there are lists among these.
         op: its name in messages.
         shapes: of all tensors of the call.
         written: places of the tensors that the call writes to, such as running statistics.
-        programs: see `ByRule`; none are kept of rules of the user's, which may do what a program cannot.
+        programs: what computes the norms of calls like this one, by how their tensors lie in memory; none are kept of
+            rules of the user's, which may do what a program cannot.
     """
 
     placement: Placement
-    values: tuple[tuple[str, int], ...]
+    names: tuple[str, ...]
+    values: tuple[tuple[int, bool, bool], ...]
+    shapes_of: Mapping[str, tuple[torch.Size, torch.dtype]]
     owners: tuple[tuple[str, int], ...]
     others: Mapping[str, Any]
     has_lists: bool
@@ -128,6 +147,7 @@ class Plan:
 
 
 Sums: TypeAlias = list[tuple[Weight, Tensor]]
+Programs: TypeAlias = dict[Hashable, Program | Literal["none"]]
 
 PLANS: dict[Hashable, Plan] = {}
 """What was decided, by the key of `read_call`."""
@@ -286,12 +306,18 @@ def _slots_of(
     others = not_tensors(given)
     if next(tensors_in(list(others.values())), None) is not None:
         return None
-    values = tuple((name, places[id(given[name])]) for name in placement.kept)
-    owners = tuple((name, place) for name, place in values if name in placement.weights)
+    read, axes = placement.read, placement.axes
+    own = is_of_package(placement.rule.function)
+    unread = [name for name in placement.owners if own and name not in read and name not in axes]
+    shapes_of = {name: (given[name].shape, given[name].dtype) for name in unread}
+    names = tuple(name for name in placement.kept if name not in shapes_of)
+    values = tuple((places[id(given[name])], name in read, name in axes and name not in read) for name in names)
+    owners = tuple((name, places[id(given[name])]) for name in placement.kept if name in placement.weights)
     has_lists = any(isinstance(value, list) for value in others.values())
     shapes = tuple(tensor.shape for tensor in tensors)
-    programs: Programs | None = {} if is_of_package(placement.rule.function) else None
-    return _Slots(placement, values, owners, others, has_lists, op_name(placement.rule.op), shapes, (), programs)
+    programs: Programs | None = {} if own else None
+    op = op_name(placement.rule.op)
+    return _Slots(placement, names, values, shapes_of, owners, others, has_lists, op, shapes, (), programs)
 
 
 def replay(
@@ -318,41 +344,23 @@ def replay(
     if slots is None:
         return
     (output,) = outputs
-    owners: dict[str, Weight] = {}
-    names: list[str] = []
-    for name, place in slots.owners:
-        weight: Any = marks[place]
-        owners[name] = weight
-        names += weight.names
-        weight.uses += 1
-    values = {}
-    for name, place in slots.values:
-        values[name] = tensors[place]
-    text = (slots.op, slots.shapes, user_place(), tuple(names))
-    if plan.mixes:
-        mixings.insert(0, mixing_text(Description(*text)))
-        collector.marks[output] = plan.outputs[0].mixed(mixings[0])  # type: ignore[union-attr]
-    for mixing in mixings if collector.batch_size > 1 else ():
-        collector.notes.add("mixing", mixing, outputs)
-    written = {tensors[place].data_ptr() for place in slots.written} if slots.written else ()
-    others = not_tensors(slots.others) if slots.has_lists else slots.others  # (into a list a rule might write)
-    compute = ByRule(slots.placement, values, others, owners, text, output, written)
-    compute.programs = slots.programs
-    weights = [*owners.values()]
-    if len(weights) > 1:
-        weights = list(dict.fromkeys(weights))  # (a sharded one may come in two tensors)
     base, hooked, readers = view_base(output), output, _READERS
     if base is not None and base.requires_grad:  # see `hooked_tensor`
         hooked, readers = base, [gradient_reader(output, base)]
-    report = Report(collector, readers, weights, compute, text, bool(slots.placement.rule.reads))
+    report = PlannedReport(slots, output, readers, tensors, marks, collector)
+    if plan.mixes:
+        mixings.insert(0, mixing_text(Description(*report.text)))
+        collector.marks[output] = plan.outputs[0].mixed(mixings[0])  # type: ignore[union-attr]
+    for mixing in mixings if collector.batch_size > 1 else ():
+        collector.notes.add("mixing", mixing, outputs)
     node, top = hooked.grad_fn, output.grad_fn
     if fused is not None:
-        report_sums(report, {weight: name for name, weight in owners.items()}, fused)
+        report_sums(report, {marks[place]: name for name, place in slots.owners}, fused)  # type: ignore[misc]
     elif node is None:
         report.attach((hooked,))
     else:
         report.place = hooked.output_nr
-        node.register_prehook(guard(report.contribute, report.failed))
+        node.register_prehook(report.contribute)
     if node is not None and top is not None:  # (last: no hook on the weights has to wait then)
         stop = set()  # as `boundary`, without a call of a Python function
         for tensor in tensors:
@@ -381,12 +389,11 @@ class Report:
         keeps_values: whether `compute` holds what autograd holds, too, and lets go with it.
 
     Attributes:
+        text: as given.
         place: which of the gradients of a node is read, where its hook is called with all of them.
     """
 
-    __slots__ = (
-        "_collector", "_compute", "_handle", "_keeps_values", "_readers", "_text", "_weights", "place",
-    )  # fmt: skip
+    __slots__ = ("_collector", "_handle", "_keeps_values", "_needs", "_readers", "_weights", "place", "text")
 
     def __init__(
         self,
@@ -397,8 +404,8 @@ class Report:
         text: tuple[Any, ...],
         keeps_values: bool,
     ) -> None:
-        self._collector, self._readers, self._weights, self._text = collector, readers, weights, text
-        self._compute: Computation | None = compute
+        self._collector, self._readers, self._weights, self.text = collector, readers, weights, text
+        self._needs: Any = compute  # what contributions are computed from; None once it was let go
         self._keeps_values = keeps_values
         self.place: int | None = None
 
@@ -420,8 +427,11 @@ class Report:
         if not backward_keeps_graph():
             self._handle.remove()  # it holds nodes that hold it, a circle that no collector sees
 
+    def _computation(self) -> Computation:
+        return self._needs or self._freed
+
     def _freed(self, grads: Sequence[Tensor | None]) -> Contributions:
-        raise UnsupportedError(f"{Description(*self._text)}: {_FREED}")
+        raise UnsupportedError(f"{Description(*self.text)}: {_FREED}")
 
     def contribute(self, grads: Sequence[Tensor | None], wants_sums: bool = False) -> Sums | None:
         """Note what the samples contribute; -> the sums over the samples that were wanted and formed, if any."""
@@ -438,26 +448,11 @@ class Report:
                     collector.got_gradient[name] = None
         if collector.refused and all(weight.names <= collector.refused.keys() for weight in weights):
             if collector.frees:
-                self._compute = None
+                self._needs = None
             return None
-        options, compute = collector.kernel_options, self._compute
+        options = collector.kernel_options
         with without_torch_function():
             is_apart = torch.is_grad_enabled() or any_autocast_is_on()  # in a backward that creates a graph, say
-            is_usual = not is_apart and collector.samples is None
-            made: Made | None = None
-            if type(compute) is ByRule and is_usual:
-                takes_norms = collector.takes_norms_of(weights)
-                made = None if takes_norms or compute.programs is None else collector.made_for(weights)
-            if type(compute) is ByRule and is_usual and (takes_norms or made is not None):
-                later = collector.correct_later
-                results = compute.norms(grads[0], self._readers[0], wants_sums, options, later, made)
-                if results is not None:
-                    weights = weights if made is None else made.parameters
-                    for weight, sq_norm in zip(weights, results, strict=False):
-                        weight.sq_norm = sq_norm
-                    if collector.frees and self._keeps_values:
-                        self._compute = None  # autograd lets its saved tensors go now, too
-                    return [*zip(weights, results[len(weights) :], strict=False)] or None
             if not is_apart and options.max_memory is None:
                 return self._collect(grads, wants_sums) or None
             # On CUDA this is another thread, in which no options are in force.
@@ -466,29 +461,204 @@ class Report:
                 return self._collect(grads, wants_sums) or None
 
     def _collect(self, grads: Sequence[Tensor | None], wants_sums: bool) -> Sums:
-        collector, compute = self._collector, self._compute or self._freed
+        collector, compute = self._collector, self._computation()
         read = [None if g is None else reader(g) for g, reader in zip(grads, self._readers, strict=True)]
         sums = collector.collect(in_smaller_chunks(partial(compute, read)), wants_sums)
         if collector.kept:
             collector.note_call(self._weights, compute, read)
         if collector.frees and self._keeps_values:
-            self._compute = None
+            self._needs = None
         return sums
 
     def failed(self, error: Exception) -> None:
         """Say why there are no contributions."""
         collector = self._collector
-        reason = collector.why(error, Description(*self._text))
+        reason = collector.why(error, Description(*self.text))
         for weight in self._weights:
             for name in weight.names:
                 collector.got_gradient.setdefault(name, None)
         if isinstance(error, torch.OutOfMemoryError):  # the training needs all that this backward has gathered
-            self._compute = None
+            self._needs = None
             for weight in collector.weights:
                 weight.forget()
             collector.refuse(collector.weights, reason)
         else:
             collector.refuse(self._weights, reason)
+
+
+class PlannedReport(Report):
+    """The same of a call whose plan was there: its norms are taken by a program of the plan, where there is one."""
+
+    __slots__ = ("_owners", "_slots")
+
+    def __init__(
+        self,
+        slots: _Slots,
+        output: Tensor,
+        readers: Sequence[Callable[[Tensor], Tensor]],
+        tensors: Sequence[Tensor],
+        marks: Sequence[Mark | None],
+        collector: Collector,
+    ) -> None:
+        placement = slots.placement
+        self._slots, self._collector, self._readers, self.place = slots, collector, readers, None
+        self._keeps_values = bool(placement.rule.reads)
+        self._owners: dict[str, Weight] = {}
+        names: list[str] = []
+        for name, place in slots.owners:
+            weight: Any = marks[place]
+            self._owners[name] = weight
+            names += weight.names
+            weight.uses += 1
+        self._weights = [*self._owners.values()]
+        if len(names) > 1:
+            self._weights = list(dict.fromkeys(self._weights))  # (a sharded one may come in two tensors)
+        written = {tensors[place].data_ptr() for place in slots.written} if slots.written else ()
+        kept, versions = [], []
+        for place, is_read, is_laid in slots.values:  # as `keep_value`, without a call
+            tensor = without_data(tensors[place]) if is_laid else tensors[place].detach()
+            kept.append(tensor)
+            if is_read and not (written and tensor.data_ptr() in written) and not tensor.is_inference():
+                versions.append((tensor, version_counter(tensor)))
+        self._needs = kept, versions, saved_results(output, placement.saved) if placement.saved else {}
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and is_own(frame.f_code.co_filename):  # as `user_place`, without a call
+            frame = frame.f_back
+        user = None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        self.text = slots.op, slots.shapes, user, tuple(names)
+
+    def _computation(self) -> Computation:
+        if self._needs is None:
+            return self._freed
+        slots, (kept, versions, saved) = self._slots, self._needs
+        tensors = dict(zip(slots.names, kept, strict=True))
+        for name, (shape, dtype) in slots.shapes_of.items():
+            one = torch.full((), torch.nan, dtype=dtype, device=self._owners[name].tensor.device)
+            tensors[name] = one.expand(shape)
+        others = not_tensors(slots.others) if slots.has_lists else slots.others  # (into a list a rule might write)
+        return ByRule(slots.placement, tensors, others, self._owners, self.text, versions, saved)
+
+    def contribute(self, grads: Sequence[Tensor | None], wants_sums: bool = False) -> Sums | None:
+        """The same, guarded."""
+        try:
+            with without_torch_function():
+                collector, weights, programs = self._collector, self._weights, self._slots.programs
+                grad, needs, results = grads[self.place or 0], self._needs, None
+                made: Made | None = None
+                if (
+                    type(grad) is Tensor
+                    and needs is not None
+                    and programs is not None
+                    and grad.layout is _STRIDED
+                    and collector.accepting
+                    and not collector.refused
+                    and collector.samples is None
+                    and not (torch.is_grad_enabled() or any_autocast_is_on())
+                    and (collector.takes_norms_of(weights) or (made := collector.made_for(weights)) is not None)
+                ):
+                    kept, versions, saved = needs
+                    if grad.requires_grad:
+                        grad = grad.detach()
+                    given, kind = (*kept, *saved.values(), grad), None
+                    are_unchanged = True
+                    if made is not None:
+                        of_weights, kind = made.tensors(), made.kind
+                        are_unchanged, given = of_weights is not None, (*given, *(of_weights or ()))
+                    limit = collector.kernel_options.max_memory
+                    key = (wants_sums, limit, grad.dtype, grad.device, kind, *map(Tensor.stride, given))
+                    for tensor, version in versions:
+                        are_unchanged = are_unchanged and version_counter(tensor) == version
+                    program = programs.get(key) if are_unchanged else "none"
+                    try:
+                        if program is None:
+                            results = self._record(key, given, grad, wants_sums, made)
+                        elif program != "none":
+                            results, checks = program.run(given)
+                            if checks:
+                                results = self._checked(results, checks, given, grad, wants_sums, made)
+                    except torch.OutOfMemoryError:  # smaller chunks take less
+                        results = None
+                    except UnsupportedError:  # how weights are made: the reason is found where each is pulled back
+                        if made is None:
+                            raise
+                        results = None
+                if results is None:
+                    return super().contribute(grads, wants_sums)
+                for weight in weights:
+                    if weight.reports:  # as in `Report.contribute`
+                        for name in weight.names:
+                            collector.got_gradient[name] = None
+                targets = weights if made is None else made.parameters
+                for weight, sq_norm in zip(targets, results, strict=False):
+                    weight.sq_norm = sq_norm
+                if collector.frees and self._keeps_values:
+                    self._needs = None  # autograd lets its saved tensors go now, too
+                return [*zip(targets, results[len(targets) :], strict=False)] or None
+        except Exception as error:  # not by `guard`, which takes another call
+            failure = error
+        try:
+            return attempt(raise_again, self.failed, failure)
+        finally:
+            del failure  # its traceback holds this frame
+
+    def _record(
+        self, key: Hashable, given: tuple[Tensor, ...], grad: Tensor, wants_sums: bool, made: Made | None
+    ) -> Sequence[Tensor]:
+        """The squared norms (B,) for each weight, or parameter that it is made of, and the sums that are wanted."""
+        programs = self._slots.programs
+        compute = partial(self._compute_norms, self._computation(), grad, wants_sums, made)
+        results, recorded = record(compute, given)
+        if programs is not None and recorded != "not now":
+            if len(programs) >= _MOST_PROGRAMS:
+                programs.clear()
+            programs[key] = recorded
+        return results
+
+    def _checked(
+        self,
+        results: Sequence[Tensor],
+        checks: Sequence[tuple[Tensor, float]],
+        given: tuple[Tensor, ...],
+        grad: Tensor,
+        wants_sums: bool,
+        made: Made | None,
+    ) -> Sequence[Tensor] | None:
+        """What a program gave, where rounding errors do not show in it; None, or corrected later, where they do."""
+        if grad.device.type not in ASYNCHRONOUS:
+            for number, least in checks:
+                if not float(number) >= least:
+                    return None
+            return results
+        kept, versions, _ = self._needs
+        later = Later([*(tensor for tensor, _ in versions), *given[len(kept) :]])
+        numbers = [(on_its_way(number), least) for number, least in checks]
+        compute = partial(self._compute_norms, self._computation(), grad, wants_sums, made)
+        later.corrections.append(partial(_correct, later, numbers, results, compute))
+        self._collector.correct_later(self._weights if made is None else made.parameters, later)
+        return results
+
+    def _compute_norms(self, compute: Computation, grad: Tensor, wants_sums: bool, made: Made | None) -> list[Tensor]:
+        """What a program is made of."""
+        with kernel_options(self._collector.kernel_options):
+            contributions = compute((self._readers[0](grad),))
+            gradients = [each for _, each in contributions] if made is None else made.pulled(contributions)
+            if not wants_sums:
+                return sq_norms(gradients)
+            squares, sums = zip(*map(sq_norms_and_sum, gradients), strict=True)
+            return [*squares, *sums]
+
+
+def _correct(
+    later: Later,
+    checks: Sequence[tuple[Callable[[], Tensor], float]],
+    results: Sequence[Tensor],
+    compute: Callable[[], list[Tensor]],
+) -> None:
+    """Compute norms in another way where rounding errors may show in those of a program."""
+    if not all(float(number()) >= least for number, least in checks):
+        later.check()
+        for result, right in zip(results, compute(), strict=True):
+            result.copy_(right)
 
 
 def attach(use: Use, collector: Collector) -> None:

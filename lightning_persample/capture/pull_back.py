@@ -303,7 +303,7 @@ def pull_back(weight: Weight) -> None:
     derivation, terms = weight.derivation, weight.contributions
     if derivation is None or not terms:
         return
-    weight.contributions = []
+    weight.contributions = ()
     for parent, gradient in _pulled(derivation, terms):
         parent.add(gradient)
 

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from types import FrameType
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -172,9 +172,9 @@ class OwnScale:
     batch_size: int
     scale: Tensor | None
 
-    def of_samples(self, places: Tensor | None) -> OwnScale:
-        """The same for some of the samples, by their places; None is all."""
-        if places is None or not isinstance(self.weighting, Tensor):
+    def of_samples(self, places: Tensor) -> OwnScale:
+        """The same for some of the samples, by their places."""
+        if not isinstance(self.weighting, Tensor):
             return self
         return replace(self, weighting=self.weighting.detach()[places.to(self.weighting.device)])
 
@@ -248,8 +248,10 @@ def _in_gradient_dtype(parameter: torch.dtype, values: Tensor) -> Tensor:
 
 def summed(terms: Sequence[Tensor]) -> Tensor:
     """The sum of terms (B,) that parameters of several devices and dtypes have: on the first device, in the widest."""
-    device, dtype = terms[0].device, terms[0].dtype
-    if {(term.dtype, term.device) for term in terms} != {(dtype, device)}:
+    device, dtype, are_alike = terms[0].device, terms[0].dtype, True
+    for term in terms:
+        are_alike = are_alike and term.dtype is dtype and term.device == device
+    if not are_alike:
         dtype = max((term.dtype for term in terms), key=lambda dtype: torch.finfo(dtype).bits)
         terms = [term.to(device, dtype) for term in terms]
     return torch.stack(list(terms)).sum(0)
@@ -262,6 +264,8 @@ SampleIndex: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any] | None"
 
 class _NotAsked(Mapping[str, Tensor]):
     """Values that were not asked for: whoever reads them learns how to."""
+
+    __hash__ = object.__hash__  # (so that one object serves all records)
 
     def __init__(self, what: str, quantity: str) -> None:
         self._what, self._quantity = what, quantity
@@ -359,12 +363,8 @@ class PerSampleRecord:
     batch_size: int
     sq_norms: Mapping[str, Tensor]
     coverage: float
-    grad_samples: Mapping[str, Tensor] = field(
-        default_factory=partial(_NotAsked, "the gradients themselves", "grad_sample")
-    )
-    square_sums: Mapping[str, Tensor] = field(
-        default_factory=partial(_NotAsked, "the sums of squared entries", "square_sum")
-    )
+    grad_samples: Mapping[str, Tensor] = _NotAsked("the gradients themselves", "grad_sample")
+    square_sums: Mapping[str, Tensor] = _NotAsked("the sums of squared entries", "square_sum")
     unsupported: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     mixing: tuple[str, ...] = ()
@@ -379,6 +379,7 @@ class PerSampleRecord:
     _own: OwnScale | None = field(default=None, repr=False)
     _weighted_square_sums: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     sample_index: SampleIndex = None
+    _norms_by_version: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
         index = f" at backward {self.backward_index}" if self.backward_index else ""
@@ -445,10 +446,6 @@ class PerSampleRecord:
         if versions not in self._norms_by_version:
             self._norms_by_version[versions] = _root_of_sum(values, self.num_values)
         return self._norms_by_version[versions].clone()  # what one reader does to its own is nothing to the others
-
-    @cached_property
-    def _norms_by_version(self) -> dict[int, Tensor]:
-        return {}
 
     def dot(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """Dot of each sample's gradient with one vector, ``sum_p <g_i,p, v_p>``, at the cost of a forward.
@@ -682,12 +679,13 @@ def warning_texts(record: PerSampleRecord, weights: str = OF_CALLBACK) -> list[s
 
 def say(record: PerSampleRecord, unsupported: str) -> None:
     """Warn of what a user must know about a record; `unsupported` is "warn", "error" or "ignore"."""
+    if unsupported == "ignore":
+        return
     texts = warning_texts(record, OF_CAPTURE)
     if unsupported == "error" and record.unsupported:
         stop(UnsupportedError(texts[0]))
-    if unsupported != "ignore":
-        for text in texts:
-            warn_user(text)
+    for text in texts:
+        warn_user(text)
 
 
 def warn_user(text: str) -> None:

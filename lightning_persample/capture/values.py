@@ -30,10 +30,8 @@ class Values:
     structures: dict[str, SampleGradient] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
-    def kept(self, names: Sequence[str], own: OwnScale, quantities: Collection[str]) -> KeptGradients | None:
-        """The gradients of these parameters for what is computed of them later; None where nothing was asked for."""
-        if not OF_KEPT.intersection(quantities):
-            return None
+    def kept(self, names: Sequence[str], own: OwnScale, quantities: Collection[str]) -> KeptGradients:
+        """The gradients of these parameters for what is computed of them later."""
         return KeptGradients({name: self.structures[name] for name in names}, self.dtypes, own, quantities)
 
 
@@ -95,7 +93,8 @@ def read_values(
             attempt(read, partial(failed, name), name, weight)
         elif weight.sq_norm is not None:  # all that was asked for, of a parameter without hooks
             sq_norms[name] = weight.sq_norm
-    dispatcher.correct()
+    if dispatcher.corrections:
+        dispatcher.correct()
     own_sq_norms = own.own_sq_norms(list(sq_norms.values()))
     for name, sq_norm in zip(sq_norms, own_sq_norms, strict=True):
         weight = watched.weights[name]

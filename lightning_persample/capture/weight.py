@@ -7,7 +7,7 @@ LoRA, a broadcast position embedding. What it gets is moved to w by `pull_back`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -75,7 +75,6 @@ class Derivation:
         return list(tensors_in(leaves[0] if result is None else result))[self.output]
 
 
-@dataclass(eq=False, slots=True)
 class Weight:
     """A parameter, or a tensor computed from parameters alone.
 
@@ -100,20 +99,21 @@ class Weight:
 
     names: frozenset[str]
     tensor: Tensor
-    derivation: Derivation | None = None
-    outside: bool = False
-    uses: int = 0
-    children: int = 0
-    contributions: list[SampleGradient] = field(default_factory=list)
-    calls: list[tuple[Computation, Sequence[Tensor | None]]] = field(default_factory=list)
+    derivation: Derivation | None = None  # (what nothing has changed is read of the class: models have hundreds)
+    outside = False
+    uses = children = version = received = 0
+    contributions: Sequence[SampleGradient] = ()
+    calls: Sequence[tuple[Computation, Sequence[Tensor | None]]] = ()
     sq_norm: Tensor | None = None
-    reports: bool = False
-    version: int = 0
-    hidden: bool = False
-    adds: bool = False
-    received: int = 0
-    hooked: bool = False
+    reports = hidden = adds = hooked = False
     arrived: Tensor | None = None
+
+    def __init__(
+        self, names: frozenset[str], tensor: Tensor, derivation: Derivation, *, outside: bool, version: int
+    ) -> None:
+        self.names, self.tensor, self.derivation, self.outside, self.version = (
+            names, tensor, derivation, outside, version
+        )  # fmt: skip
 
     def is_current(self, tensor: Tensor) -> bool:
         """Whether the tensor still holds this weight: a derived one may have been overwritten through another view."""
@@ -139,15 +139,13 @@ class Weight:
         if isinstance(gradient, (Dense, Block)) and type(last) is type(gradient):
             total = add_up([last, gradient], into_first=self.adds)
             if not isinstance(total, Sum):
-                self.contributions[-1], self.adds = total, True
+                self.contributions, self.adds = [*self.contributions[:-1], total], True
                 return
-        self.contributions.append(gradient)
-        self.adds = False
+        self.contributions, self.adds = [*self.contributions, gradient], False
 
     def forget(self) -> None:
         """Drop what the last backward left."""
-        self.contributions.clear()
-        self.calls.clear()
+        self.contributions = self.calls = ()
         self.received = 0
         self.sq_norm = self.arrived = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,8 +40,14 @@ class KernelOptions:
 DEFAULT_OPTIONS = KernelOptions()
 
 
-class _Within:
-    """A context in which kernels run so; entered for every use of every parameter, hence no generator."""
+class kernel_options:  # noqa: N801 (a context manager)
+    """Run the kernels inside this context with these options.
+
+    They hold in this thread alone: a backward on an accelerator runs in another one, so a hook enters them itself.
+
+    Args:
+        options: in place of those in force.
+    """
 
     __slots__ = ("_before", "_state")
 
@@ -76,20 +82,6 @@ def _held_bytes() -> int | None:
     if not isinstance(held, int):
         use[0] = held = held()
     return held
-
-
-def kernel_options(options: KernelOptions) -> AbstractContextManager[None]:
-    """Run the kernels inside this context with these options.
-
-    They hold in this thread alone: a backward on an accelerator runs in another one, so a hook enters them itself.
-
-    Args:
-        options: in place of those in force.
-
-    Returns:
-        The context.
-    """
-    return _Within(options)
 
 
 def run_for_use(count: Callable[[], int], kernel: Callable[..., Result], *arguments: Any) -> Result:

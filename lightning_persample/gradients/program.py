@@ -66,8 +66,8 @@ class Program:
     """Torch calls on slots, the first of which hold what it is given.
 
     Args:
-        steps: of each call its function, the slots of its arguments, that of its result, and those that nobody reads
-            any more.
+        steps: of each call its function (None makes a tuple), the slots of its arguments, that of its result, and those
+            that nobody reads any more.
         constants: what the slots hold besides, in order.
         results: slots of the results.
         checks: slots of numbers, each with the least for which the results hold.
@@ -77,7 +77,7 @@ class Program:
 
     def __init__(
         self,
-        steps: Sequence[tuple[Callable[..., Any], Callable[[list[Any]], Any], int, tuple[int, ...]]],
+        steps: Sequence[tuple[Callable[..., Any] | None, Callable[[list[Any]], Any], int, tuple[int, ...]]],
         constants: Sequence[Any],
         results: Sequence[int],
         checks: Sequence[tuple[int, float]],
@@ -88,7 +88,7 @@ class Program:
         """The results for tensors laid out like those of the recording, which hold if no number is below its least."""
         slots = [*given, *self._constants]
         for function, read, place, over in self._steps:
-            slots[place] = function(*read(slots))
+            slots[place] = read(slots) if function is None else function(*read(slots))
             for slot in over:
                 slots[slot] = None
         checks = []
@@ -219,7 +219,7 @@ class _Recorder:
     def __init__(self, given: Sequence[Tensor]) -> None:
         self._places: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._constants: list[Any] = []
-        self._steps: list[tuple[Callable[..., Any], tuple[int, ...], int]] = []
+        self._steps: list[tuple[Callable[..., Any] | None, tuple[int, ...], int]] = []
         self._checks: list[tuple[int, float]] = []
         self._roots: dict[int, int] = {}  # of views that begin where another tensor does, the slot of that
         self._views: set[int] = set()  # the steps that make them
@@ -317,7 +317,7 @@ class _Recorder:
             if None in parts:
                 return None
             place = self._new(None)
-            self._steps.append((_together, tuple(slot for slot in parts if slot is not None), place))
+            self._steps.append((None, tuple(slot for slot in parts if slot is not None), place))
             return place
         return self._new(value)
 
@@ -369,7 +369,3 @@ def _reader(slots: Sequence[int]) -> Callable[[list[Any]], Any]:
 def _into(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     *args_, out = args
     return function(*args_, out=out, **kwargs)
-
-
-def _together(*items: Any) -> tuple[Any, ...]:
-    return items

@@ -155,7 +155,13 @@ def test_a_fault_costs_values_and_is_said_once(function: Callable[..., Any], kin
 
 @pytest.mark.parametrize(
     "function",
-    [plan.Plan.holds, plan.replay, contributions.ByRule.norms, program.Program.run, collector.Collector.takes_norms_of],
+    [
+        plan.Plan.holds,
+        plan.replay,
+        plan.PlannedReport.__init__,
+        program.Program.run,
+        collector.Collector.takes_norms_of,
+    ],
 )
 def test_a_fault_in_a_warm_step_costs_values_and_is_said_once(function: Callable[..., Any]) -> None:
     """What runs a second time only: here, the third."""
@@ -307,6 +313,7 @@ BOUNDARY = {
     "capture.observing._backward_of_torch",
     "capture.observing.decomposed_backward.<locals>.run",
     "capture.dispatch.Dispatcher.call",
+    "capture.plan.PlannedReport.contribute",
     "capture.observing.ObservingMode.__enter__",
     "capture.observing.ObservingMode.__exit__",
     "capture.observing.ObservingMode.__init__",
