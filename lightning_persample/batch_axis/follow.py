@@ -44,7 +44,7 @@ def follow(call: ObservedCall) -> Followed:
 
 def _follow(call: ObservedCall) -> Followed:
     if not call.located:
-        return after_reduction(call)
+        return indexing.picked_of_copies(call) or after_reduction(call)
     if call.operands[0].tensor.is_nested and call.op in (*_OF_NESTED, "unbind"):
         return PROPAGATION_RULES[call.op](call)
     if any(not is_plain(tensor) for tensor in (*call.outputs, *(o.tensor for o in call.operands))):

@@ -15,6 +15,7 @@ from lightning_persample.batch_axis.base import (
     alone,
     beside_lost,
     crossed,
+    has_equal_rows,
     into_own_rows,
     is_plain,
     keep,
@@ -71,6 +72,19 @@ def _follow_getitem(call: ObservedCall) -> Followed:
     return _through_indices(call, place, [(item, own), *others])
 
 
+def picked_of_copies(call: ObservedCall) -> Followed | None:
+    """The answer where rows of a constant are picked that are all alike: whichever they are, it is a constant."""
+    tensor, index = call.args[:2] if call.op == "getitem" else (None, None)
+    if tensor is None or call.axis_of(tensor) is not None or tensor.requires_grad or not tensor.numel():
+        return None
+    items = _per_axis(index, tensor.dim())
+    places = [dim for dim, item in enumerate(items) if isinstance(item, Tensor)]
+    if any(not isinstance(item, (slice, Tensor)) or _is_mask(item) for item in items):
+        return None
+    alike = all(has_equal_rows(tensor, dim) for dim in places)
+    return Followed((None,) * len(call.outputs), by_values=True) if alike else None
+
+
 def _one_row(call: ObservedCall, source: BatchAxis, row: int) -> Followed:
     """One row of the batch; what else says where to pick must be of the same sample."""
     answer = alone(call, source, [row])
@@ -94,11 +108,11 @@ def _through_indices(call: ObservedCall, place: _Place, indices: list[tuple[Tens
 def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: BatchAxis | None) -> Followed:
     """One boolean mask among slices: the axes it covers become one, in the order of its true entries."""
     masks = [item for item in items if _is_mask(item)]
-    rest = [item for item in items if not _is_mask(item)]
+    rest = [item for item in items if not _is_mask(item) and item is not None]
     if len(masks) > 1 or any(not isinstance(item, slice) or item != _WHOLE for item in rest):
         return lost(call, "picks entries by a mask together with other indices", mixes=None)
     mask = masks[0]
-    start = _position_of(items, mask)
+    start = _position_of([item for item in items if item is not None], mask)
     covered = range(start, start + mask.dim())
     where = call.axis_of(mask)
     axis = source
@@ -113,7 +127,8 @@ def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: Batch
                 "picks entries by a mask that depends on other samples",
                 mixes=crossed(call, where),
             )
-        return keep(call, axis.moved(axis.dim - (mask.dim() - 1) * (axis.dim > start)))
+        place = [dim for dim, item in enumerate(items) if item is not None]  # that of each axis in the result
+        return keep(call, axis.moved(place[axis.dim - (mask.dim() - 1) * (axis.dim > start)]))
     if where is not None and source is not None:
         own = isinstance(where, BatchAxis) and source.same_place(where.moved(where.dim + start))
         if not own and call.batch_size > 1:
@@ -125,7 +140,7 @@ def _by_mask(call: ObservedCall, tensor: Tensor, items: list[Any], source: Batch
     rows = mask.nonzero()[:, axis.dim - start]
     owners = row_owners(axis, call.batch_size, rows.device)[rows]
     mixing = axis.mixing or (where.mixing if isinstance(where, BatchAxis) else None)
-    return keep(call, picked(start, owners, call.batch_size, mixing))
+    return keep(call, picked(_position_of(items, mask), owners, call.batch_size, mixing))
 
 
 def _position_of(items: list[Any], mask: Tensor) -> int:
@@ -239,6 +254,9 @@ def _follow_setitem(call: ObservedCall) -> Followed:
 def _written(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: bool = False) -> Followed:
     where, incoming = call.axis_of(target), call.axis_of(value) if isinstance(value, Tensor) else None
     items = _per_axis(index, target.dim())
+    is_empty = any(isinstance(item, Tensor) and not _is_mask(item) and not item.numel() for item in items)
+    if is_empty and not isinstance(where, Lost):  # nothing is written
+        return Followed((where,), by_values=True)
     by_rows = _into_rows(call, target, items, value)
     if by_rows is not None:
         return by_rows
@@ -275,10 +293,10 @@ def _written(call: ObservedCall, target: Tensor, index: Any, value: Any, adds: b
 
 
 def _at_places(call: ObservedCall, target: Tensor, index: Any, value: Tensor) -> Followed | None:
-    """Rows written at places that constants name, each among those of its own sample as these show; else None."""
+    """Rows written at places that constants or lists name, each among those of its own sample; None where not so."""
     incoming, indices = call.axis_of(value), index if isinstance(index, tuple) else (index,)
     tensors = [item for item in indices if isinstance(item, Tensor)]
-    if not tensors or any(item is None for item in indices) or any(call.axis_of(item) is not None for item in tensors):
+    if not tensors or any(item is None for item in indices) or any(map(_says_where, map(call.axis_of, tensors))):
         return None
     if not isinstance(incoming, BatchAxis) or not all(map(is_plain, (target, value, *tensors))):
         return None
@@ -289,6 +307,11 @@ def _at_places(call: ObservedCall, target: Tensor, index: Any, value: Tensor) ->
     after[index] = written
     of_two = not torch.equal(after[index], written.expand_as(after[index]))
     return None if of_two else _in_rows_of_their_own(call, target, before, after, incoming)
+
+
+def _says_where(mark: BatchAxis | Lost | None) -> bool:
+    """Whether numbers of the samples are an index, beside lists of the places where something is true."""
+    return mark is not None and not (isinstance(mark, Lost) and mark.listed)
 
 
 def _owners_in(call: ObservedCall, target: Tensor) -> Tensor | None:
@@ -336,7 +359,7 @@ def _into_listed(call: ObservedCall, items: list[Any], value: object, where: Bat
     leading, rest = items[: len(tensors)], items[len(tensors) :]
     if not all(map(operator.is_, leading, tensors)) or not all(isinstance(item, slice) for item in rest):
         return False
-    if (where.dim, where.rows, where.owner) != (0, 1, None) or len(tensors) < 2:
+    if where.dim != 0 or len(tensors) < 2:
         return False
     listed = any(isinstance(mark, Lost) for mark in marks) and all(
         mark is None or (isinstance(mark, Lost) and mark.listed) for mark in marks
@@ -348,7 +371,7 @@ def _into_listed(call: ObservedCall, items: list[Any], value: object, where: Bat
     incoming = call.axis_of(value)
     if incoming is None:
         return not value.requires_grad
-    owners = tensors[0] % call.batch_size  # (a place may be counted from the end)
+    owners = row_owners(where, call.batch_size, tensors[0].device)[tensors[0]]
     along = value.dim() - len(rest) - 1
     if not isinstance(incoming, BatchAxis) or incoming.dim != along:
         return False

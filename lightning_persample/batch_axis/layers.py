@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_persample.batch_axis.added_up import added_up
 from lightning_persample.batch_axis.axis import BatchAxis, picked, row_owners
-from lightning_persample.batch_axis.base import Followed, beside_lost, broadcast, keep, lost, propagation_rule
+from lightning_persample.batch_axis.base import Entries, Followed, beside_lost, broadcast, keep, lost, propagation_rule
 from lightning_persample.batch_axis.observed import ObservedCall
 
 _MEET = "meets two tensors of the batch with their batch axes at different places"
@@ -110,7 +110,11 @@ def _along_groups(call: ObservedCall, first: Tensor) -> Followed:
     is_apart = all(own.same_place(along(tensor)) for tensor, own in call.located)
     if groups % batch_size or first.size(1) % batch_size or not is_apart:
         return lost(call, "needs the samples along its first axis, or in groups of their own", mixes=True)
-    return keep(call, along(call.outputs[0]), along)
+    output, place = call.outputs[0], along(call.outputs[0])
+    args, kwargs = (*call.args[:6], *[groups // batch_size] * (len(call.args) > 6)), dict(call.kwargs)
+    kwargs |= {"groups": groups // batch_size} if "groups" in kwargs else {}
+    of_one = Entries(args, kwargs, output.shape, place, 1.0)  # the call as it is for a sample alone
+    return replace(keep(call, place, along), entries=lambda: of_one)
 
 
 def _spatial_axes(call: ObservedCall) -> int:

@@ -626,7 +626,7 @@ class Dispatcher(Collector):
             if not (is_view(output) and self._derive_base(output)):
                 self._refuse_rest(call, output)
                 self.marks.note_rewritten(output, mark)
-            if type(mark) in _OF_NO_SAMPLE and not involved and (call.located or call.lost):
+            if type(mark) in _OF_NO_SAMPLE and not involved and type(self.marks.get(output)) in _OF_SAMPLES:
                 self.marks.note_written(output)
 
     def _note_hook(self, tensor: Tensor) -> None:

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_persample.capture.mode import expanded_weights
+from tests.callbacks.runs import Recorder
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -287,6 +290,38 @@ def test_a_layout_is_followed(made: Callable[[], Case]) -> None:
             torch.testing.assert_close(record.grad_samples[name], grads, rtol=1e-9, atol=1e-12)
         else:
             assert not grads.any()
+
+
+class Trained(L.LightningModule):
+    """A module whose loss a case gives."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.parts, self.case = Parts(), case
+
+    def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
+        return self.case.loss(self.parts, *batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("made", EXACT, ids=lambda made: made.__name__)
+def test_a_layout_is_followed_in_a_trainer(made: Callable[[], Case]) -> None:
+    case = made()
+    _, expected = values_and_loop(case)
+    torch.manual_seed(0)
+    module, recorder = Trained(case), Recorder(every_n_steps=1, sample_index=lambda batch: range(B), **case.options)
+    loader = DataLoader(range(B), batch_size=B, collate_fn=lambda rows: case.batch)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[recorder],
+    )  # fmt: skip
+    trainer.fit(module, loader)
+    (record,) = recorder.records
+    assert (record.mixing, record.axis_lost, record.weighting, record.unsupported) == ((), (), (), {})
+    norms = torch.stack([grads.flatten(1).square().sum(1) for grads in expected.values()]).sum(0).sqrt()
+    torch.testing.assert_close(record.norms(), norms, rtol=1e-9, atol=1e-12)
 
 
 def border() -> Loss:
