@@ -31,7 +31,7 @@ from lightning_persample.influence.dataset import FolderLock
 from lightning_persample.influence.shards import Shards, StoreManifest, StoreWriter
 from lightning_persample.influence.store import GradientStore
 from lightning_persample.reference.samples import described, loss_of
-from lightning_persample.reference.untouched import without_dropout
+from lightning_persample.reference.untouched import recurrent_layers_can_go_backward, without_dropout
 
 _NAMED = 8
 
@@ -184,24 +184,6 @@ class Collection(Pass):
     overwrite: bool
 
 
-@contextmanager
-def _recurrent_layers_can_go_backward(module: nn.Module) -> Iterator[None]:
-    """A recurrent layer of cuDNN has no backward in evaluation: without dropout, training is the same."""
-    layers = [
-        each
-        for each in module.modules()
-        if isinstance(each, nn.RNNBase) and not each.training and any(p.is_cuda for p in each.parameters())
-    ]
-    with without_dropout(module):
-        for each in layers:
-            each.training = True
-        try:
-            yield
-        finally:
-            for each in layers:
-                each.training = False
-
-
 if TYPE_CHECKING:
     _Base = LightningModule
 else:
@@ -292,7 +274,7 @@ class Passing(_Base):
         if callable(reduction) and fetched.number == 0:
             capture.compare_weights()
         try:
-            with capture.observe(), _recurrent_layers_can_go_backward(self.module):
+            with capture.observe(), without_dropout(self.module), recurrent_layers_can_go_backward(self.module):
                 outputs = self._outputs(batch, fetched.number)
                 loss = self._checked_loss(outputs)
                 if callable(reduction):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -11,16 +15,24 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_persample.batch_axis.batch import count_samples
+from lightning_persample.callbacks.checkpoints import requiring_gradients
+from lightning_persample.callbacks.lightning_internals import window_continues
+from lightning_persample.callbacks.manual import unseen
 from lightning_persample.callbacks.rows import CapturedRows
 from lightning_persample.callbacks.second_pass import second_pass
+from lightning_persample.callbacks.session import shared_capture
 from lightning_persample.callbacks.writer import Columns, PerSampleGradientWriter
-from lightning_persample.capture.failure import of_user
+from lightning_persample.capture.failure import guard, of_user
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import OptionError, UnsupportedError
+from lightning_persample.gradients.norms import as_real
 from lightning_persample.options import CaptureOptions, check_option, is_int
 from lightning_persample.reference.samples import gradients_of, loss_of
+from lightning_persample.reference.untouched import recurrent_layers_can_go_backward
+from lightning_persample.torch_internals import version_counter
 
 
 class InRunInfluence(PerSampleGradientWriter):
@@ -35,9 +47,10 @@ class InRunInfluence(PerSampleGradientWriter):
       with the step's own learning rate, which sum over the batch to the first-order change. For Adam and AdamW it is
       ``eta w_i g_i . P g_val``, P the diagonal that the step multiplies the batch's gradient by,
       ``(1 - beta1) / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps)`` with v_t of this step, which is held fixed;
-      for SGD with momentum what of the gradient enters this step, without the factor of clipping. It is nan where the
-      weight of a sample or the form of the optimizer is not known: of others than these, of Adam under accumulation or
-      clipping;
+      for SGD with momentum what of the gradient enters this step, without the factor of clipping. A backward that no
+      optimizer steps with has 0: a step that is skipped, gradients that are dropped in manual optimization. It is nan
+      where the weight of a sample or the form of the optimizer is not known: of others than these, of Adam where its
+      gradients are accumulated, clipped, or changed by a hook;
     - "val_loss", the mean loss of the validation samples when their gradient was taken: from one refresh to the next
       it changes by minus the sum of "shapley" and a residual of higher order, of momentum and of staleness;
     - "staleness", how many optimizer steps ago that was.
@@ -98,6 +111,7 @@ class InRunInfluence(PerSampleGradientWriter):
         check_option("norms", norms, isinstance(norms, bool), "True or False")
         self.val_dataloader, self.val_loss, self.norms = val_dataloader, val_loss, norms
         self.refresh_every_n_steps = refresh_every_n_steps
+        self._handles: list[RemovableHandle] = []
         self._forget_gradient()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -112,7 +126,8 @@ class InRunInfluence(PerSampleGradientWriter):
     def _forget_gradient(self) -> None:
         self._gradient: dict[str, Tensor] = {}
         self._loss, self._taken_at = float("nan"), -1
-        self._without_rate: list[CapturedRows] = []
+        self._shares: list[_Share] = []  # of backward passes whose optimizer step is still to come
+        self._device = "cpu"
 
     def needs(self, trainer: Trainer) -> set[str]:
         """Dots, and norms where they are kept."""
@@ -120,13 +135,17 @@ class InRunInfluence(PerSampleGradientWriter):
 
     def _let_go(self) -> None:
         super()._let_go()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         self._forget_gradient()
 
     def _added(
         self, trainer: Trainer, pl_module: LightningModule, record: PerSampleRecord, rows: CapturedRows
     ) -> dict[str, Tensor]:
-        """The four columns of a backward, each (m,)."""
-        if self._taken_at < 0 or not 0 <= rows.step - self._taken_at < self.refresh_every_n_steps:
+        """The four columns of a backward, each (m,); "shapley" is added up as the optimizers step."""
+        is_old = self._taken_at < 0 or not 0 <= rows.step - self._taken_at < self.refresh_every_n_steps
+        if is_old or not self._gradient.keys() >= set(record.names):  # (what began to train has none yet)
             self._refresh(trainer, pl_module)
             self._taken_at = rows.step
         unknown = torch.full((len(rows),), float("nan"), dtype=torch.float64)
@@ -140,60 +159,139 @@ class InRunInfluence(PerSampleGradientWriter):
             named = ", ".join(f"`{name}`" for name in record.unsupported)
             self._warn(f"val_dot and shapley are nan: the capture has no gradients of {named}, see its warning")
             return found
-        known = {name: self._gradient[name] for name in record.names if name in self._gradient}
-        found["val_dot"] = record.dot(known).double() if known else torch.zeros_like(unknown)
+        vectors = {name: self._gradient[name] for name in record.names}
         if record.factor is None:
             reason = record.why_no_factor or "this engine does not know it"
             self._warn(f"shapley is nan: it needs the weight of each sample in the step, and {reason}")
+            found["val_dot"] = _dot(record, vectors, unknown)
             return found
-        weight = record.factor.double() / rows.divisor
-        has_one_rate = isinstance(rows.rate, float)
         try:
-            factors = _step_factors(trainer, pl_module, known, with_rate=not has_one_rate)
+            moves = _moves(trainer, pl_module, vectors)
         except UnsupportedError as error:
             self._warn(f"shapley is nan: {error}")
+            found["val_dot"] = _dot(record, vectors, unknown)
             return found
-        found["shapley"] = weight * _dot_with(record, known, factors, found["val_dot"])
-        if has_one_rate:
-            self._without_rate.append(rows)  # it may still change before the optimizer steps
+        found["val_dot"], found["shapley"] = torch.zeros_like(unknown), torch.zeros_like(unknown)
+        shares: dict[int, _Share] = {}
+        for move in moves:
+            own = {name: vectors[name] for name in move.factors}
+            dots = _dot(record, own, unknown)
+            found["val_dot"] += dots
+            if move.group is None:
+                continue  # no optimizer moves these
+            if move.is_number:
+                dots = dots * next(iter(move.factors.values()))
+            else:
+                dots = _dot(record, {name: _times(vector, move.factors[name]) for name, vector in own.items()}, unknown)
+            share = shares.setdefault(move.optimizer, _Share(rows, self._batches, move.optimizer))
+            share.dots.append((move.group, record.factor.double() / rows.divisor * dots))
+            share.note(move, dict(pl_module.named_parameters()))
+        self._shares += shares.values()
         return found
 
+    def _stepped(self, trainer: Trainer, place: int, *args: Any) -> None:
+        """An optimizer has stepped: add its rates times what it stepped with."""
+        own = [share for share in self._shares if share.optimizer == place]
+        if not own:
+            return
+        self._shares = [share for share in self._shares if share.optimizer != place]
+        shared = shared_capture(trainer)
+        content = None if shared is None else shared.stepping_with(place)
+        with unseen(self._device):
+            for share in own:
+                if self._was_automatic:
+                    why = share.why_unknown(share.grads)
+                elif content is None or share.batch != self._batches:
+                    why = share.why_unknown(share.still_there())
+                else:
+                    of_now = content if isinstance(content, str) else content.get(share.rows.backward_index, ())
+                    why = of_now if isinstance(of_now, str) else share.why_unknown(of_now)
+                if why:
+                    self._warn(f"shapley is nan where {why}")
+                    share.add(float("nan"))
+                elif why is not None:
+                    share.add()
+
+    def _follow(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super()._follow(trainer, pl_module)
+        self._device = pl_module.device.type
+        for place, optimizer in enumerate(trainer.optimizers):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                hook = guard(partial(self._stepped, trainer, place), partial(self._fail, trainer))
+                self._handles.append(optimizer.register_step_post_hook(hook))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Complete the rows of the batch; what no optimizer has stepped with in its window is in no step."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if pl_module.automatic_optimization and not window_continues(trainer):
+            self._shares = []
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget what the last epoch left without an optimizer step."""
+        super().on_train_epoch_start(trainer, pl_module)
+        if pl_module.automatic_optimization:
+            self._shares = []
+
     def _flush(self, trainer: Trainer) -> None:
-        captured, waiting = {id(rows) for rows in self._captured}, {id(rows) for rows in (*self._current, *self._held)}
-        for rows in self._without_rate:
-            if id(rows) in captured:
-                rows.columns = {**rows.columns, "shapley": rows.columns["shapley"] * rows.rate}
-        self._without_rate = [rows for rows in self._without_rate if id(rows) in waiting]
+        # In manual optimization rows are written whether their step has come or not.
+        captured = {id(rows) for rows in self._captured}
+        for share in self._shares:
+            if id(share.rows) in captured:
+                if share.is_of_adam:
+                    self._warn("shapley is nan where a row was written before the step of Adam that its backward is in")
+                share.add(float("nan") if share.is_of_adam else 1.0)
+        self._shares = [share for share in self._shares if id(share.rows) not in captured]
         super()._flush(trainer)
+
+    def _finish(self, trainer: Trainer) -> tuple[int, int]:
+        self._shares = []  # no step comes any more
+        return super()._finish(trainer)
 
     def _refresh(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the mean loss of the validation samples and its gradient at the weights of now."""
-        parameters = {name: each for name, each in pl_module.named_parameters() if each.requires_grad}
+        # An optimizer that is toggled off for a moment has parameters that require no gradient then.
+        moved = {id(p) for each in trainer.optimizers for group in each.param_groups for p in group["params"]}
+        parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad or id(p) in moved}
         total = {name: torch.zeros_like(each) for name, each in parameters.items()}
-        samples, losses = 0, 0.0
+        samples, losses, left_out = 0, 0.0, 0
         options = self._capture_options()
-        with second_pass(trainer, pl_module):
-            pl_module.eval()
+        with (
+            second_pass(trainer, pl_module),
+            requiring_gradients(pl_module, dict.fromkeys(parameters, True)),
+            _in_evaluation(pl_module),
+        ):
             for number, given in enumerate(self.val_dataloader):
                 batch = trainer.strategy.batch_to_device(given)
                 size = count_samples(batch, options["batch_dim"], None, None, options["batch_layout"])
                 loss = self._loss_of(pl_module, batch, number)
+                if loss is None:
+                    left_out += size
+                    continue
                 share = 1 if options["loss_reduction"] == "sum" else size
                 for name, grad in gradients_of(loss, parameters).items():
                     total[name] += grad * share
                 samples, losses = samples + size, losses + float(loss.detach()) * share
-        if not samples:
+        if left_out:
+            self._warn(
+                f"the validation loss of {left_out} of {left_out + samples} samples is None, as where training_step "
+                "skips a batch: they are left out of the mean gradient, and val_dot and shapley are nan where all are"
+            )
+        elif not samples:
             raise OptionError("val_dataloader gave no batch: pass one that can be gone through again and again")
         self._gradient = {name: each / samples for name, each in total.items()}
-        self._loss = losses / samples
+        self._loss = losses / samples if samples else float("nan")
 
-    def _loss_of(self, pl_module: LightningModule, batch: Any, number: int) -> Tensor:
+    def _loss_of(self, pl_module: LightningModule, batch: Any, number: int) -> Tensor | None:
         if self.val_loss is not None:
             outputs = of_user(self.val_loss, pl_module, batch)
         else:
             step: Any = type(pl_module).training_step  # that of the instance is observed
             needs_number = is_param_in_hook_signature(step, "batch_idx", min_args=2)
             outputs = of_user(step, pl_module, batch, *([number] if needs_number else []))
+        if outputs is None:
+            return None
         loss = loss_of(outputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise OptionError(
@@ -202,44 +300,110 @@ class InRunInfluence(PerSampleGradientWriter):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_gradient": {}, "_taken_at": -1, "_without_rate": []}
+        return {**super().__getstate__(), "_gradient": {}, "_taken_at": -1, "_shares": [], "_handles": []}
 
 
-def _dot_with(
-    record: PerSampleRecord, vectors: Mapping[str, Tensor], factors: Mapping[str, Tensor | float], dots: Tensor
-) -> Tensor:
-    """The dots with vectors times factors, (m,), where those without are known: a dot costs about a forward."""
-    numbers = {factor for factor in factors.values() if isinstance(factor, float)}
-    if len(numbers) <= 1 and not any(isinstance(factor, Tensor) for factor in factors.values()):
-        return dots * (numbers.pop() if numbers else 1.0)
-    return record.dot({name: vector * factors[name] for name, vector in vectors.items()}).double()
+@contextmanager
+def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    module.eval()
+    with recurrent_layers_can_go_backward(module):
+        yield
 
 
-def _step_factors(
-    trainer: Trainer, pl_module: LightningModule, names: Iterable[str], *, with_rate: bool
-) -> dict[str, Tensor | float]:
-    """By parameter the diagonal, times the rate if asked for, that the next step multiplies a gradient by."""
+def _dot(record: PerSampleRecord, vectors: Mapping[str, Tensor], unknown: Tensor) -> Tensor:
+    """The dots with these vectors, (m,), float64; of none they are 0."""
+    return record.dot(vectors).double() if vectors else torch.zeros_like(unknown)
+
+
+def _times(vector: Tensor, factor: Tensor | float) -> Tensor:
+    """A vector times a factor of each real number of it."""
+    if vector.is_complex():
+        return torch.view_as_complex(as_real(vector) * factor)
+    return vector * factor
+
+
+@dataclass(frozen=True, eq=False)
+class _Move:
+    """Parameters that one group of an optimizer moves alike, and what a gradient is multiplied by besides its rate."""
+
+    optimizer: int
+    group: Mapping[str, Any] | None  # None of those that no optimizer moves
+    factors: Mapping[str, Tensor | float]  # one number of all, or a tensor for each
+    is_number: bool
+
+
+def _moves(trainer: Trainer, pl_module: LightningModule, names: Iterable[str]) -> list[_Move]:
+    """How the next step of each optimizer moves these parameters."""
     groups = {
-        id(parameter): (optimizer, group)
-        for optimizer in trainer.optimizers
+        id(parameter): (place, optimizer, group)
+        for place, optimizer in enumerate(trainer.optimizers)
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    parameters, found = dict(pl_module.named_parameters()), dict[str, Tensor | float]()
+    parameters, found = dict(pl_module.named_parameters()), dict[Any, tuple[Any, dict[str, Tensor | float]]]()
     for name in names:
-        if id(parameters[name]) not in groups:
-            found[name] = 0.0  # no optimizer moves it
-            continue
-        optimizer, group = groups[id(parameters[name])]
-        factor = _factor(trainer, optimizer, group, parameters[name]) * (-1.0 if group.get("maximize") else 1.0)
-        found[name] = factor * float(group["lr"]) if with_rate else factor
-    return found
+        place, optimizer, group = groups.get(id(parameters[name]), (-1, None, None))
+        factor: Tensor | float = 0.0
+        if optimizer is not None and group is not None:
+            factor = _factor(trainer, optimizer, group, parameters[name]) * (-1.0 if group.get("maximize") else 1.0)
+        number = factor if isinstance(factor, float) else None
+        found.setdefault((place, id(group), number), (group, {}))[1][name] = factor
+    return [_Move(key[0], group, factors, key[2] is not None) for key, (group, factors) in found.items()]
+
+
+def _is_as_it_was(parameter: nn.Parameter, grad: weakref.ref[Tensor] | None, version: int) -> bool:
+    """Whether ``.grad`` of a parameter is this tensor, and was not written to since."""
+    now = parameter.grad
+    return now is None if grad is None else now is not None and grad() is now and version_counter(now) == version
+
+
+@dataclass(eq=False)
+class _Share:
+    """What a backward gives to the next step of one optimizer: its weighted dots by group, but for the rate."""
+
+    rows: CapturedRows
+    batch: int
+    optimizer: int
+    dots: list[tuple[Mapping[str, Any], Tensor]] = field(default_factory=list)  # each (m,)
+    grads: dict[str, tuple[nn.Parameter, weakref.ref[Tensor] | None, int]] = field(default_factory=dict)
+    is_of_adam: bool = False  # whose factors are those of the gradients of now
+
+    def note(self, move: _Move, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Remember the gradients of some parameters: which tensors they are, and how often they were written to."""
+        self.is_of_adam |= not move.is_number
+        for name in move.factors:
+            grad = parameters[name].grad
+            now = (None, 0) if grad is None else (weakref.ref(grad), version_counter(grad))
+            self.grads[name] = (parameters[name], *now)
+
+    def why_unknown(self, held: Collection[str]) -> str | None:
+        """Why it is not known what of it is in a step, by the parameters whose ``.grad`` hold it; "", or None of no."""
+        own = self.grads.keys() & set(held)
+        if not own:
+            return None
+        if len(own) < len(self.grads):
+            return "the gradients of some parameters alone were dropped between the backward and the optimizer step"
+        if self.is_of_adam and not all(_is_as_it_was(*each) for each in self.grads.values()):
+            return (
+                "gradients were changed between the backward and the step of Adam (clipped or scaled by a hook, added "
+                "to by another backward), which divides by them"
+            )
+        return ""
+
+    def still_there(self) -> set[str]:
+        """The parameters whose ``.grad`` is the tensor that it was."""
+        return {name for name, (p, ref, _) in self.grads.items() if ref is not None and ref() is p.grad}
+
+    def add(self, factor: float = 1.0) -> None:
+        """Add it to the rows, with the rates of now."""
+        value = sum(float(group["lr"]) * dots for group, dots in self.dots) * factor
+        self.rows.columns = {**self.rows.columns, "shapley": self.rows.columns["shapley"] + value}
 
 
 def _factor(
     trainer: Trainer, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
 ) -> Tensor | float:
-    """What the next step of an optimizer multiplies a gradient by, entry by entry, besides the learning rate."""
+    """What the next step of an optimizer multiplies each real number of a gradient by, besides the learning rate."""
     state, step = optimizer.state.get(parameter, {}), inspect.unwrap(type(optimizer).step)
     if isinstance(optimizer, torch.optim.SGD) and step is inspect.unwrap(torch.optim.SGD.step):
         momentum = float(group["momentum"])
@@ -258,9 +422,9 @@ def _factor(
     if group["weight_decay"] and not group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)):
         grad = grad + group["weight_decay"] * parameter.detach()
     (beta1, beta2), t = group["betas"], float(state.get("step", 0)) + 1
-    second = (1 - beta2) * grad.square()
+    second = (1 - beta2) * as_real(grad).square()
     if "exp_avg_sq" in state:
-        second = second + beta2 * state["exp_avg_sq"]
+        second = second + beta2 * as_real(state["exp_avg_sq"])
     if group["amsgrad"] and "max_exp_avg_sq" in state:
-        second = torch.maximum(second, state["max_exp_avg_sq"])
+        second = torch.maximum(second, as_real(state["max_exp_avg_sq"]))
     return (1 - beta1) / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + group["eps"])

@@ -42,7 +42,8 @@ def why_not_manual(engine: str) -> str | None:
     return f"engine={engine!r} runs training_step again on single samples, which {_STEPS}; use engine='expanded'"
 
 
-_Content: TypeAlias = Mapping[int, frozenset[str]] | str
+StepContent: TypeAlias = Mapping[int, frozenset[str]] | str
+"""The backward passes in a step of an optimizer, each with the parameters that hold it; or why they are unknown."""
 
 
 class ManualStep:
@@ -71,7 +72,7 @@ class ManualStep:
             self._names = (frozenset(self._parameters),)
         self._origins = GradientOrigins(self._parameters)
         self._records: list[PerSampleRecord | None] = []
-        self._steps: dict[int, _Content] = {}
+        self._steps: dict[int, StepContent] = {}
         self._running: dict[int, torch.optim.Optimizer] = {}  # who is in a step, by the optimizer that it counts for
         self._decided: set[int] = set()  # those of them whose closure has run
         step.capture.before_backward = self._before
@@ -110,6 +111,10 @@ class ManualStep:
     def stepped(self) -> bool:
         """Whether an optimizer has stepped."""
         return bool(self._steps)
+
+    def content_of_step(self, place: int) -> StepContent | None:
+        """What an optimizer has stepped with last."""
+        return self._steps.get(place)
 
     def at_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The Trainer's hook before a step, after any closure: gradients are unscaled, the step may yet be skipped."""
@@ -205,7 +210,7 @@ class ManualStep:
                 steps[place] = known
         return steps
 
-    def _content(self, optimizer: int) -> _Content:
+    def _content(self, optimizer: int) -> StepContent:
         """The backward passes in ``.grad`` of an optimizer, each with its parameters; or why they are unknown."""
         self._origins.look()
         names = self._names[optimizer]

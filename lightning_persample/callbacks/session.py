@@ -41,7 +41,14 @@ from lightning_persample.callbacks.lightning_internals import (
     skips_hooks,
     why_unsupported,
 )
-from lightning_persample.callbacks.manual import NO_FALLBACK, NOT_VERIFIED, ManualStep, unseen, why_not_manual
+from lightning_persample.callbacks.manual import (
+    NO_FALLBACK,
+    NOT_VERIFIED,
+    ManualStep,
+    StepContent,
+    unseen,
+    why_not_manual,
+)
 from lightning_persample.callbacks.observed_step import ObservedStep, SampleChoice
 from lightning_persample.callbacks.reports import Reports
 from lightning_persample.callbacks.sample_index import BatchIndices
@@ -235,6 +242,10 @@ class SharedCapture:
     def steps_for(self, callback: Any) -> Mapping[int, Sequence[PerSampleRecord]]:
         """The records of each optimizer's step in manual optimization, by place; none if the callback wants none."""
         return self._optimizer_steps if callback in self._receivers else {}
+
+    def stepping_with(self, place: int) -> StepContent | None:
+        """The backward passes that an optimizer steps with, by number; None outside of what optimizes by hand."""
+        return None if self._manual is None else self._manual.content_of_step(place)
 
     def end_batch(self) -> None:
         """Forget the batch: close the capture and remove ``grad_sample`` from the parameters. May be called twice."""

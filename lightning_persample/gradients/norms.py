@@ -21,7 +21,7 @@ _FULL_ROWS = 256  # a matrix product with fewer rows takes longer for each
 _SHORTEST_ROW = 64  # shorter ones cost more each than they hold
 
 
-def _real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
     """The same numbers as reals: a complex tensor gets a last axis of size 2."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
@@ -34,7 +34,7 @@ def sq_sum(tensor: Tensor) -> Tensor:
     if length and tensor.is_contiguous() and not tensor.is_complex():
         squares = torch.linalg.vector_norm(tensor.view(-1, count, length), dim=2).square_()
         return squares.squeeze(1) if count == 1 else squares.sum(1)
-    flat: Tensor = _real(tensor).unsqueeze(-1).flatten(1)
+    flat: Tensor = as_real(tensor).unsqueeze(-1).flatten(1)
     whole = flat.shape[1] // LONGEST_ROW * LONGEST_ROW
     if whole == 0:
         return torch.linalg.vector_norm(flat, dim=1).square()
@@ -55,7 +55,7 @@ def _rows_of(shape: torch.Size) -> tuple[int, int]:
 
 def dot_sum(a: Tensor, b: Tensor) -> Tensor:
     """Sum Re(conj(a[b]) b[b]) over all but the first axis: (b,)."""
-    return (_real(a) * _real(b)).unsqueeze(-1).flatten(1).sum(1)
+    return (as_real(a) * as_real(b)).unsqueeze(-1).flatten(1).sum(1)
 
 
 def row_sq_norms(tensor: Tensor) -> Tensor:

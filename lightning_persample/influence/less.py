@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_persample.errors import OptionError
+from lightning_persample.gradients.norms import as_real
 from lightning_persample.influence.products import (
     ScoreOptions,
     StoreOrPath,
@@ -71,6 +72,11 @@ def adam_direction(
                 f"{name} has shape {tuple(state.shape)}, but a sample's gradient has {tuple(grads.shape[1:])}: pass "
                 "the state of the parameter that the gradients are of"
             )
+    if grads.is_complex():  # torch takes real and imaginary parts for entries of their own
+        most = None if max_exp_avg_sq is None else as_real(max_exp_avg_sq)
+        averages = as_real(exp_avg), as_real(exp_avg_sq)
+        parts = adam_direction(as_real(grads), *averages, step=step, betas=betas, eps=eps, max_exp_avg_sq=most)
+        return torch.view_as_complex(parts)
     t = float(step) + 1
     if t < 1:
         raise OptionError(f"step={step!r} is not allowed: pass the number of steps behind the state, 0 or more")

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -207,3 +207,20 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     finally:
         for layer, name, probability in found:
             setattr(layer, name, probability)
+
+
+@contextmanager
+def recurrent_layers_can_go_backward(module: nn.Module) -> Iterator[None]:
+    """Let recurrent layers of cuDNN, which have no backward in evaluation, compute the same in training."""
+    layers = [(each, each.dropout) for each in module.modules() if _lacks_a_backward(each)]
+    for layer, _ in layers:
+        layer.training, layer.dropout = True, 0.0
+    try:
+        yield
+    finally:
+        for layer, probability in layers:
+            layer.training, layer.dropout = False, probability
+
+
+def _lacks_a_backward(module: nn.Module) -> TypeGuard[nn.RNNBase]:
+    return isinstance(module, nn.RNNBase) and not module.training and any(p.is_cuda for p in module.parameters())

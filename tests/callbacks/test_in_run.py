@@ -191,6 +191,121 @@ def test_rates_by_group_and_rates_that_change_before_the_step(tmp_path):
     np.testing.assert_allclose(rows["shapley"], 0.7 / B * rows["val_dot"], rtol=1e-12)
 
 
+@pytest.mark.parametrize("make", [SGD, ADAM])
+def test_rates_of_several_groups_that_change_before_the_step(make, tmp_path):
+    class Groups(Net):
+        rates = (0.03, 0.2)
+
+        def configure_optimizers(self):
+            layers = zip((self.net[0], self.net[2]), self.rates, strict=True)
+            return self.make([{"params": layer.parameters(), "lr": rate} for layer, rate in layers])
+
+    class Warmed(Groups):
+        rates = (0.1, 0.1)
+
+        def on_before_optimizer_step(self, optimizer):
+            for group, rate in zip(optimizer.param_groups, Groups.rates, strict=True):
+                group["lr"] = rate
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            for group in self.optimizers().param_groups:
+                group["lr"] = 0.1
+
+    expected, rows = (written(tmp_path / kind.__name__, kind(make)) for kind in (Groups, Warmed))
+    np.testing.assert_allclose(rows["shapley"], expected["shapley"], rtol=1e-12)
+    if make is SGD:
+        np.testing.assert_allclose(rows["shapley"], by_hand(Groups())["shapley"], rtol=1e-10, atol=1e-12)
+        pair = [written(tmp_path / f"{k.__name__} 2", k(), accumulate_grad_batches=2) for k in (Groups, Warmed)]
+        np.testing.assert_allclose(*(each["shapley"] for each in pair), rtol=1e-12)
+
+
+def clipped_in(hook):
+    def clip(module, *args, **kwargs):
+        nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+
+    return type("Clipped", (Net,), {hook: clip})
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"])
+def test_gradients_that_a_hook_changes_make_it_nan_of_adam_alone(hook, tmp_path):
+    with pytest.warns(PerSampleWarning, match=r"nan where gradients were changed .* the step of Adam \(clipp"):
+        rows = written(tmp_path / "adam", clipped_in(hook)(ADAM))
+    assert rows["shapley"].isna().all()
+    assert rows["val_dot"].notna().all()
+    rows = written(tmp_path / "sgd", clipped_in(hook)())
+    np.testing.assert_allclose(rows["shapley"], 0.1 / B * rows["val_dot"], rtol=1e-12)
+
+
+def test_a_step_that_is_skipped_has_no_part_of_any_sample(tmp_path):
+    class Skips(Net):
+        def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+            optimizer.step(closure) if batch_idx % 2 else closure()
+
+    rows = written(tmp_path / "ledger", Skips())
+    has_stepped = rows["batch_idx"] % 2 == 1
+    np.testing.assert_allclose(rows["shapley"], np.where(has_stepped, 0.1 / B * rows["val_dot"], 0.0), rtol=1e-12)
+
+
+def test_rows_of_a_fit_that_fails_have_their_rates(tmp_path):
+    class Fails(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise KeyError
+
+    with pytest.raises(KeyError):
+        written(tmp_path / "ledger", Fails())
+    rows = read_ledger(tmp_path / "ledger").to_pandas()
+    assert len(rows) == 2 * B
+    np.testing.assert_allclose(rows["shapley"], 0.1 / B * rows["val_dot"], rtol=1e-12)
+
+
+def test_what_begins_to_train_is_in_the_next_dot(tmp_path):
+    class Thaws(Net):
+        def __init__(self, frozen):
+            super().__init__()
+            if frozen:
+                self.net[0].requires_grad_(False)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 3:
+                self.net[0].requires_grad_(True)
+
+        def configure_optimizers(self):
+            return SGD([p for p in self.parameters() if p.requires_grad], 0.0)
+
+    rows, expected = (written(tmp_path / str(f), Thaws(f), refresh_every_n_steps=10) for f in (True, False))
+    later = rows["batch_idx"] >= 3
+    np.testing.assert_allclose(rows["val_dot"][later], expected["val_dot"][later], rtol=1e-12)
+    assert rows["staleness"].tolist() == [0] * B + [1] * B + [2] * B + [0] * B + [1] * B + [2] * B
+    assert not np.isclose(rows["val_dot"][~later], expected["val_dot"][~later]).any()
+
+
+class Filter(Net):
+    """A filter of frequencies, as a complex parameter, or as the same numbers in pairs."""
+
+    def __init__(self, make, is_complex):
+        super().__init__(make)
+        pairs = torch.randn(3, 2, dtype=torch.float64)
+        self.filter = nn.Parameter(torch.view_as_complex(pairs) if is_complex else pairs)
+
+    def training_step(self, batch, batch_idx):
+        factors = self.filter if self.filter.is_complex() else torch.view_as_complex(self.filter)
+        return super().training_step((torch.fft.irfft(torch.fft.rfft(batch[0]) * factors, n=5), batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize("make", [SGD, ADAM, ADAMW])
+def test_a_complex_parameter_moves_as_its_parts_do(make, tmp_path):
+    options = {} if make is SGD else {"amsgrad": True, "weight_decay": 0.1}
+    pair = []
+    for is_complex in (True, False):
+        torch.manual_seed(1)
+        module = Filter(make, is_complex)
+        module.options |= options
+        pair.append(written(tmp_path / str(is_complex), module))
+    for name in ("val_dot", "shapley"):
+        np.testing.assert_allclose(*(rows[name] for rows in pair), rtol=1e-9, atol=1e-12)
+
+
 class Quadratic(LightningModule):
     """A quadratic loss, of which the second-order change is known."""
 
@@ -248,6 +363,87 @@ def test_manual_optimization_and_accumulation(tmp_path):
     rows = written(tmp_path / "accumulated", Net(), accumulate_grad_batches=2)
     np.testing.assert_allclose(rows["shapley"], 0.1 / (2 * B) * rows["val_dot"], rtol=1e-12)
     np.testing.assert_allclose(rows["val_dot"][rows["batch_idx"] == 0], expected["val_dot"][:B], rtol=1e-10)
+
+
+class SharpnessAware(Manual):
+    """Drops the gradients of its first backward."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for is_last in (False, True):
+            optimizer.zero_grad(set_to_none=batch_idx % 2 == 0)
+            self.manual_backward(loss_of(self, batch) * (1.0 if is_last else 5.0))
+        optimizer.step()
+
+
+def test_gradients_that_are_dropped_before_the_step_have_no_part_in_it(tmp_path):
+    rows = written(tmp_path / "ledger", SharpnessAware(), val_loss=loss_of)
+    is_last = rows["backward_index"] == 1
+    np.testing.assert_allclose(rows["shapley"], np.where(is_last, 0.1 / B * rows["val_dot"], 0.0), rtol=1e-12)
+
+
+class Pair(Manual):
+    """A head and a body with an optimizer each, of which the body is trained by the first of two backward passes."""
+
+    def __init__(self, toggles, *, head_first=False):
+        super().__init__()
+        self.toggles, self.head_first = toggles, head_first
+
+    def training_step(self, batch, batch_idx):
+        for place in (1, 0) if self.head_first else (0, 1):
+            optimizer = self.optimizers()[place]
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss_of(self, batch))
+            optimizer.step()
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return SGD(self.net[0].parameters(), 0.1), SGD(self.net[2].parameters(), 0.3)
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_each_optimizer_counts_what_it_steps_with(head_first, tmp_path):
+    frames = []
+    for toggles in (True, False):
+        module = Pair(toggles, head_first=head_first)
+        frame = written(tmp_path / str(toggles), module, val_loss=loss_of, refresh_every_n_steps=100)
+        frames.append(frame.sort_values(["step", "backward_index", "row"]))
+    toggled, untoggled = frames
+    assert toggled["staleness"].tolist() == np.repeat(range(STEPS), 2 * B).tolist()  # one gradient of all, at the first
+    np.testing.assert_allclose(toggled["shapley"], untoggled["shapley"], rtol=1e-12)
+    rates = np.where((toggled["backward_index"] == 1) == head_first, 0.1, 0.3)
+    np.testing.assert_allclose(toggled["shapley"], rates / B * toggled["val_dot"], rtol=1e-12)
+
+
+class Accumulated(Manual):
+    """Steps at every second batch."""
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(loss_of(self, batch))
+        if batch_idx % 2:
+            self.optimizers().param_groups[0]["lr"] = 0.1 * batch_idx
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+def test_batches_that_are_accumulated_by_hand_wait_for_their_step(tmp_path):
+    rows = written(tmp_path / "sgd", Accumulated(), val_loss=loss_of)
+    rates = 0.1 * (rows["batch_idx"] // 2 * 2 + 1)
+    np.testing.assert_allclose(rows["shapley"], rates / B * rows["val_dot"], rtol=1e-12)
+    module = Accumulated()
+    module.make = ADAM
+    with pytest.warns(PerSampleWarning, match="shapley is nan where gradients were changed between the backward and"):
+        rows = written(tmp_path / "adam", module, val_loss=loss_of)
+    assert (rows["shapley"].isna() == (rows["batch_idx"] % 2 == 0)).all()
+    with pytest.warns(
+        PerSampleWarning, match="the learning rate changed between a backward and its optimizer step, aft"
+    ):
+        early = written(tmp_path / "early", Accumulated(), val_loss=loss_of, flush_every=1)
+    was = np.where(early["batch_idx"] % 2, 0.1 * early["batch_idx"], 0.1 * (early["batch_idx"] - 1).clip(lower=1))
+    np.testing.assert_allclose(early["shapley"], was / B * early["val_dot"], rtol=1e-12)
 
 
 class TwoBackwards(Manual):
@@ -353,6 +549,19 @@ def test_a_reentrant_checkpoint_in_the_validation_pass_is_refused_and_no_zero(tm
     assert len(read_ledger(tmp_path / "refused", partial=True)) == 0
     rows = written(tmp_path / "not_reentrant", Checkpointed(False))
     np.testing.assert_allclose(rows["val_dot"], by_hand(Net())["val_dot"], rtol=1e-10)
+
+
+def test_validation_batches_without_a_loss_are_left_out(tmp_path):
+    def some(module, batch):
+        return loss_of(module, batch) if len(batch[0]) == 3 else None
+
+    with pytest.warns(PerSampleWarning, match="the validation loss of 1 of 7 samples is None, as where training_step"):
+        rows = written(tmp_path / "some", Net(), val_loss=some)
+    expected = written(tmp_path / "expected", Net(), val=DataLoader(VAL.dataset, 3, drop_last=True))
+    np.testing.assert_allclose(rows["val_dot"], expected["val_dot"], rtol=1e-12)
+    with pytest.warns(PerSampleWarning, match="the validation loss of 7 of 7 samples is None"):
+        rows = written(tmp_path / "none", Net(), val_loss=lambda module, batch: None)
+    assert rows[["val_dot", "shapley", "val_loss"]].isna().all(axis=None)
 
 
 def test_text_of_errors(tmp_path):

@@ -74,6 +74,15 @@ def test_amsgrad_is_another_direction():
     assert (largest < plain / 5).all()
 
 
+def test_a_complex_gradient_has_the_directions_of_its_parts():
+    parts = torch.randn(4, 3, 5, 2, dtype=torch.float64)
+    parts[2:] = parts[2:].square()
+    grads, first, second, most = torch.view_as_complex(parts)
+    found = adam_direction(grads[None], first, second, 3, max_exp_avg_sq=most)
+    expected = adam_direction(parts[:1], parts[1], parts[2], 3, max_exp_avg_sq=parts[3])
+    torch.testing.assert_close(torch.view_as_real(found), expected)
+
+
 @pytest.mark.parametrize(("dtype", "found"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_the_direction_is_in_float32_at_least(dtype, found):
     state = torch.zeros(3, dtype=dtype)

@@ -9,10 +9,10 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_persample.errors import PerSampleError
-from lightning_persample.reference.untouched import untouched
+from lightning_persample.reference.untouched import recurrent_layers_can_go_backward, untouched
 
 
 class Changing(nn.Module):
@@ -177,3 +177,18 @@ def test_a_parameter_that_does_not_exist_yet_is_said():
         "parameter `0.weight` is not initialized yet, and running the module again would create it; run one batch "
         "through the module first"
     )
+
+
+def test_recurrent_layers_without_a_backward_in_evaluation_compute_the_same_in_training(monkeypatch):
+    monkeypatch.setattr(Tensor, "is_cuda", True)  # cuDNN alone lacks it
+    module = nn.Sequential(nn.LSTM(3, 4, num_layers=2, dropout=0.5), nn.Dropout())
+    module.eval()
+    expected = module[0](torch.ones(2, 3))[0]
+    with recurrent_layers_can_go_backward(module):
+        assert module[0].training
+        assert not module[1].training
+        torch.testing.assert_close(module[0](torch.ones(2, 3))[0], expected, rtol=0, atol=0)
+    assert (module[0].training, module[0].dropout) == (False, 0.5)
+    with recurrent_layers_can_go_backward(module.train()):
+        assert module[0].dropout == 0.5
+    assert module[0].training
