@@ -6,11 +6,14 @@ import hashlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_persample.callbacks.checkpoints import Source
@@ -23,6 +26,7 @@ from lightning_persample.gradients.moments import Moments, total_moments
 from lightning_persample.gradients.projection import Factors, Projection, as_matrix
 from lightning_persample.influence.dataset import load_values, save_values
 
+_DAMPING = 2e-4  # that of logra
 _TOLERANCE = 1e-2  # of a bias' gradient to a column of ones, in low precision
 
 
@@ -40,12 +44,13 @@ class EigenProjection(Projection):
     positions t: of a linear layer the output gradients and the inputs, of a convolution the output gradients and the
     unfolded patches, of an embedding one-hot rows and the output gradients; of any other parameter rows and columns of
     the gradient itself. It becomes ``Q_left G Q_right^T``, (a, b), whose rows are the a and b top eigenvectors of
-    ``sum left_t left_t^T`` and ``sum right_t right_t^T`` over samples and positions whose output gradient is not 0; a
-    and b are those of the largest share, the product of the two sums of their eigenvalues over that of all. Numbers go
-    where they add most to the sum of the parameters' shares: a parameter has at most ``2 dim`` of them, and all
-    together ``dim`` for each. The bias of a linear map
-    or a convolution is a further column of the weight, whose right side is 1: the weight's numbers are of both, and the
-    bias has none. An axis longer than 4096 keeps its entries of the largest second moment.
+    ``sum left_t left_t^T`` and ``sum right_t right_t^T`` over samples and positions whose output gradient is not 0. Of
+    every pair of them the product of their eigenvalues, as a share l of all, says how much of the parameter's gradients
+    lies there, and ``(l / (l + 2e-4))^2``, how much of the variance of `logra`'s scores: a and b are those that keep
+    most of it, and numbers go to the parameters where they add most. A parameter has at most ``2 dim`` of them, and all
+    together ``dim`` for each. The bias of a linear map or a convolution is a further column of the weight, whose right
+    side is 1: the weight's numbers are of both, and the bias has none. An axis longer than 4096 keeps its entries of
+    the largest second moment.
 
     It keeps more of what tells samples apart than `Projection` of equal size does, and is the basis of `ekfac`. Dots of
     projected gradients are dots of the gradients' parts within it, and not unbiased estimates of the dots.
@@ -310,43 +315,51 @@ def _sorted(moment: Tensor) -> tuple[Tensor, Callable[[int], Tensor]]:
     return values.flip(0).clamp_min(0), lambda count: vectors[:count].clone()
 
 
-def _best_sizes(rows: Tensor, columns: Tensor, dim: int) -> tuple[float, int, int]:
-    """The (a, b), ``a b <= dim``, of the largest share: the sum of the top a times that of the top b eigenvalues."""
-    a = torch.arange(1, min(len(rows), dim) + 1)
-    b = (dim // a).clamp_max(len(columns))
-    kept = rows.cumsum(0)[a - 1] * columns.cumsum(0)[b - 1]
-    best = int(kept.argmax())
-    return float(kept[best] / (rows.sum() * columns.sum()).clamp_min(1e-300)), int(a[best]), int(b[best])
+def _corners(rows: NDArray[np.float64], columns: NDArray[np.float64], most: int) -> list[tuple[float, int, int]]:
+    """How much of the scores' variance sizes (a, b), ``a b <= most``, keep: a concave curve over ``a b``, from (1, 1).
+
+    ``sum_{i < a, j < b} (l / (l + damping))^2``, l the product of eigenvalues i and j as a share of all.
+    """
+    best, rows_of = np.zeros(most + 1), np.zeros(most + 1, np.int64)
+    sums = np.zeros(min(len(columns), most))
+    for a, value in enumerate(rows[:most], 1):
+        sums = sums[: most // a]
+        share = value * columns[: len(sums)]
+        sums += np.square(share / (share + _DAMPING))
+        kept, size = sums.cumsum(), a * np.arange(1, len(sums) + 1)
+        is_more = kept > best[size]
+        best[size[is_more]], rows_of[size[is_more]] = kept[is_more], a
+    corners = [(float(best[1]), 1, 1)]
+    for size in range(2, most + 1):
+        if best[size] <= corners[-1][0]:
+            continue
+        corner = float(best[size]), int(rows_of[size]), size // int(rows_of[size])
+        while len(corners) > 1 and _slope(corners[-2], corners[-1]) <= _slope(corners[-1], corner):
+            corners.pop()
+        corners.append(corner)
+    return corners
+
+
+def _slope(one: tuple[float, int, int], other: tuple[float, int, int]) -> float:
+    """By how much more a number adds, from one size of a parameter to another."""
+    return (other[0] - one[0]) / (other[1] * other[2] - one[1] * one[2])
 
 
 def _shared_out(values: Mapping[str, tuple[Tensor, Tensor]], dim: int) -> dict[str, tuple[int, int]]:
-    """The sizes (a, b) of each parameter, by its eigenvalues, where numbers add most to the sum of the shares."""
-    counts = [1]
-    while counts[-1] < 2 * dim:
-        counts.append(min(2 * dim, counts[-1] + max(1, counts[-1] // 4)))
-    steps = {}
-    for name, (rows, columns) in values.items():
-        most = min(2 * dim, len(rows) * len(columns))
-        steps[name] = [_best_sizes(rows, columns, count) for count in (*(each for each in counts if each < most), most)]
-    left, sizes = dim * len(values), {}
-    for name, ((_, a, b), *_) in steps.items():
-        sizes[name], left = (a, b), left - a * b
-    while True:
-        gains = []
-        for name, ((share, a, b), *further) in steps.items():
-            for place, (more, next_a, next_b) in enumerate(further):
-                added = next_a * next_b - a * b
-                if added > 0 and added <= left:
-                    gains.append(((more - share) / added, name, place + 1))
-                if added > 0:
-                    break
-        gain, name, place = max(gains, default=(0.0, "", 0))
-        if gain <= 0:
-            return sizes
-        steps[name] = steps[name][place:]
-        _, a, b = steps[name][0]
-        left -= a * b - sizes[name][0] * sizes[name][1]
-        sizes[name] = a, b
+    """The sizes (a, b) of each parameter, by its eigenvalues, where numbers add most to the variance of scores."""
+    sizes, steps = dict.fromkeys(values, (1, 1)), []
+    for name, sides in values.items():
+        rows, columns = (side.numpy() / max(float(side.sum()), 1e-300) for side in sides)
+        corners = _corners(rows, columns, 2 * dim)
+        steps += [(_slope(*pair), name, pair[1][1:]) for pair in pairwise(corners)]
+    left, is_full = (dim - 1) * len(values), set[str]()
+    for _, name, (a, b) in sorted(steps, key=lambda step: step[0], reverse=True):  # of each parameter in their order
+        more = a * b - sizes[name][0] * sizes[name][1]
+        if more > left:
+            is_full.add(name)
+        elif name not in is_full:
+            sizes[name], left = (a, b), left - more
+    return sizes
 
 
 def _biases(names: Collection[str], module: nn.Module) -> dict[str, str]:

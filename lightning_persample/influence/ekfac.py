@@ -29,7 +29,7 @@ _ONE = "take ekfac(train.at(checkpoint), test.at(checkpoint)) of one, with an Ei
 def ekfac(
     train: StoreOrPath,
     test: StoreOrPath,
-    damping: float = 1e-4,
+    damping: float = 5e-5,
     *,
     absolute: bool = False,
     normalize: bool = False,

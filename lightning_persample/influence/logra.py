@@ -36,9 +36,10 @@ _ONE = "take logra(train.at(checkpoint), test.at(checkpoint)) of one, as a rule 
 def logra(
     train: StoreOrPath,
     test: StoreOrPath,
-    damping: float = 1e-4,
+    damping: float = 2e-4,
     *,
     shrinkage: float | None = None,
+    robust: bool | None = None,
     absolute: bool = False,
     normalize: bool = False,
     **options: Unpack[ScoreOptions],
@@ -51,11 +52,13 @@ def logra(
     left out of H.
 
     In the directions of an `EigenProjection` H_b is nearly diagonal, and entries beside the diagonal are mostly the
-    noise of n samples: they are multiplied by ``1 - shrinkage`` there, half of them by default. So it lies between
-    LoGra (0) and `ekfac` (1), and foretells retraining better than either.
+    noise of n samples, and of a few with large gradients above all. They are multiplied by ``1 - shrinkage`` there,
+    half of them by default: so it lies between LoGra (0) and `ekfac` (1), and foretells retraining better than either.
+    And it is `robust`, ``H_b = (1 / n) sum_i g_b g_b^T / sqrt(1 + ||g_b||^2 / m)``, m the mean of ``||g_b||^2``: a
+    sample that is fitted badly counts with its error, as in the Hessian of a cross entropy, and not with its square.
 
     Cost: ``2 n m K`` operations for n training and m test samples of K columns in all, and for each parameter of k
-    columns ``2 n k^2 + k^3 / 3 + 2 m k^2``.
+    columns ``2 n k^2 + k^3 / 3 + 2 m k^2``; one more reading of the training store if `robust`.
 
     Args:
         train: gradients of the training samples at one checkpoint, (n, K); a store or its folder.
@@ -63,6 +66,8 @@ def logra(
         damping: what is added to the diagonal of every H_b, above 0, as a multiple of the sum of its eigenvalues.
         shrinkage: by what share, from 0 to 1, the entries of H_b beside its diagonal are made smaller; None is 0.5 for
             stores of an `EigenProjection`, and 0 for others, whose directions are random.
+        robust: whether samples with large gradients count less in H_b; None is True for stores of an `EigenProjection`,
+            and False for others.
         absolute: whether `damping` is added as it is, to all alike.
         normalize: whether each score is divided by the roots of both samples' scores with themselves: the cosine under
             ``(H + damping)^-1``, which is not led by gradients that are large. It takes ``2 n k^2`` operations more for
@@ -80,11 +85,13 @@ def logra(
     Reference: Choe et al. 2024, What is your data worth to GPT? LLM-scale data valuation with influence functions,
     section 3, arXiv 2405.13954; the damping is that of Grosse et al. 2023, Studying large language model generalization
     with influence functions, arXiv 2308.03296; the shrinkage that of Schäfer and Strimmer 2005, A shrinkage approach
-    to large-scale covariance matrix estimation, table 2, target D, doi 10.2202/1544-6115.1175.
+    to large-scale covariance matrix estimation, table 2, target D, doi 10.2202/1544-6115.1175; the weights of `robust`
+    are those of an M-estimator of scatter, Maronna 1976, Robust M-estimators of multivariate location and scatter.
     """
     checked_damping(damping, absolute, above_zero=True)
     is_share = isinstance(shrinkage, int | float) and not isinstance(shrinkage, bool) and 0 <= shrinkage <= 1
     check_option("shrinkage", shrinkage, shrinkage is None or is_share, "None or a number from 0 to 1")
+    check_option("robust", robust, robust is None or isinstance(robust, bool), "None, True or False")
     check_option("normalize", normalize, isinstance(normalize, bool), "True or False")
     train, test = given_gradients(train, test, "logra")
     aligned = align(train, test, why_one=_ONE)
@@ -93,10 +100,11 @@ def logra(
     groups = _groups(store, products.max_memory)
     if shrinkage is None:
         shrinkage = 0.5 if store.manifest.is_eigen else 0.0
+    robust = store.manifest.is_eigen if robust is None else robust
 
     def solvers() -> Iterator[tuple[list[str], Transform]]:
         for names in groups:
-            factors = _factors(store.parameters(names), names, damping, shrinkage, absolute, products)
+            factors = _factors(store.parameters(names), names, damping, shrinkage, robust, absolute, products)
             yield names, partial(solved_by, factors=factors)
 
     made = [*solvers()] if len(groups) == 1 else None
@@ -131,11 +139,20 @@ def _groups(store: GradientStore, max_memory: int | None) -> list[list[str]]:
 
 
 def _factors(
-    store: GradientStore, names: list[str], damping: float, shrinkage: float, absolute: bool, products: Products
+    store: GradientStore,
+    names: list[str],
+    damping: float,
+    shrinkage: float,
+    robust: bool,
+    absolute: bool,
+    products: Products,
 ) -> list[tuple[slice, Tensor | None]]:
     """For each parameter its columns and L with ``L L^T = H + damping I``, H shrunk; None where it is 0."""
-    columns = [store.columns_of(name) for name in names]
-    moments, count = second_moments(store, columns, products)
+    columns, scales = [store.columns_of(name) for name in names], None
+    if robust:
+        squares, count = second_moments(store, columns, products, diagonal=True)
+        scales = [float(each.sum()) / count for each in squares]
+    moments, count = second_moments(store, columns, products, scales=scales)
     found: list[tuple[slice, Tensor | None]] = []
     for name, part, moment in zip(names, columns, moments, strict=True):
         moment /= count

@@ -622,9 +622,17 @@ def unit_rows(values: Tensor) -> Tensor:
 
 
 def second_moments(
-    store: GradientStore, columns: Sequence[slice], products: Products, *, diagonal: bool = False
+    store: GradientStore,
+    columns: Sequence[slice],
+    products: Products,
+    *,
+    diagonal: bool = False,
+    scales: Sequence[float] | None = None,
 ) -> tuple[list[Tensor], int]:
-    """The sums of ``g g^T``, or their diagonals, over the rows that are finite, for each of some ranges of columns."""
+    """The sums of ``g g^T``, or their diagonals, over the rows that are finite, for each of some ranges of columns.
+
+    With scales m each is of ``g g^T / sqrt(1 + ||g||^2 / m)``.
+    """
     lengths = [part.stop - part.start for part in columns]
     kept = products.dtype if products.device.type == "mps" else torch.float64
     moments = [
@@ -634,13 +642,17 @@ def second_moments(
     for _, values in products.blocks(store):
         finite = values[values.isfinite().all(1)]
         count += len(finite)
-        for part, moment in zip(columns, moments, strict=True):
+        for place, (part, moment) in enumerate(zip(columns, moments, strict=True)):
+            right = left = finite[:, part]
             if diagonal:
-                moment += finite[:, part].square().sum(0)
-            elif moment.dtype == finite.dtype:
-                moment.addmm_(finite[:, part].T, finite[:, part])
+                moment += right.square().sum(0)
+                continue
+            if scales is not None and scales[place] > 0:
+                left = right * (1 + right.square().sum(1, keepdim=True) / scales[place]).rsqrt()
+            if moment.dtype == right.dtype:
+                moment.addmm_(left.T, right)
             else:
-                moment += finite[:, part].T @ finite[:, part]
+                moment += left.T @ right
     if count == 0:
         raise PerSampleError(f"none of the {len(store)} gradients of the train store is finite")
     return [moment.cpu().double() for moment in moments], count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -22,7 +23,7 @@ from lightning_persample import (
     collect_gradients,
 )
 from lightning_persample.callbacks.eigen_projection import Basis, _shared_out
-from lightning_persample.influence import GradientStore, PairScores, grad_dot
+from lightning_persample.influence import GradientStore, PairScores, grad_dot, logra
 from tests.callbacks.collect_runs import stored
 from tests.callbacks.eigen_cases import (
     CASES,
@@ -39,12 +40,20 @@ from tests.callbacks.eigen_cases import (
 from tests.callbacks.runs import make_trainer
 from tests.in_turn import in_turn
 
+DAMPING = 2e-4
+
 
 def assert_span(found, moment, count):
     """The rows are orthonormal and span the top eigenvectors."""
     torch.testing.assert_close(found @ found.T, torch.eye(count, dtype=torch.float64), rtol=1e-10, atol=1e-10)
     top = torch.linalg.eigh(moment)[1][:, -count:]
     torch.testing.assert_close(span(found), top @ top.T, rtol=1e-8, atol=1e-8)
+
+
+def variance(rows, columns, a, b):
+    """How much of it a and b eigenvectors keep, sum of (l / (l + damping))^2 over the products l as shares of all."""
+    shares = torch.outer(rows, columns) / (rows.sum() * columns.sum())
+    return float((shares / (shares + DAMPING))[:a, :b].square().sum())
 
 
 @pytest.mark.parametrize(("case", "dim"), in_turn(CASES, [9, None]))
@@ -54,12 +63,12 @@ def test_directions_and_projected_gradients(case, dim, tmp_path):
     basis = projection.bases["layer.weight"]
     assert_span(basis.rows, span(left), len(basis.rows))
     assert_span(basis.columns, span(right), len(basis.columns))
-    energies = [torch.linalg.eigvalsh(span(side)).flip(0) for side in (left, right)]
-    kept = float(energies[0][: len(basis.rows)].sum() * energies[1][: len(basis.columns)].sum())
-    for a in range(1, 1 + len(energies[0])):
-        for b in range(1, 1 + len(energies[1])):
+    eigenvalues = [torch.linalg.eigvalsh(span(side)).flip(0).clamp_min(0) for side in (left, right)]
+    kept = variance(*eigenvalues, len(basis.rows), len(basis.columns))
+    for a in range(1, 1 + len(eigenvalues[0])):
+        for b in range(1, 1 + len(eigenvalues[1])):
             if dim is None or a * b <= len(basis.rows) * len(basis.columns):
-                assert float(energies[0][:a].sum() * energies[1][:b].sum()) <= kept * (1 + 1e-9)
+                assert variance(*eigenvalues, a, b) <= kept * (1 + 1e-9)
     sizes = [len(each.rows) * len(each.columns) for each in projection.bases.values()]
     assert dim is None or (max(sizes) <= 2 * dim and sum(sizes) <= dim * len(sizes))
 
@@ -80,26 +89,26 @@ def test_directions_and_projected_gradients(case, dim, tmp_path):
 
 @pytest.mark.parametrize("dim", [1, 2, 5, 12, 40, 100])
 def test_numbers_go_where_they_add_most(dim):
-    """Never a smaller sum of shares than with `dim` for each parameter, in no more numbers."""
+    """Never less of the scores' variance than with `dim` for each parameter, in no more numbers."""
     generator = torch.Generator().manual_seed(0)
     values = {
-        name: tuple(torch.rand(size, generator=generator).pow(power).sort(descending=True).values for size in sizes)
+        name: tuple(
+            torch.rand(size, generator=generator, dtype=torch.float64).pow(power).sort(descending=True).values
+            for size in sizes
+        )
         for name, sizes, power in (("a", (30, 20), 0.1), ("b", (8, 40), 8.0), ("c", (1, 3), 1.0), ("d", (1, 1), 1.0))
     }
-
-    def share(name, a, b):
-        rows, columns = values[name]
-        return float(rows[:a].sum() * columns[:b].sum() / (rows.sum() * columns.sum()))
-
     found = _shared_out(values, dim)
     assert sum(a * b for a, b in found.values()) <= dim * len(values)
     assert all(a * b <= 2 * dim for a, b in found.values())
-    equal = {name: max(share(name, a, dim // a) for a in range(1, dim + 1)) for name in values}
-    assert sum(share(name, *size) for name, size in found.items()) >= sum(equal.values()) - 1e-6
-    assert (
-        _shared_out({name: tuple(map(torch.zeros_like, both)) for name, both in values.items()}, dim).keys()
-        == equal.keys()
-    )
+    equal = {name: max(variance(*values[name], a, dim // a) for a in range(1, dim + 1)) for name in values}
+    assert sum(variance(*values[name], *size) for name, size in found.items()) >= sum(equal.values()) - 1e-6
+    nothing = {name: tuple(map(torch.zeros_like, both)) for name, both in values.items()}
+    assert _shared_out(nothing, dim) == dict.fromkeys(values, (1, 1))
+
+
+def test_the_variance_is_that_of_the_scores_by_default():
+    assert inspect.signature(logra).parameters["damping"].default == DAMPING
 
 
 def test_the_whole_eigenbasis_keeps_dots(tmp_path):

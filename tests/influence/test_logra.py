@@ -27,12 +27,14 @@ def nets(tmp_path_factory):
     return *stores, grads, test_grads
 
 
-def dense(grads, test_grads, sizes, damping=1e-4, *, shrinkage=0.0, absolute=False, of=None):
+def dense(grads, test_grads, sizes, damping=2e-4, *, shrinkage=0.0, robust=False, absolute=False, of=None):
     """Each parameter's own matrix, inverted; that of `grads` if not said otherwise."""
     total = torch.zeros(len(grads), len(test_grads), dtype=torch.float64)
     of = grads if of is None else of
     for own, test_own, seen in zip(*(each.split(sizes, 1) for each in (grads, test_grads, of)), strict=True):
-        hessian = sum(torch.outer(row, row) for row in seen) / len(seen)
+        mean = sum(row @ row for row in seen) / len(seen)
+        weights = [1 / (1 + row @ row / mean) ** 0.5 if robust else 1.0 for row in seen]
+        hessian = sum(weight * torch.outer(row, row) for weight, row in zip(weights, seen, strict=True)) / len(seen)
         hessian = shrinkage * torch.diag(hessian.diagonal()) + (1 - shrinkage) * hessian
         added = damping if absolute else damping * torch.linalg.eigvalsh(hessian).sum()
         total += own @ torch.linalg.inv(hessian + added * torch.eye(len(hessian), dtype=torch.float64)) @ test_own.T
@@ -81,21 +83,27 @@ def test_numbers_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize("max_memory", [None, 6000])
-def test_shrinkage_is_half_in_an_eigenbasis_and_none_elsewhere(nets, tmp_path, max_memory):
+def test_shrinkage_and_weights_are_of_an_eigenbasis(nets, tmp_path, max_memory):
     train, test, grads, test_grads = nets
     shapes = {"weight": (14,), "bias": (12,)}
     stores = [
         simple(tmp_path / name, values.tolist(), shapes=shapes, projection=EIGEN)
         for name, values in (("train", grads), ("test", test_grads))
     ]
-    for shrinkage in (None, 0.0, 0.3, 1.0):
-        found = logra(*stores, shrinkage=shrinkage, max_memory=max_memory).scores
-        used = 0.5 if shrinkage is None else shrinkage
-        expected = dense(grads, test_grads, [14, 12], shrinkage=used)
+    for given, used in (({}, (0.5, True)), ({"shrinkage": 0.0}, (0.0, True)), ({"robust": False}, (0.5, False))):
+        found = logra(*stores, **given, max_memory=max_memory).scores
+        expected = dense(grads, test_grads, [14, 12], shrinkage=used[0], robust=used[1])
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(found, ekfac(*stores).scores, rtol=1e-10, atol=1e-10)  # of shrinkage 1
-    expected = dense(grads, test_grads, [12, 4, 8, 2], shrinkage=0.3)
-    torch.testing.assert_close(logra(train, test, shrinkage=0.3).scores, expected, rtol=1e-8, atol=1e-8)
+    found = logra(*stores, 5e-5, shrinkage=1.0, robust=False, max_memory=max_memory).scores
+    torch.testing.assert_close(found, ekfac(*stores).scores, rtol=1e-10, atol=1e-10)
+    expected = dense(grads, test_grads, [12, 4, 8, 2], shrinkage=0.3, robust=True)
+    found = logra(train, test, shrinkage=0.3, robust=True, max_memory=max_memory).scores
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_robust_is_a_flag(nets):
+    with pytest.raises(OptionError, match="robust=0.5 is not allowed: robust must be None, True or False"):
+        logra(nets[0], nets[1], robust=0.5)
 
 
 @pytest.mark.parametrize("shrinkage", [-0.1, 1.1, math.nan, True, "half"])
