@@ -316,10 +316,8 @@ def _sorted(moment: Tensor) -> tuple[Tensor, Callable[[int], Tensor]]:
 
 
 def _corners(rows: NDArray[np.float64], columns: NDArray[np.float64], most: int) -> list[tuple[float, int, int]]:
-    """How much of the scores' variance sizes (a, b), ``a b <= most``, keep: a concave curve over ``a b``, from (1, 1).
-
-    ``sum_{i < a, j < b} (l / (l + damping))^2``, l the product of eigenvalues i and j as a share of all.
-    """
+    """How much of the scores' variance sizes (a, b), ``a b <= most``, keep: a concave curve, from (1, 1)."""
+    # sum_{i < a, j < b} (l / (l + damping))^2, l the product of eigenvalues i and j as a share of all
     best, rows_of = np.zeros(most + 1), np.zeros(most + 1, np.int64)
     sums = np.zeros(min(len(columns), most))
     for a, value in enumerate(rows[:most], 1):

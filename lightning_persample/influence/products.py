@@ -629,10 +629,8 @@ def second_moments(
     diagonal: bool = False,
     scales: Sequence[float] | None = None,
 ) -> tuple[list[Tensor], int]:
-    """The sums of ``g g^T``, or their diagonals, over the rows that are finite, for each of some ranges of columns.
-
-    With scales m each is of ``g g^T / sqrt(1 + ||g||^2 / m)``.
-    """
+    """The sums of ``g g^T``, or their diagonals, over the rows that are finite, for each of some ranges of columns."""
+    # With scales m of the ranges they are of ``g g^T / sqrt(1 + ||g||^2 / m)``.
     lengths = [part.stop - part.start for part in columns]
     kept = products.dtype if products.device.type == "mps" else torch.float64
     moments = [

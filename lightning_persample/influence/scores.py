@@ -549,7 +549,7 @@ class LedgerSums:
         numbers = torch.from_numpy(np.concatenate([each for _, each in waiting]))
         sums, counts = (torch.from_numpy(column) for column in self._table.columns.values())
         sums.index_add_(0, places, numbers)
-        counts.index_add_(0, places, torch.ones_like(places, dtype=counts.dtype))
+        counts.index_add_(0, places, torch.ones(1, dtype=counts.dtype).expand(len(places)))
 
     def scores(self, name: str, convention: str, *, mean: bool = False) -> SampleScores:
         """The sum, or the mean, over the rows of each sample."""

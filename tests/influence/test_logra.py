@@ -102,7 +102,7 @@ def test_shrinkage_and_weights_are_of_an_eigenbasis(nets, tmp_path, max_memory):
 
 
 def test_robust_is_a_flag(nets):
-    with pytest.raises(OptionError, match="robust=0.5 is not allowed: robust must be None, True or False"):
+    with pytest.raises(OptionError, match=r"robust=0\.5 is not allowed: robust must be None, True or False"):
         logra(nets[0], nets[1], robust=0.5)
 
 
