@@ -324,9 +324,9 @@ def _corners(rows: NDArray[np.float64], columns: NDArray[np.float64], most: int)
         sums = sums[: most // a]
         share = value * columns[: len(sums)]
         sums += np.square(share / (share + _DAMPING))
-        kept, size = sums.cumsum(), a * np.arange(1, len(sums) + 1)
-        is_more = kept > best[size]
-        best[size[is_more]], rows_of[size[is_more]] = kept[is_more], a
+        kept, sizes = sums.cumsum(), a * np.arange(1, len(sums) + 1)
+        is_more = kept > best[sizes]
+        best[sizes[is_more]], rows_of[sizes[is_more]] = kept[is_more], a
     corners = [(float(best[1]), 1, 1)]
     for size in range(2, most + 1):
         if best[size] <= corners[-1][0]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial as partial_of
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,7 @@ BASE_COLUMNS = {
 }
 _MEANING = ("loss_reduction", "per_layer", "step_unit", "label_noise")  # settings that a run cannot change on its way
 _ORDER = ("step", "rank", "epoch", "batch_idx", "backward_index", "row")
+_READERS = 2  # threads that read files ahead
 # Columns in which a value is that of many rows; a dictionary of the others would only take time and room.
 _REPEATED = ("step", "epoch", "batch_idx", "backward_index", "rank", "row", "learning_rate", "weight", "coverage")
 
@@ -76,11 +80,17 @@ class Ledger(Dataset[Manifest]):
 
     def read(self, part: Part, columns: Collection[str] | None = None) -> Any:
         """The rows of a part, as a ``pyarrow.Table``; of the columns those that it has, or all."""
+        options = {"page_checksum_verification": True, "pre_buffer": False}
         with broken_files_named(part.path):
             _check_footer(part.path)
-            with arrow("parquet").ParquetFile(part.path, page_checksum_verification=True) as file:
+            # A file that is opened here takes half the time of a path, for which pyarrow looks for a file system.
+            with (
+                arrow().OSFile(os.fspath(part.path)) as source,
+                arrow("parquet").ParquetFile(source, **options) as file,
+            ):
                 there = file.schema_arrow.names
-                return file.read(None if columns is None else [name for name in there if name in columns])
+                names = None if columns is None else [name for name in there if name in columns]
+                return file.read(names, use_threads=False)
 
     def columns(self) -> list[str]:
         """The names of the columns, as the manifest or the first part has them."""
@@ -91,8 +101,7 @@ class Ledger(Dataset[Manifest]):
         """The rows of all parts, one after the other; where some are missing, an error before the end says so."""
         manifest, count = self.manifest(), 0
         self.refuse(manifest, "" if partial else self.gap())
-        for part in self.parts():
-            table = self.read(part, columns)
+        for table in _ahead(partial_of(self.read, columns=columns), self.parts()):
             count += len(table)
             yield table
         if not partial:
@@ -130,6 +139,22 @@ class Ledger(Dataset[Manifest]):
 
     def _continued(self, there: Manifest, new: Manifest) -> Manifest:
         return replace(new, run=there.run, columns=there.columns)
+
+
+def _ahead(read: Callable[[Part], Any], parts: Iterable[Part]) -> Iterator[Any]:
+    """What is read of each part, in their order; the next ones are read while one is used."""
+    with ThreadPoolExecutor(_READERS) as readers:
+        waiting: deque[Future[Any]] = deque()
+        try:
+            for part in parts:
+                waiting.append(readers.submit(read, part))
+                if len(waiting) > _READERS:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:  # where nobody wants the rest, or one of them is broken
+            for each in waiting:
+                each.cancel()
 
 
 def _footer_bytes(end: bytes | memoryview) -> int:
