@@ -78,6 +78,7 @@ def run(build: Callable[[], Built]) -> dict[str, Any]:
         found["noted"].append(list(record.weighting))
     found["plain"] = sorted({what for what, _ in of_plain})
     found["coverage"], found["expected coverage"] = record.coverage, expected.coverage
+    assert record.names == expected.names, record.unsupported
     size = max((value.max().item() for value in expected.sq_norms.values()), default=0.0)
     found["off"] = max(
         ((record.sq_norms[n].cpu() - v).abs().max().item() / size for n, v in expected.sq_norms.items() if size),
