@@ -13,5 +13,6 @@ RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 not_in_the_oldest = pytest.mark.skipif(
     RELEASE <= OLDEST,
     reason="torch 2.6 does not say whether saved tensors are hooked (norm layers keep none) or which decay Adam has, "
-    "shows no torch.autograd.backward to modes, and its FSDP2 needs a GPU",
+    "shows no torch.autograd.backward to modes, runs `map` without its compiler, has no backward of a product with a "
+    "jagged tensor, and its FSDP2 needs a GPU",
 )

@@ -409,7 +409,8 @@ def _factor(
         momentum = float(group["momentum"])
         taken = 1.0 - float(group["dampening"]) if momentum and state.get("momentum_buffer") is not None else 1.0
         return 1.0 + momentum * taken if group["nesterov"] else taken
-    if not isinstance(optimizer, torch.optim.Adam) or step is not inspect.unwrap(torch.optim.Adam.step):  # (AdamW's)
+    adaptive = (torch.optim.Adam, torch.optim.AdamW)  # (the latter is one of the former since torch 2.7)
+    if not any(isinstance(optimizer, kind) and step is inspect.unwrap(kind.step) for kind in adaptive):
         raise UnsupportedError(f"it is known of SGD, Adam and AdamW, and {type(optimizer).__name__} steps otherwise")
     grad = parameter.grad
     if trainer.accumulate_grad_batches != 1 or getattr(trainer.precision_plugin, "scaler", None) is not None:

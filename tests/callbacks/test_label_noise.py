@@ -572,6 +572,9 @@ def test_the_ledger_and_the_table_are_in_the_log_dir(tmp_path):
     assert read_ledger(tmp_path / "label_noise").num_rows == 2 * COUNT
 
 
+@pytest.mark.skipif(
+    L.__version__ < "2.6", reason="Lightning 2.5 itself draws another order where a training is resumed"
+)
 def test_a_run_that_is_resumed_has_the_report_of_one(folder, tmp_path):
     whole, first, second = (probe_in(tmp_path / name) for name in ("whole", "part", "part"))
     fit(whole, max_epochs=12)
@@ -584,12 +587,12 @@ def test_a_run_that_is_resumed_has_the_report_of_one(folder, tmp_path):
     state = torch.get_rng_state()
     trainer = make_trainer([second], max_epochs=12)
     torch.set_rng_state(state)
-    trainer.fit(resumed, loader, ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    trainer.fit(resumed, loader, ckpt_path=tmp_path / "one.ckpt")
     assert second.report == whole.report
     assert second.flipped == whole.flipped
     other = make_trainer([probe_in(tmp_path / "part", 0.3)], max_epochs=13)
     with pytest.raises(OptionError, match=r"written with label_noise=\{'fraction': 0.2.*but now there is .*0.3"):
-        other.fit(Noting(), loader, ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+        other.fit(Noting(), loader, ckpt_path=tmp_path / "one.ckpt")
 
 
 def test_a_dry_run_flips_and_reports_nothing(folder):

@@ -23,6 +23,7 @@ from lightning_persample.reference.loops import loop_per_sample_grads
 from lightning_persample.rules import find_rule, registry
 from tests.capture.model_cases import DoubledByNumpy, Model, mean_of_all, mean_of_squares, parameter
 from tests.capture.reference import assert_exact, assert_values, loop, record_of
+from tests.torch_release import not_in_the_oldest
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 
@@ -495,7 +496,7 @@ def tripled(x: Tensor) -> Tensor:
     "apply",
     [
         pytest.param(lambda h: torch.cond(h.sum() > 0, doubled, tripled, (h,)), id="cond"),
-        pytest.param(lambda h: control_flow_map(doubled, h), id="map"),
+        pytest.param(lambda h: control_flow_map(doubled, h), id="map", marks=not_in_the_oldest),
     ],
 )
 def test_control_flow_of_torch_runs_as_without_a_capture_and_is_named(apply: Callable[[Tensor], Tensor]) -> None:

@@ -323,7 +323,7 @@ def test_every_changed_byte_of_a_footer_is_noticed(folder):
     path = folder / "rows-00000-000000.parquet"
     whole = path.read_bytes()
     start = len(whole) - 12 - int.from_bytes(whole[-8:-4], "little")  # of its checksum
-    assert whole.index(b"norm") > start
+    assert b"norm" in whole[start:]
     for place in range(start, len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x0D]) + whole[place + 1 :])
         with pytest.raises(PerSampleError, match=rf"{path.name}' is broken: it is no whole file of its kind"):
