@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from torch import nn
 import lightning_persample
 from lightning_persample import expanded_weights, influence, metrics
 from lightning_persample.batch_axis import base, follow, ops
+from lightning_persample.capture import plan
 from tests.influence.loops import simple
 from tests.processes import run_alone
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "examples" / "guide"
+PACKAGE = Path(lightning_persample.__file__).parent
 ROOMS = (lightning_persample, influence, metrics)
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *GUIDE.glob("*.md")])
 RUN_BY_OTHERS = {"examples/guide/contributing.md", "examples/guide/devices.md"}  # tests below
@@ -109,6 +113,40 @@ def test_a_rule_of_ones_own_takes_less_than_20_lines():
     (block,) = [block for block, _ in blocks_and_outputs("examples/guide/op.md")]
     assert len([line for line in block.splitlines() if line.strip()]) < 20
     assert "check_rule(" in block.splitlines()[-2]
+
+
+def test_the_arguments_of_a_call_enter_the_files_that_the_page_lists_in_their_order():
+    listed = re.findall(r"^\d\. `([\w/]+\.py)`", read("examples/guide/contributing.md"), re.MULTILINE)
+    hidden, layer = nn.Linear(4, 4), nn.Linear(4, 3)
+    entered: list[str] = []
+    hook, inside = plan.PlannedReport.contribute.__code__, 0
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        nonlocal inside
+        code = frame.f_code
+        inside += (event == "call") - (event == "return") if code is hook else 0
+        takes_arguments = code.co_argcount > 0
+        if (
+            event == "call"
+            and takes_arguments
+            and (inside or not in_backward)
+            and PACKAGE in Path(code.co_filename).parents
+        ):
+            entered.append(Path(code.co_filename).relative_to(PACKAGE).as_posix())
+
+    for _ in range(3):  # the third call of a kind is as all that follow
+        entered.clear()
+        with expanded_weights(nn.Sequential(hidden, layer), x := torch.randn(5, 4)):
+            found, in_backward = hidden(x).relu(), False
+            sys.setprofile(note)
+            scores = nn.functional.linear(found, layer.weight, layer.bias)
+            sys.setprofile(None)
+            loss, in_backward = scores.square().mean(), True
+            sys.setprofile(note)
+            loss.backward()
+            sys.setprofile(None)
+    assert list(dict.fromkeys(entered)) == listed
+    assert len(listed) <= 6
 
 
 def test_each_addition_takes_less_than_20_lines():

@@ -568,7 +568,8 @@ class LoggedSteps:
                 run.samples.dataset = norms.dataset
         else:
             run = self._without_ledger(norms, settings)
-        run.logged, run.title = self.logged, type(trainer.lightning_module).__name__
+        module = trainer.lightning_module
+        run.logged, run.title = self.logged, type(module).__name__
         if self._every > 1:
             run.warnings.append(f"Of the {len(self._coverage):,} logged steps every {self._every}th is in the page.")
         return run

@@ -434,7 +434,8 @@ def write_report(run: Run, out: Path, render: Render | None, labels: Mapping[str
     panels.append(_coverage_panel(run))
     listed = "".join(f"<li>{_text(each)}</li>" for each in warnings)
     libraries = {**run.libraries, "python": sys.version.split()[0], "matplotlib": matplotlib().__version__}
-    libraries["lightning_persample"] = importlib.import_module("lightning_persample").__version__
+    package = importlib.import_module("lightning_persample")
+    libraries["lightning_persample"] = package.__version__
     page = Template(files("lightning_persample.influence").joinpath("report.html").read_text(encoding="utf-8"))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(
