@@ -34,6 +34,7 @@ from lightning_persample.capture.graph import (
     boundary,
     edges_between,
     ends_below,
+    ends_below_each,
     gradient_reader,
     hooked_tensor,
     leaf_of,
@@ -90,9 +91,9 @@ class WatchedNodes:
     def _watch_between(self, tops: Iterable[Node | None], entrances: set[Node], stop: set[Node]) -> Edges:
         inside = edges_between(tops, stop)
         self._seen.update(inside)
-        for node in inside:
+        for node, ends in ends_below_each(inside, lambda end: bool(self.weights_of(end))).items():
             if node not in entrances:
-                for end in ends_below(node, inside):
+                for end in ends:
                     for weight in self.weights_of(end):
                         self.watch(node, weight)
         return inside

@@ -77,6 +77,32 @@ def ends_below(node: Node, inside: Edges) -> Nodes:
     return found
 
 
+def ends_below_each(inside: Edges, is_wanted: Callable[[Node], bool]) -> dict[Node, Nodes]:
+    """For each node of `inside` those of `ends_below` that are wanted, of all in one walk."""
+    found: dict[Node, Nodes] = {}
+    wanted: dict[Node, bool] = {}
+    stack = list(inside)
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        within = [each for each in inside[node] if each in inside]
+        waiting = [each for each in within if each not in found]
+        if waiting:
+            stack += [node, *waiting]
+            continue
+        ends: Nodes = set()
+        for each in inside[node]:
+            if each not in inside:
+                if each not in wanted:
+                    wanted[each] = is_wanted(each)
+                if wanted[each]:
+                    ends.add(each)
+        parts = [found[each] for each in within]
+        found[node] = parts[0] if len(parts) == 1 and not ends else ends.union(*parts)
+    return found
+
+
 def leaf_of(node: Node) -> Tensor | None:
     """The leaf whose gradient a node adds to, or None for any other node."""
     return node.variable if type(node) is AccumulateGrad else None  # type: ignore[attr-defined]

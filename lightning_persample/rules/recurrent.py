@@ -207,7 +207,9 @@ def _replay_direction(
     from_inputs = inputs.new_zeros(rows, steps, gates).requires_grad_()
     from_previous = inputs.new_zeros(rows, steps, gates).requires_grad_() if kind == "gru" else from_inputs
     projected = inputs.new_zeros(rows, steps, state[0].shape[1]).requires_grad_() if "w_hr" in values else None
-    driven = F.linear(inputs, values["w_ih"], values.get("b_ih")) + from_inputs
+    # Taken apart once: the gradient of each step of an index would be a tensor of all steps.
+    driven = (F.linear(inputs, values["w_ih"], values.get("b_ih")) + from_inputs).unbind(1)
+    added = from_previous.unbind(1)
     outputs: list[Tensor] = [inputs] * steps
     previous: list[Tensor] = [inputs] * steps
     unprojected: list[Tensor] = [inputs] * steps
@@ -215,8 +217,8 @@ def _replay_direction(
         previous[step] = state[0].detach()
         recurrent = F.linear(state[0], values["w_hh"], values.get("b_hh"))
         if kind == "gru":
-            recurrent = recurrent + from_previous[:, step]
-        following = _step(kind, driven[:, step], recurrent, state, apart=apart)
+            recurrent = recurrent + added[step]
+        following = _step(kind, driven[step], recurrent, state, apart=apart)
         if projected is not None:
             unprojected[step] = following[0].detach()
             following[0] = F.linear(following[0], values["w_hr"]) + projected[:, step]
