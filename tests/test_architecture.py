@@ -6,7 +6,9 @@ import ast
 import fnmatch
 import functools
 import graphlib
+import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "lightning_persample"
 MAY_IMPORT = {
+    "__main__": {"errors", "options", "influence"},
     "errors": set(),
     "options": {"errors"},
     "torch_internals": set(),
@@ -236,14 +239,36 @@ def test_private_names_are_found(source):
     assert private_names(public) == set()
 
 
-def test_public_names_are_listed_sorted_and_without_logic():
-    tree = ast.parse((ROOT / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    kinds = {type(node) for node in tree.body[1:]}
-    assert kinds <= {ast.ImportFrom, ast.Assign}
+def test_public_names_are_listed_sorted_and_are_what_a_type_checker_sees():
     import lightning_persample
 
-    assert lightning_persample.__all__ == sorted(lightning_persample.__all__)
-    assert all(hasattr(lightning_persample, name) for name in lightning_persample.__all__)
+    tree = ast.parse((ROOT / PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (seen,) = [node.body for node in tree.body if isinstance(node, ast.If)]
+    names = {alias.name: node.module for node in seen for alias in node.names}
+    assert lightning_persample.__all__ == sorted([*names, "__version__"])
+    assert set(lightning_persample.__all__) <= set(dir(lightning_persample))
+    for name, module in names.items():
+        assert getattr(lightning_persample, name) is getattr(importlib.import_module(module), name), name
+
+
+@pytest.mark.parametrize("first", ["__main__", *sorted(MAY_IMPORT.keys() - {"__main__"})])
+def test_each_part_can_be_imported_first_and_without_those_that_it_must_not_import(first):
+    code = f"import sys, {PACKAGE}.{first}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    imported = {name.split(".")[1] for name in run.stdout.split() if name.startswith(f"{PACKAGE}.")}
+    allowed = {first, *MAY_IMPORT[first]}.union(*map(MAY_IMPORT.get, MAY_IMPORT[first]))
+    assert imported <= allowed if first != "__main__" else imported == {"__main__"}
+    assert ("lightning.pytorch" in run.stdout.split()) == (first == "callbacks")
+    assert first != "__main__" or "torch" not in run.stdout.split()
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    import lightning_persample
+
+    assert lightning_persample.influence is importlib.import_module("lightning_persample.influence")
+    for name in ("PerSampleMonitor", "_private"):
+        with pytest.raises(AttributeError, match=f"module 'lightning_persample' has no attribute '{name}'"):
+            getattr(lightning_persample, name)
 
 
 def test_files_are_named_for_what_they_hold():

@@ -18,9 +18,10 @@ import torch
 from PIL import Image
 
 from lightning_persample import OptionError, PerSampleError
+from lightning_persample.__main__ import main
 from lightning_persample.influence import charts, report
 from lightning_persample.influence.ledger import BASE_COLUMNS, Ledger, Manifest, schema_of
-from lightning_persample.influence.report import advice, main
+from lightning_persample.influence.report import advice
 
 EXTRA = {"loss": "double", "label": "int64", "norm/encoder": "double", "norm/head": "double"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
