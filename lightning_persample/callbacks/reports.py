@@ -14,7 +14,7 @@ from lightning_persample.capture.failure import FAULT, fault_of, of_user, stop
 from lightning_persample.capture.record import ROWS_MADE, PerSampleRecord, warn_user, warning_texts
 from lightning_persample.errors import PerSampleError, UnsupportedError
 
-_SIZES = re.compile(r"\([\d, ]*\)")
+_SIZES = re.compile(r"\([\d, ]*\)| \(\d+ of \d+ add nothing[^)]*\)|\d+ (?=samples|rows)")
 
 
 class Reports:

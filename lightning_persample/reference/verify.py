@@ -111,7 +111,7 @@ def _why_different(
     factors = compared.factors()
     mean = float(factors.mean())
     if mean and all(compared.agrees(name, mean) for name in compared.pairs):
-        return _wrong_reduction(mean, record.batch_size, loss_reduction)
+        return _wrong_reduction(mean, record, loss_reduction)
     if record.mixing or record.axis_lost:
         cause = (
             "samples influence each other, so a sample in its batch and the same sample alone have different gradients"
@@ -139,13 +139,13 @@ def _keep_apart(mixing: Sequence[str]) -> str:
     return f"use layers and losses that keep samples apart{norm if is_norm else ''}"
 
 
-def _wrong_reduction(factor: float, batch_size: int, loss_reduction: Weighting) -> str:
+def _wrong_reduction(factor: float, record: PerSampleRecord, loss_reduction: Weighting) -> str:
     found = f"every value of the engine is {factor:.4g} times the loop's"
     if callable(loss_reduction):
         return f"{found}: {_OTHER_WEIGHTS}"
     given = f"loss_reduction={loss_reduction!r} does not fit the loss"
-    weight = factor / batch_size if loss_reduction == "mean" else factor
-    for fitting, expected in (("sum", 1.0), ("mean", 1 / batch_size)):
+    weight = factor / record.batch_size if loss_reduction == "mean" else factor
+    for fitting, expected in (("sum", 1.0), ("mean", 1 / record.batch_size), ("mean", 1 / record.num_values)):
         if abs(weight - expected) <= 0.01 * expected:
             return f"{found}: {given}, loss_reduction={fitting!r} does"
     return (
@@ -502,12 +502,13 @@ def _compare(
     is_random: Callable[[], bool],
     other_axes: str,
 ) -> tuple[ParameterCheck, ...]:
+    taken = slice(None) if record.samples is None else record.samples
     both = {
-        name: (_wide(record.grad_samples[name]), _wide(rows))
+        name: (_wide(record.grad_samples[name]), _wide(rows[taken]))
         for name, rows in loop.items()
         if name in record.grad_samples
     }
-    whole = both if record.samples is None else {}
+    whole = both if record.samples is None or _are_those_alone(record.samples, record.grad_samples, loop) else {}
     finite = {n: (e, r) for n, (e, r) in whole.items() if bool(e.isfinite().all() & r.isfinite().all())}
     compared = Comparison(finite, tolerance)
     noted = record.mixing or record.axis_lost
@@ -537,6 +538,18 @@ def _compare(
         return ParameterCheck(name, compared.error(name), "agrees")
 
     return tuple(row(name, rows) for name, rows in loop.items())
+
+
+def _are_those_alone(samples: Tensor, grad_samples: Mapping[str, Tensor], loop: Rows) -> bool:
+    """Whether the samples that the loss of a batch takes are those that have a gradient alone (not 0, nor 0/0)."""
+
+    def reached(gradients: Mapping[str, Tensor]) -> Tensor:
+        rows = [gradients[name].flatten(1).nan_to_num().any(1) for name in loop.keys() & grad_samples.keys()]
+        return torch.stack(rows).any(0).nonzero()[:, 0]
+
+    if not loop.keys() & grad_samples.keys():
+        return False
+    return torch.equal(reached(loop).cpu(), samples.cpu()[reached(grad_samples).cpu()])
 
 
 def _nothing(

@@ -105,6 +105,24 @@ def test_the_same_trouble_with_other_sizes_is_said_once():
     assert len([warning for warning in caught if warning.category is PerSampleWarning]) == 1
 
 
+class Padded(Classifier):
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        labels = labels.masked_fill(torch.arange(len(labels)) <= batch_idx, -100)  # of one more sample each time
+        return nn.functional.cross_entropy(self.network(inputs), labels)
+
+
+def test_the_same_trouble_with_other_numbers_of_samples_is_said_once():
+    dropping = torch.utils.data.DataLoader(
+        loader(22).dataset, 8, collate_fn=lambda samples: torch.utils.data.default_collate(samples[:-1])
+    )
+    for module, data in ((Padded(), loader(22)), (Classifier(), dropping)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", PerSampleWarning)
+            fit(module, [PerSampleGradientMonitor(1, statistics=())], data=data)
+        assert len([warning for warning in caught if warning.category is PerSampleWarning]) == 1
+
+
 class Misspelt(PerSampleCallback):
     def on_per_sample_gradient(self, *args):
         raise AssertionError

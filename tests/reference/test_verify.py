@@ -355,6 +355,29 @@ def test_time_major_batches_and_batch_sizes():
     assert check_per_sample_gradients(network(), rows, rows_loss, batch_size=B, samples=2)
 
 
+def test_samples_that_have_no_part_in_the_loss_are_left_out():
+    def loss_of_some(module, batch, reduction="mean"):
+        is_in = batch[1] != 1
+        return F.cross_entropy(module(batch[0])[is_in], batch[1][is_in], reduction=reduction)
+
+    data = torch.randn(4, 5), torch.tensor([0, 1, 2, 1])
+    report = check_per_sample_gradients(network(), data, loss_of_some)
+    assert report, str(report)
+    report = check_per_sample_gradients(network(), data, loss_of_some, loss_reduction="sum")
+    assert "loss_reduction='mean' does" in reason_of(report, 4)
+    report = check_per_sample_gradients(network(), data, lambda module, batch: loss_of_some(module, batch, "sum"))
+    assert "loss_reduction='sum' does" in reason_of(report, 4)
+
+
+def test_samples_that_the_batch_selects_are_not_compared():
+    def loss_of_the_worse_half(module, batch):
+        losses = F.cross_entropy(module(batch[0]), batch[1], reduction="none")
+        return losses.topk(len(losses) // 2).values.mean()  # of one sample alone none
+
+    report = check_per_sample_gradients(network(), batch(), loss_of_the_worse_half)
+    assert reason_of(report, 4, "not compared") == "of the 4 samples compared, the loss takes 2 alone"
+
+
 def test_a_loss_that_is_infinite_is_not_compared():
     def loss_fn(module, batch):
         return (module(batch[0]).sum(1) / (batch[1] - batch[1][:1])).mean()
