@@ -132,7 +132,10 @@ def _placed(
     """Where the samples lie in an output of whose entries the samples are known."""
     if entries is None or not isinstance(place, Lost) or place.of_others or place.noted or place.filled is not None:
         return place
-    axis = by_entries(entries, batch_size, None) if bool((entries >= 0).all()) else None
+    is_known = bool((entries >= 0).all())
+    if is_known and not entries.dim():
+        return replace(place, samples=frozenset({int(entries)}), parts=frozenset({1}))
+    axis = by_entries(entries, batch_size, None) if is_known else None
     return replace(place, entries=entries) if axis is None else axis
 
 

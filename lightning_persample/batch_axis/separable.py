@@ -51,8 +51,9 @@ def by_what_samples_give(call: ObservedCall, followed: Followed) -> Followed:
             continue
         computed = _computed(call, place) if _is_of_torch(call) else None
         computed = None if computed is None or computed.steps > _LONGEST else computed
-        is_number = output.numel() == 1 and sum(each.requires_grad for each in call.outputs) == 1
-        verdict = _verdict(call, computed, mark, followed.weighting) if is_number and computed is not None else None
+        is_number, verdict = output.numel() == 1, None
+        if computed is not None and is_number and sum(each.requires_grad for each in call.outputs) == 1:
+            verdict = _verdict(call, computed, mark, followed.weighting)
         if verdict is not None:
             return replace(verdict, outputs=(*marks[:place], *verdict.outputs, *marks[place + 1 :]))
         if computed is not None:

@@ -468,7 +468,8 @@ class Marks:
         if known is not None and not bool(is_new.any()):
             return known
         now, earlier = self._entries_of(target, mark), None if bool(is_new.all()) else self._entries_of(other, known)
-        if now is None or (earlier is None and not bool(is_new.all())):
+        overlaps = int(written.sum()) < there.numel()  # (which of them stays is not defined)
+        if now is None or overlaps or (earlier is None and not bool(is_new.all())):
             return Lost(reason)
         owners = torch.full((size,), -1, device=target.device)
         owners[there] = now

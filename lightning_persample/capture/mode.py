@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_persample.batch_axis.axis import Lost
 from lightning_persample.batch_axis.batch import BatchLayout, Layout, declared_place, lay_out, mark_samples
 from lightning_persample.batch_axis.observed import tensors_in
 from lightning_persample.batch_axis.sample_weights import OTHER_WEIGHTS
@@ -402,7 +403,9 @@ class Capture:
             if len(losses) == 1 and tuple(loss.shape) == (self.batch_size,) and self._dispatcher.is_by_sample(loss):
                 self._read_weights = gradient.detach()
                 return
-            if not bool((gradient == gradient.flatten()[0]).all()):
+            mark = self._dispatcher.marks.get(loss)
+            is_unknown = isinstance(mark, Lost) and not (mark.parts or mark.noted)
+            if is_unknown or not bool((gradient == gradient.flatten()[0]).all()):
                 self._cannot_read(loss)
                 return
         self._dispatcher.check_reduction(losses, gradients, self._weighting)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_persample.capture.mode import expanded_weights
 from lightning_persample.capture.record import PerSampleRecord
 from tests.capture.reference import record_of
 
@@ -99,6 +100,18 @@ def test_what_becomes_of_the_samples_of_a_cut_axis_is_known(name: str) -> None:
     assert_shares(record, shares_of(module, EXACT[name], x))
 
 
+def overlapping(z: Tensor) -> Tensor:
+    windows = z.unfold(0, 2, 1)
+    windows.copy_(windows.flip(0).clone())
+    return z
+
+
+def shifted(z: Tensor) -> Tensor:
+    flat = z.view(-1)
+    flat[:3].add_(z[3].clone())
+    return flat
+
+
 NAMED: dict[str, Callable[[Tensor], Tensor]] = {
     "one-less-the-other": lambda z: (cut(z)[:, 0] - cut(z)[:, 1]).mean(),
     "by-a-diagonal": written(lambda v: v.diagonal(0, 0, 1).copy_(v[:, 0].T.clone())),
@@ -117,6 +130,9 @@ NAMED: dict[str, Callable[[Tensor], Tensor]] = {
     "norms-across-a-pair": lambda z: torch.linalg.vector_norm(cut(z), dim=1).mean(),
     "a-softmax-across-a-pair": lambda z: (cut(z).softmax(1) * torch.tensor([1.0, -2.0])[:, None]).mean(),
     "less-the-mean-of-a-pair": lambda z: (cut(z) - cut(z).mean(1, keepdim=True)).square().mean(),
+    "numbers-one-by-one": lambda z: sum(cut(z).amax(1).flatten().unbind()) / 6,
+    "places-that-overlap": lambda z: overlapping(z.clone()).square().mean(),
+    "added-to-a-part-and-read-one-by-one": lambda z: sum(each.square() for each in shifted(z.clone())) / 12,
     "weights-by-place": lambda z: torch.einsum("abc,b->", cut(z.square()), torch.tensor([0.75, 0.25])),
 }
 
@@ -183,3 +199,17 @@ def test_samples_that_meet_in_a_pair_are_named(name: str) -> None:
     record = record_of(module, lambda m, x: MEET_IN_PAIRS[name](cut(m(x))), x)
     assert record.mixing != ()
     assert_shares(record, shares_of(module, lambda z: MEET_IN_PAIRS[name](cut(z)), x))
+
+
+@pytest.mark.parametrize("name", ["entries", "sums", "doubled"])
+def test_what_a_sample_weighs_in_several_numbers_of_a_cut_axis_is_said_not_to_be_known(name: str) -> None:
+    numbers: dict[str, Callable[[Tensor], Tensor]] = {
+        "entries": lambda v: v.square(),
+        "sums": lambda v: v.square().sum(1),
+        "doubled": lambda v: v[:, [0, 0, 1]].square().sum(1),
+    }
+    module, x = nn.Linear(5, WIDTH), torch.randn(B, 5)
+    with expanded_weights(module, x, unsupported="ignore") as capture:
+        found = numbers[name](cut(module(x)))
+        found.backward(torch.ones_like(found))
+    assert any("go backward from one number" in text for text in capture.record.weighting)
