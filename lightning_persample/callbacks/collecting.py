@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, default_collate
 from lightning_persample.batch_axis.batch import count_samples, with_samples_at
 from lightning_persample.callbacks.checkpoints import Checkpoints, Direction, adam_directions, fingerprint_of_data
 from lightning_persample.callbacks.lightning_internals import is_lightning_module, lightning_module_for, loss_scale
+from lightning_persample.callbacks.row_order import Column, RowOrder
 from lightning_persample.callbacks.rows import opened, values_of
 from lightning_persample.callbacks.sample_index import PASS_INDEX, checked_index
 from lightning_persample.callbacks.second_pass import muted
@@ -44,6 +45,7 @@ class _Fetched(NamedTuple):
     batch: Any
     keys: list[int] | None  # the index of each sample; None where the batch tells it
     places: tuple[Any, ...] | None  # see `Drawn`
+    columns: list[Column]  # of its rows as the loader gave them
 
 
 class SamplesOnce:
@@ -56,6 +58,7 @@ class SamplesOnce:
     def __init__(self, loader: Iterable[Any], has_index: bool) -> None:
         self._loader = loader
         self._has_index = has_index
+        self.order = RowOrder(None)
         unknown = why_no_keys(loader)
         why = "" if unknown is None else unknown.why
         if not why and isinstance(loader, DataLoader) and loader.batch_sampler is None:
@@ -90,7 +93,8 @@ class SamplesOnce:
         for place in range(places):
             done = np.empty(0, np.int64) if self._has_index else visited(place)
             for number, (batch, keys, of_rows) in enumerate(self._keyed(done, rank, processes)):
-                yield _Fetched(place, number, batch, keys, of_rows)
+                columns = [] if keys is None else self.order.start_from(batch, len(keys))
+                yield _Fetched(place, number, batch, keys, of_rows, columns)
 
     def check_complete(self, rows: np.ndarray[Any, Any], places: int) -> None:
         """Refuse a store that lacks a sample."""
@@ -241,6 +245,9 @@ class Passing(_Base):
         if fetched.place != self._place:
             self._move_to(fetched.place)
         batch, asked = fetched.batch, self._asked
+        why = asked.samples.order.why_lost(fetched.columns, batch)
+        if why:
+            raise UnsupportedError(f"the samples of a batch are unknown, because {why}; {PASS_INDEX}")
         view = batch if fetched.places is None else with_samples_at(batch, fetched.places)
         drawn = None if fetched.keys is None or asked.sample_index is not None else len(fetched.keys)
         capture = asked.capture

@@ -57,6 +57,16 @@ def lightning_module_for(trainer: Any) -> type[Any]:
     return found
 
 
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def changes_batches(trainer: Trainer) -> bool:
+    """Whether the module or the data module has a hook of its own that a batch goes through."""
+    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
+    hooks = [getattr(owner, name, None) for owner in owners for name in _BATCH_HOOKS]
+    return any(getattr(hook, "__module__", "lightning").partition(".")[0] not in _PACKAGES for hook in hooks if hook)
+
+
 def skips_hooks(trainer: Any) -> bool:
     """Whether a Trainer passes over hooks of callbacks that are None, as every version of Lightning so far does."""
     module = next((sys.modules.get(each.__module__) for each in _own_bases(trainer)), None)

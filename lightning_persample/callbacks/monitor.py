@@ -134,7 +134,7 @@ class PerSampleGradientMonitor(PerSampleCallback):
             Trainer's `log_dir` at the end of the fit, see `worst`; None writes none.
         report: write the page ``report.html`` to the Trainer's `log_dir` at the end of the fit, see
             `lightning_persample.influence.report`. With a `PerSampleGradientWriter` in the Trainer it is of the
-            ledger, else of the logged steps, of which at most 2,048 are kept.
+            ledger, if that has norms, else of the logged steps, of which at most 2,048 are kept.
         render: ``render(index)`` gives what the page and the table of the worst samples in TensorBoard and W&B show
             for the sample with this index in the dataset: an image or a text, as for `report`. A picture does not
             say what a sample is labelled: `labels` does.
@@ -560,8 +560,11 @@ class LoggedSteps:
         return charts.picture(draws) if draws else None
 
     def run(self, trainer: Trainer, norms: SampleNorms, settings: Mapping[str, Any]) -> Run:
-        """The run that a page shows: of the ledger where the Trainer writes one, with what was logged."""
-        writers = [each for each in trainer.callbacks if isinstance(each, PerSampleGradientWriter)]  # type: ignore[attr-defined]
+        """The run that a page shows: of the ledger where the Trainer writes one with norms, with what was logged."""
+        found: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        writers = [
+            each for each in found if isinstance(each, PerSampleGradientWriter) and "sq_norm" in each.needs(trainer)
+        ]
         if writers and (writers[0].dirpath / MANIFEST).is_file():
             run = read_run([writers[0].dirpath])
             if run.samples is not None:

@@ -1,10 +1,10 @@
-"""Whether a collate function keeps the rows of the dataset in their order."""
+"""Whether a collate function, and a hook that a batch goes through, keeps the rows in their order."""
 
 from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils.data import default_collate, default_convert
 
+from lightning_persample.torch_internals import tree_map_only
+
 _BATCHES = 3  # that are looked at: a function that sorts does so from the first
 _ENTRIES = 16  # of each row that are compared
 _PLAIN = (int, float, bool, str)
 
 
-class _Column(NamedTuple):
+class Column(NamedTuple):
     """What each row has at one place: its first entries, `leading` along a tensor's first axis, 0 for a number."""
 
     leading: int
@@ -33,12 +35,15 @@ class RowOrder:
     # nothing but rows of that place that differ, and not each at its own. It is kept where all of a place that tells
     # every row from every other are found in order. Nothing is concluded from what is not found.
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
+    def __init__(self, collate: Callable[[Any], Any] | None) -> None:
         self._left = 0 if collate in (default_collate, default_convert) else _BATCHES
-        self._name = getattr(collate, "__qualname__", type(collate).__qualname__)
+        self._is_of_hooks = collate is None
+        self._who = "a hook that a batch goes through on its way to the device"
+        if collate is not None:
+            self._who = f"the collate function {getattr(collate, '__qualname__', type(collate).__qualname__)}"
         self._is_lost = False
 
-    def start(self, rows: Any) -> list[_Column]:
+    def start(self, rows: Any) -> list[Column]:
         """Note the rows, before the collate function may change them."""
         if self._left == 0 or type(rows) is not list or len(rows) < 2:
             return []
@@ -47,17 +52,28 @@ class RowOrder:
         for row in rows:
             for place, value in _leaves(row):
                 by_place.setdefault(place, []).append(value)
-        columns = [each for values in by_place.values() if len(values) == len(rows) for each in _columns(values)]
-        return [column for column in columns if len(set(column.rows)) > 1]
+        return _telling(values for values in by_place.values() if len(values) == len(rows))
 
-    def why_lost(self, columns: list[_Column], batch: Any) -> str:
+    def start_from(self, batch: Any, samples: int) -> list[Column]:
+        """Note the rows of a batch, before a hook may change them."""
+        if self._left == 0 or samples < 2:
+            return []
+        return _telling(parts for _, value in _leaves(batch) for parts in _by_sample(value, samples))
+
+    def why_lost(self, columns: list[Column], batch: Any) -> str:
         """Why the batch's rows are not in the order of the dataset's."""
         if columns and not self._is_lost:
-            self._is_lost = _is_lost(columns, batch)
-        return f"the collate function {self._name} changes the order of the rows" if self._is_lost else ""
+            self._left -= self._is_of_hooks  # (of a batch that nobody asks for, nothing is compared)
+            self._is_lost = _is_lost(columns, tree_map_only(Tensor, Tensor.cpu, batch))
+        return f"{self._who} changes the order of the rows" if self._is_lost else ""
 
 
-def _is_lost(columns: list[_Column], batch: Any) -> bool:
+def _telling(places: Iterable[list[NDArray[Any]]]) -> list[Column]:
+    """What can be compared of the values of all rows at each place, where rows differ."""
+    return [column for values in places for column in _columns(values) if len(set(column.rows)) > 1]
+
+
+def _is_lost(columns: list[Column], batch: Any) -> bool:
     missing, unexplained = list(columns), []
     for _, value in _leaves(batch):
         for parts in _by_sample(value, len(columns[0].rows)):
@@ -75,7 +91,7 @@ def _is_lost(columns: list[_Column], batch: Any) -> bool:
     )
 
 
-def _tells_apart(column: _Column) -> bool:
+def _tells_apart(column: Column) -> bool:
     return len(set(column.rows)) == len(column.rows)
 
 
@@ -116,14 +132,14 @@ def _as_array(value: Tensor | NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def _columns(values: list[NDArray[Any]]) -> list[_Column]:
+def _columns(values: list[NDArray[Any]]) -> list[Column]:
     """What can be compared of the values of all rows at one place."""
     have_lengths = {value.ndim > 0 for value in values}
     if have_lengths != {True}:
-        return [] if True in have_lengths else [_Column(0, _rows(values, 0))]
+        return [] if True in have_lengths else [Column(0, _rows(values, 0))]
     count = min(_ENTRIES, *map(len, values))
-    columns = [_Column(0, [(len(value),) for value in values])]
-    return [_Column(count, _rows(values, count)), *columns] if count else columns
+    columns = [Column(0, [(len(value),) for value in values])]
+    return [Column(count, _rows(values, count)), *columns] if count else columns
 
 
 def _by_sample(value: NDArray[Any], samples: int) -> list[list[NDArray[Any]]]:

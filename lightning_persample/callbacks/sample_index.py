@@ -20,10 +20,12 @@ from lightning_persample.callbacks.lightning_internals import (
     ObservedMethod,
     as_it_is,
     batches_ahead,
+    changes_batches,
     combined_loader,
     iterators_of,
     structure_of,
 )
+from lightning_persample.callbacks.row_order import Column, RowOrder
 from lightning_persample.callbacks.tagged_loader import (
     LAST_KEYS,
     Drawn,
@@ -41,7 +43,7 @@ from lightning_persample.errors import BatchSizeError, OptionError
 from lightning_persample.torch_internals import tree_unflatten
 
 PASS_INDEX = "pass sample_index=<function of the batch that returns the index of each sample>"
-_LOG, _VIEW = "_drawn_batches", "_training_view"
+_LOG, _VIEW, _ORDER = "_drawn_batches", "_training_view", "_row_order"
 _NOTED = 16  # batches: the current one, and those that Lightning fetches ahead
 
 
@@ -79,6 +81,9 @@ class BatchIndices:
             return record
         drawn, apart = self._of_current_batch(), self._apart
         drawn = drawn or [Drawn(None, self._why_not_followed)] * (1 if apart is None else len(apart.rows))
+        why = guard(self._why_out_of_order, lambda error: not_known(error).why)(batch) if len(drawn) == 1 else ""
+        if why:
+            drawn = [drawn[0]._replace(keys=None, why=drawn[0].why or why)]
         sizes = [record.batch_size] * len(drawn) if apart is None else [*apart.rows.values()]
         found: list[Any] = [_index_of(each, rows) for each, rows in zip(drawn, sizes, strict=True)]
         if any(index is not None and len(index) for index in found):
@@ -170,25 +175,32 @@ class BatchIndices:
             self._followed, self._kind = combined, type(combined)
             vars(combined)[_VIEW] = self._view_of(combined.flattened)
             vars(combined)[_LOG] = deque(maxlen=_NOTED)
+            vars(combined)[_ORDER] = RowOrder(None) if changes_batches(self._trainer) else None
             combined.__class__ = _following(self._kind)
 
     def _let_go(self) -> None:
         combined = self._followed
         if combined is not None:
             combined.__class__ = self._kind
-            vars(combined).pop(_LOG, None)
-            vars(combined).pop(_VIEW, None)
+            for name in (_LOG, _VIEW, _ORDER):
+                vars(combined).pop(name, None)
             self._followed = None
 
     def _of_current_batch(self) -> list[Drawn]:
-        if self._followed is None:
-            return []
-        noted = vars(self._followed)[_LOG]
+        keys, _ = self._noted()
+        return [] if keys is None else guard(_drawn, lambda error: [not_known(error)])(self._followed.flattened, keys)
+
+    def _noted(self) -> tuple[Any, list[Column]]:
+        """What was noted of the current batch as its loaders gave it; None of no such."""
+        noted = () if self._followed is None else vars(self._followed)[_LOG]
         # A loader without a length is one batch ahead, because Lightning has to know which batch is the last.
-        ahead = batches_ahead(self._trainer)
-        if len(noted) <= ahead:
-            return []
-        return guard(_drawn, lambda error: [not_known(error)])(self._followed.flattened, noted[-1 - ahead])
+        ahead = batches_ahead(self._trainer) if noted else 0
+        return noted[-1 - ahead] if len(noted) > ahead else (None, [])
+
+    def _why_out_of_order(self, batch: Any) -> str:
+        """Why the rows of the current batch are in another order than those that its loader gave."""
+        order: RowOrder | None = None if self._followed is None else vars(self._followed)[_ORDER]
+        return "" if order is None else order.why_lost(self._noted()[1], batch)
 
     def _why_absent(self, drawn: Drawn, batch_size: int) -> str:
         if drawn.why:
@@ -251,17 +263,21 @@ def _following(kind: Any) -> Any:
             return iterator
 
         def __next__(self) -> Any:
-            fetched = super().__next__()
+            fetched, columns = super().__next__(), list[Column]()
             try:  # no `guard`: this runs at every batch
                 keys: Any = [getattr(each, LAST_KEYS, None) for each in iterators_of(self)]
+                order: RowOrder | None = self.__dict__[_ORDER]
+                if order is not None and len(keys) == 1:
+                    own = keys[0].keys if isinstance(keys[0], Drawn) else keys[0]
+                    columns = order.start_from(fetched[0], len(own or ()))
             except Exception as error:
                 keys = error
-            self.__dict__[_LOG].append(keys)
+            self.__dict__[_LOG].append((keys, columns))
             return fetched
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             plain = kind.__new__(kind)
-            vars(plain).update({name: value for name, value in vars(self).items() if name not in (_LOG, _VIEW)})
+            vars(plain).update({name: value for name, value in vars(self).items() if name not in (_LOG, _VIEW, _ORDER)})
             return as_it_is, (plain,)
 
     return functools.update_wrapper(Following, kind, updated=())

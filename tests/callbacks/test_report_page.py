@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_persample.callbacks import PerSampleGradientMonitor, PerSampleGradientWriter
+from lightning_persample.callbacks import InRunInfluence, PerSampleGradientMonitor, PerSampleGradientWriter
 from lightning_persample.errors import OptionError, PerSampleWarning
 from lightning_persample.influence import charts, optional_packages
 from tests.callbacks.runs import Classifier, WithReference, column, fit, loader
@@ -78,6 +78,16 @@ def test_with_a_writer_the_page_is_of_the_ledger(tmp_path):
     assert found["scores"]["samples"] == 24
     assert "24 of 24 samples captured, 2 times each: all of the dataset. Rank 1 has" in page_of(trainer)
     assert "The ledger lacks" not in page_of(trainer)
+
+
+def test_a_ledger_without_norms_is_passed_over(tmp_path):
+    validation = InRunInfluence(tmp_path / "in_run", loader())
+    trainer = fit(Classifier(), [validation, PerSampleGradientMonitor(2, report=True)], tmp_path, max_epochs=2)
+    assert len(numbers(page_of(trainer))["bands"]["p50"]) == 3  # of the logged steps
+    monitor, writer = PerSampleGradientMonitor(2, report=True), PerSampleGradientWriter(tmp_path / "ledger")
+    validation = InRunInfluence(tmp_path / "other", loader())
+    trainer = fit(Classifier(), [validation, monitor, writer], tmp_path / "second", max_epochs=2)
+    assert len(numbers(page_of(trainer))["bands"]["p50"]) == 6
 
 
 def test_a_page_of_some_steps_says_which_samples_compare(tmp_path):

@@ -8,9 +8,10 @@ import torch
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from lightning_persample.callbacks import collect_gradients
 from lightning_persample.callbacks.row_order import RowOrder
-from lightning_persample.errors import PerSampleWarning
-from tests.callbacks.indexed_data import train
+from lightning_persample.errors import PerSampleWarning, UnsupportedError
+from tests.callbacks.indexed_data import LOADERS, Follows, own_index, train
 from tests.callbacks.runs import Recorder
 
 
@@ -160,3 +161,53 @@ def test_with_the_remedy_it_is_right():
     module, _, _ = train(lambda: DataLoader(Sequences(), 6, collate_fn=collate_sorted), [recorder])
     found = [record.sample_index.tolist() for record in recorder.records]
     assert found == [batch[1].tolist() for batch in module.batches]
+
+
+class Moves(Follows):
+    """Gives the batch another form on its way to the device."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [2 * batch[0], *batch[1:]]
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0].mul_(0.5), *batch[1:]]
+
+
+class Reverses(Moves):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [part.flip(0) for part in batch]
+
+
+class ReversesInPlace(Moves):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [part.copy_(part.flip(0)) for part in batch]
+
+
+HOOKS = "a hook that a batch goes through on its way to the device changes the order of the rows"
+
+
+@pytest.mark.parametrize("kind", [Reverses, ReversesInPlace])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_hook_that_changes_the_order_is_noticed(kind, every):
+    recorder = Recorder(every)
+    with pytest.warns(PerSampleWarning, match=f"record.sample_index is None, because {HOOKS}; pass sample_index="):
+        train(LOADERS["shuffled"], [recorder], kind)
+    assert recorder.records
+    assert {record.sample_index for record in recorder.records} == {None}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_hooks_that_keep_the_order_are_not_suspected(every):
+    recorder = Recorder(every)
+    module, *_ = train(LOADERS["shuffled"], [recorder], Moves)
+    found = [record.sample_index.tolist() for record in recorder.records]
+    assert found == [own_index(batch) for batch in module.batches[every - 1 :: every]]
+
+
+def test_samples_of_a_batch_that_a_hook_turns_round_are_not_collected(tmp_path):
+    for kind in (Reverses, ReversesInPlace):
+        with pytest.raises(UnsupportedError, match=f"the samples of a batch are unknown, because {HOOKS}"):
+            collect_gradients(kind(), LOADERS["shuffled"](), tmp_path / kind.__name__)
+    assert len(collect_gradients(Moves(), LOADERS["shuffled"](), tmp_path / "moves")) == len(
+        LOADERS["shuffled"]().dataset
+    )
