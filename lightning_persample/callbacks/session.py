@@ -32,7 +32,6 @@ from lightning_persample.callbacks.class_loss import (
     place_by_marks,
     place_in_batch,
 )
-from lightning_persample.callbacks.fallback import SecondEngine, SumsDifferError, why_no_record
 from lightning_persample.callbacks.lightning_internals import (
     ObservedMethod,
     holds_compiled_code,
@@ -52,7 +51,13 @@ from lightning_persample.callbacks.manual import (
 from lightning_persample.callbacks.observed_step import ObservedStep, SampleChoice
 from lightning_persample.callbacks.reports import Reports
 from lightning_persample.callbacks.sample_index import BatchIndices
-from lightning_persample.callbacks.second_pass import on_other_batches, verify_values
+from lightning_persample.callbacks.second_pass import (
+    SecondEngine,
+    SumsDifferError,
+    on_other_batches,
+    verify_values,
+    why_no_record,
+)
 from lightning_persample.capture.failure import Once, fault_of, guard, of_user, run_all
 from lightning_persample.capture.graph import on_arrival
 from lightning_persample.capture.parameters import is_sharded

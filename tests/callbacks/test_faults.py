@@ -17,7 +17,7 @@ from torch import nn
 
 import lightning_persample
 from lightning_persample import Outer, PerSampleGradientMonitor
-from lightning_persample.callbacks import fallback
+from lightning_persample.callbacks import second_pass
 from lightning_persample.capture import collector, contributions
 from lightning_persample.errors import PerSampleWarning, UnsupportedError
 from lightning_persample.gradients.cost import CPU_MEMORY_BUDGET, memory_budget
@@ -199,7 +199,7 @@ def test_too_little_memory_gives_up_the_step_and_training_goes_on(kind, where, r
 def test_an_extra_pass_takes_fewer_samples_at_once_where_memory_does_not_suffice(least, monkeypatch, tmp_path):
     sizes, plain = [], Recorder(1, quantities=BOTH, engine="vmap")
     run(Way(Classifier), [plain], tmp_path / "enough", with_reference=False)
-    vmap = fallback.vmap_per_sample_grads
+    vmap = second_pass.vmap_per_sample_grads
 
     def needing_memory(module, loss_fn, *batch, **options):
         sizes.append(len(batch[0]))
@@ -207,9 +207,9 @@ def test_an_extra_pass_takes_fewer_samples_at_once_where_memory_does_not_suffice
             raise torch.OutOfMemoryError("out of memory")
         return vmap(module, loss_fn, *batch, **options)
 
-    monkeypatch.setattr(fallback, "vmap_per_sample_grads", needing_memory)
+    monkeypatch.setattr(second_pass, "vmap_per_sample_grads", needing_memory)
     bytes_each = sum(parameter.numel() * parameter.element_size() for parameter in Classifier(False).parameters())
-    monkeypatch.setattr(fallback, "MEMORY_BUDGET", BATCH * bytes_each)
+    monkeypatch.setattr(second_pass, "MEMORY_BUDGET", BATCH * bytes_each)
     recorder = Recorder(1, quantities=BOTH, engine="vmap")
     _, said = assert_same_training(Classifier, [recorder], tmp_path)
     if not least:
