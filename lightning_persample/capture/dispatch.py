@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -469,7 +470,9 @@ class Dispatcher(Collector):
             if derives and any(map(_requires_grad, outputs)):
                 involved = {id(tensor): weight for tensor, weight in weights}
                 self.nodes.watch_inside(outputs, stop)
-                self._derive(op, function, (args, kwargs), tensors, outputs, involved, random_state=random_state)
+                self._derive(
+                    op, function, (args, kwargs), tensors, outputs, involved, random_state=random_state, layout=layout
+                )
                 return result
             if op == "index_select" and BatchAxis not in kinds and _is_of_copies(args, kwargs, marked, outputs[0]):
                 op, function, saved, kwargs = "clone", torch.clone, (tensors[0],), {}
@@ -653,15 +656,16 @@ class Dispatcher(Collector):
         involved: Mapping[int, Weight],
         inplace: bool = False,
         random_state: Tensor | None = None,
+        layout: Hashable | None = None,
     ) -> None:
         """Note how the outputs were computed from weights alone."""
         leaves: list[Any] = []
-        spec = flattened(arguments, leaves)
+        spec, layout = _kept_once(flattened(arguments, leaves)), _kept_once(layout)
         operands, data, names, outside = [], set(), frozenset[str](), op in DATA_SOURCES
         for tensor in tensors:
             weight = involved.get(id(tensor))
             outside = outside or (not self.marks.is_known(tensor) if weight is None else weight.outside)
-            names = names if weight is None else names | weight.names
+            names = names if weight is None else (names | weight.names if names else weight.names)
             operands.append(tensor if weight is None or weight.hidden else weight.tensor)  # (where it is one row)
             data.add(id(tensor))
         parents: dict[int, Weight] = {}
@@ -681,7 +685,7 @@ class Dispatcher(Collector):
             value = self.keep(in_one_row(output, None if inplace else op, operands))
             derivation = Derivation(
                 op, function, detached, spec, parents, position, value, inplace, text,
-                random_state, tuple(versions), version_of(value),
+                random_state, tuple(versions), version_of(value), layout,
             )  # fmt: skip
             weight = Weight(names, value, derivation, outside=outside, version=version_of(output))
             for parent in parents.values():
@@ -862,6 +866,12 @@ class Dispatcher(Collector):
         self.excuses.clear()
         self.others = {}  # (who answers them holds this one)
         self._inner = None
+
+
+@functools.lru_cache(8192)
+def _kept_once(value: Hashable) -> Any:
+    """The first of equal values: what lives through a step is gone through by the garbage collector."""
+    return value
 
 
 def _handed_on(weight: Weight, tensor: Tensor) -> str:

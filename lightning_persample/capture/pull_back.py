@@ -316,10 +316,11 @@ def made_for_one_call(weights: Sequence[Weight]) -> Made | None:
     places, kinds = {weight: place for place, weight in enumerate(found)}, list[Hashable]()
     for weight in found:
         if weight.derivation is not None:
-            kind = _kind(weight.derivation)
+            derivation = weight.derivation
+            kind = _kind(derivation) if derivation.layout is None else (derivation.layout, derivation.output)
             if kind is None:
                 return None
-            kinds.append((kind, *[places[parent] for parent in weight.derivation.parents.values()]))
+            kinds.append((kind, *[places[parent] for parent in derivation.parents.values()]))
     return Made(found, tuple(kinds), _pulled_through)
 
 

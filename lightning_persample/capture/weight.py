@@ -22,7 +22,7 @@ Contributions: TypeAlias = "list[tuple[Weight, SampleGradient]]"
 Computation: TypeAlias = Callable[[Sequence["Tensor | None"]], Contributions]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Derivation:
     """How a derived weight was computed.
 
@@ -39,6 +39,7 @@ class Derivation:
         random_state: state of the generator before the call, where it drew random numbers.
         versions: how often each leaf had been written to when the call read it; None of what was overwritten by it.
         made: how often the derived weight had been written to when the call was done.
+        layout: tells the call from all that are laid out otherwise; None where nothing does.
     """
 
     op: object
@@ -53,6 +54,7 @@ class Derivation:
     random_state: Tensor | None = None
     versions: tuple[int | None, ...] = ()
     made: int = 0
+    layout: Hashable | None = None
 
     def copied_leaves(self) -> list[Any]:
         """The leaves with copies of those that are no weights: the call may write into them (observers, statistics)."""
