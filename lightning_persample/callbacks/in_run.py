@@ -59,7 +59,8 @@ class InRunInfluence(PerSampleGradientWriter):
 
     The validation pass leaves the training as it is, bit for bit: the module with its buffers and mode, ``.grad``, what
     it logs, and the random numbers are as if it had not run, for which it takes the memory of one more copy of the
-    module. Each process runs all of it.
+    module. What training_step changes in objects of other packages than the module's is not put back: pass `val_loss`
+    then. Each process runs all of it.
 
     Cost: a dot for each captured step, about a forward, and a forward and backward of all validation samples for each
     refresh: a few hundred samples, or a refresh each 10 steps, keep it small.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_persample.capture.observing import ObservingMode
 from lightning_persample.errors import PerSampleError
@@ -27,6 +28,15 @@ _CONTAINERS: dict[Any, Callable[..., None]] = {  # that are searched, and what f
     set: set.update,
     deque: deque.extend,
 }
+
+
+_TRAINERS = ("lightning", "pytorch_lightning")  # what a Trainer holds is not the module's
+_NOT_THE_USERS = ("torch", "builtins", *_TRAINERS)
+_DATA = (Dataset, DataLoader)
+
+
+def _package_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 @contextmanager
@@ -43,9 +53,10 @@ class ModuleState:
     """The state of a module, to be put back as often as wanted; it takes the memory of one more copy."""
 
     # It consists of parameters, their ``.grad``, buffers, training mode, every other attribute of the module and its
-    # submodules (those of metrics included) with the lists, dicts, sets, tensors, arrays and random number generators
-    # in them, and the state of the random number generators of torch, Python and numpy. Other objects are not looked
-    # into. A graph that was made before goes backward afterwards: its tensors count as never written to.
+    # submodules (those of metrics included) with the lists, dicts, sets, tensors, arrays, random number generators and
+    # objects of the user's own classes in them, and the state of the random number generators of torch, Python and
+    # numpy. Classes are the user's if they are of the package of the module's class; other objects are not looked into.
+    # A graph that was made before goes backward afterwards: its tensors count as never written to.
 
     def __init__(self, module: nn.Module) -> None:
         lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
@@ -55,6 +66,8 @@ class ModuleState:
                 "batch through the module first"
             )
         self._numpy: Any = sys.modules.get("numpy")
+        package = _package_of(type(module))
+        self._package = None if package in _NOT_THE_USERS else package
         self._seen: dict[int, Any] = {}
         self._put_back: list[Callable[[], None]] = []
         # Of each random number generator what gives its state, that at the start, and what puts it back
@@ -99,6 +112,13 @@ class ModuleState:
             for kind in _CONTAINERS:
                 if isinstance(value, kind):
                     self._take_container(value, value, kind)
+            if self._is_of_the_user(value):
+                self._take_container(value, vars(value), dict)
+
+    def _is_of_the_user(self, value: Any) -> bool:
+        if _package_of(type(value)) != self._package or not hasattr(value, "__dict__") or isinstance(value, _DATA):
+            return False
+        return not any(_package_of(base) in _TRAINERS for base in type(value).__mro__)
 
     def _take_container(self, value: Any, filled: Any, kind: Any) -> None:
         self._seen[id(value)] = value  # kept, so that the id stays its own

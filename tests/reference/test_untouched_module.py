@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from lightning_persample.errors import PerSampleError
 from lightning_persample.reference.untouched import recurrent_layers_can_go_backward, untouched
@@ -158,6 +161,44 @@ def test_a_graph_that_was_made_before_goes_backward_and_one_whose_tensors_were_w
         module[1].weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Average:
+    """An object of the user's own class."""
+
+    def __init__(self) -> None:
+        self.count, self.shadow, self.inside = 0, {"weight": torch.zeros(2)}, [Tag(1)]
+
+    def update(self) -> None:
+        self.count += 1
+        self.shadow["weight"] += 1
+        self.shadow["bias"] = torch.ones(1)
+        self.inside[0].number += 1
+        self.new = self
+
+
+@dataclass
+class Tag:
+    number: int
+
+
+class Data(Dataset):
+    def __init__(self) -> None:
+        self.read = 0
+
+
+def test_objects_of_the_users_own_classes_are_put_back_and_data_are_not_looked_into():
+    module = Changing()
+    module.average, module.data, module.others = Average(), Data(), Callback()
+    module.average.module, module.others.count = module, 0
+    with untouched(module):
+        module.average.update()
+        module.data.read = module.others.count = 1
+    assert vars(module.average).keys() == {"count", "shadow", "inside", "module"}
+    assert module.average.shadow.keys() == {"weight"}
+    assert (module.average.count, module.average.inside[0].number) == (0, 1)
+    assert torch.equal(module.average.shadow["weight"], torch.zeros(2))
+    assert module.data.read == module.others.count == 1
 
 
 @pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random, torch.Generator])
