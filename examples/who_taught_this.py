@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_persample import EigenProjection, collect_gradients
-from lightning_persample.influence import ekfac
+from lightning_persample.influence import logra
 
 SHOWN, EACH = 6, 5  # test images, and training images on either side
 
@@ -87,7 +87,7 @@ if __name__ == "__main__":
         collect_gradients(module, loader, f"{options.output}/{name}", projection=projection, overwrite=True)
         for name, loader in zip(("train", "test"), loaders, strict=True)
     ]
-    scores, rows = ekfac(*stores), []
+    scores, rows = logra(*stores), []
     print(f"accuracy on {len(test)} test images: {float(right.float().mean()):.3f}")
     for index, place in zip(scores.test_index, chosen, strict=True):
         image, label = shown[index]

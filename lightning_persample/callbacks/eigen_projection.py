@@ -25,8 +25,8 @@ from lightning_persample.errors import OptionError, UnsupportedError
 from lightning_persample.gradients.moments import Moments, total_moments
 from lightning_persample.gradients.projection import Factors, Projection, as_matrix
 from lightning_persample.influence.dataset import load_values, save_values
+from lightning_persample.influence.logra import LOGRA_DAMPING
 
-_DAMPING = 2e-4  # that of logra
 _TOLERANCE = 1e-2  # of a bias' gradient to a column of ones, in low precision
 
 
@@ -323,7 +323,7 @@ def _corners(rows: NDArray[np.float64], columns: NDArray[np.float64], most: int)
     for a, value in enumerate(rows[:most], 1):
         sums = sums[: most // a]
         share = value * columns[: len(sums)]
-        sums += np.square(share / (share + _DAMPING))
+        sums += np.square(share / (share + LOGRA_DAMPING))
         kept, sizes = sums.cumsum(), a * np.arange(1, len(sums) + 1)
         is_more = kept > best[sizes]
         best[sizes[is_more]], rows_of[sizes[is_more]] = kept[is_more], a

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
@@ -21,7 +23,10 @@ from lightning_persample.influence.products import (
     second_moments,
 )
 from lightning_persample.influence.scores import PairScores
+from lightning_persample.influence.store import GradientStore
 from lightning_persample.options import check_option
+
+EKFAC_DAMPING = 5e-5
 
 _ONE = "take ekfac(train.at(checkpoint), test.at(checkpoint)) of one, with an EigenProjection that was fitted there"
 
@@ -29,7 +34,7 @@ _ONE = "take ekfac(train.at(checkpoint), test.at(checkpoint)) of one, with an Ei
 def ekfac(
     train: StoreOrPath,
     test: StoreOrPath,
-    damping: float = 5e-5,
+    damping: float = EKFAC_DAMPING,
     *,
     absolute: bool = False,
     normalize: bool = False,
@@ -60,9 +65,8 @@ def ekfac(
     Returns:
         The scores, (n, m).
 
-    Raises:
-        OptionError: `damping` is not above 0, the stores have several checkpoints, or were not collected with an
-            `EigenProjection`.
+    It is an `OptionError` where `damping` is not above 0, the stores have several checkpoints, or were not collected
+    with an `EigenProjection`.
 
     Reference: George et al. 2018, Fast approximate natural gradient descent in a Kronecker-factored eigenbasis,
     arXiv 1806.03884; Grosse et al. 2023, Studying large language model generalization with influence functions,
@@ -71,14 +75,33 @@ def ekfac(
     checked_damping(damping, absolute, above_zero=True)
     check_option("normalize", normalize, isinstance(normalize, bool), "True or False")
     train, test = given_gradients(train, test, "ekfac")
+    check_eigenbasis(train)
+    aligned = align(train, test, why_one=_ONE)
+    ((train_rows, test_rows),) = aligned.pairs
+    products = Products(options)
+    between = ekfac_terms(train_rows, products, damping, absolute)
+    terms = normalized(between, train_rows, test_rows, products) if normalize else between(train_rows, test_rows)
+    text = (
+        "g^T (Lambda + damping)^-1 g' in the eigenbasis of each layer, Lambda the mean of g^2 by direction: positive "
+        "where a small step along (Lambda + damping)^-1 g lowers the test sample's loss"
+    )
+    return aligned.scored("ekfac", COSINE + text if normalize else text, terms, options)
+
+
+def check_eigenbasis(train: GradientStore) -> None:
+    """Refuse gradients in other directions."""
     if not train.manifest.is_eigen:
         raise OptionError(
             f"the train store has projection={train.manifest.projection!r}, and ekfac takes one of an eigenbasis: "
             "collect both stores with projection=EigenProjection.fit(module, dataloader); logra takes any"
         )
-    aligned = align(train, test, why_one=_ONE)
-    ((train_rows, test_rows),) = aligned.pairs
-    products, store = Products(options), train_rows.store
+
+
+def ekfac_terms(
+    train: Rows, products: Products, damping: float, absolute: bool
+) -> Callable[[Rows, Rows], Iterable[Term]]:
+    """What the scores of two sides add up to, Lambda that of these training rows."""
+    store = train.store
     (moments,), count = second_moments(store, [slice(0, store.num_columns)], products, diagonal=True)
     weights = torch.zeros_like(moments)
     for parameter in store.manifest.parameters:
@@ -86,18 +109,9 @@ def ekfac(
         if own.any():  # else its part of every training gradient is 0, and so is its part of every score
             added = damping if absolute else damping * own.sum()
             weights[parameter.start : parameter.stop] = 1 / (own + added)
-
     weights = products.held(weights)
 
     def weighted(values: Tensor) -> Tensor:
         return values * weights
 
-    def between(train: Rows, test: Rows) -> list[Term]:
-        return [Term(train, test, of_test=weighted)]
-
-    terms = normalized(between, train_rows, test_rows, products) if normalize else between(train_rows, test_rows)
-    text = (
-        "g^T (Lambda + damping)^-1 g' in the eigenbasis of each layer, Lambda the mean of g^2 by direction: positive "
-        "where a small step along (Lambda + damping)^-1 g lowers the test sample's loss"
-    )
-    return aligned.scored("ekfac", COSINE + text if normalize else text, terms, options)
+    return lambda train, test: [Term(train, test, of_test=weighted)]

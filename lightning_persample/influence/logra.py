@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import Tensor
@@ -28,6 +28,8 @@ from lightning_persample.influence.scores import PairScores
 from lightning_persample.influence.store import GradientStore
 from lightning_persample.options import check_option
 
+LOGRA_DAMPING = 2e-4
+
 _MATRIX_BYTES = 1 << 30
 
 _ONE = "take logra(train.at(checkpoint), test.at(checkpoint)) of one, as a rule the last"
@@ -36,7 +38,7 @@ _ONE = "take logra(train.at(checkpoint), test.at(checkpoint)) of one, as a rule 
 def logra(
     train: StoreOrPath,
     test: StoreOrPath,
-    damping: float = 2e-4,
+    damping: float = LOGRA_DAMPING,
     *,
     shrinkage: float | None = None,
     robust: bool | None = None,
@@ -96,15 +98,35 @@ def logra(
     train, test = given_gradients(train, test, "logra")
     aligned = align(train, test, why_one=_ONE)
     ((train_rows, test_rows),) = aligned.pairs
-    products, store = Products(options, share=2), train_rows.store
+    products = Products(options, share=2)
+    between = logra_terms(train_rows, products, damping, shrinkage, robust, absolute)
+    terms = (
+        normalized(between, train_rows, test_rows, products) if normalize else partial(between, train_rows, test_rows)
+    )
+    text = (
+        "g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where a small step along "
+        "(H + damping)^-1 g lowers the test sample's loss"
+    )
+    return aligned.scored("logra", COSINE + text if normalize else text, terms, options, share=2)
+
+
+def logra_terms(
+    train: Rows,
+    products: Products,
+    damping: float,
+    shrinkage: float | None = None,
+    robust: bool | None = None,
+    absolute: bool = False,
+) -> Callable[[Rows, Rows], Iterator[Term]]:
+    """What the scores of two sides add up to, H that of these training rows."""
+    store, is_eigen = train.store, train.store.manifest.is_eigen
+    share = (0.5 if is_eigen else 0.0) if shrinkage is None else shrinkage
+    has_weights = is_eigen if robust is None else robust
     groups = _groups(store, products.max_memory)
-    if shrinkage is None:
-        shrinkage = 0.5 if store.manifest.is_eigen else 0.0
-    robust = store.manifest.is_eigen if robust is None else robust
 
     def solvers() -> Iterator[tuple[list[str], Transform]]:
         for names in groups:
-            factors = _factors(store.parameters(names), names, damping, shrinkage, robust, absolute, products)
+            factors = _factors(store.parameters(names), names, damping, share, has_weights, absolute, products)
             yield names, partial(solved_by, factors=factors)
 
     made = [*solvers()] if len(groups) == 1 else None
@@ -114,14 +136,7 @@ def logra(
             one, other = (rows._replace(store=rows.store.parameters(names)) for rows in (train, test))
             yield Term(one, other, of_test=solved)
 
-    terms = (
-        normalized(between, train_rows, test_rows, products) if normalize else partial(between, train_rows, test_rows)
-    )
-    text = (
-        "g^T (H + damping)^-1 g', H the mean of g g^T by parameter: positive where a small step along "
-        "(H + damping)^-1 g lowers the test sample's loss"
-    )
-    return aligned.scored("logra", COSINE + text if normalize else text, terms, options, share=2)
+    return between
 
 
 def _groups(store: GradientStore, max_memory: int | None) -> list[list[str]]:

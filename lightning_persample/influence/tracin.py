@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from lightning_persample.errors import OptionError, UnsupportedError
+from lightning_persample.influence.ekfac import EKFAC_DAMPING, check_eigenbasis, ekfac_terms
+from lightning_persample.influence.logra import LOGRA_DAMPING, logra_terms
 from lightning_persample.influence.products import (
     Products,
     Rows,
@@ -20,6 +23,7 @@ from lightning_persample.influence.products import (
     Term,
     align,
     align_steps,
+    checked_damping,
     described,
     given_gradients,
     given_rates,
@@ -207,7 +211,12 @@ _WITHOUT = {
 
 
 def self_influence(
-    ledger: Any, *, weighted: bool = False, learning_rates: Sequence[float] | None = None
+    ledger: Any,
+    *,
+    weighted: bool = False,
+    learning_rates: Sequence[float] | None = None,
+    score: Literal["ekfac", "logra"] | None = None,
+    damping: float | None = None,
 ) -> SampleScores:
     """Self-influence of each sample along the training: ``sum_t eta_t ||g_t(z)||^2`` over its rows t.
 
@@ -218,6 +227,9 @@ def self_influence(
 
     Of a store of gradients it is the same sum over its rows: those of checkpoints, with the learning rates of these, or
     those that a training wrote. The norms are those of the projected gradients then.
+
+    With `score` it is that of influence functions, ``g(z)^T (H + damping)^-1 g(z)`` at the one checkpoint of a store, H
+    that of `ekfac` or of `logra`: how far the model would change for this sample, by what leave-one-out would find.
 
     Every captured step counts alike. A ledger of a part of the steps, such as ``every_n_steps=10``, gives the sum over
     these alone, so that samples with different `counts` are to be compared with care. For optimizers other than SGD it
@@ -234,12 +246,20 @@ def self_influence(
         weighted: whether each row has the sample's weight in the step as a factor.
         learning_rates: eta of each checkpoint of a store, in the order of ``store.checkpoints``; None takes what its
             rows or its manifest say.
+        score: "ekfac" or "logra", for a store at one checkpoint; None is the sum along the training.
+        damping: of this score; None is its default.
 
     Returns:
         The scores. A row whose norm is nan makes its sample's score nan.
 
-    Reference: Pruthi et al. 2020, Estimating training data influence by tracing gradient descent, arXiv 2002.08484.
+    Reference: Pruthi et al. 2020, Estimating training data influence by tracing gradient descent, arXiv 2002.08484; of
+    influence functions, Koh and Liang 2017, Understanding black-box predictions via influence functions, section 5.4,
+    arXiv 1703.04730.
     """
+    check_option("score", score, score in (None, *_PRECONDITIONED), "None, 'ekfac' or 'logra'")
+    if score is not None:
+        return _preconditioned(ledger, score, damping, weighted=weighted, learning_rates=learning_rates)
+    check_option("damping", damping, damping is None, "None without `score`, of which it is a part")
     factors = ("learning_rate", "weight") if weighted else ("learning_rate",)
     form = "sum of learning_rate * weight * norm^2" if weighted else "sum of learning_rate * norm^2"
     text = (
@@ -289,3 +309,32 @@ def _of_store(
     product = math.prod(values.values(), start=torch.ones(len(store), dtype=torch.float64))
     scores = Products({}).diagonal(len(index), [Term(rows_of_all, rows_of_all, product)])
     return SampleScores("self_influence", tuple(index.tolist()), scores, torch.bincount(places), convention, unknown)
+
+
+_PRECONDITIONED: dict[str, tuple[Callable[..., Callable[[Rows, Rows], Iterable[Term]]], float]] = {
+    "ekfac": (ekfac_terms, EKFAC_DAMPING),
+    "logra": (logra_terms, LOGRA_DAMPING),
+}
+
+
+def _preconditioned(store: Any, score: str, damping: float | None, **others: Any) -> SampleScores:
+    """The scores of the samples of a store with themselves, by influence functions."""
+    given = next((name for name, value in others.items() if value), None)
+    if given is not None:
+        raise OptionError(f"{given} is of the sum along a training, and score={score!r} is at one checkpoint: leave it")
+    if not isinstance(store, GradientStore):
+        raise OptionError(f"score={score!r} takes a GradientStore, and ledger is a {type(store).__name__}")
+    terms, default = _PRECONDITIONED[score]
+    damping = default if damping is None else damping
+    checked_damping(damping, False, above_zero=True)
+    if score == "ekfac":
+        check_eigenbasis(store)
+    store, _ = given_gradients(store, store, score)
+    aligned = align(store, store, why_one="take self_influence(store.at(checkpoint), score=...) of one")
+    ((rows, _),) = aligned.pairs
+    products = Products({})
+    between = terms(rows, products, damping, absolute=False)
+    scores = products.diagonal(len(aligned.train_index), partial(between, rows, rows))
+    text = f"g^T (H + damping)^-1 g by {score}: never negative; the larger, the more the model depends on the sample"
+    counts = torch.ones(len(scores), dtype=torch.int64)
+    return SampleScores("self_influence", aligned.train_index, scores, counts, text, aligned.unknown // 2)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lightning_persample import OptionError, PerSampleError
-from lightning_persample.influence import ekfac, grad_dot, logra
+from lightning_persample.influence import ekfac, grad_dot, logra, self_influence
 from tests.influence.loops import data, net, sample_grads, sgd_step, shapes_of, simple
 
 EIGEN = {"kind": "eigen", "dim": None, "digest": "0"}
@@ -99,6 +100,41 @@ def test_shrinkage_and_weights_are_of_an_eigenbasis(nets, tmp_path, max_memory):
     expected = dense(grads, test_grads, [12, 4, 8, 2], shrinkage=0.3, robust=True)
     found = logra(train, test, shrinkage=0.3, robust=True, max_memory=max_memory).scores
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_self_influence_is_the_score_of_a_sample_with_itself(nets, tmp_path):
+    train, _, grads, _ = nets
+    found = self_influence(train, score="logra")
+    torch.testing.assert_close(found.scores, dense(grads, grads, [12, 4, 8, 2]).diagonal(), rtol=1e-8, atol=1e-8)
+    assert found.index == tuple(range(9))
+    assert found.counts.tolist() == [1] * 9
+    assert found.convention.startswith("g^T (H + damping)^-1 g by logra: never negative")
+    eigen = simple(tmp_path / "eigen", grads.tolist(), shapes={"weight": (14,), "bias": (12,)}, projection=EIGEN)
+    for name, score in (("ekfac", ekfac), ("logra", logra)):
+        for damping in (None, 0.3):
+            expected = score(eigen, eigen, **({} if damping is None else {"damping": damping})).scores.diagonal()
+            found = self_influence(eigen, score=name, damping=damping).scores
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"score": "trak"}, "score='trak' is not allowed: score must be None, 'ekfac' or 'logra'"),
+        ({"damping": 0.1}, "damping=0.1 is not allowed: damping must be None without `score`, of which it is a part"),
+        ({"score": "logra", "damping": 0}, "damping=0 is not allowed: damping must be a number > 0 that is finite"),
+        ({"score": "logra", "weighted": True}, "weighted is of the sum along a training, and score='logra' is at one"),
+        ({"score": "ekfac"}, "the train store has projection=None, and ekfac takes one of an eigenbasis: collect both"),
+    ],
+)
+def test_options_of_self_influence_by_a_score(nets, options, text):
+    with pytest.raises(OptionError, match=re.escape(text)):
+        self_influence(nets[0], **options)
+
+
+def test_self_influence_by_a_score_is_of_a_store():
+    with pytest.raises(OptionError, match="score='logra' takes a GradientStore, and ledger is a str"):
+        self_influence("ledger", score="logra")
 
 
 def test_robust_is_a_flag(nets):
