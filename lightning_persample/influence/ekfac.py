@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -97,9 +97,7 @@ def check_eigenbasis(train: GradientStore) -> None:
         )
 
 
-def ekfac_terms(
-    train: Rows, products: Products, damping: float, absolute: bool
-) -> Callable[[Rows, Rows], Iterable[Term]]:
+def ekfac_terms(train: Rows, products: Products, damping: float, absolute: bool) -> Callable[[Rows, Rows], list[Term]]:
     """What the scores of two sides add up to, Lambda that of these training rows."""
     store = train.store
     (moments,), count = second_moments(store, [slice(0, store.num_columns)], products, diagonal=True)
