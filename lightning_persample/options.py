@@ -131,14 +131,17 @@ _MOST_ALLOWED = 1024
 def check_options(**values: object) -> None:
     """Refuse the first of these options, given by name, whose value is not allowed, with an `OptionError`."""
     for name, value in values.items():
-        kind = type(value)
-        if kind in _PLAIN and (name, kind, value) in _ALLOWED:  # (without a call: a capture asks at each step)
-            continue
+        asked = name, type(value), value
+        try:
+            if type(value) in _PLAIN and asked in _ALLOWED:  # (without a call: a capture asks at each step)
+                continue
+        except TypeError:  # a tuple that cannot be hashed
+            pass
         is_allowed, expected = _SHARED[name]
         if not is_allowed(value):
             check_option(name, value, False, expected)
-        if kind in _PLAIN and len(_ALLOWED) < _MOST_ALLOWED:
-            _ALLOWED.add((name, kind, value))
+        if type(value) in _PLAIN and len(_ALLOWED) < _MOST_ALLOWED:
+            _ALLOWED.add(asked)
 
 
 def checked_capture_options(given: CaptureOptions) -> CaptureOptions:

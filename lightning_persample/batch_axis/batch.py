@@ -480,7 +480,8 @@ def _read_batch_size(walk: _Walk, batch_dim: int) -> int:
             "the batch holds no tensor with an axis to read a batch size from; pass batch_size, or let the data "
             "loader give tensors"
         )
-    found.update(each.count for each in known.values()) if known else None
+    if known:
+        found.update(each.count for each in known.values())
     for path, items in walk.lists:
         if len(items) > 1 and _is_alike(items) and _hold_all(walk, len(items)):
             if not known and len(items) not in found - {None}:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial, wraps
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -270,8 +271,8 @@ class _WhileAnyIsInside:
 def _not_counted() -> Callable[[], None]:
     asked = getattr(torch.overrides.has_torch_function, "__wrapped__", torch.overrides.has_torch_function)
     backward, compiler = torch.autograd.backward, torch.compile
-    references, offer = vars(torch.utils)["weakref"], OFFERING[0].handle_torch_function
-    take_back = partial(_counted, asked, backward, compiler, references, offer)
+    references, offers = vars(torch.utils)["weakref"], tuple(map(_OFFER, OFFERING))
+    take_back = partial(_counted, asked, backward, compiler, references, offers)
     try:
         torch.compile = _unseen_control_flow(compiler)
         vars(torch.utils)["weakref"] = _references(references)
@@ -281,7 +282,7 @@ def _not_counted() -> Callable[[], None]:
             setattr(Tensor, part.__name__, part)
         if "handle_torch_function" not in backward.__code__.co_names:
             torch.autograd.backward = _offered(backward)
-        for module in OFFERING:
+        for module, offer in zip(OFFERING, offers, strict=True):
             module.handle_torch_function = _offered_at_once(offer)
     except BaseException:
         take_back()
@@ -289,10 +290,13 @@ def _not_counted() -> Callable[[], None]:
     return take_back
 
 
-def _counted(asked: Any, backward: Any, compiler: Any, references: Any, offer: Any) -> None:
+_OFFER = attrgetter("handle_torch_function")
+
+
+def _counted(asked: Any, backward: Any, compiler: Any, references: Any, offers: Any) -> None:
     torch.overrides.has_torch_function, torch.autograd.backward, torch.compile = asked, backward, compiler
     vars(torch.utils)["weakref"] = references
-    for module in OFFERING:
+    for module, offer in zip(OFFERING, offers, strict=True):
         module.handle_torch_function = offer
     for name in ("set_", "real", "imag"):  # those of TensorBase are seen again
         if name in vars(Tensor):

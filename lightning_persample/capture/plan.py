@@ -551,7 +551,7 @@ class PlannedReport(Report):
                     and programs is not None
                     and grad.layout is _STRIDED
                     and collector.accepting
-                    and not collector.refused
+                    and not (collector.refused and all(each.names <= collector.refused.keys() for each in weights))
                     and collector.samples is None
                     and not (torch.is_grad_enabled() or any_autocast_is_on())
                     and (collector.takes_norms_of(weights) or (made := collector.made_for(weights)) is not None)

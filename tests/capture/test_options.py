@@ -43,6 +43,13 @@ def test_bad_options(option: str) -> None:
         expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), **{option: value})
 
 
+@pytest.mark.parametrize("value", [(["sq_norm"],), ("sq_norm", 1), 1])
+def test_values_that_are_like_allowed_ones_are_refused_after_these(value: Any) -> None:
+    expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), quantities=("sq_norm",))
+    with pytest.raises(OptionError, match=re.escape(f"quantities={value!r} is not allowed")):
+        expanded_weights(nn.Linear(6, 4), torch.randn(B, 6), quantities=value)
+
+
 @pytest.mark.parametrize("value", [-1, True, 2.0**20, "1 GiB"])
 def test_memory_is_a_whole_number_of_bytes(value: object) -> None:
     with pytest.raises(OptionError) as error:
