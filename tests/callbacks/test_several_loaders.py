@@ -164,7 +164,7 @@ NAMED = {
     ),
     "rows of one laid over those of the other": (
         lambda m, a, b: (m.network(a[0][:3]) - m.network(b[0][:3])).square().mean(),
-        "`sub` combines different samples",
+        "`square` of a value computed over the whole batch is not a sum over samples",
     ),
 }
 
