@@ -52,7 +52,9 @@ class Counts(Classifier):
 
 
 class _Outside:
-    """No module: what is done to it stays."""
+    """Keeps what it is told where a second pass does not look, in slots."""
+
+    __slots__ = ("sizes",)
 
     def __init__(self):
         self.sizes = []

@@ -58,14 +58,14 @@ def test_every_step_gives_the_norms_of_its_own_samples(name, parts, fuse):
 
 
 def test_the_ways_in_which_tensors_lie_in_memory_are_bounded():
-    from lightning_persample.capture import contributions, plan
+    from lightning_persample.capture import plan
 
     layer = nn.Linear(3, 2)
     plan.PLANS.clear()
-    for width in range(3, 3 + 2 * contributions._MOST):
+    for width in range(3, 3 + 2 * plan._MOST_PROGRAMS):
         x = torch.randn(B, width)[:, :3]
         for _ in range(2):
             with expanded_weights(layer, (x,)):
                 layer(x).square().sum(1).mean().backward()
     counts = [len(each.slots.programs) for each in plan.PLANS.values() if each.slots is not None]
-    assert 0 < max(counts) <= contributions._MOST
+    assert 0 < max(counts) <= plan._MOST_PROGRAMS
