@@ -7,11 +7,16 @@ the machine is nearly the same for both. Every ratio is that of such a pair; the
 shown, of the time that the process spent on its processors and of the time that passed: of steps that take the dots
 with a validation gradient that is there, and of those that take this gradient again, of one batch, too. A fit that
 takes it again every n steps, and captures all, has the mean of n - 1 of the former and one of the latter.
+
+"By hand" bounds the first of them: bare module hooks that know each layer, keep its input and the gradient of its
+output, and take the dots after the backward, or in it; a dot is that of this gradient with the layer of the direction
+in place of its weights. There is no Trainer, no ledger, and no index of a sample in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 import platform
@@ -20,14 +25,18 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_persample import InRunInfluence
+from lightning_persample.gradients.norms import outer_dot
 from tests.benchmarks.timed_fits import middle, prepared_fit
 from tests.benchmarks.timed_models import MODELS, Built
 
@@ -71,6 +80,69 @@ def compare(build: Callable[[], Built], pairs: int) -> dict[str, Any]:
     return found
 
 
+def dot_by_hand(direction: nn.Module, x: Tensor, grad: Tensor) -> Tensor:
+    """The dot (B,) of each sample's gradient of a layer with the weights of another one like it."""
+    if isinstance(direction, nn.Linear):
+        left, right = (each.reshape(len(grad), -1, each.size(-1)) for each in (grad, x))
+        dot = outer_dot(left, right, direction.weight)
+        return dot if direction.bias is None else dot + left.sum(1) @ direction.bias
+    return (direction(x) * grad).reshape(len(grad), -1).sum(1)  # (all layers here are linear in their weights)
+
+
+def like(layer: nn.Module) -> nn.Module:
+    """A layer that has the gradients of another one for weights."""
+    direction = copy.deepcopy(layer)
+    for weight, source in zip(direction.parameters(), layer.parameters(), strict=True):
+        assert source.grad is not None
+        weight.data.copy_(source.grad)
+    return direction
+
+
+def by_hand(build: Callable[[], Built], pairs: int, at_once: bool) -> dict[str, float]:
+    """The ratios of processor time of steps with dots by hand and plain ones, in turn."""
+    module, x = build()
+    y = torch.randint(0, 10, (len(x),))
+    F.cross_entropy(module(x), y).backward()
+    directions = {
+        layer: like(layer) for layer in module.modules() if any(True for _ in layer.parameters(recurse=False))
+    }
+    kept: list[tuple[nn.Module, Tensor, Tensor]] = []
+    dots: list[Tensor] = []
+
+    def take(layer: nn.Module, inputs: Tensor, grad: Tensor) -> None:
+        if len(grad) == len(x):  # (not of positions that all samples share)
+            with torch.no_grad():
+                dots.append(dot_by_hand(directions[layer], inputs, grad))
+
+    def receive(layer: nn.Module, inputs: Tensor, grad: Tensor) -> None:
+        if at_once:
+            take(layer, inputs, grad)
+        else:
+            kept.append((layer, inputs, grad))
+
+    def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        output.register_hook(partial(receive, layer, args[0].detach()))
+
+    def step(watched: bool) -> float:
+        module.zero_grad()
+        hooks = [layer.register_forward_hook(hook) for layer in directions] if watched else []
+        start = time.process_time()
+        F.cross_entropy(module(x), y).backward()
+        for each in kept:
+            take(*each)
+        if watched:
+            torch.stack(dots).sum(0)
+        kept.clear()
+        dots.clear()
+        taken = time.process_time() - start
+        for handle in hooks:
+            handle.remove()
+        return taken
+
+    ratios = [(step(False), step(True)) for _ in range(_WARM + pairs)]
+    return middle([watched / plain for plain, watched in ratios[_WARM:]])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["resnet18", "gpt"])
@@ -91,6 +163,10 @@ def main() -> None:
         for kind, one in results[model].items():
             cells = ["{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**one[name]) for name in list(one)[:2]]
             print(f"| {title} | {kind} | {one['plain_ms']:.1f} ms | {' | '.join(cells)} |", flush=True)
+        for when in ("after the backward", "in the backward"):
+            one = results[model][f"by hand, {when}"] = by_hand(build, options.pairs, when == "in the backward")
+            cell = "{ratio:.2f}x ({low:.2f} to {high:.2f})".format(**one)
+            print(f"| {title} | computed, by hand, {when} | | {cell} | |", flush=True)
     if options.json:
         options.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2))
 
