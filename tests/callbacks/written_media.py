@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,21 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], Path]:
-    """The rows of an offline run of W&B, and the folder of its media.
+    """The rows of an offline run of W&B that has ended, and the folder of its media.
 
-    wandb has had no reader in Python since its writer is a program of its own.
+    wandb has had no reader in Python since its writer is a program of its own, which may be late with the last records.
     """
     from wandb.proto import wandb_internal_pb2
 
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    rows = []
-    for data in _records(file.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items})
+    found, deadline = [], time.monotonic() + 30
+    while not any(record.WhichOneof("record_type") == "exit" for record in found) and time.monotonic() < deadline:
+        found = [wandb_internal_pb2.Record.FromString(data) for data in _records(file.read_bytes())]
+    rows = [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in found
+        if record.WhichOneof("record_type") == "history"
+    ]
     return rows, file.parent / "files"
 
 
