@@ -315,12 +315,14 @@ def made_for_one_call(weights: Sequence[Weight]) -> Made | None:
         return None
     places, kinds = {weight: place for place, weight in enumerate(found)}, list[Hashable]()
     for weight in found:
-        if weight.derivation is not None:
-            derivation = weight.derivation
-            kind = _kind(derivation) if derivation.layout is None else (derivation.layout, derivation.output)
-            if kind is None:
-                return None
-            kinds.append((kind, *[places[parent] for parent in derivation.parents.values()]))
+        derivation = weight.derivation
+        if derivation is None:
+            kinds.append(None)  # so that each place says what stands there
+            continue
+        kind = _kind(derivation) if derivation.layout is None else (derivation.layout, derivation.output)
+        if kind is None:
+            return None
+        kinds.append((kind, *[places[parent] for parent in derivation.parents.values()]))
     return Made(found, tuple(kinds), _pulled_through)
 
 

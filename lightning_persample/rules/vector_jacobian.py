@@ -80,7 +80,7 @@ def pull_each(pull: Pull, cotangents: Tensor, kind: Hashable | None) -> tuple[Te
         raise
     except (RuntimeError, NotImplementedError):  # no batching rule for the backward of this op
         batches = False
-    if kind is not None and len(BATCHES) < _MOST:
+    if kind is not None and batches is not None and len(BATCHES) < _MOST:
         BATCHES[kind] = batches
     return found if batches else _one_after_another(pull, cotangents)
 
@@ -89,12 +89,15 @@ def _one_after_another(pull: Pull, cotangents: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.stack(column) for column in zip(*(pull([each]) for each in cotangents), strict=True))
 
 
-def _gives_the_same(pull: Pull, like: Tensor) -> bool:
+def _gives_the_same(pull: Pull, like: Tensor) -> bool | None:
+    """Whether both ways agree; None where they do as zeros or nan do, which says nothing of other values."""
     count = like[0].numel()
     probes = torch.arange(2 * count, device=like.device).float().cos().to(like.dtype).view(2, *like.shape[1:])
     bound = torch.finfo(like.dtype).eps ** 0.5
-    pairs = zip(vmap(pull)([probes]), _one_after_another(pull, probes), strict=True)
-    return all(agree(batch, alone, bound) for batch, alone in pairs)
+    pairs = [*zip(vmap(pull)([probes]), _one_after_another(pull, probes), strict=True)]
+    if not all(agree(batch, alone, bound) for batch, alone in pairs):
+        return False
+    return True if all(bool(alone.isfinite().all()) and not torch.equal(*alone) for _, alone in pairs) else None
 
 
 def agree(found: Tensor, expected: Tensor, bound: float) -> bool:

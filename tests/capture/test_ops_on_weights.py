@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -246,6 +247,25 @@ def test_distances_of_weights(name):
     torch.testing.assert_close(module.z.grad_sample, expected["z"])
 
 
+@pytest.mark.parametrize("start", [0.0, math.nan])
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_of_weights_that_were_equal_or_nan_at_first(name, start):
+    """Where the derivative is zero or nan, computing it in batches goes wrong unseen, and says nothing of later."""
+    pull_back.BATCHES.clear()
+    module, loss_fn = distances(name)
+    first = module.z.detach().clone()
+    with torch.no_grad():
+        module.z.fill_(start)
+    for _ in range(2):
+        record_of(module, loss_fn, torch.randn(6, 4))
+        module.zero_grad()
+    with torch.no_grad():
+        module.z.copy_(first)
+    for _ in range(4):
+        x = torch.randn(6, 4)
+        assert_values(record_of(module, loss_fn, x), loop(module, loss_fn, (x,)))
+
+
 @pytest.mark.parametrize("name", DISTANCES)
 def test_the_second_engine_refuses_what_torch_computes_wrongly_in_batches(name):
     module, loss_fn = distances(name)
@@ -357,6 +377,28 @@ def test_norms_of_what_one_call_uses_are_replayed_in_its_hook(name: str, monkeyp
     with torch.no_grad():
         module.w.mul_(-2.0)
     assert_norms(module, torch.randn(5, 6))
+
+
+JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": torch.mul,
+    "add": torch.add,
+    "matmul": torch.matmul,
+    "cat": lambda u, v: torch.cat([u, v]),
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_norms_are_replayed_for_weights_that_are_made_alike_alone(name: str) -> None:
+    """Of two weights one is squared once and the other twice, by calls of the same ops; then it is the other way."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        u, v = m.p * m.p, m.q * m.q
+        return F.linear(x, JOINS[name](u, v * v) if m.turned else JOINS[name](u * u, v))
+
+    module: Any = Model(forward, p=parameter(6, 6), q=parameter(6, 6))
+    for step in range(9):
+        module.turned = step % 8 > 3
+        assert_norms(module, torch.randn(5, 6))
 
 
 def test_norms_of_what_several_calls_use() -> None:
