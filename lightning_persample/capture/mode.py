@@ -252,7 +252,11 @@ class Capture:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        guard(run_all, self._fail)(partial(self._mode.stop, self), self.close)
+        try:
+            guard(run_all, self._fail)(partial(self._mode.stop, self), self.close)
+        except BaseException:  # an interrupt may have come before the first line of any of these
+            self._mode.stop(self)
+            raise
         if exception[0] is None and self._why_at_fault() and not self._has_said_fault:
             guard(self._say_fault, self._fail)()
 

@@ -56,7 +56,11 @@ class ObservingMode(TorchFunctionMode):
             push_function_mode(self)
             yield
         finally:
-            self.leave_stack()
+            try:
+                self.leave_stack()
+            except BaseException:
+                self.leave_stack()
+                raise
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -66,7 +70,11 @@ class ObservingMode(TorchFunctionMode):
             self.start(who)
             yield
         finally:
-            self.stop(who)
+            try:
+                self._leave(who)
+            except BaseException:  # an interrupt may have kept it from all of it, or from its first line
+                self._leave(who)
+                raise
 
     def start(self, who: object) -> None:
         """Enter the context of `observing`."""

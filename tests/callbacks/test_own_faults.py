@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter
+from lightning_persample import PerSampleGradientMonitor, PerSampleGradientWriter, expanded_weights
 from lightning_persample.callbacks import (
     base,
     lightning_internals,
@@ -34,6 +34,7 @@ from lightning_persample.callbacks import (
     worst,
 )
 from lightning_persample.capture import annotations, dispatch, mode, observing, plan, record
+from lightning_persample.capture.failure import run_all
 from lightning_persample.capture.record import PerSampleRecord
 from lightning_persample.errors import PerSampleWarning
 from lightning_persample.influence import dataset
@@ -287,6 +288,37 @@ INTERRUPTED: list[tuple[Callable[..., Any], int]] = [
 )
 def test_an_interrupt_leaves_nothing(function: Callable[..., Any], call: int, tmp_path: Any) -> None:
     assert interrupted_fit(Classifier, function.__code__, call, tmp_path)
+
+
+def active() -> Any:
+    return observing.ObservingMode(lambda function, args, kwargs: function(*args, **kwargs)).active()
+
+
+def observed() -> Any:
+    return observing.ObservingMode(lambda function, args, kwargs: function(*args, **kwargs)).observing()
+
+
+def captured() -> Any:
+    return expanded_weights(torch.nn.Linear(3, 2), (torch.ones(4, 3),))
+
+
+@pytest.mark.parametrize(
+    ("context", "function"),
+    [
+        (active, observing.ObservingMode.leave_stack),
+        (observed, observing.ObservingMode._leave),
+        (observed, observing.ObservingMode.leave_stack),
+        (captured, run_all),
+        (captured, observing.ObservingMode.stop),
+        (captured, observing.ObservingMode._leave),
+    ],
+    ids=lambda each: each.__name__,
+)
+def test_an_interrupt_on_the_way_out_leaves_no_mode(context: Callable[[], Any], function: Callable[..., Any]) -> None:
+    before = of_process()
+    with pytest.raises(KeyboardInterrupt), interrupted(function.__code__, 1), context():
+        pass
+    assert of_process() == before
 
 
 @pytest.mark.slow
