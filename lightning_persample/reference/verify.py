@@ -544,8 +544,8 @@ def _are_those_alone(samples: Tensor, grad_samples: Mapping[str, Tensor], loop: 
     """Whether the samples that the loss of a batch takes are those that have a gradient alone (not 0, nor 0/0)."""
 
     def reached(gradients: Mapping[str, Tensor]) -> Tensor:
-        rows = [gradients[name].flatten(1).nan_to_num().any(1) for name in loop.keys() & grad_samples.keys()]
-        return torch.stack(rows).any(0).nonzero()[:, 0]
+        rows = [gradients[name].flatten(1) for name in loop.keys() & grad_samples.keys()]
+        return torch.stack([(each.ne(0) & ~each.isnan()).any(1) for each in rows]).any(0).nonzero()[:, 0]
 
     if not loop.keys() & grad_samples.keys():
         return False
