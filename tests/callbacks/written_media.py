@@ -22,6 +22,7 @@ def read_wandb(folder: Path) -> tuple[list[dict[str, Any]], Path]:
     found, deadline = [], time.monotonic() + 30
     while not any(record.WhichOneof("record_type") == "exit" for record in found) and time.monotonic() < deadline:
         found = [wandb_internal_pb2.Record.FromString(data) for data in _records(file.read_bytes())]
+        time.sleep(0.01)
     rows = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         for record in found
