@@ -297,6 +297,13 @@ class Lost(EntryOwners, SampleSum):
         return (self.reduced and not self.adrift) or self.crossed or bool(self.samples)
 
     @property
+    def is_plain_sum(self) -> bool:
+        """Whether it is a sum over the samples, or a part of one, and nothing further is known of it."""
+        known = (self.entries, self.filled, self.totals, self.shares, self.weights, self.computed)
+        said = self.noted or self.samples or self.joins or self.terms or self.apart or self.listed or self.adrift
+        return self.reduced and bool(self.parts) and not (said or self.unplaced or any(x is not None for x in known))
+
+    @property
     def alone(self) -> int | None:
         """The one sample that the tensor belongs to, or None."""
         return next(iter(self.samples)) if len(self.samples) == 1 else None

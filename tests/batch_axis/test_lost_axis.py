@@ -30,6 +30,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "square-of-a-partial-mean": lambda z: z.view(-1, 2).mean(1).square().sum(),
     "beyond-a-bound": lambda z: z.square().mean().clamp(max=1e-6),
     "square-of-a-mean": lambda z: z.mean().pow(2),
+    "square-of-a-copied-mean": lambda z: z.mean().clone().squeeze().pow(2),
     "root-of-a-mean": lambda z: z.square().view(-1, 2, 1).mean().sqrt(),
     "repeated-and-cut-apart": lambda z: z.repeat(2, 1).view(len(z), 2).std(1).mean(),
     "graph": lambda z: torch.sparse.mm(NEIGHBOURS[: len(z), : len(z)].to_sparse(), z).pow(2).mean(),
@@ -98,6 +99,7 @@ PLAIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "terms": lambda z, x: z.square().mean() + 0.5 * z.flatten().abs().mean() - z.mean() / 3 + 1.0,
     "scaled-sum-of-rows": lambda z, x: (z.square().mean(0) @ torch.ones(1)).reshape(1, 1).sum() * 2,
     "in-place": lambda z, x: added_in_place(z),
+    "copied": lambda z, x: z.square().mean().clone().squeeze() + z.mean().clone().detach().squeeze() * 0,
 }
 
 
