@@ -86,6 +86,14 @@ class WatchedNodes:
 
     def watch_inside(self, outputs: Sequence[Tensor], stop: set[Node]) -> None:
         """Gradients may enter a call through its outputs only, not through the nodes between them and the weights."""
+        node = outputs[0].grad_fn if len(outputs) == 1 else None
+        if node is not None:
+            for below, _ in node.next_functions:
+                if below is not None and below not in stop and type(below) is not AccumulateGrad:
+                    break
+            else:  # as nearly always: there are none
+                self._seen.add(node)
+                return
         self._watch_between([output.grad_fn for output in outputs], boundary(outputs), stop)
 
     def _watch_between(self, tops: Iterable[Node | None], entrances: set[Node], stop: set[Node]) -> Edges:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -25,9 +24,7 @@ from lightning_persample.batch_axis.observed import (
     ObservedCall,
     Operand,
     describe,
-    flattened,
     has_history,
-    name_of,
     operands_of,
     tensors_in,
     user_line,
@@ -62,6 +59,7 @@ from lightning_persample.capture.plan import (
     PLANS,
     Plan,
     attach,
+    keep_plan,
     note_term,
     read_call,
     read_targets,
@@ -81,7 +79,17 @@ from lightning_persample.capture.transforms import (
     innermost_axis,
     inside,
 )
-from lightning_persample.capture.weight import Derivation, Weight, base_of, in_one_row, part_of, places_in, with_part
+from lightning_persample.capture.weight import (
+    Derivation,
+    Recipe,
+    Weight,
+    base_of,
+    in_one_row,
+    part_of,
+    places_in,
+    recipe_of,
+    with_part,
+)
 from lightning_persample.rules import rule_of
 from lightning_persample.torch_internals import (
     innermost_transform,
@@ -100,6 +108,7 @@ _TENSORS = {Tensor, nn.Parameter}
 _INDEXES, _SHAPES = having("indexes"), having("shapes")  # ops that read a number as `int` gives it
 _OF_TANGENTS = {"_make_dual", "_unpack_dual"}  # what torch.func.jvp calls: each result is laid out as what it is given
 _NOT_RUN, _RUNNING = object(), object()  # in place of the result of a call
+_NOT_READ = object()  # in place of the mark of a tensor of which only the layout counts
 
 
 class Dispatcher(Collector):
@@ -423,6 +432,11 @@ class Dispatcher(Collector):
                 if fused is None:
                     result = _RUNNING
                 result = function(*args, **kwargs) if fused is None else fused.run()
+                if plan.recipe is not None:
+                    outputs = (result,) if type(result) is Tensor else (*tensors_in(result),)
+                    self.nodes.watch_inside(outputs, boundary(tensors))
+                    self._derive(plan.recipe, tensors, marks, outputs)
+                    return result
                 self._inner = plan, id(result)
                 replay(plan, result, tensors, marks, fused, self)
                 if plan.name and self.corrections is not None:
@@ -461,18 +475,19 @@ class Dispatcher(Collector):
             if inplace or "out" in kwargs:
                 self._note_write(kind.op, function, args, kwargs)
             outputs = (result,) if type(result) is Tensor else (*tensors_in(args[0] if result is None else result),)
+            if derives and any(map(_requires_grad, outputs)):
+                recipe, leaves = recipe_of(op, function, (args, kwargs), is_kept=layout is not None and not draws)
+                if layout is not None and recipe.is_kept:
+                    keep_plan(layout, Plan(rule, (), None, recipe=recipe))
+                self.nodes.watch_inside(outputs, stop)
+                of_leaves = _marks_of(leaves, tensors, {id(tensor): mark for tensor, mark in marked})
+                self._derive(recipe, leaves, of_leaves, outputs, random_state)
+                return result
             if is_plain_call:  # `contiguous`, `to` and the like may return what they were given
                 given = {*map(id, tensors)}
                 if not given.isdisjoint(map(id, outputs)):
                     outputs = tuple(output for output in outputs if id(output) not in given)
             if not outputs:
-                return result
-            if derives and any(map(_requires_grad, outputs)):
-                involved = {id(tensor): weight for tensor, weight in weights}
-                self.nodes.watch_inside(outputs, stop)
-                self._derive(
-                    op, function, (args, kwargs), tensors, outputs, involved, random_state=random_state, layout=layout
-                )
                 return result
             if op == "index_select" and BatchAxis not in kinds and _is_of_copies(args, kwargs, marked, outputs[0]):
                 op, function, saved, kwargs = "clone", torch.clone, (tensors[0],), {}
@@ -617,10 +632,9 @@ class Dispatcher(Collector):
         if call.located or call.lost:
             self._with_batch(call, involved)
         elif involved:
-            tensors, given = [operand.tensor for operand in call.operands], (call.args, dict(call.kwargs))
-            self._derive(
-                call.op, call.function, given, tensors, call.outputs, involved, call.inplace, call.random_state
-            )  # fmt: skip
+            recipe, leaves = recipe_of(call.op, call.function, (call.args, dict(call.kwargs)), call.inplace)
+            tensors = [operand.tensor for operand in call.operands]
+            self._derive(recipe, leaves, _marks_of(leaves, tensors, involved), call.outputs, call.random_state)
         elif not (written and isinstance(known[0], Weight)):
             self.marks.note_constant(call.op, [operand.tensor for operand in call.operands], call.outputs)
         for output, mark in zip(written, known, strict=True):
@@ -648,45 +662,36 @@ class Dispatcher(Collector):
 
     def _derive(
         self,
-        op: object,
-        function: Callable[..., Any],
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        tensors: Sequence[Tensor],
+        recipe: Recipe,
+        leaves: Sequence[Tensor],
+        marks: Sequence[Mark | None],
         outputs: Sequence[Tensor],
-        involved: Mapping[int, Weight],
-        inplace: bool = False,
         random_state: Tensor | None = None,
-        layout: Hashable | None = None,
     ) -> None:
-        """Note how the outputs were computed from weights alone."""
-        leaves: list[Any] = []
-        spec, layout = _kept_once(flattened(arguments, leaves)), _kept_once(layout)
-        operands, data, names, outside = [], set(), frozenset[str](), op in DATA_SOURCES
-        for tensor in tensors:
-            weight = involved.get(id(tensor))
-            outside = outside or (not self.marks.is_known(tensor) if weight is None else weight.outside)
-            names = names if weight is None else (names | weight.names if names else weight.names)
-            operands.append(tensor if weight is None or weight.hidden else weight.tensor)  # (where it is one row)
-            data.add(id(tensor))
+        """Note how those of the outputs that are no argument were computed from weights alone."""
+        values: list[Any] = [*recipe.leaves]
+        versions: list[int | None] = [None] * len(values)
+        operands, names, outside = [], frozenset[str](), recipe.op in DATA_SOURCES
         parents: dict[int, Weight] = {}
-        versions: list[int | None] = []
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                if id(leaf) in involved:
-                    parents[place] = involved[id(leaf)]
-                leaves[place] = self.keep(leaf) if id(leaf) in data else without_data(leaf)
-            versions.append(version_of(leaves[place]) if isinstance(leaf, Tensor) else None)
-        detached, text = tuple(leaves), describe(name_of(op, function), tensors)
-        if inplace and 0 in parents and _can_be_made_again(parents[0]):
+        for place, leaf, mark in zip(recipe.places, leaves, marks, strict=True):
+            values[place] = without_data(leaf) if mark is _NOT_READ else self.keep(leaf)
+            versions[place] = version_of(values[place])
+            if type(mark) is Weight:
+                parents[place] = mark
+                names, outside = (names | mark.names if names else mark.names), outside or mark.outside
+                operands.append(leaf if mark.hidden else mark.tensor)  # (where it is one row)
+            elif mark is not _NOT_READ:
+                outside = outside or not self.marks.is_known(leaf)
+                operands.append(leaf)
+        text = describe(recipe.name, operands)
+        if recipe.inplace and 0 in parents and _can_be_made_again(parents[0]):
             versions[0] = None
         for position, output in enumerate(outputs):
-            if not output.requires_grad:
+            if not output.requires_grad or (not recipe.inplace and any(output is leaf for leaf in leaves)):
                 continue
-            value = self.keep(in_one_row(output, None if inplace else op, operands))
-            derivation = Derivation(
-                op, function, detached, spec, parents, position, value, inplace, text,
-                random_state, tuple(versions), version_of(value), layout,
-            )  # fmt: skip
+            value = self.keep(in_one_row(output, None if recipe.inplace else recipe.op, operands))
+            made = version_of(value)
+            derivation = Derivation(recipe, values, parents, position, value, made, text, versions, random_state)
             weight = Weight(names, value, derivation, outside=outside, version=version_of(output))
             for parent in parents.values():
                 parent.children += 1
@@ -763,7 +768,8 @@ class Dispatcher(Collector):
     ) -> None:
         """Note that a tensor is a function of weights; the last argument says where entries lie."""
         self.marks[args[-1]] = KNOWN
-        self._derive(op, function, (args, {}), args, (output,), involved, inplace=op == "as_strided_scatter")
+        recipe, leaves = recipe_of(op, function, (args, {}), inplace=op == "as_strided_scatter")
+        self._derive(recipe, leaves, _marks_of(leaves, args, involved), (output,))
 
     def _with_batch(self, call: ObservedCall, involved: Mapping[int, Weight]) -> None:
         self._note_function([tensor for tensor, _ in call.lost])
@@ -868,10 +874,10 @@ class Dispatcher(Collector):
         self._inner = None
 
 
-@functools.lru_cache(8192)
-def _kept_once(value: Hashable) -> Any:
-    """The first of equal values: what lives through a step is gone through by the garbage collector."""
-    return value
+def _marks_of(leaves: Iterable[Tensor], data: Iterable[Tensor], marks: Mapping[int, Mark | None]) -> list[Any]:
+    """Those of tensors, by id; of some only the layout counts, which are no `data`."""
+    read = {*map(id, data)}
+    return [marks.get(id(leaf)) if id(leaf) in read else _NOT_READ for leaf in leaves]
 
 
 def _handed_on(weight: Weight, tensor: Tensor) -> str:

@@ -54,7 +54,7 @@ from lightning_persample.capture.graph import (
     on_arrival,
     on_gradient,
 )
-from lightning_persample.capture.weight import Computation, Contributions, Made, Weight
+from lightning_persample.capture.weight import Computation, Contributions, Made, Recipe, Weight
 from lightning_persample.errors import UnsupportedError
 from lightning_persample.gradients import kernel_options, sq_norms, sq_norms_and_sum
 from lightning_persample.gradients.host import ASYNCHRONOUS, on_its_way
@@ -124,6 +124,7 @@ class Plan:
         loss: the op, where it is a loss; None for any other call.
         place: the line of the user's on which that stands.
         name: of the op, where the values of its targets say how the samples weigh; "" for any other call.
+        recipe: of a call with weights alone.
     """
 
     rule: Rule | None
@@ -133,6 +134,7 @@ class Plan:
     loss: object | None = None
     place: tuple[str, int] | None = None
     name: str = ""
+    recipe: Recipe | None = None
 
     def holds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether what was decided of a loss is so of this one, too."""
@@ -195,7 +197,7 @@ def read_call(
                 may_be_index = type(mark) is not BatchAxis and dtype is not torch.bool and not dtype.is_complex
                 is_key = is_key and not may_be_index and value.numel() > 1
         elif kind in _COMPARED:
-            key.append(value)
+            key.append(value or repr(value))  # (-0.0 is another number than 0.0)
         elif isinstance(value, (tuple, list)):
             key.append(len(value))
             values[place:place] = value
@@ -263,7 +265,7 @@ def remember(call: ObservedCall, followed: Followed, use: Use | None) -> None:
         slots = replace(slots, written=tuple(n for n, tensor in enumerate(tensors) if id(tensor) in call.written))
     mixes = use is not None and use.mixing is not None and call.batch_size > 1
     name = call.name if is_loss and depends_on_targets(call) else ""
-    _keep(call.layout, Plan(rule, axes, slots, mixes, *((call.op, user_place(), name) if is_loss else ())))
+    keep_plan(call.layout, Plan(rule, axes, slots, mixes, *((call.op, user_place(), name) if is_loss else ())))
 
 
 def _are_of_no_sample(call: ObservedCall) -> bool:
@@ -286,10 +288,11 @@ def remember_as(
         if slots is None:
             return
         plan = replace(plan, slots=slots)
-    _keep(layout, plan)
+    keep_plan(layout, plan)
 
 
-def _keep(layout: Hashable, plan: Plan) -> None:
+def keep_plan(layout: Hashable, plan: Plan) -> None:
+    """Keep what was decided of a call."""
     if len(PLANS) >= _MOST:
         PLANS.clear()
     PLANS[layout] = plan

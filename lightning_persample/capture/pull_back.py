@@ -16,8 +16,6 @@ from lightning_persample.batch_axis.observed import (
     Description,
     ObservedCall,
     Operand,
-    rebuilt,
-    tensors_in,
     version_of,
 )
 from lightning_persample.batch_axis.ops import POINTWISE, having
@@ -58,8 +56,8 @@ def looked_up(derivation: Derivation, gradient: SampleGradient) -> SampleGradien
     """What the gradient of rows that were looked up in a table contributes to the table, by the rule for look-ups."""
     if not isinstance(gradient, (Block, Dense)):
         return None
-    rule, (args, kwargs) = find_rule(derivation.function), rebuilt(derivation.leaves, derivation.spec)
-    named = rule.bind(args, kwargs) if rule is not None else None
+    rule = find_rule(derivation.recipe.function)
+    named = rule.bind(*derivation.arguments()) if rule is not None else None
     if rule is None or named is None or named.get("scale_grad_by_freq"):
         return None
     table, index = named["weight"], named["indices"]
@@ -81,7 +79,7 @@ def looked_up(derivation: Derivation, gradient: SampleGradient) -> SampleGradien
 
 def copied(derivation: Derivation, gradient: Block) -> list[tuple[Weight, SampleGradient]] | None:
     """What a block contributes to the parents of a derived weight, each entry of which is an entry of one of them."""
-    if derivation.op not in _COPIES or derivation.inplace or derivation.random_state is not None:
+    if derivation.op not in _COPIES or derivation.recipe.inplace or derivation.random_state is not None:
         return None
     places: dict[Weight, set[int]] = {}
     for place, parent in derivation.parents.items():
@@ -97,18 +95,13 @@ def copied(derivation: Derivation, gradient: Block) -> list[tuple[Weight, Sample
             else leaf
             for place, leaf in enumerate(derivation.leaves)
         ]  # fmt: skip
-        origin = attempt(_replayed, lambda error: None, derivation, leaves)
+        origin = attempt(derivation.called, lambda error: None, leaves)
         if origin is None or origin.shape != gradient.shape:
             return None
         sizes = gradient.outer_size, gradient.total, gradient.inner_size
         rows = torch.unflatten(origin, gradient.dim, sizes).movedim(gradient.dim + 1, 0)
         found.append((parent, _brought_back(rows, parent.shape, gradient)))
     return found
-
-
-def _replayed(derivation: Derivation, leaves: list[Any]) -> Tensor:
-    args, kwargs = rebuilt(leaves, derivation.spec)
-    return list(tensors_in(derivation.function(*args, **kwargs)))[derivation.output]
 
 
 def _brought_back(rows: Tensor, shape: torch.Size, gradient: Block) -> SampleGradient:
@@ -175,7 +168,7 @@ def _axis_of(origin: Tensor, shape: torch.Size, gradient: Block) -> BatchAxis | 
 
 def row_by_row(derivation: Derivation, gradient: Block) -> list[tuple[Weight, SampleGradient]] | None:
     """What a block contributes to the parents of a derived weight, if its computation keeps the rows apart."""
-    if derivation.inplace or derivation.random_state is not None:
+    if derivation.recipe.inplace or derivation.random_state is not None:
         return None
     ordered = gradient.position is in_order(gradient.batch_size, gradient.device)
     owner = None if ordered else Owner(gradient.position.argsort())  # the sample of each row
@@ -206,7 +199,7 @@ def _readings(
     derivation: Derivation, leaves: list[Any], axis: BatchAxis, gradient: Block
 ) -> Iterator[tuple[ObservedCall, Followed]]:
     """The derivation as a call on a batch: one operand lies along the batch, and the result where the block says."""
-    args, kwargs = rebuilt(leaves, derivation.spec)
+    args, kwargs = derivation.arguments(leaves)
     tensors = data_of(derivation.op, args, kwargs)
     result = derivation.value.detach().requires_grad_()
     size = gradient.shape[gradient.dim]
@@ -216,8 +209,8 @@ def _readings(
                 continue
             operands = tuple(Operand(other, axis.moved(dim) if other is tensor else None) for other in tensors)
             call = ObservedCall(
-                derivation.op, derivation.function, args, kwargs, operands, (result,), gradient.batch_size, False,
-                frozenset(),
+                derivation.op, derivation.recipe.function, args, kwargs, operands, (result,), gradient.batch_size,
+                False, frozenset(),
             )  # fmt: skip
             followed = follow(call)
             (place,) = followed.outputs or (None,)
@@ -319,7 +312,7 @@ def made_for_one_call(weights: Sequence[Weight]) -> Made | None:
         if derivation is None:
             kinds.append(None)  # so that each place says what stands there
             continue
-        kind = _kind(derivation) if derivation.layout is None else (derivation.layout, derivation.output)
+        kind = (derivation.recipe, derivation.output) if derivation.recipe.is_kept else _kind(derivation)
         if kind is None:
             return None
         kinds.append((kind, *[places[parent] for parent in derivation.parents.values()]))
@@ -371,14 +364,13 @@ def _pull_back_one(derivation: Derivation, gradient: SampleGradient) -> Contribu
     pulled, one = None if block else _by_programs(derivation, gradient), None
     if pulled is None:
         devices = [derivation.value.device] if derivation.value.device.type == "cuda" else []
-        with generators_kept(devices, derivation.function) as drawn:
+        with generators_kept(devices, derivation.recipe.function) as drawn:
             derivation = _as_read(derivation)
             one = _of_one_row(derivation, block) if block is not None else None
             rows = row_by_row(derivation, block) if block is not None and one is None else None
             derivation = one or derivation
             if rows is not None:
-                inputs = [derivation.leaves[place] for place in derivation.parents]
-                _check_repeats(derivation, derivation.compute(*inputs))
+                _check_repeats(derivation, derivation.compute(*derivation.inputs))
                 return rows
             cotangents = gradient if block is None or one is None else Dense(block.grad)
             pulled = _joined([_pull(derivation, part, drawn) for part in _parts(derivation, cotangents)])
@@ -403,7 +395,7 @@ def _joined(parts: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
 
 def _pull(derivation: Derivation, cotangents: Tensor, drawn: Callable[[], bool]) -> Sequence[Tensor]:
     """The gradients of the parents, (b, *shape) each; from the third time on they are those of a program."""
-    inputs, kind = [derivation.leaves[place] for place in derivation.parents], _kind(derivation)
+    inputs, kind = derivation.inputs, _kind(derivation)
 
     def compute() -> list[Tensor]:
         (value,), pull = vector_jacobian(lambda *inputs: [derivation.compute(*inputs)], inputs)
@@ -417,7 +409,8 @@ def _pull(derivation: Derivation, cotangents: Tensor, drawn: Callable[[], bool])
     if may_note or (kind is not None and kind not in BATCHES):  # the next time it may be a program
         not_now()
     if may_note:
-        (value, *pulled), program = record_kernels(compute, [*tensors_in(derivation.leaves), cotangents])
+        leaves = [derivation.leaves[place] for place in derivation.recipe.places]
+        (value, *pulled), program = record_kernels(compute, [derivation.value, *leaves, cotangents])
         _check_repeats(derivation, value)
         if len(_PROGRAMS) >= _MOST:
             _PROGRAMS.clear()
@@ -434,28 +427,26 @@ def _pull(derivation: Derivation, cotangents: Tensor, drawn: Callable[[], bool])
 
 def _may_be_noted(derivation: Derivation) -> bool:
     """Whether nothing but the arguments, none of which says where entries lie, decides what a derivation computes."""
-    is_fixed = is_of_torch(derivation.function) and derivation.op not in _DRAWS and derivation.random_state is None
-    return is_fixed and all(
-        leaf.is_floating_point() or leaf.dtype is torch.bool for leaf in tensors_in(derivation.leaves)
+    is_fixed = is_of_torch(derivation.recipe.function) and derivation.op not in _DRAWS
+    leaves = (derivation.leaves[place] for place in derivation.recipe.places)
+    return (
+        is_fixed
+        and derivation.random_state is None
+        and all(leaf.is_floating_point() or leaf.dtype is torch.bool for leaf in leaves)
     )
 
 
 def _by_programs(derivation: Derivation, gradient: SampleGradient) -> Sequence[Tensor] | None:
     """What `_pull` gives, where all of it was noted and no tensor was written to since."""
     kind, found = _kind(derivation), []
-    if not BATCHES.get(kind) or version_of(derivation.value) != derivation.made:
+    tensors = derivation.tensors() if BATCHES.get(kind) else None
+    if tensors is None:
         return None
-    leaves = []
-    for leaf, version in zip(derivation.leaves, derivation.versions, strict=True):
-        if isinstance(leaf, Tensor):
-            leaves.append(leaf)
-            if version_of(leaf) != version:
-                return None
     for cotangents in _parts(derivation, gradient):
         program = _PROGRAMS.get((kind, cotangents.shape, cotangents.stride(), cotangents.dtype))
         if not isinstance(program, Program):
             return None
-        value, *pulled = run_again(program, [*leaves, cotangents])
+        value, *pulled = run_again(program, [*tensors, cotangents])
         _check_repeats(derivation, value)
         found.append(pulled)
     return _joined(found)
@@ -463,7 +454,7 @@ def _by_programs(derivation: Derivation, gradient: SampleGradient) -> Sequence[T
 
 def _kind(derivation: Derivation) -> Hashable | None:
     """The op of a derived weight with its arguments, tensors by layout and dtype; None where one cannot be compared."""
-    kind: list[Any] = [derivation.function, derivation.spec, *derivation.parents, derivation.output]
+    kind: list[Any] = [derivation.recipe.function, derivation.recipe.spec, *derivation.parents, derivation.output]
     for leaf in derivation.leaves:
         kind.append(type(leaf))
         if isinstance(leaf, Tensor):
@@ -518,10 +509,10 @@ def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions 
     if derivation.value.dtype not in _REPEATS:
         return None
     derivation, centred = _as_read(derivation), derivation.op == "batch_norm"
-    args, kwargs = rebuilt(derivation.leaves, derivation.spec)
+    args, kwargs = derivation.arguments()
     shift: Tensor | None = None
     if centred:
-        rule = find_rule(derivation.function)
+        rule = find_rule(derivation.recipe.function)
         named = {} if rule is None else rule.bind(args, kwargs) or {}
         if not named.get("training") or len(named["input"]) != 1:
             return None
@@ -540,17 +531,19 @@ def _by_rows(derivation: Derivation, gradient: SampleGradient) -> Contributions 
     source, rows, length, lies = known.source, weight.reshape(count, -1), 1.0, 1.0
     if centred:
         rows, length = rows - rows.mean(1, keepdim=True), rows.shape[1] ** 0.5
-    factor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     if centred:
-        variance = (factor / length).square_()
+        variance = (norm / length).square_()
         added = variance + named.get("eps", _EPS)
         factor, lies = added.rsqrt(), variance.div_(added)  # (how much of the direction's square norm is left)
     else:
-        factor = factor.reciprocal_()
+        factor = norm.reciprocal()
     by = factor if scale is None else factor * scale.reshape(-1, 1)
-    value = rows * by
-    value = value if shift is None else value.add_(shift.unsqueeze(1))
-    _check_repeats(replace(derivation, value=derivation.value.view(count, -1)), value)
+    recorded = _recorded(derivation).view(count, -1)
+    centre = recorded if shift is None else recorded - shift.unsqueeze(1)
+    off = torch.linalg.vector_norm(torch.addcmul(centre, rows, by, value=-1), dim=1, keepdim=True)
+    if not at_least((norm * by.abs() * _REPEATS[recorded.dtype] - off).amin(), 0.0):  # hardly ever
+        _check_repeats(derivation, derivation.compute(*derivation.inputs))
     direction = rows.mul_(factor / length) if centred else rows * factor
     dots, squares = source._row_dots(direction), by.square()
     removed = dots.square() @ (squares * (2 - lies))
@@ -577,7 +570,7 @@ def _as_read(derivation: Derivation, *, parents_too: bool = True, for_value: boo
         if not isinstance(leaf, Tensor) or version_of(leaf) == version or not (parents_too or parent is None):
             continue
         is_hidden = parent is not None and parent.hidden and not for_value
-        if is_hidden and not derivation.inplace and _is_on_memory_of(leaf, derivation.value):
+        if is_hidden and not derivation.recipe.inplace and _is_on_memory_of(leaf, derivation.value):
             continue  # a view, whose derivative reads no value
         if parent is None or parent.derivation is None or parent.hidden:
             raise OverwrittenError(
@@ -588,8 +581,8 @@ def _as_read(derivation: Derivation, *, parents_too: bool = True, for_value: boo
             )
         made = _as_read(parent.derivation, for_value=True)
         devices = [leaf.device] if leaf.is_cuda else []
-        with generators_kept(devices, made.function):
-            leaves[place] = made.compute(*(made.leaves[position] for position in made.parents))
+        with generators_kept(devices, made.recipe.function):
+            leaves[place] = made.compute(*made.inputs)
     return replace(derivation, leaves=tuple(leaves))
 
 
@@ -601,7 +594,7 @@ def _is_on_memory_of(tensor: Tensor, other: Tensor) -> bool:
 def _of_one_row(derivation: Derivation, gradient: Block) -> Derivation | None:
     """A pointwise computation of rows that are all equal, one for each sample, for one of the rows."""
     value, leaves, dim = derivation.value, list(derivation.leaves), gradient.dim
-    has_rows = gradient.total == value.size(dim) and not derivation.inplace
+    has_rows = gradient.total == value.size(dim) and not derivation.recipe.inplace
     if derivation.op not in POINTWISE or not has_rows or version_of(value) != derivation.made:
         return None
     for place, leaf in enumerate(leaves):
@@ -619,10 +612,15 @@ def _is_of_one_row(tensor: Tensor, dim: int) -> bool:
     return tensor.stride(dim) == 0 or has_equal_rows(tensor, dim)
 
 
+def _recorded(derivation: Derivation) -> Tensor:
+    """A derived weight as it was made; where it was overwritten, what is random differs between two repetitions."""
+    if version_of(derivation.value) == derivation.made:
+        return derivation.value
+    return derivation.compute(*derivation.inputs)
+
+
 def _check_repeats(derivation: Derivation, value: Tensor) -> None:
-    recorded = derivation.value
-    if version_of(recorded) != derivation.made:  # overwritten: what is random differs from one repetition to the next
-        recorded = derivation.compute(*(derivation.leaves[place] for place in derivation.parents))
+    recorded = _recorded(derivation)
     if value.shape == recorded.shape:
         if not recorded.numel() or not recorded.is_floating_point():
             return

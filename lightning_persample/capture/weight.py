@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_persample.batch_axis.observed import Description, rebuilt, tensors_in, version_of
+from lightning_persample.batch_axis.observed import Description, flattened, name_of, rebuilt, tensors_in, version_of
 from lightning_persample.batch_axis.ops import POINTWISE
 from lightning_persample.gradients import Block, Dense, SampleGradient, Sum, add_up
 from lightning_persample.torch_internals import view_base
@@ -23,38 +23,100 @@ Computation: TypeAlias = Callable[[Sequence["Tensor | None"]], Contributions]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Derivation:
-    """How a derived weight was computed.
+class Recipe:
+    """What calls that are laid out alike have in common, by which weights are derived.
 
     Attributes:
         op: canonical op.
         function: what was called.
-        leaves: flattened arguments, detached.
+        leaves: flattened arguments, None in the place of tensors.
         spec: how the leaves make up (args, kwargs).
-        parents: weights among the leaves, by position.
-        output: which of the call's output tensors this is.
-        value: the derived weight itself, detached.
-        inplace: whether the call wrote into its first argument.
-        text: op, sizes and the user's line, for messages.
-        random_state: state of the generator before the call, where it drew random numbers.
-        versions: how often each leaf had been written to when the call read it; None of what was overwritten by it.
-        made: how often the derived weight had been written to when the call was done.
-        layout: tells the call from all that are laid out otherwise; None where nothing does.
+        places: of the tensors among the leaves.
+        inplace: whether the call writes into its first argument.
+        name: the op in messages.
+        is_kept: whether every call that is laid out alike has this very recipe.
     """
 
     op: object
     function: Callable[..., Any]
     leaves: tuple[Any, ...]
     spec: tuple[Any, ...]
+    places: tuple[int, ...]
+    inplace: bool
+    name: str
+    is_kept: bool
+
+
+def recipe_of(
+    op: object,
+    function: Callable[..., Any],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    inplace: bool = False,
+    *,
+    is_kept: bool = False,
+) -> tuple[Recipe, list[Tensor]]:
+    """The recipe of a call with weights, and the tensors among its arguments (args, kwargs)."""
+    leaves: list[Any] = []
+    spec = flattened(arguments, leaves)
+    places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    tensors = [leaves[place] for place in places]
+    for place in places:
+        leaves[place] = None
+    return Recipe(op, function, tuple(leaves), spec, places, inplace, name_of(op, function), is_kept), tensors
+
+
+@dataclass(eq=False, slots=True)
+class Derivation:
+    """How a derived weight was computed.
+
+    Attributes:
+        recipe: what was called.
+        leaves: flattened arguments, detached.
+        parents: weights among the leaves, by position.
+        output: which of the call's output tensors this is.
+        value: the derived weight itself, detached.
+        made: how often the derived weight had been written to when the call was done.
+        text: op, sizes and the user's line, for messages.
+        versions: how often each leaf had been written to when the call read it; None of what was overwritten by it.
+        random_state: state of the generator before the call, where it drew random numbers.
+    """
+
+    recipe: Recipe
+    leaves: Sequence[Any]
     parents: Mapping[int, Weight]
     output: int
     value: Tensor
-    inplace: bool
+    made: int
     text: Description
+    versions: Sequence[int | None]
     random_state: Tensor | None = None
-    versions: tuple[int | None, ...] = ()
-    made: int = 0
-    layout: Hashable | None = None
+
+    @property
+    def op(self) -> object:
+        """The canonical op."""
+        return self.recipe.op
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors of `parents`, in their order."""
+        return [self.leaves[place] for place in self.parents]
+
+    def arguments(self, leaves: Sequence[Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) of the call, or of one with other leaves."""
+        args, kwargs = rebuilt(self.leaves if leaves is None else leaves, self.recipe.spec)
+        return args, kwargs
+
+    def tensors(self) -> list[Tensor] | None:
+        """What it was computed from, and the value; None where one of them was written to since."""
+        if version_of(self.value) != self.made:
+            return None
+        found = [self.value]
+        for place in self.recipe.places:
+            leaf = self.leaves[place]
+            if version_of(leaf) != self.versions[place]:
+                return None
+            found.append(leaf)
+        return found
 
     def copied_leaves(self) -> list[Any]:
         """The leaves with copies of those that are no weights: the call may write into them (observers, statistics)."""
@@ -68,12 +130,16 @@ class Derivation:
         leaves = self.copied_leaves()
         for position, tensor in zip(self.parents, parents, strict=True):
             leaves[position] = tensor
-        if self.inplace:
+        if self.recipe.inplace:
             leaves[0] = leaves[0].clone()
         if self.random_state is not None:
             torch.set_rng_state(self.random_state)
-        args, kwargs = rebuilt(leaves, self.spec)
-        result = self.function(*args, **kwargs)
+        return self.called(leaves)
+
+    def called(self, leaves: Sequence[Any]) -> Tensor:
+        """What the call gives of these leaves."""
+        args, kwargs = self.arguments(leaves)
+        result = self.recipe.function(*args, **kwargs)
         return list(tensors_in(leaves[0] if result is None else result))[self.output]
 
 
@@ -175,17 +241,11 @@ class Made:
         """All that the others were computed from, and they themselves; None where one was written to since."""
         found: list[Tensor] = []
         for weight in self.weights:
-            derivation = weight.derivation
-            if derivation is None:
-                continue
-            if version_of(derivation.value) != derivation.made:
-                return None
-            found.append(derivation.value)
-            for leaf, version in zip(derivation.leaves, derivation.versions, strict=True):
-                if isinstance(leaf, Tensor):
-                    if version_of(leaf) != version:
-                        return None
-                    found.append(leaf)
+            if weight.derivation is not None:
+                tensors = weight.derivation.tensors()
+                if tensors is None:
+                    return None
+                found += tensors
         return found
 
     def pulled(self, contributions: Contributions) -> list[SampleGradient]:
@@ -203,7 +263,7 @@ def made_of(weights: Iterable[Weight]) -> list[Weight] | None:
         derivation = weight.derivation
         if derivation is None:
             continue
-        if weight.hooked or weight.hidden or derivation.inplace or derivation.random_state is not None:
+        if weight.hooked or weight.hidden or derivation.recipe.inplace or derivation.random_state is not None:
             return None
         for parent in derivation.parents.values():
             met[parent] = number = met.get(parent, 0) + 1

@@ -401,6 +401,19 @@ def test_norms_are_replayed_for_weights_that_are_made_alike_alone(name: str) -> 
         assert_norms(module, torch.randn(5, 6))
 
 
+def test_zeros_of_two_signs_and_a_result_that_is_an_argument() -> None:
+    """`copysign` tells 0.0 from -0.0; `atleast_2d` gives a matrix as it is, and a vector as a matrix."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        matrix, row = torch.atleast_2d(m.w, m.v)
+        return F.linear(x, torch.copysign(matrix, -0.0 if m.turned else 0.0) + row)
+
+    module: Any = Model(forward, w=parameter(4, 6), v=parameter(6))
+    for step in range(8):
+        module.turned = step % 2 == 1
+        assert_norms(module, torch.randn(5, 6))
+
+
 def test_norms_of_what_several_calls_use() -> None:
     def twice(m: Any, x: Tensor) -> Tensor:
         made = torch._weight_norm(m.w, m.gain, 0)
