@@ -61,7 +61,7 @@ def standardised_cnn() -> tuple[nn.Module, torch.Tensor]:
 
 
 # The bounds are what was counted, and a tenth: a change that adds a call to every call is seen.
-@pytest.mark.parametrize(("build", "most"), [(mlp, 168), (cnn, 185), (gpt, 438), (standardised_cnn, 905)])
+@pytest.mark.parametrize(("build", "most"), [(mlp, 168), (cnn, 185), (gpt, 438), (standardised_cnn, 753)])
 def test_a_warm_step_calls_no_more_functions_of_the_package(build, most):
     module, x = build()
     y = torch.randint(0, 3, (B,))
